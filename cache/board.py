@@ -1,0 +1,114 @@
+"""Words in shared memory that daemon and client exchange once per batch, instead of messages.
+
+A warm batch then costs no system call and no wake-up: the client compares one word. Aligned 8-byte
+loads and stores are atomic on every platform CPython runs on; each word has one writer. A daemon
+never trusts a client's words: it clamps them to what is possible (`min`, monotonic).
+
+`Board` belongs to one session (4 KiB memfd; daemon and client map it read-write).
+`Table` belongs to one dataset (daemon writes, clients map it read-only): where each object lies.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+from numpy.typing import NDArray
+
+BOARD_NBYTES = 4096
+#: `Table.offset` of an object that is in no arena page.
+ABSENT = -1
+
+# words the daemon writes
+HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
+READY = 1  # all steps < READY are resident (or failed) and pinned
+STATE = 2  # 0 serving, 1 draining (finish what you have, then read directly), 2 closed
+FAILED = 3  # objects of this session that could not be fetched, so far
+# words the trainer writes
+DONE = 64  # all steps < DONE have given up their bytes
+WANTED = 65  # highest step + 1 that somebody stalls on; the daemon serves it first
+COUNTERS = 128  # first of the counters below
+#: Counters the trainer keeps for `creel stats`; durations in ns, sizes in bytes. Order is the wire.
+COUNTER_NAMES = (
+    "batches",
+    "samples",
+    "nbytes",
+    "direct_reads",
+    "direct_nbytes",
+    "stall_source_ns",
+    "stall_decode_ns",
+    "stall_collate_ns",
+    "stall_daemon_ns",
+    "stall_sampler_ns",
+    "lead_ns",
+    "worker_busy_ns",
+)
+COUNTER = {name: COUNTERS + i for i, name in enumerate(COUNTER_NAMES)}
+
+
+def sealed_memfd(name: str, nbytes: int) -> int:
+    """A memfd of `nbytes` that can neither shrink nor grow (so a mapping can never fault)."""
+    import fcntl
+
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Board:
+    """The words of one session. Index with the constants above: `board[READY]`."""
+
+    def __init__(self, fd: int) -> None:
+        """Map the board behind `fd` read-write; the caller keeps (and closes) `fd`."""
+        self._map = mmap.mmap(fd, BOARD_NBYTES)
+        self._words = memoryview(self._map).cast("q")
+
+    def __getitem__(self, word: int) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self._words[word] = value
+
+    def add(self, counter: str, value: int) -> None:
+        """Add to one of COUNTER_NAMES (only the trainer does)."""
+        self._words[COUNTER[counter]] += value
+
+    def counters(self) -> dict[str, int]:
+        """All counters by name."""
+        return {name: self._words[COUNTERS + i] for i, name in enumerate(COUNTER_NAMES)}
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+
+class Table:
+    """Where the objects of one dataset lie in the arena.
+
+    `offset` (n,) int64: first byte in the arena, or ABSENT. `length` (n,) int64: bytes, or -1 while
+    nobody knows. Both are views of the shared memory. An offset may change at any time, except for
+    the objects of a step in [DONE, READY) of an open session: those are pinned.
+    """
+
+    def __init__(self, fd: int, objects: int, *, write: bool = False) -> None:
+        """Map the table behind `fd`; the caller keeps `fd`. A writer finds it zeroed: call `reset`."""
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        self._map = mmap.mmap(fd, self.nbytes(objects), prot=prot)
+        words = np.frombuffer(self._map, np.int64, 2 * objects)
+        self.offset: NDArray[np.int64] = words[:objects]
+        self.length: NDArray[np.int64] = words[objects:]
+
+    @staticmethod
+    def nbytes(objects: int) -> int:
+        """Size of the memfd for this many objects (a mapping of 0 bytes is impossible)."""
+        return max(16 * objects, 16)
+
+    def close(self) -> None:
+        """Drop the views; the mapping goes when no view is left."""
+        del self.offset, self.length

@@ -1,0 +1,206 @@
+"""Manifest: what objects a dataset consists of. An Arrow table, so that it travels as one buffer.
+
+An *object* is a byte range that storage can give: (uri, offset, length). Rows are *runs* of `count`
+objects of `length` bytes each that lie one after the other from `offset` on: a folder of files is
+one row per file with count 1; a binary file of a million records is a single row. Object ids number
+the objects from 0 in row order. `length` is -1 where it is unknown until the object is read (a file
+whose size nobody has asked for); then `offset` is 0 and `count` is 1.
+
+Which samples need which objects is known to the loader alone: plans name objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from creel.errors import ConfigError, MalformedError
+
+_SCHEMA = pa.schema(
+    [("uri", pa.large_string()), ("offset", pa.int64()), ("length", pa.int64()), ("count", pa.int64())]
+)
+_ROOT = b"creel.root"
+UNKNOWN = -1
+MAX_OBJECTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All objects of a dataset.
+
+    Args:
+        table: columns uri (large_string, relative to `root` where `root` is not empty), offset,
+            length, count (int64), without nulls.
+        root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
+    """
+
+    table: pa.Table
+    root: str = ""
+
+    @classmethod
+    def of_files(
+        cls, uris: Sequence[str] | pa.Array, *, root: str = "", lengths: Sequence[int] | None = None
+    ) -> Manifest:
+        """One object per file.
+
+        >>> Manifest.of_files(["a", "b"], root="/d").location(1)
+        ('/d/b', 0, -1)
+        """
+        column = uris if isinstance(uris, pa.Array) else pa.array(uris, pa.large_string())
+        n = len(column)
+        length = np.full(n, UNKNOWN, np.int64) if lengths is None else np.asarray(lengths, np.int64)
+        return cls.of_runs(column, np.zeros(n, np.int64), length, np.ones(n, np.int64), root=root)
+
+    @classmethod
+    def of_runs(
+        cls,
+        uris: Sequence[str] | pa.Array,
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+        count: NDArray[np.int64],
+        *,
+        root: str = "",
+    ) -> Manifest:
+        """`count[i]` objects of `length[i]` bytes each, dense from `offset[i]` of `uris[i]`."""
+        column = pa.array(uris, pa.large_string()) if not isinstance(uris, pa.Array) else uris
+        columns = [column.cast(pa.large_string()), pa.array(offset), pa.array(length), pa.array(count)]
+        return cls(pa.table(columns, schema=_SCHEMA), root)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Manifest]) -> Manifest:
+        """The objects of all parts, in order; ids of part i are shifted by the lengths before it."""
+        roots = {p.root for p in parts}
+        if len(roots) == 1:
+            return cls(pa.concat_tables([p.table for p in parts]).combine_chunks(), roots.pop())
+        return cls(pa.concat_tables([p._absolute() for p in parts]).combine_chunks(), "")
+
+    def __len__(self) -> int:
+        """Number of objects."""
+        return int(self._ends[-1]) if self.table.num_rows else 0
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self._column("count"))
+
+    @cached_property
+    def _plain(self) -> bool:
+        """Whether row i is object i."""
+        return len(self) == self.table.num_rows
+
+    def _column(self, name: str) -> NDArray[np.int64]:
+        return np.asarray(self.table.column(name).combine_chunks())
+
+    def _absolute(self) -> pa.Table:
+        if not self.root:
+            return self.table
+        uris = pa.array([self._join(u) for u in self.table.column("uri").to_pylist()], pa.large_string())
+        return self.table.set_column(0, "uri", uris)
+
+    def _join(self, uri: str) -> str:
+        return f"{self.root.rstrip('/')}/{uri}" if self.root else uri
+
+    def rows(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """(k,) row of the table that holds each object."""
+        if self._plain:
+            return np.asarray(ids, np.int64)
+        return np.searchsorted(self._ends, ids, side="right")
+
+    def ranges(self, ids: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(k,) offset in its file and (k,) length (or UNKNOWN) of each object."""
+        rows = self.rows(ids)
+        length = self._lengths[rows]
+        if self._plain:
+            return self._offsets[rows], length
+        first = self._ends[rows] - self._counts[rows]
+        return self._offsets[rows] + (np.asarray(ids) - first) * length, length
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        return self._column("offset")
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        return self._column("length")
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        return self._column("count")
+
+    @cached_property
+    def _uris(self) -> pa.Array:
+        return self.table.column("uri").combine_chunks()
+
+    def uri(self, row: int) -> str:
+        """Full address of a row."""
+        return self._join(self._uris[row].as_py())
+
+    def location(self, object_id: int) -> tuple[str, int, int]:
+        """(uri, offset, length) of one object; length is UNKNOWN where nobody has asked."""
+        ids = np.array([object_id])
+        offset, length = self.ranges(ids)
+        return self.uri(int(self.rows(ids)[0])), int(offset[0]), int(length[0])
+
+    def lengths(self) -> NDArray[np.int64]:
+        """(n,) bytes of every object, UNKNOWN where nobody has asked."""
+        return self._lengths if self._plain else np.repeat(self._lengths, self._counts)
+
+    @cached_property
+    def key(self) -> str:
+        """Content identity: equal for equal manifests, whatever process made them (XXH3-128)."""
+        digest = xxhash.xxh3_128(self.root.encode())
+        digest.update(len(self.table).to_bytes(8, "little"))
+        for name in ("offset", "length", "count"):
+            digest.update(np.ascontiguousarray(self._column(name)))
+        for buffer in pa.array(self._uris, pa.large_string()).buffers():
+            if buffer is not None:
+                digest.update(buffer)
+        return digest.hexdigest()
+
+    def to_arrow(self) -> bytes:
+        """An Arrow IPC file."""
+        sink = pa.BufferOutputStream()
+        table = self.table.replace_schema_metadata({_ROOT: self.root.encode()})
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return sink.getvalue().to_pybytes()
+
+    @classmethod
+    def from_arrow(cls, data: bytes | memoryview | pa.Buffer) -> Manifest:
+        """Read what `to_arrow` wrote, checking everything a hostile sender could have changed.
+
+        Raises:
+            MalformedError: no such file, another schema, nulls, negative or overflowing numbers.
+        """
+        try:
+            with pa.ipc.open_file(pa.py_buffer(data)) as reader:
+                table = reader.read_all().combine_chunks()
+            table.validate(full=True)
+        except (pa.ArrowException, OSError, ValueError) as e:
+            raise MalformedError(f"not a manifest: {e}") from e
+        if not table.schema.equals(_SCHEMA):
+            raise MalformedError(f"a manifest has the columns {_SCHEMA.names}, not {table.schema}")
+        if any(column.null_count for column in table.columns):
+            raise MalformedError("a manifest has no nulls")
+        root = (table.schema.metadata or {}).get(_ROOT, b"")
+        manifest = cls(table.replace_schema_metadata(None), root.decode(errors="strict"))
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Raise MalformedError unless every number is possible; ConfigError when there are too many."""
+        offset, length, count = self._offsets, self._lengths, self._counts
+        if (offset < 0).any() or (length < UNKNOWN).any() or (count < 0).any():
+            raise MalformedError("a manifest has no negative offsets, lengths or counts")
+        if ((length == UNKNOWN) & ((count != 1) | (offset != 0))).any():
+            raise MalformedError("an object of unknown length is a whole file")
+        total = float(np.sum(count, dtype=np.float64))
+        if total > MAX_OBJECTS:
+            raise ConfigError(f"{total:.0f} objects are more than {MAX_OBJECTS}: split the dataset")
+        if (offset.astype(np.float64) + length * count.astype(np.float64) >= 2.0**62).any():
+            raise MalformedError("a manifest's ranges end below 2**62")
