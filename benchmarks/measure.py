@@ -1,0 +1,140 @@
+"""What every benchmark here shares: whole-process-tree CPU, interleaved rounds, medians, a table.
+
+A benchmark compares *ways* of doing the same work in one process, in turn (A B A B ...), and prints
+the median of each figure and of the round-by-round ratios, with machine, versions and date.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import psutil
+
+
+@dataclass
+class Round:
+    """One measured round of one way."""
+
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    batches: int = 0
+
+
+def tree_cpu_s() -> float:
+    """CPU seconds of this process, its ended children, and all living descendants."""
+    me = resource.getrusage(resource.RUSAGE_SELF)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = me.ru_utime + me.ru_stime + ended.ru_utime + ended.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        try:
+            # user, system, and those of its own ended children
+            total += sum(child.cpu_times()[:4])
+        except psutil.Error:
+            continue
+    return total
+
+
+@contextmanager
+def measured(into: Round) -> Iterator[None]:
+    """Add wall and CPU seconds of the block to `into`."""
+    cpu, wall = tree_cpu_s(), time.perf_counter()
+    yield
+    into.wall_s += time.perf_counter() - wall
+    into.cpu_s += tree_cpu_s() - cpu
+
+
+@dataclass
+class Comparison:
+    """Rounds of two or more ways; the first is the peer that the ratios are against."""
+
+    name: str
+    rounds: dict[str, list[Round]] = field(default_factory=dict)
+
+    def run(self, ways: dict[str, Callable[[Round], None]], rounds: int) -> Comparison:
+        """Run every way once unmeasured, then `rounds` times in turn."""
+        for way in ways.values():
+            way(Round())
+        for _ in range(rounds):
+            for name, way in ways.items():
+                result = Round()
+                way(result)
+                self.rounds.setdefault(name, []).append(result)
+        return self
+
+    def summary(self) -> dict[str, object]:
+        """Medians per way (us per batch) and ratios peer / way, round by round."""
+        peer = next(iter(self.rounds))
+        out: dict[str, object] = {"name": self.name}
+        for way, rounds in self.rounds.items():
+            out[f"{way}_wall_us"] = round(median(1e6 * r.wall_s / r.batches for r in rounds), 1)
+            out[f"{way}_cpu_us"] = round(median(1e6 * r.cpu_s / r.batches for r in rounds), 1)
+            if way != peer:
+                pairs = list(zip(self.rounds[peer], rounds, strict=True))
+                out[f"{way}_wall_ratio"] = round(
+                    median((p.wall_s / p.batches) / (r.wall_s / r.batches) for p, r in pairs), 2
+                )
+                out[f"{way}_cpu_ratio"] = round(
+                    median(
+                        (p.cpu_s / p.batches) / max(r.cpu_s / r.batches, 1e-9) for p, r in pairs
+                    ),
+                    2,
+                )
+        return out
+
+
+def median(values: Iterator[float] | list[float]) -> float:
+    return statistics.median(values)
+
+
+def machine() -> dict[str, str]:
+    """What the figures were taken on."""
+    import numpy
+    import torch
+    import zmq
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": f"{os.cpu_count()} x {_cpu_model()}",
+        "linux": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "pyzmq": zmq.__version__,
+        "load": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="ascii") as f:
+            return next(line.split(":")[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def report(rows: list[dict[str, object]]) -> None:
+    """A table for people; with --json as the last argument, one JSON object."""
+    if "--json" in sys.argv:
+        print(json.dumps({"machine": machine(), "rows": rows}))
+        return
+    print("  ".join(f"{k}={v}" for k, v in machine().items()))
+    if not rows:
+        return
+    keys = list(dict.fromkeys(k for row in rows for k in row))
+    width = {k: max(len(k), *(len(str(r.get(k, ""))) for r in rows)) for k in keys}
+    print("  ".join(k.ljust(width[k]) for k in keys))
+    for row in rows:
+        print("  ".join(str(row.get(k, "")).ljust(width[k]) for k in keys))
+
+
+__all__ = ["Comparison", "Round", "machine", "measured", "median", "report", "tree_cpu_s"]

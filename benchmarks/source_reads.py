@@ -1,0 +1,149 @@
+"""How often storage is read: opens per epoch against the law (1-f)N, counted by the file system.
+
+    sudo python benchmarks/source_reads.py [--samples N] [--fractions .1 .5 1] [--sampler permutation]
+
+Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). `--sampler replacement`
+and `--sampler weighted` compare with offline MIN over the same accesses instead of the law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import report
+from numpy.typing import NDArray
+from torch.utils.data import RandomSampler, WeightedRandomSampler
+
+import creel
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+
+NBYTES = 4096
+
+
+@contextmanager
+def daemon_with(budget: int) -> Iterator[None]:
+    """Loaders made in this block use a fresh embedded daemon of `budget` bytes."""
+    name = f"bench-{os.getpid()}-{time.monotonic_ns()}"
+    settings = {"CREEL_SOCKET": name, "CREEL_MEMORY__BUDGET": str(budget)}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for key in settings:
+            del os.environ[key]
+
+
+def dataset(mount: str, n: int) -> creel.FileDataset:
+    paths = [f"{mount}/{i:06}.bin" for i in range(n)]
+    return creel.FileDataset(paths, lengths=[NBYTES] * n)
+
+
+def sampler_for(kind: str, data: Any, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "permutation":
+        return RandomSampler(data, generator=generator)
+    if kind == "replacement":
+        return RandomSampler(data, replacement=True, generator=generator)
+    weights = 1.0 / (1.0 + torch.arange(len(data), dtype=torch.float64)) ** 0.6
+    return WeightedRandomSampler(weights.tolist(), len(data), generator=generator)
+
+
+def offline_min(accesses: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
+    """(t,) whether MIN with bypass, knowing everything, misses access i."""
+    import heapq
+
+    n = int(accesses.max()) + 1
+    following = np.full(n, len(accesses) * 2, np.int64)
+    next_use = np.empty(len(accesses), np.int64)
+    for t in range(len(accesses) - 1, -1, -1):
+        next_use[t] = following[accesses[t]]
+        following[accesses[t]] = t
+    due: dict[int, int] = {}
+    heap: list[tuple[int, int]] = []
+    missed = np.zeros(len(accesses), np.bool_)
+    for t, (sample, again) in enumerate(zip(accesses.tolist(), next_use.tolist(), strict=True)):
+        missed[t] = sample not in due
+        due[sample] = again
+        heapq.heappush(heap, (-again, sample))
+        while len(due) > capacity:
+            when, victim = heapq.heappop(heap)
+            if due.get(victim) == -when:
+                del due[victim]
+    return missed
+
+
+def one(folder: Path, n: int, f: float, kind: str, epochs: int, batch: int) -> dict[str, object]:
+    """Read `epochs` epochs at capacity f; opens and reads of each, and what theory demands."""
+    with (
+        SlowFS(str(folder / "data"), str(folder / "mount")) as fs,
+        daemon_with(int(f * n * NBYTES)),
+    ):
+        data = dataset(fs.mountpoint, n)
+        sampler = sampler_for(kind, data, seed=7)
+        loader = creel.DataLoader(data, batch_size=batch, sampler=sampler, num_workers=2)
+        opens, seen, began = [], [], time.perf_counter()
+        for _ in range(epochs):
+            before = fs.totals()
+            for b in loader:
+                seen.append(b[:, :4].clone().view(torch.int32).flatten().numpy())
+            after = fs.totals()
+            opens.append(after["opens"] - before["opens"])
+        elapsed = time.perf_counter() - began
+        del loader
+    accesses = np.concatenate(seen).astype(np.int64)
+    if kind == "permutation":
+        wanted = [float(n)] + [max((1 - f) * n, 0.0)] * (epochs - 1)
+    else:
+        missed = offline_min(accesses, int(f * n))
+        wanted = [float(part.sum()) for part in np.array_split(missed, epochs)]
+    later, law = sum(opens[1:]), sum(wanted[1:])
+    ratio = later / law if law else float(later > 0) * float("inf") if later else 1.0
+    return {
+        "sampler": kind,
+        "f": f,
+        "N": n,
+        "opens": opens,
+        "wanted": [round(w) for w in wanted],
+        "after_epoch_1": round(ratio, 4),
+        "seconds": round(elapsed, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=20_000)
+    parser.add_argument(
+        "--fractions", type=float, nargs="*", default=[0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
+    )
+    parser.add_argument(
+        "--sampler", choices=["permutation", "replacement", "weighted"], default="permutation"
+    )
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "data").mkdir()
+        for i in range(o.samples):
+            content = i.to_bytes(4, "little") + bytes(NBYTES - 4)
+            (folder / "data" / f"{i:06}.bin").write_bytes(content)
+        report([one(folder, o.samples, f, o.sampler, o.epochs, o.batch) for f in o.fractions])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Fixtures every test may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from kit import nothing_left, unique_name
+
+
+@pytest.fixture
+def daemon_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Loaders and clients of this test meet at a daemon of their own."""
+    name = unique_name()
+    monkeypatch.setenv("CREEL_SOCKET", name)
+    return name
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """Nothing may be left behind: descriptors, threads, processes."""
+    with nothing_left():
+        yield
