@@ -45,7 +45,11 @@ class Manifest:
 
     @classmethod
     def of_files(
-        cls, uris: Sequence[str] | pa.Array, *, root: str = "", lengths: Sequence[int] | None = None
+        cls,
+        uris: Sequence[str] | pa.Array,
+        *,
+        root: str = "",
+        lengths: Sequence[int] | NDArray[np.int64] | None = None,
     ) -> Manifest:
         """One object per file.
 

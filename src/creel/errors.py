@@ -2,6 +2,7 @@
 
 CreelError
 ├── ConfigError             the person's to mend: a bad value, an unknown key, a missing path
+│   └── NotFoundError       no data where the person said it is; also a FileNotFoundError
 ├── ProtocolError
 │   ├── MalformedError      the other side sent bytes that no message of this version has
 │   └── IllegalEventError   our own bug: an event that cannot happen in this state
@@ -20,6 +21,10 @@ class CreelError(Exception):
 
 class ConfigError(CreelError, ValueError):
     """A value the person gave cannot be used; the message says what to do instead."""
+
+
+class NotFoundError(ConfigError, FileNotFoundError):
+    """No data where the person said it is; also what torchvision would have raised."""
 
 
 class ProtocolError(CreelError):

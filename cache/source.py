@@ -1,0 +1,340 @@
+"""Source: reading a manifest's objects from the storage they live in, with patience.
+
+Errors that may pass (EIO, broken connections, HTTP 429 and 5xx) are tried again with back-off until
+a deadline; all others, and those that outlast it, become `SourceError`. Neighbours in one file are
+one read. Thread-safe. Used by the daemon's fetch threads and by the loader's direct reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from creel.cache.manifest import Manifest
+from creel.cache.stores import LocalStore, Range, Store, open_store
+from creel.errors import SourceError
+
+T = TypeVar("T")
+
+#: Most objects of one read: Linux takes 1024 buffers at once (IOV_MAX).
+_VECTOR = 512
+#: Addresses compared at a time: a few megabytes.
+_COMPARE = 1 << 15
+#: Upper ends of the histogram's buckets, in seconds: page cache to a struggling object store.
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_AGAIN = frozenset(
+    {
+        errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
+        errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH,
+        errno.ENETDOWN, errno.ENETRESET, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO,
+    }
+)  # fmt: skip
+#: What the AWS SDK behind pyarrow says of errors that pass; it gives no errno.
+_AGAIN_WORDS = ("SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_")
+
+
+def transient(error: BaseException) -> bool:
+    """Whether the same read may succeed a moment later.
+
+    True for EIO, ESTALE, time-outs, broken connections, HTTP 429 and 5xx. False for a missing
+    file, a refused permission, a file that is too short.
+
+    >>> transient(OSError(errno.EIO, "")), transient(FileNotFoundError(errno.ENOENT, ""))
+    (True, False)
+    """
+    if isinstance(error, SourceError):
+        return False
+    status = getattr(error, "status", None)
+    if isinstance(status, int) and status:
+        return status in {408, 429} or status >= 500
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _AGAIN
+    if type(error).__module__.partition(".")[0] == "aiohttp":
+        return "Invalid" not in type(error).__name__
+    return any(word in str(error).upper() for word in _AGAIN_WORDS)
+
+
+@dataclass
+class Counters:
+    """What a source did so far. All methods may be called from any thread."""
+
+    opens: int = 0
+    reads: int = 0
+    nbytes: int = 0
+    retries: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    last_error: str = ""
+    seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    seconds_sum: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count_read(self, nbytes: int, seconds: float, opens: int) -> None:
+        """One read request ended well."""
+        bucket = int(np.searchsorted(SECONDS, seconds))
+        with self._lock:
+            self.reads += 1
+            self.opens += opens
+            self.nbytes += nbytes
+            self.seconds[bucket] += 1
+            self.seconds_sum += seconds
+
+    def count_retry(self) -> None:
+        """A read failed in a way that may pass and is tried again."""
+        with self._lock:
+            self.retries += 1
+
+    def count_error(self, error: SourceError) -> None:
+        """A read failed for good."""
+        with self._lock:
+            self.errors[errno.errorcode.get(error.errno or 0, "other")] += 1
+            self.last_error = f"{error.uri}: {error.strerror}"
+
+    def snapshot(self) -> Counters:
+        """A copy that stands still; `seconds` are counts per bucket of SECONDS and one beyond."""
+        with self._lock:
+            return replace(
+                self,
+                errors=self.errors.copy(),
+                seconds=list(self.seconds),
+                _lock=threading.Lock(),
+            )
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a failing read is tried again: `deadline_s` in all, with pauses that double."""
+
+    attempts: int = 6
+    deadline_s: float = 30.0
+    backoff_s: float = 0.1
+    backoff_max_s: float = 5.0
+
+
+class Source:
+    """The objects of one manifest, readable.
+
+    Args:
+        manifest: what there is.
+        patience: how errors that may pass are met.
+        files: most descriptors kept open (only of files that hold several objects).
+        relative: whether paths may be relative to the working directory (never in a daemon, whose
+            working directory is not the client's).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        patience: Patience | None = None,
+        *,
+        files: int = 64,
+        relative: bool = True,
+    ) -> None:
+        self.manifest = manifest
+        self.counters = Counters()
+        self._patience = patience or Patience()
+        self._relative = relative
+        self._local = LocalStore(files)
+        self._remote: dict[tuple[int, str, str], Store] = {}
+        self._lock = threading.Lock()
+        self._file_of_row, self._single = _files_of(manifest)
+
+    @classmethod
+    def open(cls, manifest: Manifest) -> Source:
+        """A source with the usual settings; nothing is touched until the first read."""
+        return cls(manifest)
+
+    def close(self) -> None:
+        """Close kept descriptors. A later read opens them again."""
+        self._local.close()
+
+    def read(self, object_id: int) -> bytes:
+        """The bytes of one object.
+
+        Raises:
+            SourceError: after all tries; `errno` is ENODATA when the file ends too early.
+        """
+        ids = np.array([object_id])
+        row = int(self.manifest.rows(ids)[0])
+        offset, length = self.manifest.ranges(ids)
+        part = self._range(row, int(offset[0]), int(length[0]))
+        return self._try(part, lambda store: _sized(store.read(part)))
+
+    def read_whole(self, ids: NDArray[np.integer]) -> list[bytes | None]:
+        """The bytes of each object in turn (for those of unknown length), None where it failed."""
+        return [self._read_or_none(int(i)) for i in ids]
+
+    def read_into(
+        self, ids: NDArray[np.integer], buffers: Sequence[memoryview]
+    ) -> NDArray[np.int64]:
+        """Fill buffers[i] with object ids[i]; each is exactly as long as the manifest says.
+
+        Neighbours in one file become one read. A file of its own that is longer or shorter than
+        the manifest says has failed: it is not the file that was listed.
+
+        Returns:
+            (k,) bytes read; -1 where the object failed (`counters.last_error` says how).
+        """
+        nbytes = np.full(len(ids), -1, np.int64)
+        rows = self.manifest.rows(ids)
+        offset, length = self.manifest.ranges(ids)
+        for members in _neighbours(self._file_of_row[rows], offset, length):
+            first, last = members[0], members[-1]
+            start, end = int(offset[first]), int(offset[last] + length[last])
+            try:
+                part = self._range(int(rows[first]), start, end - start)
+                self._fill(part, [buffers[i] for i in members])
+            except SourceError:
+                continue  # counted; the reader of the object will meet the error itself
+            nbytes[members] = length[members]
+        return nbytes
+
+    def _fill(self, part: Range, buffers: list[memoryview]) -> None:
+        self._try(part, lambda store: (None, part.length, store.read_into(part, buffers)))
+
+    def _read_or_none(self, object_id: int) -> bytes | None:
+        try:
+            return self.read(object_id)
+        except SourceError:
+            return None
+
+    def _range(self, row: int, offset: int, length: int) -> Range:
+        single = bool(self._single[row])
+        whole = single and offset == 0
+        return Range(self.manifest.uri(row), offset, length, keep=not single, whole=whole)
+
+    def _try(self, part: Range, job: Callable[[Store], tuple[T, int, int]]) -> T:
+        """Do `job` (its result, bytes, opens), again while errors may pass, and count it."""
+        start = time.perf_counter()
+        try:
+            result, nbytes, opens = self._patiently(part, job)
+        except Exception as e:
+            # Stores raise what they like: aiohttp's errors, botocore's, pyarrow's.
+            error = _source_error(e, part.uri)
+            self.counters.count_error(error)
+            raise error from e
+        self.counters.count_read(nbytes, time.perf_counter() - start, opens)
+        return result
+
+    def _patiently(self, part: Range, job: Callable[[Store], T]) -> T:
+        try:
+            return job(self._store(part.uri))
+        except Exception as e:
+            if self._patience.attempts <= 1 or not transient(e):
+                raise
+        from stamina import retry_context
+
+        p = self._patience
+        for attempt in retry_context(
+            on=transient,
+            attempts=p.attempts - 1,
+            timeout=p.deadline_s,
+            wait_initial=p.backoff_s,
+            wait_max=p.backoff_max_s,
+            wait_jitter=p.backoff_s,
+        ):
+            with attempt:
+                self.counters.count_retry()
+                return job(self._store(part.uri))
+        raise AssertionError("stamina ends by a result or by raising")
+
+    def _store(self, uri: str) -> Store:
+        scheme, found, rest = uri.partition("://")
+        if not found:
+            self._check_path(uri)
+            return self._local
+        if scheme == "file":
+            return self._local
+        # The process id: clients of object stores own threads and do not live through a fork.
+        key = (os.getpid(), scheme, rest.partition("/")[0])
+        with self._lock:
+            if key not in self._remote:
+                self._remote[key] = open_store(uri)
+            return self._remote[key]
+
+    def _check_path(self, path: str) -> None:
+        if not self._relative and not path.startswith("/"):
+            raise SourceError(errno.EINVAL, "a relative path means nothing to a daemon", path)
+
+
+def _sized(data: bytes) -> tuple[bytes, int, int]:
+    return data, len(data), 1
+
+
+def _files_of(manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Number of the file of each row, and whether that file holds nothing but this row's object.
+
+    Neighbouring rows of one address count as one file; that a file is met again further down
+    costs an open, nothing else.
+    """
+    n = manifest.table.num_rows
+    if n == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    offset = manifest.table.column("offset").to_numpy()
+    changes = np.ones(n + 1, np.bool_)  # changes[i]: row i begins a file; n is the end
+    # Two rows at offset 0 are two files (or one file twice, which needs no care).
+    rows = np.flatnonzero((offset[1:] != 0) | (offset[:-1] != 0))
+    changes[1 + rows[_like_next(manifest.table.column("uri").combine_chunks(), rows)]] = False
+    single = changes[:n] & changes[1:]
+    single &= manifest.table.column("count").to_numpy() == 1
+    return np.cumsum(changes[:n]), single
+
+
+def _like_next(uris: pa.Array, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """(k,) whether uris[rows[i]] == uris[rows[i] + 1].
+
+    By hand, because `import pyarrow.compute` costs every daemon 8 MB: equal neighbours of L bytes
+    repeat after L bytes, and rows of one length are compared in one go.
+    """
+    same = np.zeros(len(rows), np.bool_)
+    if len(rows) == 0:
+        return same
+    _, ends, content = uris.buffers()
+    bounds = np.frombuffer(ends, np.int64)[uris.offset : uris.offset + len(uris) + 1]
+    start, size = bounds[rows], np.diff(bounds)
+    alike = size[rows] == size[rows + 1]
+    same |= alike & (size[rows] == 0)
+    data = np.frombuffer(content or b"", np.uint8)
+    for length in np.unique(size[rows[alike & ~same]]).tolist():
+        window = np.lib.stride_tricks.sliding_window_view(data, 2 * length)
+        members = np.flatnonzero(alike & (size[rows] == length))
+        for some in np.array_split(members, len(members) // _COMPARE + 1):
+            pair = window[start[some]]
+            same[some] = (pair[:, :length] == pair[:, length:]).all(axis=1)
+    return same
+
+
+def _neighbours(
+    file: NDArray[np.int64], offset: NDArray[np.int64], length: NDArray[np.int64]
+) -> Iterator[NDArray[np.intp]]:
+    """Groups of positions that one read can serve: one file, each beginning where the last ended.
+
+    >>> [g.tolist() for g in _neighbours(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4))]
+    [[2, 0], [1]]
+    """
+    order = np.lexsort((offset, file))
+    f, o, n = file[order], offset[order], length[order]
+    cut = (f[1:] != f[:-1]) | (o[1:] != o[:-1] + n[:-1])
+    for group in np.split(order, np.flatnonzero(cut) + 1):
+        for i in range(0, len(group), _VECTOR):
+            yield group[i : i + _VECTOR]
+
+
+def _source_error(error: Exception, uri: str) -> SourceError:
+    if isinstance(error, SourceError):
+        return error
+    missing = errno.ENOENT if isinstance(error, FileNotFoundError) else 0
+    number = getattr(error, "errno", None) or missing
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return SourceError(number, reason, uri)

@@ -1,0 +1,220 @@
+"""Datasets that are not creel's but whose reads creel can serve: torchvision's folders, and those
+that declare what they read.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from creel.cache.manifest import Manifest
+from creel.errors import ConfigError
+from creel.loader.base import CreelDataset, Ids, Indices, Sample, strings
+from creel.loader.images import decode_image
+from creel.loader.reading import leased
+from creel.loader.storage import absolute
+
+
+def adapt(dataset: Dataset[Sample]) -> CreelDataset | None:
+    """A leaf that stands for a dataset of another library, or None."""
+    if isinstance(dataset, Declares):
+        return Declared(dataset)
+    if _is_folder(dataset):
+        return FolderLeaf(cast(Folder, dataset))
+    return None
+
+
+# --- torchvision's folders --------------------------------------------------------------------
+
+
+class Folder(Protocol):
+    """The part of torchvision.datasets.DatasetFolder that is used here."""
+
+    samples: list[tuple[str, int]]
+    loader: Any
+    transform: Any
+    target_transform: Any
+
+
+def _torchvision() -> Any:
+    """torchvision's module of folders, if the person has imported it; creel never does."""
+    return sys.modules.get("torchvision.datasets.folder")
+
+
+def _is_folder(dataset: object) -> bool:
+    """Whether it is torchvision's own class (no subclass: that may read otherwise)."""
+    module = _torchvision()
+    return module is not None and type(dataset) in {module.DatasetFolder, module.ImageFolder}
+
+
+def _loads_by_pillow(loader: object) -> bool:
+    module = _torchvision()
+    if loader is module.pil_loader:
+        return True
+    backend = sys.modules["torchvision"].get_image_backend()
+    return loader is module.default_loader and backend == "PIL"
+
+
+class FolderLeaf(CreelDataset):
+    """The objects of a torchvision folder: sample i is file i of `samples` as it is now."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._names = strings([absolute(path) for path, _ in folder.samples])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def cacheable(self) -> bool:
+        return bool(len(self)) and _loads_by_pillow(self.folder.loader)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_files(self._names)
+
+    def callables(self) -> list[object]:
+        return [self.folder.transform, self.folder.target_transform]
+
+    def view(self) -> Dataset[Sample]:
+        """The same folder (class, attributes, later changes too), reading through the lease."""
+        folder = cast("Dataset[Sample]", self.folder)
+        twin = object.__new__(_leased_class(type(self.folder)))
+        object.__setattr__(twin, "__dict__", folder.__dict__)
+        twin._creel_leaf = self
+        return cast("Dataset[Sample]", twin)
+
+    def image(self, index: int, path: str) -> Sample:
+        """The image of sample `index`, whose file is `path` now."""
+        if _loads_by_pillow(self.folder.loader) and 0 <= index < len(self):
+            # The person may have changed `samples` since: never another file's bytes.
+            data = leased(self, index) if self._names[index].as_py() == absolute(path) else None
+            if data is not None:
+                return decode_image(data)
+        return self.folder.loader(path)
+
+
+@cache
+def _leased_class(base: type) -> Any:
+    """A subclass of torchvision's class that looks like it and asks a `FolderLeaf` for images."""
+
+    class Leased(base):  # type: ignore[misc]  # the class is a value here
+        __slots__ = ("_creel_leaf",)
+        _creel_leaf: FolderLeaf
+
+        def __getitem__(self, index: int) -> tuple[Sample, Sample]:
+            path, target = self.samples[index]
+            place = index + len(self.samples) if index < 0 else index
+            sample = self._creel_leaf.image(place, path)
+            if self.transform is not None:
+                sample = self.transform(sample)
+            if self.target_transform is not None:
+                target = self.target_transform(target)
+            return sample, target
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return FolderLeaf.view, (self._creel_leaf,)
+
+    Leased.__name__, Leased.__qualname__ = base.__name__, base.__qualname__
+    Leased.__module__ = base.__module__
+    return Leased
+
+
+# --- declared reads ---------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A dataset that says what it reads."""
+
+    creel_uris: Sequence[str]
+
+    def objects(self, index: int, /) -> int | str | Iterable[int | str]:
+        """Numbers in `creel_uris` (or addresses out of it) that sample `index` reads."""
+        ...
+
+
+class Declared(CreelDataset):
+    """The objects of a dataset that declares them."""
+
+    def __init__(self, dataset: Declares) -> None:
+        self._dataset = dataset
+        uris = dataset.creel_uris
+        values = uris.to_pylist() if isinstance(uris, pa.Array) else uris
+        if any(not isinstance(uri, str) for uri in values):
+            raise ConfigError("creel_uris is a sequence of strings")
+        self._uris = strings([absolute(uri) for uri in values])
+        self._places = _Places(self._uris)
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]  # map-style, so it has a length
+
+    @property
+    def object_count(self) -> int:
+        return len(self._uris)
+
+    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+        """As each sample says; one call of the person's `objects` per sample, negative or not."""
+        found = [self._of(int(i)) for i in indices]
+        counts = np.array([len(ids) for ids in found], np.int64)
+        flat = np.array([i for ids in found for i in ids], np.int64)
+        if flat.size and (flat.min() < 0 or flat.max() >= self.object_count):
+            raise ConfigError(
+                f"objects() gave {flat.min()} to {flat.max()}, creel_uris has {self.object_count}"
+            )
+        return flat.astype(np.int32), counts
+
+    def _of(self, index: int) -> list[int]:
+        found = self._dataset.objects(index)
+        if isinstance(found, (str, int, np.integer)):
+            return [self._number(found)]
+        return [self._number(item) for item in found]
+
+    def _number(self, item: int | str) -> int:
+        if not isinstance(item, str):
+            return operator.index(item)
+        number = self.find(absolute(item))
+        if number is None:
+            raise ConfigError(f"objects() gave {item!r}, which is not in creel_uris")
+        return number
+
+    def find(self, address: str) -> int | None:
+        """Number of an address (as `absolute` gives it), or None."""
+        return self._places.find(address)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_files(self._uris)
+
+
+class _Places:
+    """Where a string stands in a column: hashes, sorted. 12 bytes a string, no object."""
+
+    def __init__(self, column: pa.Array) -> None:
+        self._column = column
+        hashes = np.fromiter(
+            (xxhash.xxh3_64_intdigest(text.encode()) for text in column.to_pylist()),
+            np.uint64,
+            len(column),
+        )
+        order = np.argsort(hashes, kind="stable")
+        self._order = order.astype(np.int32)
+        self._hashes = hashes[order]
+
+    def find(self, text: str) -> int | None:
+        """The first place of `text`, or None."""
+        wanted = np.uint64(xxhash.xxh3_64_intdigest(text.encode()))
+        at = int(np.searchsorted(self._hashes, wanted))
+        while at < len(self._hashes) and self._hashes[at] == wanted:
+            place = int(self._order[at])
+            if self._column[place].as_py() == text:
+                return place
+            at += 1
+        return None

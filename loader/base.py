@@ -1,0 +1,293 @@
+"""CreelDataset: a torch Dataset that knows which bytes each of its samples is made of."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, SupportsIndex, TypeAlias, overload
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from creel.cache.manifest import Manifest
+from creel.cache.source import Source
+from creel.errors import ConfigError
+from creel.loader.reading import take
+
+#: A sample is whatever the person's transform makes of it.
+Sample: TypeAlias = Any
+Ids: TypeAlias = NDArray[np.int32]
+Indices: TypeAlias = NDArray[np.int64]
+
+
+def position(index: SupportsIndex, size: int) -> int:
+    """A sample's number, counted from the end where negative, as a list does.
+
+    Raises:
+        IndexError: outside of the dataset.
+    """
+    i = operator.index(index)
+    if not -size <= i < size:
+        raise IndexError(f"sample {i} of a dataset of {size}")
+    return i + size if i < 0 else i
+
+
+def positions(indices: NDArray[np.integer[Any]], size: int) -> Indices:
+    """`position` for many."""
+    wide = np.asarray(indices, np.int64)
+    if wide.size and not (-size <= wide.min() and wide.max() < size):
+        raise IndexError(f"samples {wide.min()} to {wide.max()} of a dataset of {size}")
+    return np.where(wide < 0, wide + size, wide)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Samples that are nothing but their bytes: what `Gather` needs to know of one leaf.
+
+    `labels` tells how labels are collated (equal values collate alike), None for no labels.
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    labels: tuple[object, ...] | None
+
+
+class CreelDataset(Dataset[Sample]):
+    """Base of creel's datasets: samples are made of *objects*, byte ranges of the storage.
+
+    A subclass gives `_build_manifest`, `__len__` and `__getitem__`, which reads by `self.read`; and
+    `objects`, unless sample i is object i.
+    """
+
+    #: Attributes that a pickle leaves out, because they can be made again.
+    volatile: ClassVar[tuple[str, ...]] = ("_manifest", "_opened")
+    _manifest: Manifest | None = None
+    _opened: tuple[int, Source] | None = None
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        raise NotImplementedError
+
+    def _build_manifest(self) -> Manifest:
+        raise NotImplementedError
+
+    @property
+    def manifest(self) -> Manifest:
+        """All objects; built when first asked for, never sent to a worker."""
+        if self._manifest is None:
+            self._manifest = self._build_manifest()
+        return self._manifest
+
+    @property
+    def object_count(self) -> int:
+        """Number of objects, known without building the manifest."""
+        return len(self)
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether samples are read through `read`, so that caching their objects pays."""
+        return True
+
+    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+        """What samples are made of.
+
+        Args:
+            indices: (n,) numbers of samples; negative ones count from the end.
+
+        Returns:
+            (k,) object ids, sample after sample, each in order of reading; (n,) ids per sample.
+
+        Raises:
+            IndexError: outside of the dataset.
+        """
+        ids = positions(indices, len(self))
+        return ids.astype(np.int32), np.ones(len(ids), np.int64)
+
+    def read(self, object_id: int) -> bytes:
+        """The bytes of one object: from the cache inside a reading lease, else from the source.
+
+        Raises:
+            SourceError: the storage failed for good.
+        """
+        return take(self, object_id, self._read_direct, bytes)
+
+    def _read_direct(self, object_id: int) -> bytes:
+        return self._source().read(object_id)
+
+    def _tensor(self, object_id: int) -> torch.Tensor:
+        """(nbytes,) uint8, in memory of its own."""
+        data = take(self, object_id, self._read_direct, bytearray)
+        if not data:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _source(self) -> Source:
+        # Guarded by the process: descriptors and clients are not shared with a forked worker.
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), Source.open(self.manifest)
+        return self._opened[1]
+
+    def raw(self) -> Raw | None:
+        """How samples follow from their bytes alone; None when code of the person's comes between.
+
+        A subclass of a creel dataset is not asked: it may have changed `__getitem__`.
+        """
+        return None
+
+    def labels_of(self, indices: Indices) -> torch.Tensor:
+        """(n, ...) what default_collate makes of these samples' labels (where `raw` has any)."""
+        labels = getattr(self, "labels", None)
+        if not isinstance(labels, Labels):
+            raise NotImplementedError
+        return labels.collated(positions(indices, len(self)))
+
+    def callables(self) -> list[object]:
+        """Code of the person's that samples pass through; None where there is none."""
+        return []
+
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in self.__dict__.items() if k not in self.volatile}
+
+
+class Transformed(Dataset[Sample]):
+    """`fn(sample)` for every sample of another dataset, cached as that one is.
+
+    Args:
+        dataset: any map-style dataset.
+        fn: takes a sample, gives another.
+    """
+
+    def __init__(self, dataset: Dataset[Sample], fn: Callable[[Sample], Sample]) -> None:
+        self.dataset = dataset
+        self.fn = fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset promises no length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.fn(self.dataset[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        return [self.fn(sample) for sample in fetch_many(self.dataset, indices)]
+
+
+def fetch_many(dataset: Dataset[Sample], indices: Sequence[int]) -> list[Sample]:
+    """Samples of a batch, by the dataset's own `__getitems__` where it has one, as torch does."""
+    many = getattr(dataset, "__getitems__", None)
+    return list(many(indices)) if many else [dataset[i] for i in indices]
+
+
+# --- columns of a dataset ---------------------------------------------------------------------
+
+
+def strings(values: Sequence[str] | pa.Array) -> pa.Array:
+    """A column of strings as one Arrow array, without slices of a bigger one.
+
+    Raises:
+        ConfigError: a name that is not UTF-8.
+    """
+    try:
+        column = values if isinstance(values, pa.Array) else pa.array(values, pa.large_string())
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"a file's name is not UTF-8: {e.object!r}") from e
+    column = column.cast(pa.large_string())
+    # A pickle of a slice would carry the whole array it was cut from.
+    sliced = column.get_total_buffer_size() > column.nbytes
+    return pa.array(column.to_pylist(), pa.large_string()) if sliced else column
+
+
+class Names(Sequence[str]):
+    """Paths below one root, kept as one Arrow array: 2 million cost no Python object each."""
+
+    def __init__(self, prefix: str, names: pa.Array) -> None:
+        self.prefix = prefix
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        name: str = self.names[position(index, len(self))].as_py()
+        return self.prefix + name
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(
+            0, len(self), 4096
+        ):  # a chunk at a time: not all at once, nor one by one
+            for name in self.names.slice(start, 4096).to_pylist():
+                yield self.prefix + name
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} paths below {self.prefix or 'no common root'!r}>"
+
+
+class Labels:
+    """One label per sample, compact, giving back what the person gave.
+
+    Numbers in a list come back as Python numbers, numpy and torch rows with their dtype. Anything
+    else (strings, tuples) is kept as it is.
+    """
+
+    def __init__(self, values: object, size: int) -> None:
+        """Raises ConfigError unless there are `size` of them."""
+        try:
+            count = len(values)  # type: ignore[arg-type]  # checked right here
+        except TypeError as e:
+            raise ConfigError("labels is a sequence with one label per sample") from e
+        if count != size:
+            raise ConfigError(f"there are {count} labels for {size} samples")
+        self._values = _compact(values)
+        self._python = not isinstance(values, (np.ndarray, torch.Tensor))
+
+    @property
+    def kind(self) -> tuple[object, ...] | None:
+        """How they are collated; None when default_collate must see them one by one."""
+        if isinstance(self._values, list):
+            return None
+        return str(self._values.dtype), tuple(self._values.shape[1:])
+
+    def __getitem__(self, index: int) -> Sample:
+        if isinstance(self._values, list):
+            return self._values[index]
+        if isinstance(self._values, torch.Tensor):
+            return self._values[index].clone()
+        label = self._values[index]
+        return label.item() if self._python else label.copy()
+
+    def collated(self, indices: Indices) -> torch.Tensor:
+        """(n, ...) what default_collate would make of these labels (where they have a `kind`)."""
+        if isinstance(self._values, torch.Tensor):
+            return self._values[torch.from_numpy(indices)]
+        return torch.from_numpy(np.asarray(self._values)[indices])
+
+
+def _compact(values: Any) -> NDArray[Any] | torch.Tensor | list[Sample]:
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().contiguous()
+    if isinstance(values, np.ndarray):
+        return np.ascontiguousarray(values) if values.dtype.kind in "biuf" else list(values)
+    items = list(values)
+    for number in (bool, int, float):
+        if items and all(type(item) is number for item in items):
+            column = np.array(items)
+            return column if column.dtype.kind in "bif" else items
+    return items

@@ -1,0 +1,177 @@
+"""Where a dataset's bytes come from right now: the arena while a lease is active, else the source.
+
+`Binding.reading(session)` makes a lease the active one of this thread. A creel dataset asks
+`take` for the bytes of an object; inside a lease it gets a copy of what lies in the arena.
+
+A copy is safe even for an object that nobody pinned (a person's own code may read any object at any
+time): its place in the table is looked up before and after, and a copy made while the object moved
+is thrown away.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Copied = TypeVar("Copied", bytes, bytearray)
+
+
+class Places(Protocol):
+    """The part of `cache.board.Table` that a reader needs."""
+
+    @property
+    def offset(self) -> NDArray[np.int64]:
+        """(n,) first byte of each object in the arena, or ABSENT."""
+        ...
+
+
+class Session(Protocol):
+    """The part of `loader.client.Session` that a reader needs."""
+
+    @property
+    def table(self) -> Places:
+        """Where each object lies."""
+        ...
+
+    def view(self, object_id: int, /) -> memoryview | None:
+        """The bytes of an object in the arena, read-only; None when it is not there."""
+        ...
+
+
+class Named(Protocol):
+    """A leaf whose objects can be found by their address."""
+
+    def find(self, address: str) -> int | None:
+        """Number of the object with this address, or None."""
+        ...
+
+
+class _Active(threading.local):
+    lease: Lease | None = None
+
+
+_active = _Active()
+
+
+class Lease:
+    """Reads of some leaves go to one session's arena, in this thread, inside the `with`.
+
+    After use it tells what it could not serve: `direct_reads`, `direct_nbytes` and `direct_ns`
+    count the reads of its leaves that went to the source. One object serves one `with`.
+    """
+
+    __slots__ = (
+        "_allowed",
+        "_session",
+        "bases",
+        "direct_nbytes",
+        "direct_ns",
+        "direct_reads",
+        "named",
+        "outer",
+    )
+
+    def __init__(
+        self,
+        session: Session,
+        bases: Mapping[int, int],
+        named: Sequence[Named],
+        allowed: frozenset[int] | None,
+    ) -> None:
+        """`bases`: first object id by `id(leaf)`; `allowed`: the only ids to take, None for all."""
+        self._session = session
+        self.bases = bases
+        self.named = named
+        self._allowed = allowed
+        self.outer: Lease | None = None
+        self.direct_reads = 0
+        self.direct_nbytes = 0
+        self.direct_ns = 0
+
+    def __enter__(self) -> Lease:
+        self.outer = _active.lease
+        _active.lease = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.lease = self.outer
+
+    def copy(self, object_id: int, kind: Callable[[memoryview], Copied]) -> Copied | None:
+        if self._allowed is not None and object_id not in self._allowed:
+            return None
+        offset = self._session.table.offset
+        before = offset[object_id]
+        view = self._session.view(object_id)
+        if view is None:
+            return None
+        data = kind(view)
+        return data if offset[object_id] == before else None
+
+    def note(self, nbytes: int, ns: int) -> None:
+        self.direct_reads += 1
+        self.direct_nbytes += nbytes
+        self.direct_ns += ns
+
+
+def _lease_of(leaf: object) -> tuple[Lease | None, int]:
+    """The innermost active lease that covers `leaf`, and the leaf's first object id there."""
+    lease = _active.lease
+    while lease is not None:
+        base = lease.bases.get(id(leaf))
+        if base is not None:
+            return lease, base
+        lease = lease.outer
+    return None, 0
+
+
+def leased(leaf: object, object_id: int) -> bytes | None:
+    """A copy of the arena's bytes of an object of `leaf`; None without a lease or when absent."""
+    lease, base = _lease_of(leaf)
+    return None if lease is None else lease.copy(base + object_id, bytes)
+
+
+def take(
+    leaf: object, object_id: int, direct: Callable[[int], bytes], kind: Callable[..., Copied]
+) -> Copied:
+    """The bytes of an object of `leaf`, as the caller's own: from the arena, else by `direct`.
+
+    Args:
+        kind: `bytes` or `bytearray`.
+    """
+    lease, base = _lease_of(leaf)
+    if lease is None:
+        return kind(direct(object_id))
+    data = lease.copy(base + object_id, kind)
+    if data is not None:
+        return data
+    began = time.monotonic_ns()
+    data = kind(direct(object_id))
+    lease.note(len(data), time.monotonic_ns() - began)
+    return data
+
+
+def take_address(address: str, direct: Callable[[str], bytes]) -> bytes:
+    """The bytes at an address: from the arena when an active lease's dataset declares it."""
+    lease = _active.lease
+    while lease is not None:
+        for leaf in lease.named:
+            object_id = leaf.find(address)
+            if object_id is not None:
+                return take(leaf, object_id, lambda _: direct(address), bytes)
+        lease = lease.outer
+    return direct(address)
+
+
+def declared(address: str) -> bool:
+    """Whether an active lease of this thread covers the address."""
+    lease = _active.lease
+    while lease is not None:
+        if any(leaf.find(address) is not None for leaf in lease.named):
+            return True
+        lease = lease.outer
+    return False

@@ -1,0 +1,262 @@
+"""Single reads and listings that a dataset needs before it has a manifest.
+
+An address is a path, or a URI: file://, what pyarrow.fs opens (s3, gs, hdfs, ...), or what fsspec
+opens (http, https, memory, ...). Reads of a dataset's objects go through `creel.cache.source`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from creel.cache.manifest import UNKNOWN
+from creel.cache.source import Patience, transient
+from creel.cache.stores import Range, Store, open_store
+from creel.errors import ConfigError, NotFoundError, SourceError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Schemes that pyarrow.fs lists (and creel.cache.stores reads) with its own clients.
+_ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
+#: Listing folders and asking for sizes waits for the storage, not for this process.
+_THREADS = 16
+
+_stores: dict[tuple[int, str, str], Store] = {}
+_lock = threading.Lock()
+
+
+def scheme_of(address: str) -> str:
+    """Scheme of a URI, "" for a path.
+
+    >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
+    ('s3', '', 'file')
+    """
+    head, found, _ = address.partition("://")
+    return head.lower() if found else ""
+
+
+def absolute(address: str | os.PathLike[str]) -> str:
+    """The address as any process of this machine may read it: a URI, or an absolute path.
+
+    >>> absolute("file:///data/a%20b"), absolute("s3://bucket/a/")
+    ('/data/a b', 's3://bucket/a')
+    """
+    text = os.fspath(address)
+    scheme = scheme_of(text)
+    if scheme == "file":
+        return unquote(urlsplit(text).path)
+    if scheme:
+        return text.rstrip("/")
+    # Not resolve(): a symbolic link is followed when it is read, as open() would do.
+    return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+
+
+def is_folder(address: str) -> bool:
+    """Whether a local path is a folder; a remote address counts as one."""
+    return bool(scheme_of(address)) or Path(address).is_dir()
+
+
+def in_threads(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """[job(item) for item in items], many at a time."""
+    if len(items) <= 1:
+        return [job(item) for item in items]
+    with ThreadPoolExecutor(min(_THREADS, len(items)), "creel-list") as pool:
+        return list(pool.map(job, items))
+
+
+# --- single reads -----------------------------------------------------------------------------
+
+
+def read_all(address: str) -> bytes:
+    """All bytes at an address; a local file fails as `open` does, a remote one by SourceError."""
+    if not scheme_of(address):
+        return Path(address).read_bytes()
+    return _patiently(address, Range(address, 0, UNKNOWN, keep=False, whole=True))
+
+
+def read_range(address: str, offset: int, nbytes: int) -> bytes:
+    """`nbytes` from `offset` on; fewer only where a local file ends."""
+    if not scheme_of(address):
+        with Path(address).open("rb") as f:
+            f.seek(offset)
+            return f.read(nbytes)
+    return _patiently(address, Range(address, offset, nbytes, keep=True, whole=False))
+
+
+def nbytes_of(address: str) -> int:
+    """Size in bytes.
+
+    Raises:
+        NotFoundError: nothing is there, or it is a folder.
+        ConfigError: the storage does not tell.
+    """
+    scheme = scheme_of(address)
+    if not scheme:
+        path = Path(address)
+        if not path.is_file():
+            raise NotFoundError(f"there is no file {address}")
+        return path.stat().st_size
+    try:
+        size = _arrow_nbytes(address) if scheme in _ARROW else _fsspec_nbytes(address)
+    except FileNotFoundError as e:
+        raise NotFoundError(f"there is no {address}") from e
+    if size is None:
+        raise ConfigError(f"the storage does not tell the size of {address}")
+    return size
+
+
+def _store(address: str) -> Store:
+    # The process id: clients of object stores own threads and do not live through a fork.
+    key = (os.getpid(), scheme_of(address), urlsplit(address).netloc)
+    with _lock:
+        if key not in _stores:
+            _stores[key] = open_store(address)
+        return _stores[key]
+
+
+def _patiently(address: str, part: Range) -> bytes:
+    from stamina import retry_context
+
+    patience = Patience()
+    try:
+        for attempt in retry_context(
+            on=transient, attempts=patience.attempts, timeout=patience.deadline_s
+        ):
+            with attempt:
+                return _store(address).read(part)
+    except SourceError:
+        raise
+    except Exception as e:  # stores raise what they like: aiohttp's errors, pyarrow's
+        missing = errno.ENOENT if isinstance(e, FileNotFoundError) else 0
+        number = getattr(e, "errno", None) or missing
+        raise SourceError(number, str(e) or type(e).__name__, address) from e
+    raise AssertionError("stamina ends by a result or by raising")
+
+
+def _arrow_nbytes(address: str) -> int | None:
+    from pyarrow import fs
+
+    system, path = fs.FileSystem.from_uri(address)
+    info = system.get_file_info(path)
+    if info.type is fs.FileType.NotFound:
+        raise FileNotFoundError(errno.ENOENT, "not found", address)
+    return None if info.size is None else int(info.size)
+
+
+def _fsspec_nbytes(address: str) -> int | None:
+    system, path = _fsspec(address)
+    size = system.info(path).get("size")
+    return None if size is None else int(size)
+
+
+def _fsspec(address: str) -> tuple[Any, str]:  # fsspec has no types
+    try:
+        import fsspec
+    except ImportError as e:
+        raise ConfigError(f"{address} needs fsspec: pip install 'creel[http]'") from e
+    try:
+        system, path = fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as e:
+        raise ConfigError(f"{address} cannot be opened: {e}") from e
+    return system, path
+
+
+# --- listings ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Files below a root in a fixed order: names relative to it, sizes in bytes where known."""
+
+    names: list[str]
+    nbytes: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def walk(root: str) -> Listed:
+    """Every file below a local folder, links followed, ordered as `sorted(os.walk(root))` is.
+
+    One pass, no stat of any file. Unreadable folders are left out, as os.walk does.
+    """
+    names: list[str] = []
+    cut = len(root.rstrip("/")) + 1
+    for folder, _, files in sorted(os.walk(root, followlinks=True)):
+        inner = folder[cut:]
+        prefix = f"{inner}/" if inner else ""
+        names += [prefix + name for name in sorted(files)]
+    return Listed(names)
+
+
+def list_remote(root: str) -> Listed:
+    """Every object below a URI, in the order `walk` would give; sizes as far as the storage tells.
+
+    Raises:
+        NotFoundError: nothing is there.
+    """
+    scheme = scheme_of(root)
+    try:
+        return in_walk_order(_list_arrow(root) if scheme in _ARROW else _list_fsspec(root))
+    except FileNotFoundError as e:
+        raise NotFoundError(f"there is no {root}") from e
+
+
+def in_walk_order(found: Iterable[tuple[str, int]]) -> Listed:
+    """Sort (name, bytes) by folder, then by name within it; sizes are kept if all are known."""
+    rows = sorted(found, key=lambda row: row[0].rpartition("/")[::2])
+    sizes = [n for _, n in rows]
+    return Listed([name for name, _ in rows], None if UNKNOWN in sizes else sizes)
+
+
+def escape(root: str, name: str) -> str:
+    """A listed name as it must be written behind `root` so that a read finds it again.
+
+    >>> escape("http://h/d", "hot dog/1#.png"), escape("s3://b", "hot dog/1#.png")
+    ('hot%20dog/1%23.png', 'hot dog/1%23.png')
+    """
+    scheme = scheme_of(root)
+    if scheme in {"http", "https"}:
+        return quote(name)
+    if scheme in _ARROW:
+        return name.replace("%", "%25").replace("?", "%3F").replace("#", "%23")
+    return name
+
+
+def unescape(root: str, name: str) -> str:
+    """What `escape` was given.
+
+    >>> unescape("http://h/d", "hot%20dog/1%23.png"), unescape("/d", "50%25.png")
+    ('hot dog/1#.png', '50%25.png')
+    """
+    return unquote(name) if scheme_of(root) in _ARROW | {"http", "https"} else name
+
+
+def _list_arrow(root: str) -> Iterator[tuple[str, int]]:
+    from pyarrow import fs
+
+    system, base = fs.FileSystem.from_uri(root)
+    cut = len(base.rstrip("/")) + 1
+    for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
+        if info.type is fs.FileType.File:
+            yield info.path[cut:], UNKNOWN if info.size is None else int(info.size)
+
+
+def _list_fsspec(root: str) -> Iterator[tuple[str, int]]:
+    system, base = _fsspec(root)
+    http = scheme_of(root) in {"http", "https"}
+    base = base.rstrip("/") + "/"
+    for name, info in system.find(base, detail=True).items():
+        size = info.get("size")
+        inner = name[len(base) :]
+        # A web page's links hold more than the folder: its parents, ways to sort it.
+        if inner and name.startswith(base) and not (http and {"?", "#"} & set(inner)):
+            yield unquote(inner) if http else inner, UNKNOWN if size is None else int(size)

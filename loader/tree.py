@@ -1,0 +1,296 @@
+"""The tree below a dataset: how torch's wrappers turn numbers of samples into objects of leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+
+from creel.loader.adapters import Declared, FolderLeaf, adapt
+from creel.loader.base import CreelDataset, Ids, Indices, Raw, Sample, Transformed, positions
+from creel.loader.wrap import Wrapped, unwrap
+
+Objects = tuple[Ids, NDArray[np.int64]]
+
+
+class Node:
+    """A dataset in the tree; by itself one that nothing is known of."""
+
+    def __init__(self, dataset: Dataset[Sample]) -> None:
+        self.dataset = dataset
+
+    def children(self) -> Sequence[Node]:
+        return ()
+
+    def objects(self, indices: Indices) -> Objects:
+        """(k,) ids in the manifest and (n,) how many of them each sample has."""
+        return np.zeros(0, np.int32), np.zeros(len(indices), np.int64)
+
+    def view(self) -> Dataset[Sample]:
+        """What to read from in place of the dataset; itself where nothing below differs."""
+        return self.dataset
+
+    def raw(self) -> Raw | None:
+        return None
+
+    def labels_of(self, indices: Indices) -> torch.Tensor:
+        raise NotImplementedError
+
+    def known(self) -> bool:
+        """Whether all classes are creel's, torch's or torchvision's own."""
+        return bool(self.children()) and all(child.known() for child in self.children())
+
+    def callables(self) -> list[object]:
+        return [code for child in self.children() for code in child.callables()]
+
+
+class LeafNode(Node):
+    """A leaf whose objects are `base, base + 1, ...` of the manifest."""
+
+    def __init__(self, dataset: Dataset[Sample], leaf: CreelDataset, base: int) -> None:
+        super().__init__(dataset)
+        self._leaf = leaf
+        self._base = base
+
+    def objects(self, indices: Indices) -> Objects:
+        ids, counts = self._leaf.objects(indices)
+        return (ids + np.int32(self._base) if self._base else ids), counts
+
+    def view(self) -> Dataset[Sample]:
+        return self._leaf.view() if isinstance(self._leaf, FolderLeaf) else self.dataset
+
+    def raw(self) -> Raw | None:
+        return self._leaf.raw()
+
+    def labels_of(self, indices: Indices) -> torch.Tensor:
+        return self._leaf.labels_of(indices)
+
+    def known(self) -> bool:
+        creel_or_adapted = type(self._leaf).__module__.startswith("creel.")
+        return creel_or_adapted and not isinstance(self._leaf, Declared)
+
+    def callables(self) -> list[object]:
+        return self._leaf.callables()
+
+
+class PassNode(Node):
+    """A wrapper that keeps numbers as they are: Transformed, creel.wrap."""
+
+    def __init__(self, dataset: Dataset[Sample], child: Node) -> None:
+        super().__init__(dataset)
+        self._child = child
+
+    def children(self) -> Sequence[Node]:
+        return (self._child,)
+
+    def objects(self, indices: Indices) -> Objects:
+        return self._child.objects(indices)
+
+    def view(self) -> Dataset[Sample]:
+        inner = self._child.view()
+        if inner is self._child.dataset:
+            return self.dataset
+        if type(self.dataset) is Wrapped:
+            return Wrapped(inner)
+        return _with(self.dataset, "dataset", inner)
+
+    def raw(self) -> Raw | None:
+        return self._child.raw() if type(self.dataset) is Wrapped else None
+
+    def labels_of(self, indices: Indices) -> torch.Tensor:
+        return self._child.labels_of(indices)
+
+    def callables(self) -> list[object]:
+        own = [self.dataset.fn] if type(self.dataset) is Transformed else []
+        return own + super().callables()
+
+
+class SubsetNode(Node):
+    """torch's Subset: sample i is sample indices[i] of the child."""
+
+    def __init__(self, dataset: Dataset[Sample], child: Node, indices: Indices) -> None:
+        super().__init__(dataset)
+        self._child = child
+        self._indices = indices
+
+    def children(self) -> Sequence[Node]:
+        return (self._child,)
+
+    def _below(self, indices: Indices) -> Indices:
+        return self._indices[positions(indices, len(self._indices))]
+
+    def objects(self, indices: Indices) -> Objects:
+        return self._child.objects(self._below(indices))
+
+    def view(self) -> Dataset[Sample]:
+        inner = self._child.view()
+        if inner is self._child.dataset:
+            return self.dataset
+        return _with(self.dataset, "dataset", inner)
+
+    def raw(self) -> Raw | None:
+        return self._child.raw()
+
+    def labels_of(self, indices: Indices) -> torch.Tensor:
+        return self._child.labels_of(self._below(indices))
+
+
+class ConcatNode(Node):
+    """torch's ConcatDataset: the samples of all children, one after the other."""
+
+    def __init__(self, dataset: Dataset[Sample], children: list[Node], ends: Indices) -> None:
+        super().__init__(dataset)
+        self._children = children
+        self._ends = ends
+
+    def children(self) -> Sequence[Node]:
+        return self._children
+
+    def _split(self, indices: Indices) -> list[tuple[Node, NDArray[np.intp], Indices]]:
+        """(child, where its samples stand in `indices`, their numbers in it), children in use."""
+        wanted = positions(indices, int(self._ends[-1]))
+        which = np.searchsorted(self._ends, wanted, side="right")
+        starts = np.concatenate([[0], self._ends[:-1]])
+        places = [(c, np.flatnonzero(which == c)) for c in np.unique(which)]
+        return [(self._children[c], at, wanted[at] - starts[c]) for c, at in places]
+
+    def objects(self, indices: Indices) -> Objects:
+        parts = [(at, *child.objects(inner)) for child, at, inner in self._split(indices)]
+        return _merge(len(indices), parts)
+
+    def view(self) -> Dataset[Sample]:
+        inner = [child.view() for child in self._children]
+        if all(a is c.dataset for a, c in zip(inner, self._children, strict=True)):
+            return self.dataset
+        return _with(self.dataset, "datasets", inner)
+
+    def raw(self) -> Raw | None:
+        kinds = {child.raw() for child in self._children}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def labels_of(self, indices: Indices) -> torch.Tensor:
+        parts = [(at, child.labels_of(inner)) for child, at, inner in self._split(indices)]
+        out = parts[0][1].new_empty((len(indices), *parts[0][1].shape[1:]))
+        for at, labels in parts:
+            out[torch.from_numpy(at)] = labels
+        return out
+
+
+class StackNode(Node):
+    """torch's StackDataset: sample i is sample i of every child."""
+
+    def __init__(self, dataset: Dataset[Sample], children: dict[object, Node]) -> None:
+        super().__init__(dataset)
+        self._children = children
+
+    def children(self) -> Sequence[Node]:
+        return list(self._children.values())
+
+    def objects(self, indices: Indices) -> Objects:
+        # Each child answers for every sample; a sample's objects are those of child 0, 1, ...
+        every = np.arange(len(indices))
+        parts = [(every, *child.objects(indices)) for child in self.children()]
+        return _merge(len(indices), parts)
+
+    def view(self) -> Dataset[Sample]:
+        inner = {key: child.view() for key, child in self._children.items()}
+        if all(inner[key] is child.dataset for key, child in self._children.items()):
+            return self.dataset
+        was = cast("StackDataset[Sample]", self.dataset).datasets
+        datasets = inner if isinstance(was, dict) else tuple(inner.values())
+        return _with(self.dataset, "datasets", datasets)
+
+
+def _merge(n: int, parts: Sequence[tuple[NDArray[np.intp], Ids, NDArray[np.int64]]]) -> Objects:
+    """Put lists of objects together: those of each sample in the order of the parts.
+
+    Args:
+        n: number of samples.
+        parts: (m,) samples, their objects one after the other, (m,) how many each has.
+
+    >>> ids, counts = _merge(2, [(np.array([1, 0]), np.array([7, 8, 9]), np.array([1, 2])),
+    ...                          (np.array([1]), np.array([5]), np.array([1]))])
+    >>> ids.tolist(), counts.tolist()
+    ([8, 9, 7, 5], [2, 2])
+    """
+    counts = np.zeros(n, np.int64)
+    for at, _, many in parts:
+        counts[at] += many
+    free = np.cumsum(counts) - counts  # where the next object of each sample goes
+    ids = np.empty(int(counts.sum()), np.int32)
+    for at, found, many in parts:
+        before = np.cumsum(many) - many
+        ids[np.arange(len(found)) + np.repeat(free[at] - before, many)] = found
+        free[at] += many
+    return ids, counts
+
+
+def _with(dataset: Dataset[Sample], name: str, value: object) -> Dataset[Sample]:
+    """A shallow copy with one attribute replaced."""
+    twin = copy.copy(dataset)
+    setattr(twin, name, value)
+    return twin
+
+
+def _unchanged(dataset: object, base: type) -> bool:
+    """Whether the dataset takes samples exactly as `base` does."""
+    return isinstance(dataset, base) and all(
+        getattr(type(dataset), name, None) is getattr(base, name, None)
+        for name in ("__getitem__", "__getitems__", "__len__")
+    )
+
+
+class Tree:
+    """Grows nodes over a dataset and collects its leaves, each once however often it is met."""
+
+    def __init__(self) -> None:
+        self.leaves: list[CreelDataset] = []
+        self._nodes: dict[int, LeafNode] = {}
+        self._total = 0
+
+    def plant(self, dataset: object) -> Node:
+        """The node of a dataset, with all below it."""
+        whole = cast("Dataset[Sample]", dataset)
+        if type(dataset) is Wrapped:
+            return PassNode(whole, self.plant(unwrap(dataset)))
+        if type(dataset) is Transformed:
+            return PassNode(whole, self.plant(dataset.dataset))
+        if isinstance(dataset, IterableDataset):
+            return Node(whole)
+        return self._torch(whole) or self._leaf(whole)
+
+    def _torch(self, dataset: Dataset[Sample]) -> Node | None:
+        if _unchanged(dataset, Subset):
+            return self._subset(cast("Subset[Sample]", dataset))
+        if _unchanged(dataset, ConcatDataset):
+            concat = cast("ConcatDataset[Sample]", dataset)
+            children = [self.plant(d) for d in concat.datasets]
+            return ConcatNode(dataset, children, np.array(concat.cumulative_sizes, np.int64))
+        if _unchanged(dataset, StackDataset):
+            stacked = cast("StackDataset[Sample]", dataset).datasets
+            named = stacked if isinstance(stacked, dict) else dict(enumerate(stacked))
+            return StackNode(dataset, {key: self.plant(d) for key, d in named.items()})
+        return None
+
+    def _subset(self, dataset: Subset[Sample]) -> Node:
+        indices = np.asarray(dataset.indices)
+        if indices.dtype.kind not in "iu" and indices.size:
+            return Node(dataset)  # keys, not numbers: a dataset that is no sequence
+        return SubsetNode(dataset, self.plant(dataset.dataset), indices.astype(np.int64))
+
+    def _leaf(self, dataset: Dataset[Sample]) -> Node:
+        if id(dataset) in self._nodes:
+            return self._nodes[id(dataset)]
+        leaf = dataset if isinstance(dataset, CreelDataset) else adapt(dataset)
+        if leaf is None or not leaf.cacheable:
+            return Node(dataset)
+        node = LeafNode(dataset, leaf, self._total)
+        self._nodes[id(dataset)] = node
+        self._total += leaf.object_count
+        self.leaves.append(leaf)
+        return node

@@ -1,0 +1,73 @@
+"""creel.wrap: a dataset behind a proxy, for loaders that are not creel's (accelerate, Trainer)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from torch.utils.data import Dataset, IterableDataset
+
+from creel.errors import ConfigError
+from creel.loader.base import Sample, fetch_many
+
+D = TypeVar("D")
+
+
+class Wrapped(Dataset[Sample]):
+    """Stands for another dataset: its length, samples and attributes; isinstance sees its class."""
+
+    _wrapped: Dataset[Sample]
+
+    def __init__(self, dataset: Dataset[Sample]) -> None:
+        object.__setattr__(self, "_wrapped", dataset)
+
+    def __len__(self) -> int:
+        return len(self._wrapped)  # type: ignore[arg-type]  # torch's Dataset promises no length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._wrapped[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        return fetch_many(self._wrapped, indices)
+
+    @property  # type: ignore[misc]  # a property where object has a plain attribute: meant so
+    def __class__(self) -> type:
+        return type(self._wrapped)
+
+    def __getattr__(self, name: str) -> Sample:
+        # Only for what the proxy lacks; `_wrapped` itself is missing while a copy is being made.
+        if name == "_wrapped":
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._wrapped, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Wrapped, (self._wrapped,)
+
+    def __repr__(self) -> str:
+        return f"creel.wrap({self._wrapped!r})"
+
+
+def wrap(dataset: D) -> D:
+    """A proxy for a map-style dataset, usable wherever the dataset is.
+
+    Raises:
+        ConfigError: an iterable dataset, or nothing that has samples by number.
+    """
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError("creel.wrap takes a map-style dataset, not an IterableDataset")
+    if not hasattr(dataset, "__getitem__"):
+        raise ConfigError(f"creel.wrap takes a dataset, not {dataset!r}")
+    return cast(D, Wrapped(cast("Dataset[Sample]", dataset)))
+
+
+def unwrap(dataset: object) -> object:
+    """What a proxy stands for; everything else is itself."""
+    while type(dataset) is Wrapped:
+        dataset = object.__getattribute__(dataset, "_wrapped")
+    return dataset

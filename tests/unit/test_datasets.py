@@ -1,0 +1,585 @@
+"""Every dataset against a plain oracle: torchvision, numpy, open().read(), torch's DataLoader."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import operator
+import os
+import pickle
+import tarfile
+import threading
+from collections.abc import Callable, Iterator
+from glob import glob as globbed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
+
+import creel
+from creel.errors import ConfigError, CreelError, NotFoundError
+from creel.loader.base import Labels
+from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
+from folders import folder
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def image(path: Path, seed: int, mode: str = "RGB") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 9, 3), np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Three classes: nested, oddly sorting and hidden folders, modes, cases, files to skip."""
+    root = tmp_path / "photos"
+    names = (
+        "cat/b.png cat/a.PNG cat/z/1.png cat/z-1/2.png cat/z/y/3.jpeg dog/1.jpg dog/10.jpg "
+        "dog/2.bmp dog/.hidden.png Emu/ü ñ.png Emu/50%.png"
+    ).replace("ü ñ", "ü_ñ")
+    for i, name in enumerate(names.split()):
+        image(root / name, i, "L" if i % 3 == 0 else "P" if name.endswith(".bmp") else "RGB")
+    (root / "cat/readme.txt").write_text("no image")
+    (root / "loose.png").write_bytes(b"not in a class")
+    (root / "dog/link").symlink_to(root / "cat/z", target_is_directory=True)
+    return root
+
+
+def pixels(sample: tuple[Any, int]) -> tuple[Any, int]:
+    return sample[0].mode, sample[0].size, sample[0].tobytes(), sample[1]  # type: ignore[return-value]
+
+
+def to_tensor(picture: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(picture))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+def check_in_torch(dataset: Dataset[Any]) -> None:
+    """The same batches with no worker and with two forked ones; `test_spawned...` does the rest."""
+    indices = list(range(len(dataset)))  # type: ignore[arg-type]
+    expected = [default_collate([dataset[i] for i in indices[k : k + 3]]) for k in indices[::3]]
+    assert same(list(DataLoader(dataset, 3)), expected)
+    loader = DataLoader(dataset, 3, num_workers=2, multiprocessing_context="fork")
+    assert same(list(loader), expected)
+
+
+def as_is(sample: Any) -> Any:
+    return sample
+
+
+def test_spawned_workers_read_every_kind_of_dataset(photos: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "r.npy", np.arange(12).reshape(3, 4))
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(photos / "dog/1.jpg", "1.jpg")
+    squares: Dataset[Any] = creel.wrap(_Squares())
+    every: Dataset[Any] = ConcatDataset(
+        [
+            ImageFolder(photos, transform=to_tensor),
+            FileDataset(photos, "*/*.png", labels=list("abc")),
+            RecordDataset(tmp_path / "r.npy", labels=[1, 2, 3]),
+            TarDataset(tmp_path / "a.tar"),
+            Transformed(squares, to_tensor),
+        ]
+    )
+    loader = DataLoader(
+        every, None, num_workers=2, multiprocessing_context="spawn", collate_fn=as_is
+    )
+    assert same(list(loader), [every[i] for i in range(len(every))])  # type: ignore[arg-type]
+
+
+# --- ImageFolder ------------------------------------------------------------------------------
+
+
+def test_an_image_folder_is_torchvisions(photos: Path) -> None:
+    ours, theirs = ImageFolder(photos), folder.ImageFolder(photos)
+    assert ours.samples == theirs.samples
+    assert list(ours.samples) == theirs.samples
+    assert ours.samples[2] == theirs.samples[2]
+    assert ours.samples[-1] == theirs.samples[-1]
+    assert ours.samples[1:4] == theirs.samples[1:4]
+    assert ours.imgs == theirs.imgs
+    for name in ("classes", "class_to_idx", "targets", "extensions", "root"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours) == len(theirs)
+    for i in range(-len(theirs), len(theirs)):
+        assert pixels(ours[i]) == pixels(theirs[i])
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/", "{}//", "relative", "~/photos"])
+def test_paths_are_shown_as_torchvision_shows_them(
+    photos: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(photos.parent))
+    monkeypatch.chdir(photos.parent)
+    root = photos.name if form == "relative" else form.format(photos)
+    ours, theirs = ImageFolder(root), folder.ImageFolder(root)
+    assert ours.samples == theirs.samples
+    assert ours.root == theirs.root
+    monkeypatch.chdir("/")
+    assert ours.manifest.uri(0) == str(photos / "Emu/50%.png")
+    assert pixels(ours[0])[0] == "RGB"  # a later chdir does no harm
+
+
+def test_valid_files_and_empty_classes_are_torchvisions(photos: Path) -> None:
+    def valid(path: str) -> bool:
+        return path.endswith("1.png") or "Emu" in path
+
+    args = {"is_valid_file": valid, "allow_empty": True}
+    ours, theirs = ImageFolder(photos, **args), folder.ImageFolder(photos, **args)  # type: ignore[arg-type]
+    assert ours.samples == theirs.samples
+    assert ours.extensions is None
+
+
+class _Two(folder.ImageFolder):  # type: ignore[misc]
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:  # noqa: ARG002
+        return ["dog", "cat"], {"dog": 0, "cat": 5}
+
+
+class _OurTwo(ImageFolder):
+    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:  # noqa: ARG002
+        return ["dog", "cat"], {"dog": 0, "cat": 5}
+
+
+def test_a_subclass_may_choose_classes(photos: Path) -> None:
+    assert _OurTwo(photos).samples == _Two(photos).samples
+
+
+def test_transforms_loader_and_decode(photos: Path) -> None:
+    def loader(path: str) -> int:
+        return Path(path).stat().st_size
+
+    args = {"transform": lambda s: s + 1, "target_transform": str, "loader": loader}
+    ours, theirs = ImageFolder(photos, **args), folder.ImageFolder(photos, **args)  # type: ignore[arg-type]
+    assert [ours[i] for i in range(len(ours))] == [theirs[i] for i in range(len(theirs))]
+    assert not ours.cacheable
+    assert ImageFolder(photos, decode=len)[0] == ((photos / "Emu/50%.png").stat().st_size, 0)
+    with pytest.raises(ConfigError, match="not both"):
+        ImageFolder(photos, loader=loader, decode=len)
+
+
+def test_samples_may_be_assigned_as_in_torchvision(photos: Path) -> None:
+    ours, theirs = ImageFolder(photos), folder.ImageFolder(photos)
+    ours.samples = theirs.samples = theirs.samples[::3]
+    ours.manifest  # noqa: B018 - built before the next change, then stale
+    ours.samples = ours.samples[1:]
+    assert ours.samples == theirs.samples[1:]
+    assert [pixels(ours[i]) for i in range(len(ours))] == [
+        pixels(theirs[i + 1]) for i in range(len(ours))
+    ]
+    assert len(ours.manifest) == len(ours)
+    again = pickle.loads(pickle.dumps(ours))
+    assert again.samples == ours.samples
+    with pytest.raises(ConfigError, match="path, number of the class"):
+        ours.samples = [("a", "b", "c")]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("make", [ImageFolder, folder.ImageFolder])
+def test_errors_of_a_folder_are_torchvisions(tmp_path: Path, make: Callable[..., object]) -> None:
+    with pytest.raises(FileNotFoundError):
+        make(tmp_path / "nowhere")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError, match="Couldn't find any class folder in"):
+        make(tmp_path / "a")
+    (tmp_path / "a/x").mkdir()
+    (tmp_path / "a/w").mkdir()
+    with pytest.raises(FileNotFoundError) as e:
+        make(tmp_path / "a")
+    assert str(e.value) == (
+        "Found no valid file for the classes w, x. Supported extensions are: "
+        ".jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp"
+    )
+    assert make is not ImageFolder or isinstance(e.value, ConfigError)
+
+
+def test_an_image_folder_in_torchs_loader(photos: Path) -> None:
+    check_in_torch(ImageFolder(photos, transform=to_tensor))
+
+
+def test_an_image_that_vanished_is_a_source_error_with_its_path(photos: Path) -> None:
+    images = ImageFolder(photos)
+    (photos / "Emu/50%.png").unlink()
+    with pytest.raises(OSError, match=r"50%\.png") as e:
+        images[0]
+    assert isinstance(e.value, CreelError)
+
+
+def test_pickles_are_as_big_as_the_paths(tmp_path: Path) -> None:
+    n, root = 20_000, tmp_path / "many"
+    (root / "a").mkdir(parents=True)
+    for i in range(200):
+        (root / f"a/{i:030d}.png").touch()
+    images = ImageFolder(root)
+    images.samples = [(f"/data/{i:030d}.png", i % 1000) for i in range(n)]
+    files = FileDataset([p for p, _ in images.samples], labels=list(range(n)))
+    for dataset in (images, files):
+        dataset.manifest  # noqa: B018 - built, and left out
+        assert len(pickle.dumps(dataset)) < n * (len("/data/.png") + 30 + 8 + 8) + 4096
+    _ = images.targets, images.imgs
+    assert len(pickle.dumps(images)) < n * (len("/data/.png") + 30 + 8 + 8) + 4096
+    assert pickle.loads(pickle.dumps(images)).targets == images.targets
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """A web server of tmp_path that lists folders."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("index", ["none", "index.json", "index.arrow", "from_index", "list"])
+def test_a_folder_over_http_is_the_local_one(photos: Path, web: str, index: str) -> None:
+    local = ImageFolder(photos)
+    if index in {"index.json", "index.arrow", "from_index"}:
+        name = "other.json" if index == "from_index" else index
+        local.save_index(photos / name)
+    elif index == "list":
+        names = ", ".join(f'"{os.path.relpath(p, photos)}"' for p, _ in local.samples)
+        (photos / "index.json").write_text(f"[{names}]")
+    if index == "from_index":
+        remote = ImageFolder.from_index(f"{web}/photos/other.json")
+    else:
+        remote = ImageFolder(f"{web}/photos")
+    assert remote.classes == local.classes
+    assert remote.targets == local.targets
+    for i in range(len(local)):
+        assert pixels(remote[i]) == pixels(local[i])
+    assert remote.samples[0][0] == f"{web}/photos/Emu/50%25.png"
+
+
+def test_a_folder_by_file_uri_and_by_fsspec(photos: Path) -> None:
+    local = ImageFolder(photos)
+    assert ImageFolder(photos.as_uri()).samples == local.samples
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    for path, _ in local.samples:
+        memory.pipe_file(f"/m/{os.path.relpath(path, photos)}", Path(path).read_bytes())
+    remote = ImageFolder("memory://m")
+    assert remote.targets == local.targets
+    assert [pixels(remote[i]) for i in range(3)] == [pixels(local[i]) for i in range(3)]
+    assert remote.manifest.lengths().min() > 0  # what a listing tells for free is kept
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '["/etc/passwd"]', '["a/../../b"]', '{"names": ["a"], "nbytes": []}', "\xff"]
+)
+def test_a_bad_index_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "index.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=r"index\.json"):
+        ImageFolder.from_index(tmp_path / "index.json")
+
+
+# --- FileDataset ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    rng = np.random.default_rng(3)
+    paths = [tmp_path / "files" / name for name in ("b.bin", "a.bin", "s/c.bin", "s/.d.bin", "e")]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(rng.bytes(12))
+    return paths
+
+
+def test_raw_files_are_their_bytes(files: list[Path]) -> None:
+    dataset = FileDataset(files)
+    for i, path in enumerate(files):
+        assert bytes(dataset[i].numpy()) == path.read_bytes()
+        assert dataset[i].dtype == torch.uint8
+        assert dataset.read(i) == path.read_bytes()
+    dataset[0].fill_(0)  # its own memory
+    assert bytes(dataset[-5].numpy()) == files[0].read_bytes()
+    with pytest.raises(IndexError):
+        dataset[5]
+    check_in_torch(dataset)
+
+
+@pytest.mark.parametrize("glob", ["**/*", "*.bin", "**/*.bin", "s/*", "?.bin", "[ab].bin", "e"])
+def test_a_root_and_a_glob_are_the_glob_module(files: list[Path], glob: str) -> None:
+    root = files[0].parent
+    found = sorted(globbed(glob, root_dir=root, recursive=True))  # noqa: PTH207 - the oracle
+    expected = [str(root / name) for name in found if (root / name).is_file()]
+    assert list(FileDataset(root, glob).paths) == expected
+
+
+def test_decode_labels_and_transform(files: list[Path]) -> None:
+    dataset = FileDataset(files, decode=len, labels=list("vwxyz"), transform=lambda n: -n)
+    assert [dataset[i] for i in range(5)] == [(-12, c) for c in "vwxyz"]
+    check_in_torch(dataset)
+
+
+def test_an_empty_file_is_an_empty_tensor(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    assert FileDataset([tmp_path / "x"])[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda _: FileDataset([]), "at least one file"),
+        (lambda p: FileDataset(p / "nowhere"), "there is no folder"),
+        (lambda p: FileDataset(p, "*.none"), "matches"),
+        (
+            lambda _: FileDataset([3]),  # type: ignore[list-item]
+            "a string or a Path",
+        ),
+        (lambda p: FileDataset([p], labels=[1, 2]), "2 labels for 1 samples"),
+        (lambda p: FileDataset([p], labels=7), "a sequence"),
+        (lambda p: FileDataset([p], nbytes=[-5]), "cannot have -5 bytes"),
+        (lambda p: FileDataset([p], nbytes=[1, 2]), "for 1 files"),
+        (lambda p: FileDataset([p / "gone"], nbytes=True), "there is no file"),
+        (lambda _: FileDataset(["\udcff"]), "UTF-8"),
+        (lambda p: RecordDataset(p / "gone", "f4", 3), "there is no file"),
+        (lambda p: RecordDataset(p / "b10", "f4", 3), "no multiple of a record of 12"),
+        (lambda p: RecordDataset(p / "b10", "u1", 5, offset=-1), "offset is -1"),
+        (lambda p: RecordDataset(p / "b10", "u1", 5, offset=11), "fewer than the offset"),
+        (lambda p: RecordDataset(p / "b10", "u1", 5, offset=10), "no records"),
+        (lambda p: RecordDataset(p / "b10", "u1", (5, 0)), "at least one item"),
+        (lambda p: RecordDataset(p / "b10", "u1", -2), "at least one item"),
+        (lambda p: RecordDataset(p / "b10", "U4", 2), "no tensor can have"),
+        (lambda p: RecordDataset(p / "b10", ">f4", 2), "no tensor can have"),
+        (lambda p: RecordDataset(p / "b10", "float33", 2), "no tensor can have"),
+        (lambda p: RecordDataset(p / "b10", None, 2), "give dtype="),
+        (lambda p: RecordDataset(p / "b10", "u1"), "give shape="),
+        (lambda _: RecordDataset([], "u1", 2), "at least one file"),
+        (lambda p: RecordDataset(p / "b10", "u1", 5, labels=[1]), "1 labels for 2 samples"),
+        (lambda p: RecordDataset(p / "f.npy"), "Fortran order"),
+        (lambda p: RecordDataset(p / "o.npy"), "no tensor can have"),
+        (lambda p: RecordDataset(p / "one.npy"), "give shape="),
+        (lambda p: RecordDataset(p / "one.npy", shape=4), "no whole records"),
+        (lambda p: RecordDataset(p / "two.npy", dtype="f4"), "holds torch.int64, not"),
+        (lambda p: RecordDataset([p / "two.npy", p / "three.npy"]), "holds records of"),
+        (lambda p: RecordDataset(p / "bad.npy"), "is no .npy"),
+        (lambda p: RecordDataset(p / "cut.npy"), "before its header says"),
+        (lambda p: RecordDataset(p / "torn.npy"), "damaged"),
+    ],
+)
+def test_bad_input_gives_one_clear_sentence(
+    tmp_path: Path, make: Callable[[Path], object], words: str
+) -> None:
+    (tmp_path / "b10").write_bytes(bytes(10))
+    np.save(tmp_path / "f.npy", np.asfortranarray(np.ones((3, 4))))
+    np.save(tmp_path / "o.npy", np.array([{}, {}]), allow_pickle=True)
+    np.save(tmp_path / "one.npy", np.arange(10))
+    np.save(tmp_path / "two.npy", np.ones((3, 4), np.int64))
+    np.save(tmp_path / "three.npy", np.ones((3, 5), np.int64))
+    (tmp_path / "bad.npy").write_bytes(b"nothing of the kind")
+    whole = (tmp_path / "two.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(whole[:-1])
+    (tmp_path / "torn.npy").write_bytes(whole.replace(b"'descr'", b"'descx'"))
+    with pytest.raises(ConfigError, match=words) as e:
+        make(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+# --- RecordDataset ----------------------------------------------------------------------------
+
+
+DTYPES = ["f4", "f8", "f2", "i8", "i4", "i2", "i1", "u1", "u2", "?", "c8"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3)])
+def test_records_are_rows_of_the_file(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    rows = np.random.default_rng(0).integers(0, 2, (7, *shape)).astype(dtype)
+    (tmp_path / "r.bin").write_bytes(b"head" + rows.tobytes())
+    dataset = RecordDataset(tmp_path / "r.bin", dtype, shape, offset=4)
+    assert len(dataset) == 7
+    for i in range(-7, 7):
+        assert same(dataset[i], torch.from_numpy(rows.copy())[i])
+    with pytest.raises(IndexError):
+        dataset[7]
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_npy_files_are_np_load(tmp_path: Path, version: tuple[int, int]) -> None:
+    rows = np.random.default_rng(0).standard_normal((9, 4, 2))
+    with (tmp_path / "a.npy").open("wb") as f:
+        np.lib.format.write_array(f, rows[:5], version)
+    np.save(tmp_path / "b.npy", rows[5:])
+    dataset = RecordDataset([tmp_path / "a.npy", tmp_path / "b.npy"])
+    assert dataset.shape == (4, 2)
+    assert same(torch.stack([dataset[i] for i in range(9)]), torch.from_numpy(rows))
+    check_in_torch(dataset)
+
+
+def test_a_row_of_tokens_is_cut_into_sequences(tmp_path: Path) -> None:
+    tokens = np.arange(24, dtype=np.uint16)
+    np.save(tmp_path / "t.npy", tokens)
+    dataset = RecordDataset(tmp_path / "t.npy", shape=np.int64(8))
+    assert [row.tolist() for row in map(dataset.__getitem__, range(3))] == tokens.reshape(
+        3, 8
+    ).tolist()
+
+
+def test_bfloat16_records(tmp_path: Path) -> None:
+    rows = torch.randn(4, 6).to(torch.bfloat16)
+    (tmp_path / "r").write_bytes(rows.view(torch.int16).numpy().tobytes())
+    for dtype in ("bfloat16", torch.bfloat16):
+        dataset = RecordDataset(tmp_path / "r", dtype, 6)
+        assert same(torch.stack([dataset[i] for i in range(4)]), rows)
+    np.save(tmp_path / "r.npy", rows.view(torch.int16).numpy().view("V2"))
+    assert same(RecordDataset(tmp_path / "r.npy", torch.bfloat16)[2], rows[2])
+
+
+def test_records_with_labels_and_transform(tmp_path: Path) -> None:
+    np.arange(12, dtype="f4").tofile(tmp_path / "r")
+    labels = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int16)
+    dataset = RecordDataset(tmp_path / "r", "f4", 4, labels=labels, transform=operator.neg)
+    assert same(dataset[1], (-torch.arange(4.0, 8.0), labels[1]))
+    dataset[1][1].fill_(0)
+    assert same(dataset[1][1], labels[1])
+    check_in_torch(dataset)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3, 1, 2],
+        [True, False, True],
+        [0.5, 1.5, 2.5],
+        np.array([3, 1, 2], np.int16),
+        np.array([0.5, 1, 2], np.float32),
+        np.arange(6).reshape(3, 2),
+        torch.tensor([1.0, 2, 3], dtype=torch.bfloat16),
+        torch.arange(6).reshape(3, 2),
+        (1, 2, 3),
+    ],
+    ids=str,
+)
+def test_labels_collate_as_torch_would(values: Any) -> None:
+    labels = Labels(values, 3)
+    at = np.array([2, 0, 0, 1])
+    assert labels.kind is not None
+    assert same(default_collate([labels[i] for i in at]), default_collate([values[i] for i in at]))
+    assert same(labels.collated(at), default_collate([values[i] for i in at]))
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [(1, 2), (3, 4)], [1, 2.5], [2**70, 1]], ids=str)
+def test_other_labels_are_kept_as_they_are(values: list[Any]) -> None:
+    labels = Labels(values, 2)
+    assert labels.kind is None
+    assert [labels[0], labels[1]] == values
+    assert [type(labels[0]), type(labels[1])] == [type(v) for v in values]
+
+
+# --- open, read, wrap, Transformed -------------------------------------------------------------
+
+
+def test_open_and_read_are_the_file(files: list[Path]) -> None:
+    data = files[0].read_bytes()
+    assert creel.read(files[0]) == data
+    assert creel.read(files[0].as_uri()) == data
+    with creel.open(files[0]) as f:
+        f.fileno()
+        assert f.read() == data
+    with pytest.raises(ConfigError, match="'rb'"):
+        creel.open(files[0], "w")
+    for call in (creel.open, creel.read):
+        with pytest.raises(FileNotFoundError):
+            call("/nowhere/at/all")
+
+
+def test_open_over_http_is_in_memory(files: list[Path], web: str) -> None:
+    with creel.open(f"{web}/files/a.bin") as f:
+        f.seek(3)
+        assert f.read() == files[1].read_bytes()[3:]
+    with pytest.raises(OSError, match="gone"):
+        creel.read(f"{web}/files/gone")
+
+
+class _Squares(Dataset[int]):
+    scale = 1
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, i: int) -> int:
+        return i * i * self.scale
+
+
+class _Many(_Squares):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [-i for i in indices]
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+@pytest.mark.parametrize("make", [_Squares, _Many])
+def test_a_wrapped_dataset_is_the_dataset(make: type[_Squares]) -> None:
+    dataset = make()
+    proxy = creel.wrap(dataset)
+    assert isinstance(proxy, make)
+    assert len(proxy) == 7
+    assert proxy[3] == 9
+    proxy.scale = 2
+    assert dataset.scale == proxy.scale == 2
+    assert not hasattr(proxy, "nothing")
+    assert same(list(DataLoader(proxy, 3)), list(DataLoader(dataset, 3)))
+    loader = DataLoader(proxy, 3, num_workers=2, multiprocessing_context="fork")
+    assert same(list(loader), list(DataLoader(dataset, 3)))
+    again = pickle.loads(pickle.dumps(proxy))
+    assert type(again) is type(proxy)
+    assert again.scale == 2
+
+
+def test_wrap_refuses_what_has_no_samples() -> None:
+    for thing in (3, _Stream()):
+        with pytest.raises(ConfigError, match=r"map-style|takes a dataset"):
+            creel.wrap(thing)
+
+
+def test_transformed_is_map(files: list[Path]) -> None:
+    dataset = Transformed(FileDataset(files), torch.sum)
+    assert same([dataset[i] for i in range(5)], [torch.sum(dataset.dataset[i]) for i in range(5)])
+    check_in_torch(dataset)
+    assert next(iter(DataLoader(Transformed(_Many(), abs), 7))).tolist() == list(range(7))
+
+
+def test_names_of_the_package_are_lazy() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import creel, sys; dir(creel); assert 'torch' not in sys.modules; "
+        "assert {'open', 'wrap', 'ImageFolder'} <= set(dir(creel)); "
+        "assert creel.read.__module__ == 'creel.loader.opened'; "
+        "assert not {'torch', 'torchvision', 'PIL', 'fsspec'} & set(sys.modules); "
+        "creel.datasets.Transformed; assert not {'torchvision', 'PIL'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_not_found_is_both() -> None:
+    error = pickle.loads(pickle.dumps(NotFoundError("there is no x")))
+    assert isinstance(error, FileNotFoundError)
+    assert isinstance(error, ConfigError)
+    assert str(error) == "there is no x"

@@ -1,0 +1,596 @@
+"""bind: objects, leases and gathers of any tree of datasets, against brute force."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
+
+import creel
+from creel.cache.board import ABSENT
+from creel.cache.manifest import Manifest
+from creel.cache.source import Source
+from creel.errors import ConfigError
+from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
+from creel.loader.sources import Binding, bind
+from folders import folder
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Table:
+    def __init__(self, n: int) -> None:
+        self.offset: NDArray[np.int64] = np.full(n, ABSENT, np.int64)
+
+
+class Arena:
+    """A session whose arena holds some objects, each with its bits turned over: so a test sees
+    whether bytes came from here.
+    """
+
+    def __init__(
+        self, manifest: Manifest, ids: Sequence[int] | None = None, *, flip: int = 0
+    ) -> None:
+        source = Source.open(manifest)
+        self.table = Table(len(manifest))
+        self.taken: list[int] = []
+        self.lengths: dict[int, int] = {}
+        parts, end = [], 0
+        for i in range(len(manifest)) if ids is None else ids:
+            data = bytes(b ^ flip for b in source.read(i))
+            self.table.offset[i], self.lengths[i] = end, len(data)
+            parts.append(data)
+            end += len(data)
+        self.memory = memoryview(b"".join(parts))
+
+    def view(self, object_id: int) -> memoryview | None:
+        offset = int(self.table.offset[object_id])
+        if offset == ABSENT:
+            return None
+        self.taken.append(object_id)
+        return self.memory[offset : offset + self.lengths[object_id]]
+
+
+def bound(dataset: object) -> Binding:
+    binding = bind(dataset)
+    assert binding is not None
+    return binding
+
+
+def records(tmp_path: Path, name: str, n: int, *, labels: Any = None) -> RecordDataset:
+    rows = np.random.default_rng(n).integers(0, 255, (n, 3, 4)).astype(np.float32)
+    np.save(tmp_path / f"{name}.npy", rows)
+    return RecordDataset(tmp_path / f"{name}.npy", labels=labels)
+
+
+def files(tmp_path: Path, name: str, n: int, **args: Any) -> FileDataset:
+    (tmp_path / name).mkdir()
+    for i in range(n):
+        (tmp_path / name / f"{i:03d}").write_bytes(np.random.default_rng(i).bytes(20))
+    return FileDataset(tmp_path / name, **args)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    root = tmp_path / "photos"
+    for i in range(6):
+        (root / f"c{i % 2}").mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(i).integers(0, 256, (5, 4, 3), np.uint8)
+        Image.fromarray(pixels).save(root / f"c{i % 2}/{i}.png")
+    return root
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Image.Image):
+        return (a.mode, a.size, a.tobytes()) == (b.mode, b.size, b.tobytes())
+    return bool(a == b)
+
+
+def _text(label: int) -> str:
+    return str(label)
+
+
+# --- objects ----------------------------------------------------------------------------------
+
+
+class Recorder(FileDataset):
+    """Remembers which objects were read, in order: the truth that `objects` must foretell."""
+
+    seen: list[tuple[int, int]]
+
+    def read(self, object_id: int) -> bytes:
+        self.seen.append((id(self), object_id))
+        return super().read(object_id)
+
+
+def random_tree(rng: np.random.Generator, leaves: list[Dataset[Any]], depth: int) -> Dataset[Any]:
+    kind = rng.integers(0, 6) if depth else 0
+
+    def below() -> Any:
+        return random_tree(rng, leaves, depth - 1)
+
+    if kind in {1, 2}:
+        inner = below()
+        n = len(inner)
+        indices = rng.integers(-n, n, int(rng.integers(1, 2 * n)))
+        return Subset(inner, [indices.tolist(), indices, torch.from_numpy(indices)][depth % 3])
+    if kind == 3:
+        return ConcatDataset([below() for _ in range(rng.integers(1, 4))])
+    if kind == 4:
+        inner = below()
+        return Transformed(inner, lambda s: s) if rng.random() < 0.5 else creel.wrap(inner)
+    if kind == 5:
+        first = below()
+        return (
+            StackDataset(first, Transformed(first, len))
+            if rng.random() < 0.5
+            else StackDataset(
+                a=first,
+                b=TensorDataset(torch.arange(len(first))),
+            )
+        )
+    return leaves[rng.integers(0, len(leaves))]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_objects_are_what_samples_read(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    (tmp_path / "f").write_bytes(b"1")
+    seen: list[tuple[int, int]] = []
+    leaves: list[Dataset[Any]] = [
+        Recorder([tmp_path / "f"] * int(n), decode=bytes) for n in rng.integers(1, 9, 3)
+    ]
+    for leaf in leaves:
+        leaf.seen = seen  # type: ignore[attr-defined]
+    leaves.append(TensorDataset(torch.arange(5)))
+    tree: Any = random_tree(rng, leaves, 4)
+    binding = bind(tree)
+    n = len(tree)
+    indices = rng.integers(-n, n, 30)
+    counts_seen = []
+    for i in indices:
+        before = len(seen)
+        tree[int(i)]
+        counts_seen.append(len(seen) - before)
+    if binding is None:
+        assert not seen
+        return
+    firsts, total = {}, 0
+    for found in binding.leaves:
+        firsts[id(found)] = total
+        total += len(found.manifest)
+    assert len(binding.manifest) == total
+    ids, counts = binding.objects(indices)
+    assert ids.dtype == np.int32
+    assert counts.tolist() == counts_seen
+    assert ids.tolist() == [firsts[leaf] + i for leaf, i in seen]
+    for bad in (n, -n - 1):
+        with pytest.raises(IndexError):
+            binding.objects(np.array([bad]))
+    assert binding.objects(np.zeros(0, np.int64))[0].size == 0
+
+
+def test_a_leaf_met_twice_is_cached_once(tmp_path: Path) -> None:
+    leaf = files(tmp_path, "f", 4)
+    tree: Any = ConcatDataset([leaf, Subset(leaf, [3, 1])])
+    binding = bound(tree)
+    assert len(binding.manifest) == 4
+    assert binding.objects(np.arange(6))[0].tolist() == [0, 1, 2, 3, 3, 1]
+
+
+def test_the_manifest_is_all_leaves_in_order(tmp_path: Path) -> None:
+    a, b = files(tmp_path, "a", 2), records(tmp_path, "b", 3)
+    binding = bound(ConcatDataset([a, b]))
+    source = Source.open(binding.manifest)
+    ids, _ = binding.objects(np.arange(5))
+    expected = [a.read(0), a.read(1), *(b.read(i) for i in range(3))]
+    assert [source.read(int(i)) for i in ids] == expected
+
+
+class Opaque(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> int:
+        return i
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Shuffled(Subset[Any]):
+    def __getitem__(self, i: int) -> Any:
+        return self.dataset[0]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[i] for i in indices]
+
+
+def test_what_cannot_be_cached_is_not_bound(tmp_path: Path, photos: Path) -> None:
+    leaf = files(tmp_path, "f", 3)
+    loader = ImageFolder(photos, loader=len)
+    everything: tuple[Any, ...] = (
+        Opaque(), Stream(), [1, 2], TensorDataset(torch.arange(3)), Shuffled(leaf, [1]), loader,
+        ConcatDataset([Opaque(), Opaque()]), Subset({"a": 1}, ["a"]),  # type: ignore[arg-type, list-item]
+        folder.ImageFolder(photos, loader=len), 7, None,
+    )  # fmt: skip
+    for dataset in everything:
+        assert bind(dataset) is None
+    opaque: Any = Opaque()
+    mixed = bound(ConcatDataset([opaque, leaf]))
+    assert mixed.objects(np.array([0, 3, 1]))[1].tolist() == [0, 1, 0]
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def test_a_lease_serves_from_the_arena_and_ends(tmp_path: Path) -> None:
+    a, b = files(tmp_path, "a", 4), files(tmp_path, "b", 3)
+    tree: Any = ConcatDataset([a, Subset(b, [2, 0])])
+    binding = bound(tree)
+    plain = [tree[i] for i in range(6)]
+    arena = Arena(binding.manifest, [0, 1, 6], flip=255)
+    with binding.reading(arena) as lease:
+        leased = [binding.dataset[i] for i in range(6)]
+    for i in range(6):
+        assert same(leased[i], ~plain[i] if i in {0, 1, 4} else plain[i])
+    assert arena.taken == [0, 1, 6]
+    assert (lease.direct_reads, lease.direct_nbytes) == (3, 60)
+    assert lease.direct_ns > 0
+    assert [same(tree[i], plain[i]) for i in range(6)] == [True] * 6
+    leased[0].fill_(7)  # the arena is not touched
+    assert a.read(0) == bytes(plain[0].numpy())
+
+
+def test_only_the_steps_objects_are_taken_when_they_are_named(tmp_path: Path) -> None:
+    binding = bound(files(tmp_path, "a", 4))
+    arena = Arena(binding.manifest)
+    with binding.reading(arena, np.array([1, 3], np.int32)):
+        for i in range(4):
+            binding.dataset[i]
+    assert arena.taken == [1, 3]
+
+
+def test_a_copy_of_an_object_that_moved_meanwhile_is_thrown_away(tmp_path: Path) -> None:
+    binding = bound(files(tmp_path, "a", 2))
+    plain = binding.dataset[0]
+
+    class Moving(Arena):
+        def view(self, object_id: int) -> memoryview | None:
+            view = super().view(object_id)
+            self.table.offset[object_id] = ABSENT
+            return view
+
+    arena = Moving(binding.manifest, flip=255)
+    with binding.reading(arena) as lease:
+        assert same(binding.dataset[0], plain)
+    assert arena.taken == [0]
+    assert lease.direct_reads == 1
+
+
+def test_leases_nest_and_belong_to_their_thread(tmp_path: Path) -> None:
+    a, b = files(tmp_path, "a", 2), files(tmp_path, "b", 2)
+    outer, inner = bound(a), bound(b)
+    first, second = Arena(outer.manifest), Arena(inner.manifest)
+    with outer.reading(first):
+        with inner.reading(second), inner.reading(second):
+            a[0], b[0]
+            other = threading.Thread(target=lambda: (a[1], b[1]))
+            other.start()
+            other.join()
+        a[1], b[1]
+    assert first.taken == [0, 1]
+    assert second.taken == [0]
+
+
+def test_a_lease_ends_with_an_error(tmp_path: Path) -> None:
+    leaf = files(tmp_path, "a", 2)
+    binding = bound(leaf)
+    arena = Arena(binding.manifest)
+    with pytest.raises(KeyError), binding.reading(arena):
+        raise KeyError
+    leaf[0]
+    assert not arena.taken
+
+
+def test_a_lease_is_cheap(tmp_path: Path) -> None:
+    binding = bound(files(tmp_path, "a", 2))
+    arena = Arena(binding.manifest)
+    best = min(_seconds_of_leases(binding, arena) for _ in range(20))
+    assert best / 1000 < 20e-6  # 0.6 us here; the bound is for a machine in distress
+
+
+def _seconds_of_leases(binding: Binding, arena: Arena) -> float:
+    start = time.perf_counter()
+    for _ in range(1000):
+        with binding.reading(arena):
+            pass
+    return time.perf_counter() - start
+
+
+def test_every_kind_of_leaf_reads_the_same_from_an_arena(tmp_path: Path, photos: Path) -> None:
+    import tarfile
+
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for path in sorted(photos.rglob("*.png")):
+            tar.add(path, path.name)
+    trees: list[Dataset[Any]] = [
+        files(tmp_path, "f", 3, decode=len),
+        records(tmp_path, "r", 5),
+        ImageFolder(photos),
+        folder.ImageFolder(str(photos)),
+        TarDataset(tmp_path / "a.tar"),
+    ]
+    for tree in trees:
+        binding = bound(tree)
+        arena = Arena(binding.manifest)
+        with binding.reading(arena) as lease:
+            for i in range(len(tree)):  # type: ignore[arg-type]
+                assert same(binding.dataset[i], tree[i])
+        assert lease.direct_reads == 0
+        assert len(set(arena.taken)) == len(binding.manifest)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_a_binding_pickles_with_its_dataset(tmp_path: Path, photos: Path, protocol: int) -> None:
+    tree: Any = ConcatDataset(
+        [files(tmp_path, "a", 3, decode=len), Subset(folder.ImageFolder(photos), [1, 4])]
+    )
+    binding = bound(tree)
+    arena = Arena(binding.manifest)
+    data = pickle.dumps(binding, protocol)
+    assert len(binding.dataset) == 5  # type: ignore[arg-type]
+    assert len(pickle.dumps(binding, protocol)) == len(data)  # the view is left out
+    again = pickle.loads(data)
+    with again.reading(arena) as lease:
+        for i in range(5):
+            assert same(again.dataset[i], tree[i])
+    assert lease.direct_reads == 0
+    assert len(arena.taken) == 5
+
+
+# --- torchvision ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [folder.ImageFolder, folder.DatasetFolder])
+def test_a_torchvision_folder_is_served_and_left_alone(photos: Path, make: Any) -> None:
+    args = () if make is folder.ImageFolder else (folder.pil_loader, (".png",))
+    dataset = make(photos, *args, target_transform=_text)
+    before = dict(dataset.__dict__)
+    binding = bound(dataset)
+    arena = Arena(binding.manifest)
+    view = binding.dataset
+    assert isinstance(view, make)
+    assert type(dataset) is make
+    assert repr(view) == repr(dataset)
+    with binding.reading(arena):
+        for i in range(-6, 6):
+            assert same(view[i], dataset[i])
+    assert len(arena.taken) == 12
+    assert dataset.__dict__ == before
+    dataset.transform = len  # later changes are seen
+    dataset.transform = lambda picture: picture.size
+    assert view[0] == dataset[0] == ((4, 5), "0")
+
+
+def test_changed_samples_of_torchvision_never_give_another_files_bytes(photos: Path) -> None:
+    dataset = folder.ImageFolder(photos)
+    binding = bound(dataset)
+    arena = Arena(binding.manifest)
+    dataset.samples.reverse()
+    with binding.reading(arena):
+        for i in range(6):
+            assert same(binding.dataset[i], dataset[i])
+    dataset.samples.append(dataset.samples[0])
+    with binding.reading(arena):
+        assert same(binding.dataset[6], dataset[6])
+    dataset.loader = lambda path: path
+    with binding.reading(arena):
+        assert binding.dataset[0] == dataset[0]
+    assert not arena.taken
+
+
+def test_views_go_through_the_wrappers(photos: Path) -> None:
+    base = folder.ImageFolder(photos)
+    tree: Any = creel.wrap(ConcatDataset([Subset(Transformed(base, list), [3, 1]), Opaque()]))
+    stack = StackDataset(a=Subset(base, [2, 0]), b=Subset(base, [1, 1]))
+    for whole in (tree, stack):
+        binding = bound(whole)
+        arena = Arena(binding.manifest)
+        assert type(binding.dataset) is type(whole)
+        with binding.reading(arena):
+            assert same(binding.dataset[1], whole[1])
+        assert arena.taken
+    assert bound(Subset(ImageFolder(photos), [0])).dataset is not None
+
+
+# --- declared reads ---------------------------------------------------------------------------
+
+
+class Pairs(Dataset[bytes]):
+    """A person's own: sample i is files i and i + 1, by number or by address."""
+
+    def __init__(self, paths: list[Path], how: str) -> None:
+        self.creel_uris = [str(p) for p in paths]
+        self.how = how
+
+    def __len__(self) -> int:
+        return len(self.creel_uris) - 1
+
+    def objects(self, i: int) -> Any:
+        if self.how == "one":
+            return i
+        if self.how == "address":
+            return self.creel_uris[i : i + 2]
+        return np.array([i, i + 1])
+
+    def __getitem__(self, i: int) -> bytes:
+        if self.how == "one":
+            return creel.read(self.creel_uris[i])
+        with creel.open(self.creel_uris[i]) as f:
+            return f.read() + creel.read(self.creel_uris[i + 1])
+
+
+@pytest.mark.parametrize("how", ["one", "numbers", "address"])
+def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -> None:
+    leaf = files(tmp_path, "a", 6)
+    dataset = Pairs([Path(p) for p in leaf.paths], how)
+    binding = bound(Subset(dataset, [4, 0, 3]))
+    expected = [[4], [0], [3]] if how == "one" else [[4, 5], [0, 1], [3, 4]]
+    ids, counts = binding.objects(np.arange(3))
+    assert ids.tolist() == [i for ids in expected for i in ids]
+    assert counts.tolist() == [len(e) for e in expected]
+    arena = Arena(binding.manifest, flip=255)
+    plain = [binding.dataset[i] for i in range(3)]
+    with binding.reading(arena, ids) as lease:
+        leased = [binding.dataset[i] for i in range(3)]
+        assert creel.read(leaf.paths[2]) == leaf.read(2)  # not one of these objects
+    assert [bytes(b ^ 255 for b in sample) for sample in leased] == plain
+    assert arena.taken == ids.tolist()
+    assert lease.direct_reads == 1
+    assert not binding.immutable
+
+
+def test_a_wrong_declaration_is_one_sentence(tmp_path: Path) -> None:
+    dataset = Pairs([tmp_path / "a", tmp_path / "b"], "numbers")
+    dataset.objects = lambda i: [0, 5 + i]  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="objects\\(\\) gave 0 to 5, creel_uris has 2"):
+        bound(dataset).objects(np.array([0]))
+    dataset.objects = lambda i: [f"/elsewhere{i}"]  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="not in creel_uris"):
+        bound(dataset).objects(np.array([0]))
+    dataset.creel_uris = [3]  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="sequence of strings"):
+        bind(dataset)
+
+
+# --- gather -----------------------------------------------------------------------------------
+
+
+def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
+    """A batch as the engine makes it: rows of bytes, then `collate`."""
+    gather = binding.gather()
+    assert gather is not None
+    source = Source.open(binding.manifest)
+    ids, counts = binding.objects(indices)
+    assert (counts == 1).all()
+    rows = np.empty((len(ids), gather.nbytes), np.uint8)
+    for row, i in zip(rows, ids, strict=True):
+        row[:] = np.frombuffer(source.read(int(i)), np.uint8)
+    return gather.collate(torch.from_numpy(rows), indices)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [None, [1, 2, 3, 4, 5], [0.5] * 5, np.arange(10, dtype=np.int16).reshape(5, 2), torch.ones(5)],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_gather_is_default_collate(tmp_path: Path, labels: Any) -> None:
+    a, b = records(tmp_path, "a", 5, labels=labels), records(tmp_path, "b", 5, labels=labels)
+    tree: Any = creel.wrap(
+        Subset(ConcatDataset([a, Subset(b, [4, 2, -1]), a]), [12, 5, 0, 7, -1, 3, 6])
+    )
+    indices = np.array([3, -1, 0, 0, 6, 2, 1, 4, 5])
+    expected = default_collate([tree[int(i)] for i in indices])
+    assert same(gathered(bound(tree), indices), expected)
+
+
+def test_raw_files_of_one_size_gather(tmp_path: Path) -> None:
+    a = files(tmp_path, "a", 5, nbytes=True)
+    b = files(tmp_path, "b", 3, nbytes=[20, 20, 20])
+    indices = np.array([7, 0, 3])
+    tree: Any = ConcatDataset([a, b])
+    assert same(gathered(bound(tree), indices), default_collate([tree[int(i)] for i in indices]))
+
+
+def test_scalars_and_bfloat16_gather(tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(bytes(range(16)))
+    for dtype, shape in (("i4", ()), (torch.bfloat16, 2), ("?", (2, 2))):
+        leaf = RecordDataset(tmp_path / "r", dtype, shape)
+        expected = default_collate([leaf[3], leaf[1]])
+        got = gathered(bound(leaf), np.array([3, 1]))
+        assert got.shape == expected.shape
+        assert got.dtype == expected.dtype
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+class Doubled(RecordDataset):
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i) * 2
+
+
+def test_no_gather_where_code_comes_between(tmp_path: Path, photos: Path) -> None:
+    a, b = records(tmp_path, "a", 5), records(tmp_path, "b", 5, labels=list("vwxyz"))
+    path = tmp_path / "a.npy"
+    mixed: Any = ConcatDataset([a, RecordDataset(path, labels=[1] * 5)])
+    trees: list[Any] = [
+        b, mixed, ImageFolder(photos), Transformed(a, len), Doubled(path),
+        RecordDataset(path, transform=len), RecordDataset(path, shape=(2, 6)),
+        files(tmp_path, "f", 2),
+        FileDataset([path], decode=len, nbytes=True), StackDataset(a, a),
+        ConcatDataset([a, RecordDataset(path, shape=(2, 6))]), ConcatDataset([a, Opaque()]),
+    ]  # fmt: skip
+    expected = [False] * len(trees)
+    expected[6] = True
+    assert [bound(tree).gather() is not None for tree in trees] == expected
+
+
+def test_immutable_trees(tmp_path: Path, photos: Path) -> None:
+    a = records(tmp_path, "a", 5)
+    first, second = random_split(a, [2, 3])
+    kept: list[Any] = [
+        a, ConcatDataset([first, second]), creel.wrap(a), Transformed(a, len),
+        ImageFolder(photos, transform=len), folder.ImageFolder(photos), StackDataset(a, a),
+    ]  # fmt: skip
+    assert [bound(tree).immutable for tree in kept] == [True] * len(kept)
+    changing: list[Any] = [
+        Doubled(tmp_path / "a.npy"), Transformed(a, lambda s: s), ConcatDataset([a, Opaque()]),
+        ImageFolder(photos, transform=lambda s: s), StackDataset(a, Opaque2()),
+    ]  # fmt: skip
+    assert [bound(tree).immutable for tree in changing] == [False] * len(changing)
+
+
+class Opaque2(Opaque):
+    def __len__(self) -> int:
+        return 5
+
+
+def test_trees_read_by_themselves_in_torchs_loader(tmp_path: Path, photos: Path) -> None:
+    tree: Any = ConcatDataset(
+        [records(tmp_path, "a", 5), Subset(records(tmp_path, "b", 4), [3, 0])]
+    )
+    expected = list(DataLoader(tree, 3))
+    assert same(list(DataLoader(tree, 3, num_workers=2)), expected)
+    view = bound(Subset(folder.ImageFolder(photos), [4, 1])).dataset
+    loader = DataLoader(view, None, num_workers=2, collate_fn=_as_bytes)
+    assert list(loader) == [_as_bytes(view[i]) for i in range(2)]
+
+
+def _as_bytes(sample: Any) -> tuple[bytes, int]:
+    return sample[0].tobytes(), sample[1]
