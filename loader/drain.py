@@ -1,0 +1,214 @@
+"""Look ahead through samplers that nobody knows: run a copy of them to its end.
+
+The user's code runs here, on a copy, with the global generators of torch, numpy and `random` put
+back afterwards. What a copy shares with the original (the dataset, module-level state) it could
+still change; a sampler whose methods reach for a generator outside of itself is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import operator
+import random
+import time
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
+
+from creel.loader.draws import Dice, clone
+
+#: A longer epoch is not drained (int32: 512 MiB).
+LIMIT = 1 << 27
+
+#: A sampler without a length may be endless: it gets less time.
+_ENDLESS_S = 0.3
+
+_ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
+_REUSABLE: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+)  # shallow copies go on alike
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+
+class Drained(NamedTuple):
+    """What a copy yielded: `indices` (total,) int32, step i reads up to `ends[i]` (b,) int64."""
+
+    base_seed: int | None
+    indices: NDArray[np.int32]
+    ends: NDArray[np.int64]
+
+
+def drain(
+    loader: DataLoader[object],
+    sampler: Iterable[object],
+    begun: Iterator[object] | None,
+    *,
+    skip_epochs: int,
+    keep_seed: bool,
+    advance: int,
+    budget_s: float,
+) -> Drained | None:
+    """Foresee an epoch of `sampler`; None when it cannot be copied, ends too late or is no indices.
+
+    Args:
+        loader: the loader; its dataset is never copied.
+        sampler: what the loader iterates for indices or batches.
+        begun: what `iter(sampler)` gave, before anything was pulled; None: begin anew.
+        skip_epochs: 0: the epoch of `begun`; 1: the one after it.
+        keep_seed: no base seed is drawn in between (persistent workers).
+        advance: what to add to the copy's epoch in between, where it has one and does not count.
+        budget_s: seconds all this may take.
+    """
+    deadline = time.monotonic() + (budget_s if hasattr(sampler, "__len__") else _ENDLESS_S)
+    with _undisturbed():
+        # Whatever the user's code raises, here it only means: not foreseeable.
+        try:
+            return _drain(loader, sampler, begun, skip_epochs, keep_seed, advance, deadline)
+        except Exception:  # noqa: BLE001
+            return None
+
+
+def _drain(
+    loader: DataLoader[object],
+    sampler: Iterable[object],
+    begun: Iterator[object] | None,
+    skip_epochs: int,
+    keep_seed: bool,
+    advance: int,
+    deadline: float,
+) -> Drained | None:
+    if _reaches_out(sampler, 3):
+        return None
+    memo = _shared(loader, sampler)
+    generator = loader.generator
+    if generator is not None:
+        memo[id(generator)] = generator = clone(generator)
+    twin = copy.deepcopy(sampler, memo)
+    base_seed = None
+    found = None
+    if begun is not None:
+        found = gather(_same_start(sampler, begun, twin, memo), deadline)
+    if skip_epochs and (found is not None or begun is None):
+        _advance(sampler, twin, advance)
+        source = iter(twin)
+        if not keep_seed:
+            base_seed = Dice().seed(generator)
+            if loader.num_workers > 0:
+                source = iter(twin)  # torch's iterator with workers begins a second time
+        found = gather(source, deadline)
+    return found and found._replace(base_seed=base_seed)
+
+
+def _same_start(
+    sampler: object, begun: Iterator[object], twin: Iterable[object], memo: dict[int, object]
+) -> Iterator[object]:
+    """An iterator that will yield what `begun` will."""
+    if isinstance(begun, types.GeneratorType):
+        # Nothing of a generator function has run yet, so its copy begins alike.
+        if type(sampler).__iter__.__code__ is not begun.gi_code:  # type: ignore[attr-defined]  # else AttributeError
+            raise TypeError("a generator made by something else than __iter__ cannot be copied")
+        return iter(twin)
+    if isinstance(begun, _REUSABLE):
+        return copy.copy(begun)
+    return copy.deepcopy(begun, memo)
+
+
+def _advance(sampler: object, twin: object, by: int) -> None:
+    """Set the twin's next epoch as training scripts do, unless it has moved by itself."""
+    for old, new in (
+        (sampler, twin),
+        (vars_of(sampler).get("sampler"), vars_of(twin).get("sampler")),
+    ):
+        epoch = getattr(old, "epoch", None)
+        move = getattr(new, "set_epoch", None)
+        if isinstance(epoch, int) and callable(move) and getattr(new, "epoch", None) == epoch:
+            move(epoch + by)
+
+
+def gather(source: Iterator[object], deadline: float = math.inf) -> Drained | None:
+    """Pull everything; None when time or room runs out.
+
+    Raises:
+        TypeError, ValueError: something pulled is neither an index nor a flat group of them.
+    """
+    indices: list[int] = []
+    ends: list[int] = []
+    for count, pulled in enumerate(source):
+        if type(pulled) is int:
+            indices.append(pulled)
+        elif isinstance(pulled, (list, tuple)) or getattr(pulled, "ndim", 0) == 1:
+            indices.extend(map(operator.index, pulled))  # type: ignore[call-overload]  # iterable
+        else:
+            indices.append(operator.index(pulled))  # type: ignore[arg-type]  # TypeError if it is none
+        ends.append(len(indices))
+        if count % 256 == 0 and (time.monotonic() > deadline or len(indices) > LIMIT):
+            return None
+    array = np.array(indices, dtype=np.int64)
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        raise ValueError("an index is negative or above 2**31 - 1")
+    return Drained(None, array.astype(np.int32), np.array(ends, dtype=np.int64))
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put the global generators back at the end, and keep warnings to ourselves."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    of_numpy, of_random = np.random.get_state(), random.getstate()  # noqa: NPY002  (the global one)
+    try:
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        np.random.set_state(of_numpy)  # noqa: NPY002  (the global one)
+        random.setstate(of_random)
+
+
+def vars_of(thing: object) -> dict[str, object]:
+    """The instance attributes of `thing`, where it has any."""
+    return getattr(thing, "__dict__", {})
+
+
+def _shared(loader: DataLoader[object], sampler: object) -> dict[int, object]:
+    """A memo for deepcopy: the dataset stays itself, long plain lists are copied at C speed."""
+    kept: list[object] = [loader.dataset]
+    for holder in (sampler, vars_of(sampler).get("sampler")):
+        kept += [v for k, v in vars_of(holder).items() if k in {"dataset", "data_source"}]
+    memo: dict[int, object] = {id(k): k for k in kept}
+    for value in chain(
+        vars_of(sampler).values(), vars_of(vars_of(sampler).get("sampler")).values()
+    ):
+        if type(value) is list and set(map(type, value)) <= _ATOMS:
+            memo.setdefault(id(value), value.copy())
+    return memo
+
+
+def _reaches_out(thing: object, depth: int) -> bool:
+    """Whether a method of the sampler (or of one inside it) uses a generator of its module."""
+    for kind in type(thing).__mro__:
+        if kind.__module__.split(".")[0] in {"torch", "builtins", "numpy"}:
+            continue
+        functions = [f for f in vars(kind).values() if isinstance(f, types.FunctionType)]
+        if any(isinstance(v, (*_GENERATORS, Iterator)) for f in functions for v in _outer(f)):
+            return True
+    inner = [v for v in vars_of(thing).values() if isinstance(v, Sampler)]
+    return depth > 0 and any(_reaches_out(v, depth - 1) for v in inner)
+
+
+def _outer(function: types.FunctionType) -> Iterator[object]:
+    """The module-level and enclosing values that `function` names."""
+    names = function.__code__.co_names
+    yield from (function.__globals__[n] for n in names if n in function.__globals__)
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell.cell_contents

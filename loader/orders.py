@@ -1,0 +1,316 @@
+"""An epoch's order, begun: pulled at torch's moments, foreseen, saved. `samplers` makes them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypedDict
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from creel.loader.drain import drain, gather
+from creel.loader.draws import Dice, Memo, Shadow, pack, state_of
+from creel.loader.foresee import Foreseen, Plan, Shape
+from creel.loader.recipes import is_sequence, opened
+from creel.loader.streams import Facts, Items, Stream
+
+#: Entries that are turned into int64 at once; the first piece is smaller, so that it comes early.
+_PIECE = 1 << 16
+_FIRST_PIECE = 1 << 11
+
+
+class State(TypedDict, total=False):
+    """An epoch, small enough for a checkpoint and fit for JSON.
+
+    Under 200 bytes where no generator of the user's takes part; a generator adds about 4 KB.
+    """
+
+    kind: str  # class of the sampler
+    base_seed: int
+    total: int  # items of the epoch, -1 where unknown
+    before: int  # mark of the global generator before the epoch's first draw
+    stream: Facts
+    loader_rng: str  # state of the loader's generator after the base seed
+
+
+class Begun(NamedTuple):
+    """What torch's `_BaseDataLoaderIter` has done when it has begun an epoch."""
+
+    sampler_iter: Iterator[object]
+    base_seed: int
+    before: bytes  # `before()`, from just before
+
+
+class Order:
+    """One epoch's index sampler, begun; see the module. Made by `observe`, `restore`, `adopt`.
+
+    Attributes:
+        base_seed: what torch's iterator has as `_base_seed`.
+        known: whether the order is re-created (True) or the sampler iterated (False).
+        pulled: how often `next` gave something, skipped ones included.
+    """
+
+    known: bool
+
+    def __init__(self, loader: DataLoader[object], begun: Begun, previous: Order | None) -> None:
+        self._loader = loader
+        self._sampler = index_sampler(loader)
+        self._before = zlib.crc32(begun.before)
+        self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
+        self._packed_rng = ""
+        self.base_seed = begun.base_seed
+        self.pulled = 0
+        self.memo: Memo = previous.memo if previous is not None else Memo()
+
+    def batches(self) -> Iterator[object]:
+        """The iterator over what torch's index sampler yields: the order itself."""
+        return self
+
+    def __iter__(self) -> Order:
+        return self
+
+    def __next__(self) -> object:
+        raise NotImplementedError
+
+    def skip(self, batches: int) -> None:
+        """Go on as if `next` had been called so often; O(1) where the order is known."""
+        raise NotImplementedError
+
+    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> Plan | None:
+        """What this epoch (0) or the next one (1) reads, provided nobody else draws meanwhile.
+
+        For a known order this takes microseconds and is valid at any moment. Any other sampler is
+        run here and now, on a copy, for at most `budget_s` seconds; ask for epoch 0 before the
+        first `next`. None: cannot be foreseen.
+        """
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """What `restore` needs to begin this same epoch again; the position is the caller's."""
+        state = State(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
+        state["before"] = self._before
+        if self._loader_rng:
+            state["loader_rng"] = self._packed_rng = self._packed_rng or pack(self._loader_rng)
+        return state
+
+    def _keeps_seed(self) -> bool:
+        """Whether the next epoch has this one's base seed."""
+        return self._loader.num_workers > 0 and self._loader.persistent_workers
+
+
+class KnownOrder(Order):
+    """The order of one of torch's own samplers, or of a sequence, with or without BatchSampler."""
+
+    known = True
+
+    def __init__(
+        self,
+        loader: DataLoader[object],
+        begun: Begun,
+        previous: Order | None = None,
+        given: Facts | None = None,
+        *,
+        redraw: bool = False,
+    ) -> None:
+        """`given`: the stream is one that was; `redraw`: make its draws nonetheless."""
+        super().__init__(loader, begun, previous)
+        self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
+        self.inner: object = self._sampler if self._batcher is None else self._batcher.sampler
+        self._given, self._redraw = given, redraw
+        self._stream: Stream | None = None
+        self._shape = Shape(None, False)
+        self._at = 0  # next item
+        self._piece: Items = []
+        self._piece_start = self._piece_end = 0
+        self._piece_size = _FIRST_PIECE
+        self._stride = 1  # epochs from one to the next
+        if isinstance(previous, KnownOrder) and previous.inner is self.inner:
+            self._stride = previous.epochs_to(self.inner)
+        # The two whose __iter__ is no generator function look at their dataset at once.
+        if self._batcher is None and type(self.inner) in (SequentialSampler, DistributedSampler):
+            self._open()
+
+    def _open(self) -> Stream:
+        if self._stream is None:
+            if self._batcher is not None:
+                self._shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
+            if self._redraw and self._given and "seed" in self._given:
+                Dice().seed(None)
+            self._stream = opened(self.inner, Dice(), self.memo, self._given)
+        return self._stream
+
+    def __next__(self) -> object:
+        start = self._at
+        if self._batcher is None:
+            if start >= self._piece_end:
+                self._load(start, start + 1)
+            self._at = start + 1
+            self.pulled += 1
+            return self._piece[start - self._piece_start]
+        # torch reads the size anew for each batch, unless incomplete ones are dropped.
+        drop = self._shape.drop_last and self._stream is not None
+        stop = start + (self._shape.size if drop else self._batcher.batch_size)  # type: ignore[operator]  # batched
+        if stop > self._piece_end:
+            stop = self._load(start, stop)
+        self._at = stop
+        self.pulled += 1
+        return self._piece[start - self._piece_start : stop - self._piece_start]
+
+    def _load(self, start: int, stop: int) -> int:
+        """Draw up to `stop` as torch would, make a piece from `start` on; return the batch's end.
+
+        Raises:
+            StopIteration: the epoch is over; the draws of its end are made.
+        """
+        stream = self._open()
+        stream.need(min(stop - 1, stream.total))
+        if start >= stream.total or (self._shape.drop_last and stop > stream.total):
+            raise StopIteration
+        stop = min(stop, stream.total)
+        end = stop if stream.live else max(stop, min(start + self._piece_size, stream.drawn))
+        piece = stream.items(start, end)
+        if isinstance(piece, np.ndarray):
+            piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)
+        self._piece, self._piece_start, self._piece_end = piece, start, end
+        self._piece_size = min(2 * self._piece_size, _PIECE)
+        return stop
+
+    def skip(self, batches: int) -> None:
+        self._at += batches * (1 if self._batcher is None else self._batcher.batch_size)
+        self.pulled += batches
+
+    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> Plan | None:
+        del budget_s  # nothing runs here
+        if self._batcher is None and is_sequence(self.inner):
+            return self._predict_listed(epochs_ahead)
+        if isinstance(self.inner, WeightedRandomSampler) and self.inner.weights.is_cuda:
+            return None  # would draw from the accelerator's own generator
+        shadow = Shadow(self._loader.generator, getattr(self.inner, "generator", None))
+        now = self._stream.fork(shadow) if self._stream is not None else None
+        return Plan(functools.partial(self._foresee, epochs_ahead, shadow, now, self._frozen()))
+
+    def _frozen(self) -> object:
+        """The sampler's settings as they are now."""
+        return self.inner if is_sequence(self.inner) else copy.copy(self.inner)
+
+    def _foresee(
+        self, epochs_ahead: int, shadow: Shadow, now: Stream | None, sampler: object
+    ) -> Foreseen:
+        stream = now or opened(sampler, shadow, self.memo, self._given)
+        shape, base_seed = self._shape, self.base_seed
+        if self._batcher is not None and (now is None or epochs_ahead):
+            shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
+        if epochs_ahead:
+            stream.need(stream.total)
+            if not self._keeps_seed():
+                base_seed = shadow.seed(self._loader.generator)
+            if isinstance(sampler, DistributedSampler):
+                sampler.epoch = stream.facts()["epoch"] + self._stride
+            stream = opened(sampler, shadow, self.memo)
+        return Foreseen(base_seed, shape, stream=stream)
+
+    def _predict_listed(self, epochs_ahead: int) -> Plan:
+        """A sequence that is iterated as it is: of indices, or of batches."""
+        shadow = Shadow(self._loader.generator)
+        keep = not epochs_ahead or self._keeps_seed()
+        listed = self.inner
+
+        def work() -> Foreseen:
+            seed = self.base_seed if keep else shadow.seed(self._loader.generator)
+            return Foreseen(seed, Shape(None, False), drained=gather(iter(listed)))  # type: ignore[call-overload]  # a sequence
+
+        return Plan(work)
+
+    def epochs_to(self, sampler: object) -> int:
+        """By how much the caller moves a DistributedSampler from epoch to epoch; 1 if unknown."""
+        old = self._stream.facts().get("epoch") if self._stream is not None else None
+        new = getattr(sampler, "epoch", None)
+        return new - old if old is not None and new is not None and new >= old else 1
+
+    def state(self) -> State:
+        state = super().state()
+        stream = self._stream
+        if stream is None:
+            shadow = Shadow(self._loader.generator, getattr(self.inner, "generator", None))
+            stream = opened(self.inner, shadow, self.memo, self._given)
+        state["total"] = stream.total
+        state["stream"] = stream.facts()
+        if "rng" in state["stream"] and self._loader.generator is getattr(
+            self.inner, "generator", None
+        ):
+            state.pop("loader_rng", None)  # the stream's is later, and the same generator's
+        return state
+
+
+class ForeignOrder(Order):
+    """The order of a sampler that nobody knows: iterated as torch does, foreseen on copies."""
+
+    known = False
+
+    def __init__(
+        self, loader: DataLoader[object], begun: Begun, previous: Order | None = None
+    ) -> None:
+        super().__init__(loader, begun, previous)
+        self._begun = begun.sampler_iter
+        self._first: Plan | None = None
+        self.hopeless: bool = isinstance(previous, ForeignOrder) and previous.hopeless
+        self._epochs = _epochs_of(self._sampler)
+
+    def __next__(self) -> object:
+        pulled = next(self._begun)
+        self.pulled += 1
+        return pulled
+
+    def skip(self, batches: int) -> None:
+        for _ in range(batches):
+            if next(self, None) is None:
+                return
+
+    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> Plan | None:
+        if not epochs_ahead and (self._first is not None or self.pulled):
+            return self._first
+        if self.hopeless:
+            return None
+        found = drain(
+            self._loader,
+            self._sampler,
+            None if self.pulled else self._begun,
+            skip_epochs=epochs_ahead,
+            keep_seed=self._keeps_seed(),
+            advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
+            budget_s=budget_s,
+        )
+        if found is None:
+            self.hopeless = True
+            return None
+        seed = self.base_seed if found.base_seed is None else found.base_seed
+        made = Plan(lambda: Foreseen(seed, Shape(None, False), drained=found))
+        if not epochs_ahead:
+            self._first = made
+        return made
+
+
+def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
+    """What torch iterates for the loader: its `_index_sampler`."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def kind_of(sampler: object) -> str:
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return type(inner).__name__
+
+
+def _epochs_of(sampler: object) -> tuple[object, object]:
+    """The epoch counters of a sampler and of the one it wraps."""
+    return getattr(sampler, "epoch", None), getattr(
+        getattr(sampler, "sampler", None), "epoch", None
+    )

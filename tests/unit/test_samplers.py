@@ -1,0 +1,655 @@
+"""Orders against torch's own DataLoader: the same batches, the same draws, at the same moments."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import pickle
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from creel.errors import ConfigError
+from creel.loader import recipes, samplers
+from creel.loader.orders import index_sampler
+from creel.loader.samplers import Order, observe, restore
+
+Loader = DataLoader[Any]
+Make = Callable[[], Loader]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Echo(Dataset[Any]):
+    """Sample i is i, and so a batch is its indices."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+def inner_of(loader: Loader) -> Any:
+    """The sampler that draws: what a BatchSampler wraps, or else the loader's."""
+    sampler: Any = index_sampler(loader)
+    return getattr(sampler, "sampler", sampler)
+
+
+def plain(value: Any) -> Any:
+    """What an order yields as torch would yield it."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def states(loader: Loader) -> list[bytes]:
+    """Everything that a user can see of the generators."""
+    inner: Any = index_sampler(loader)
+    own = [getattr(s, "generator", None) for s in (loader, inner, getattr(inner, "sampler", None))]
+    seen = [torch.default_generator, *(g for g in own if g is not None)]
+    return [
+        *(g.get_state().numpy().tobytes() for g in seen),
+        repr(np.random.get_state()).encode(),  # noqa: NPY002  (what users draw from)
+        repr(hash(random.getstate())).encode(),
+    ]
+
+
+def any_sampler(rng: random.Random, n: int, generator: torch.Generator | None) -> Any:
+    """One of torch's samplers with any arguments, or a sequence."""
+    kind = rng.choice(["seq", "perm", "perm", "repl", "subset", "weighted", "dist", "list"])
+    g = rng.choice([generator, generator, None, torch.Generator().manual_seed(rng.randrange(99))])
+    num = rng.choice([None, n, 1, rng.randrange(1, n + 1), rng.randrange(1, 3 * n + 1), 2 * n])
+    if kind == "seq":
+        return SequentialSampler(range(n))
+    if kind == "perm":
+        return RandomSampler(range(n), False, num, g)
+    if kind == "repl":
+        return RandomSampler(range(n), True, num, g)
+    if kind == "subset":
+        return SubsetRandomSampler(rng.sample(range(n), rng.randrange(n + 1)), g)
+    if kind == "weighted":
+        replace = rng.random() < 0.5
+        count = rng.randrange(1, n + 1) if not replace else rng.randrange(1, 2 * n + 1)
+        return WeightedRandomSampler([rng.random() + 0.01 for _ in range(n)], count, replace, g)
+    if kind == "dist":
+        world = rng.randrange(1, 6)
+        drop, shuffle = rng.random() < 0.5, rng.random() < 0.8
+        args = world, rng.randrange(world), shuffle, rng.randrange(9), drop
+        return DistributedSampler(Echo(n), *args)
+    listed = rng.choices(range(n), k=rng.randrange(n + 1))
+    return rng.choice([listed, tuple(listed), range(n), np.array(listed), torch.tensor(listed)])
+
+
+def any_loader(case: int, *, workers: int = 0) -> Loader:
+    """The loader of a case: equal calls give equal, separate loaders."""
+    rng = random.Random(case)
+    n = rng.choice([1, 2, rng.randrange(1, 12), rng.randrange(1, 60), rng.randrange(1, 200)])
+    generator = torch.Generator().manual_seed(case) if rng.random() < 0.5 else None
+    kwargs: dict[str, Any] = {
+        "collate_fn": same,
+        "generator": generator,
+        "num_workers": workers,
+        "persistent_workers": bool(workers) and rng.random() < 0.5,
+    }
+    size = rng.choice([1, 2, 3, rng.randrange(1, 70)])
+    how = rng.random()
+    if how < 0.25:
+        kwargs |= {"shuffle": rng.random() < 0.8, "batch_size": size}
+        kwargs["drop_last"] = rng.random() < 0.5
+    elif how < 0.7:
+        kwargs |= {"sampler": any_sampler(rng, n, generator), "batch_size": size}
+        kwargs["drop_last"] = rng.random() < 0.5
+    elif how < 0.8:
+        kwargs |= {"sampler": any_sampler(rng, n, generator), "batch_size": None}
+    elif how < 0.9:
+        inner = any_sampler(rng, n, generator)
+        kwargs["batch_sampler"] = BatchSampler(inner, size, rng.random() < 0.5)
+    else:
+        inner = any_sampler(rng, n, generator)
+        kwargs |= {"sampler": BatchSampler(inner, size, False), "batch_size": None}
+    return DataLoader(Echo(n), **kwargs)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Equal in value and in type, down to the items."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def epochs(
+    loader: Loader, begin: Callable[[], Iterator[Any]], case: int, count: int = 3
+) -> list[Any]:
+    """Run epochs with a user in between; tell every batch and every state after every moment."""
+    rng = random.Random(case + 1)
+    torch.manual_seed(case)
+    told: list[Any] = []
+    inner = inner_of(loader)
+    for epoch in range(count):
+        if isinstance(inner, DistributedSampler) and rng.random() < 0.8:
+            inner.set_epoch(epoch)
+        stop = rng.choice([None, None, rng.randrange(1, 5)])
+        it = begin()
+        told.append(("iter", it.__dict__.get("_base_seed", None), states(loader)))
+        for step in itertools.count():
+            if stop is not None and step >= stop:
+                break
+            if rng.random() < 0.2:
+                torch.rand(rng.randrange(1, 5))  # the model draws
+            if rng.random() < 0.1 and loader.generator is not None:
+                torch.rand(3, generator=loader.generator)
+            try:
+                batch = next(it)
+            except StopIteration:
+                told.append(("end", states(loader)))
+                break
+            told.append((plain(batch), states(loader)))
+    return told
+
+
+def ours(loader: Loader, *, look: bool) -> Callable[[], Iterator[Any]]:
+    """Begin epochs by `observe`; `look`: predict at every moment, which nobody must notice."""
+    last: list[Order] = []
+
+    def begin() -> Iterator[Any]:
+        order = observe(loader, previous=last[-1] if last else None)
+        last.append(order)
+        return Watched(order, look=look)
+
+    return begin
+
+
+class Watched(Iterator[Any]):
+    """An order that is asked for predictions all the time."""
+
+    def __init__(self, order: Order, *, look: bool) -> None:
+        self.order = order
+        self._base_seed = order.base_seed
+        self.look = look
+
+    def __next__(self) -> Any:
+        if self.look:
+            for ahead in (0, 1):
+                foreseen = self.order.predict(ahead)
+                assert foreseen is not None
+                assert len(foreseen.ends) >= 0
+            self.order.state()
+        return next(self.order)
+
+
+@pytest.mark.parametrize("look", [False, True], ids=["plain", "predicting"])
+@pytest.mark.parametrize("block", range(20))
+def test_three_epochs_are_torch_s_at_every_moment(block: int, look: bool) -> None:
+    for case in range(30 * block, 30 * block + 30):
+        theirs, mine = any_loader(case), any_loader(case)
+        want = epochs(theirs, functools.partial(iter, theirs), case)
+        got = epochs(mine, ours(mine, look=look), case)
+        assert len(want) == len(got), case
+        for step, (w, g) in enumerate(zip(want, got, strict=True)):
+            assert equal(list(w[:-1]), list(g[:-1])), (case, step)
+            assert w[-1] == g[-1], (case, step)
+
+
+@pytest.mark.parametrize("case", range(400))
+def test_a_prediction_is_what_comes(case: int) -> None:
+    loader = any_loader(case)
+    torch.manual_seed(case)
+    order, foreseen, steps = None, None, random.Random(case).randrange(4)
+    inner = inner_of(loader)
+    for epoch in range(3):
+        if isinstance(inner, DistributedSampler):
+            inner.set_epoch(epoch)
+        order = observe(loader, previous=order)
+        now = order.predict(0)
+        assert now is not None
+        if foreseen is not None:
+            assert foreseen.same(now), epoch
+            assert foreseen.base_seed == order.base_seed
+        pulled = [plain(b) for b in itertools.islice(order, steps)]
+        foreseen = order.predict(1)
+        assert foreseen is not None
+        again = order.predict(0)
+        assert again is not None
+        assert now.same(again)
+        pulled += [plain(b) for b in order]
+        assert len(now.ends) == len(pulled)
+        assert all(now.matches(i, b) for i, b in enumerate(pulled))
+        flat = [int(i) for b in pulled for i in (b if isinstance(b, list) else [b])]
+        assert now.indices.tolist() == flat
+        assert now.indices.dtype == np.int32
+        assert now.ends.dtype == np.int64
+
+
+def test_a_wrong_prediction_is_noticed() -> None:
+    loader: Loader = DataLoader(Echo(50), batch_size=4, shuffle=True)
+    order = observe(loader)
+    foreseen = order.predict(1)
+    assert foreseen is not None
+    torch.rand(1)
+    now = observe(loader, previous=order)
+    actual = now.predict(0)
+    assert actual is not None
+    assert not foreseen.same(actual)
+    assert not foreseen.matches(0, next(now))
+    assert not foreseen.matches(99, [1])
+    assert not foreseen.matches(0, ["a", object()])
+
+
+@pytest.mark.parametrize("case", [3, 11, 17, 29, 42, 58])
+def test_with_workers_the_draws_are_torch_s_too(case: int) -> None:
+    theirs, mine = any_loader(case, workers=2), any_loader(case, workers=2)
+    seeds: list[list[int]] = [[], []]
+    after: list[list[Any]] = [[], []]
+    torch.manual_seed(case)
+    for _ in range(3):
+        it: Any = iter(theirs)
+        seeds[0].append(it._base_seed)
+        after[0].append((list(it), states(theirs)))
+    del it
+    torch.manual_seed(case)
+    order = None
+    for _ in range(3):
+        keep = order is not None and mine.persistent_workers
+        order = observe(mine, previous=order, keep_seed=keep)
+        seeds[1].append(order.base_seed)
+        after[1].append(([plain(b) for b in order], states(mine)))
+    assert seeds[0] == seeds[1]
+    assert str(after[0]) == str(after[1])
+
+
+# --- samplers that nobody knows ---------------------------------------------------------------
+
+
+class Lazy(Sampler[int]):
+    """Draws from every global generator while it is iterated."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = 0
+        self.pulled = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.n):
+            self.pulled += 1
+            of_numpy = np.random.randint(100)  # noqa: NPY002  (as old samplers do)
+            yield int(torch.randint(100, ()).item()) + of_numpy + random.randrange(9)
+
+    def __len__(self) -> int:
+        return self.n
+
+
+class Eager(Sampler[int]):
+    """Draws when it is begun, and shuffles in place."""
+
+    def __init__(self, n: int) -> None:
+        self.order = list(range(n))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+class Counting(RandomSampler):
+    """As accelerate's: its own generator, an epoch that counts itself."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.generator is not None
+        self.generator.manual_seed(self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler with batches of many sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = torch.randperm(20).tolist()
+        while left:
+            k = random.randrange(1, 4)
+            yield left[:k]
+            left = left[k:]
+
+
+FOREIGN: dict[str, Make] = {
+    "lazy": lambda: DataLoader(Echo(0), sampler=Lazy(9), batch_size=4, collate_fn=same),
+    "eager": lambda: DataLoader(Echo(0), sampler=Eager(9), batch_size=4, collate_fn=same),
+    "eager, no batches": lambda: DataLoader(Echo(0), sampler=Eager(9), batch_size=None),
+    "lazy, no batches": lambda: DataLoader(Echo(0), sampler=Lazy(9), batch_size=None),
+    "counting": lambda: DataLoader(
+        Echo(0), sampler=Counting(range(9), generator=torch.Generator()), collate_fn=same
+    ),
+    "pairs": lambda: DataLoader(Echo(0), batch_sampler=Pairs(), collate_fn=same),
+}
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (as old samplers do)
+    random.seed(seed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_sampler_is_iterated_and_foreseen(name: str, workers: int) -> None:
+    theirs, mine = FOREIGN[name](), FOREIGN[name]()
+    mine.num_workers = workers
+    if workers:
+        theirs = DataLoader(
+            theirs.dataset,
+            num_workers=workers,
+            collate_fn=theirs.collate_fn,
+            **(
+                {"batch_sampler": theirs.batch_sampler}
+                if theirs.batch_sampler is not None
+                else {"sampler": theirs.sampler, "batch_size": None}
+            ),
+        )
+    seed_all(1)
+    want = [(list(theirs), states(theirs)) for _ in range(3)]
+    seed_all(1)
+    order, foreseen = None, None
+    got = []
+    for _ in range(3):
+        order = observe(mine, previous=order)
+        assert not order.known
+        seen = states(mine)
+        now = order.predict(0)
+        assert states(mine) == seen
+        assert now is not None
+        if foreseen is not None:
+            assert foreseen.same(now)
+        pulled = list(order)
+        assert all(now.matches(i, b) for i, b in enumerate(pulled))
+        assert len(now.ends) == len(pulled)
+        seen = states(mine)
+        foreseen = order.predict(1)
+        assert states(mine) == seen
+        got.append((pulled, seen))
+    assert str(got) == str(want)
+
+
+def test_a_foreign_sampler_is_pulled_one_batch_at_a_time() -> None:
+    sampler = Lazy(9)
+    order = observe(DataLoader(Echo(0), sampler=sampler, batch_size=4))
+    assert sampler.pulled == 0
+    next(order)
+    assert sampler.pulled == 4
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+_module_rng = np.random.default_rng(0)
+
+
+class Reaching(Sampler[int]):
+    """Draws from a generator of its module, which no copy can keep from moving."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from _module_rng.permutation(4).tolist()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [Endless(), Reaching(), (i for i in range(3)), map(int, (c for c in "123")), [[1], ["a"]]],
+    ids=["endless", "reaching", "generator", "map", "words"],
+)
+def test_what_cannot_be_foreseen_is_said_to_be_so(sampler: Any) -> None:
+    before = _module_rng.bit_generator.state
+    order = observe(DataLoader(Echo(9), batch_sampler=sampler))
+    start = time.monotonic()
+    foreseen = order.predict(0)
+    assert time.monotonic() - start < 5
+    assert foreseen is None or len(foreseen.ends) == 0
+    assert _module_rng.bit_generator.state == before
+    assert next(order) in (0, 1, 2, 3, [1])
+
+
+def test_a_subclass_or_a_patched_torch_is_not_taken_for_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader: Loader = DataLoader(Echo(9), sampler=Counting(range(9), generator=torch.Generator()))
+    assert not observe(loader).known
+    plain_loader: Loader = DataLoader(Echo(9), shuffle=True, batch_size=2)
+    assert observe(plain_loader).known
+    monkeypatch.setattr(recipes, "_TRUST", {})
+    monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter(range(len(self))))
+    order = observe(plain_loader)
+    assert not order.known
+    assert list(order) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+
+
+def test_trying_torch_out_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "_TRUST", {})
+    state = torch.get_rng_state()
+    kinds = [*recipes._RECIPES, BatchSampler]
+    assert all(recipes.trusted(k) for k in kinds)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_batches_in_a_list_are_the_user_s_own_objects() -> None:
+    listed = [[3, 1], (2,), torch.tensor([0, 4])]
+    order = observe(DataLoader(Echo(5), batch_sampler=listed))  # type: ignore[arg-type]  # torch takes it
+    foreseen = order.predict(0)
+    assert all(a is b for a, b in zip(order, listed, strict=True))
+    assert foreseen is not None
+    assert foreseen.indices.tolist() == [3, 1, 2, 0, 4]
+    assert foreseen.ends.tolist() == [2, 3, 5]
+
+
+# --- large orders ------------------------------------------------------------------------------
+
+_LARGE = 14_200_000
+
+
+def large(kind: str) -> Loader:
+    generator = torch.Generator().manual_seed(1)
+    data = range(_LARGE)
+    every: dict[str, dict[str, Any]] = {
+        "seeded": {"shuffle": True},
+        "generator": {"shuffle": True, "generator": generator},
+        "distributed": {"sampler": DistributedSampler(data, 8, 3)},  # type: ignore[arg-type]  # sized
+    }
+    return DataLoader(data, batch_size=256, **every[kind])  # type: ignore[arg-type]  # sized
+
+
+@pytest.mark.parametrize(
+    "kind, limit_s", [("seeded", 0.05), ("generator", 0.15), ("distributed", 0.05)]
+)
+def test_the_first_batches_of_a_large_epoch_come_at_once(kind: str, limit_s: float) -> None:
+    observe(large(kind)).predict(0)  # warm
+    gc.collect()
+    loader = large(kind)
+    order = observe(loader)
+    start = time.perf_counter()
+    first: list[Any] = [next(order) for _ in range(8)]
+    took = time.perf_counter() - start
+    whole: Any = order.predict(0)
+    assert np.array_equal(np.concatenate(first), whole.indices[:2048])
+    order.skip(20_000 // (8 if kind == "distributed" else 1))
+    k = order.pulled
+    assert whole.matches(k, next(order))
+    assert took < limit_s, took
+
+
+def test_a_large_permutation_that_was_foreseen_is_not_drawn_again() -> None:
+    loader = large("generator")
+    order = observe(loader)
+    foreseen: Any = order.predict(1)
+    indices = foreseen.indices
+    order.skip(len(range(0, _LARGE, 256)))
+    assert next(order, None) is None  # all draws of the epoch's end are made
+    order = observe(loader, previous=order)
+    now: Any = order.predict(0)
+    assert foreseen.same(now)
+    next(order)
+    assert np.shares_memory(now.indices, indices)
+    again: Any = order.predict(0)
+    assert np.shares_memory(again.indices, indices)
+    assert foreseen.same(again)
+
+
+def test_large_permutations_in_a_row_leave_the_generator_as_torch_does() -> None:
+    n = (1 << 17) + 3
+    generators = [torch.Generator().manual_seed(4) for _ in range(2)]
+    torch.randn(1, generator=generators[0])
+    torch.randn(1, generator=generators[1])
+    data = range(n)
+    loaders: list[Loader] = [
+        DataLoader(data, 1000, sampler=RandomSampler(data, False, 2 * n + 9, g), generator=g)  # type: ignore[arg-type]  # sized
+        for g in generators
+    ]
+    sampler_iter = iter(loaders[0].batch_sampler or [])
+    torch.empty((), dtype=torch.int64).random_(generator=generators[0])
+    order = observe(loaders[1])
+    for want in sampler_iter:
+        assert plain(next(order)) == want
+        assert torch.equal(generators[0].get_state(), generators[1].get_state())
+    assert next(order, None) is None
+    assert torch.equal(generators[0].get_state(), generators[1].get_state())
+
+
+def test_an_epoch_takes_microseconds_a_batch_and_little_memory() -> None:
+    loader: Loader = DataLoader(range(1_281_167), 256, shuffle=True)  # type: ignore[arg-type]  # sized
+    order = observe(loader)
+    next(order)
+    start = time.perf_counter()
+    count = sum(1 for _ in order)
+    assert (time.perf_counter() - start) / count < 50e-6  # 2 us on an idle machine
+    tracemalloc.start()
+    for _ in observe(loader, previous=order):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+# --- saving and restoring ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", range(300))
+def test_an_epoch_goes_on_in_another_process(case: int) -> None:
+    rng = random.Random(case)
+    first = any_loader(case)
+    torch.manual_seed(case)
+    order = None
+    inner = inner_of(first)
+    for epoch in range(rng.randrange(1, 4)):
+        if isinstance(inner, DistributedSampler):
+            inner.set_epoch(epoch)
+        order = observe(first, previous=order)
+        if epoch < 2:
+            list(order)
+    order = observe(first, previous=order)
+    taken = len(list(itertools.islice(order, rng.randrange(4))))
+    state = json.loads(json.dumps(order.state()))
+    saved = torch.get_rng_state()
+    rest = [plain(b) for b in order]
+    then = observe(first, previous=order)
+    follow = [plain(b) for b in then]
+
+    second = any_loader(case)
+    torch.manual_seed(rng.choice([case, 999]))
+    seen = torch.get_rng_state()
+    again = restore(second, state)
+    again.skip(taken)
+    assert str([plain(b) for b in again]) == str(rest)
+    assert again.base_seed == order.base_seed
+    assert torch.equal(torch.get_rng_state(), seen)  # the global generator is the user's
+    torch.set_rng_state(saved)
+    again = restore(second, state)
+    again.skip(taken)
+    assert str([plain(b) for b in again]) == str(rest)
+    if isinstance(inner, DistributedSampler):
+        inner_of(second).epoch = inner.epoch
+    if order.pulled and taken:  # the draws of the epoch's start were made when it was saved
+        following = observe(second, previous=again)
+        assert following.base_seed == then.base_seed
+        assert str([plain(b) for b in following]) == str(follow)
+
+
+def test_a_script_that_starts_over_from_its_seed_goes_on_as_before() -> None:
+    def begin(state: Any = None) -> tuple[Loader, Order]:
+        torch.manual_seed(7)
+        loader: Loader = DataLoader(Echo(30), 4, shuffle=True)
+        return loader, observe(loader) if state is None else restore(loader, state)
+
+    loader, order = begin()
+    next(order)
+    next(order)
+    state = order.state()
+    want = [plain(b) for b in order], [plain(b) for b in observe(loader)]
+    loader, order = begin(state)
+    order.skip(2)
+    assert ([plain(b) for b in order], [plain(b) for b in observe(loader)]) == want
+
+
+def test_a_saved_order_is_small() -> None:
+    order = observe(DataLoader(Echo(1_000_000), 4, shuffle=True))
+    next(order)
+    assert len(json.dumps(order.state())) < 200
+    assert len(pickle.dumps(order.state())) < 300
+    generator = torch.Generator()
+    order = observe(DataLoader(Echo(1000), 4, shuffle=True, generator=generator))
+    assert len(json.dumps(order.state())) < 5000
+
+
+def test_a_saved_order_of_another_dataset_is_refused() -> None:
+    state = observe(DataLoader(Echo(30), 4, shuffle=True)).state()
+    with pytest.raises(ConfigError, match="30 samples, this loader has 31"):
+        restore(DataLoader(Echo(31), 4, shuffle=True), state)
+    with pytest.raises(ConfigError, match="RandomSampler"):
+        restore(DataLoader(Echo(30), 4), state)
+
+
+def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
+    loader: Loader = DataLoader(Echo(30), 4, shuffle=True, collate_fn=same)
+    torch.manual_seed(1)
+    want = list(loader)
+    torch.manual_seed(1)
+    moment = samplers.before()
+    it: Any = iter(loader)
+    begun = samplers.Begun(it._sampler_iter, it._base_seed, moment)
+    order = samplers.adopt(loader, begun)
+    it._sampler_iter = map(plain, order)
+    assert list(it) == want
+    torch.manual_seed(3)
+    seen, moment = torch.get_rng_state(), samplers.before()
+    it = iter(loader)
+    begun = samplers.Begun(it._sampler_iter, it._base_seed, moment)
+    order = samplers.adopt(loader, begun, state=order.state())
+    assert torch.equal(torch.get_rng_state(), seen)
+    order.skip(3)
+    assert [plain(b) for b in order] == want[3:]
