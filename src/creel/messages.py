@@ -4,7 +4,8 @@
 this connection open for as long as it lives; its end is how the daemon learns of a death. One
 packet is one message; descriptors ride along by SCM_RIGHTS.
 
-**Line** (ZeroMQ DEALER to ROUTER, abstract ipc): all later control. A message is `[body, array...]`:
+**Line** (ZeroMQ DEALER to ROUTER, abstract ipc): all later control. A message is
+`[body, array...]`:
 the body is msgspec (MessagePack), arrays are raw little-endian frames in the order the class names.
 
 Payload bytes never travel in a message: they lie in the arena, a memfd that clients map read-only.
@@ -27,6 +28,20 @@ PROTOCOL = 1
 
 #: Largest packet at the desk, and largest body on the line, in bytes (arrays are not counted).
 MAX_BODY = 1 << 20
+
+
+def desk_address(uid: int, name: str) -> str:
+    """Abstract unix address of the desk of user `uid`'s daemon `name`.
+
+    >>> desk_address(7, "default")
+    '\\x00creel/7/default/desk'
+    """
+    return f"\0creel/{uid}/{name}/desk"
+
+
+def line_address(uid: int, name: str) -> str:
+    """ZeroMQ address of the same daemon's line; clients learn it from `Welcome`."""
+    return f"ipc://@creel/{uid}/{name}/line"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):

@@ -1,0 +1,52 @@
+# Works on a fresh machine with Python 3.10+ and pip; everything goes to .venv.
+#
+#   make demo                        train a small CNN through creel and through torch, and compare
+#   make demo DATA=/path/to/images   the same on your own folder (one subfolder per class)
+#   make test                        all tests
+#   make check                       format, lint, strict types, unit tests
+
+PYTHON ?= python3
+VENV   ?= .venv
+DATA   ?=
+DEMO   ?=
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.creel-stamp
+LINKS := cache daemon loader policies
+
+.PHONY: help setup demo test check clean
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(STAMP)
+
+# One pip call for everything, so that the constraint on torch holds for all of it; a new pip first,
+# because Python 3.10's own knows no dependency groups.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "creel needs Python 3.10 or newer: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@for part in $(LINKS); do test -e src/creel/$$part/__init__.py || \
+	    { echo "src/creel/$$part is no link to $$part/: this copy lost its symbolic links; use git clone"; exit 1; }; done
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing creel and what its tests need into $(VENV) (once)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check 'pip>=25.1'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	    -e '.[torch,http,prometheus]' --group dev --group demo
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py $(if $(DATA),--data '$(DATA)') $(if $(filter short,$(DEMO)),--short) $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+	$(BIN)/python -m pytest -q tests/unit tests/test_layout.py
+
+clean:
+	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,404 @@
+"""`creel verify`: the same loader or script once with torch's DataLoader and once with creel's.
+
+Both sides start from equal seeds. Each batch becomes a list of leaves (where in the batch, type,
+shape, hash of the bytes); the lists are compared in order. A script runs twice in a process of its
+own, with the `DataLoader` it imports replaced by one that records.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import os
+import pickle
+import random
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+import torch.utils.data
+import xxhash
+
+from creel.errors import ConfigError, CreelError
+from creel.loader.dataloader import DataLoader as CreelLoader
+
+#: One leaf of a batch: where it is, what it is, and the hash of its bytes.
+Leaf: TypeAlias = tuple[str, str, str]
+TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
+Told: TypeAlias = dict[str, Any]
+
+_TorchDataLoader = torch.utils.data.DataLoader
+T = TypeVar("T")
+if TYPE_CHECKING:
+    _Base = TorchLoader
+else:
+    _Base = object
+_SEED = 0
+_ARGUMENTS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None) -> Told:
+    """Compare both loaders on `target`, a script or MODULE:LOADER.
+
+    Returns:
+        equal, batches, loaders, torch_s, creel_s, difference (see docs/cli.md).
+
+    Raises:
+        ConfigError: there is no such script, module or loader, or it made no batch.
+    """
+    if target.endswith(".py") or Path(target).is_file():
+        told = _verify_script(target, arguments, steps)
+    elif ":" in target:
+        told = _verify_loader(target, steps)
+    else:
+        raise ConfigError(f"{target!r} is neither a script (x.py) nor a loader (module:loader)")
+    if told["equal"] and not told["batches"]:
+        raise ConfigError(f"{target} made no batch: nothing was compared")
+    return told
+
+
+def sentence(told: Told) -> str:
+    """The verdict in one or a few lines."""
+    times = f"torch {told['torch_s']:.1f} s, creel {told['creel_s']:.1f} s"
+    if told["equal"]:
+        return (
+            f"equal: {told['batches']} batches of {told['loaders']} loaders, bit for bit ({times})"
+        )
+    d = told["difference"]
+    where = f"loader {d['loader']}, epoch {d['epoch']}, batch {d['step']}"
+    if d["where"]:
+        where += f", at {d['where']}"
+    head = f"different after {told['batches']} equal batches: {where}"
+    return f"{head}\n  torch  {d['torch']}\n  creel  {d['creel']}"
+
+
+# --- digests ----------------------------------------------------------------------------------
+
+
+def digest(batch: object) -> list[Leaf]:
+    """The leaves of a batch, in order.
+
+    >>> digest([torch.zeros(2), "a"])[2]
+    ('[1]', 'str', "'a'")
+    """
+    return list(_leaves(batch, ""))
+
+
+def _leaves(value: Any, where: str) -> Iterator[Leaf]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        yield where, type(value).__name__, str(len(value))
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{where}[{i}]")
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        for name, item in vars(value).items():
+            yield from _leaves(item, f"{where}.{name}")
+    else:
+        yield where, *_value(value)
+
+
+def _value(value: Any) -> tuple[str, str]:
+    """(type and shape, hash or the value itself) of what has no parts."""
+    if isinstance(value, torch.Tensor):
+        return _tensor_kind(value), _hash(_tensor_bytes(value))
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype} {list(value.shape)}", _hash(np.ascontiguousarray(value).tobytes())
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"bytes [{len(value)}]", _hash(bytes(value))
+    if isinstance(value, (str, int, float, complex, bool, type(None))):
+        return type(value).__name__, repr(value)
+    return type(value).__name__, _hash(pickle.dumps(value))
+
+
+def _tensor_kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach()
+    if plain.layout != torch.strided:
+        plain = plain.to_dense()
+    flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _hash(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+# --- one loader -------------------------------------------------------------------------------
+
+
+def _verify_loader(target: str, steps: int | None) -> Told:
+    given = _find(target)
+    start = time.monotonic()
+    with_torch = list(_batches(given, _TorchDataLoader, steps))
+    middle = time.monotonic()
+    with_creel = list(_batches(given, CreelLoader, steps))
+    times = {"torch_s": middle - start, "creel_s": time.monotonic() - middle}
+    return compare([with_torch], [with_creel]) | times
+
+
+def _find(target: str) -> Any:
+    """The loader, or the function that makes one, behind MODULE:LOADER."""
+    module, _, name = target.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(f"{target}: {e}") from e
+    if not isinstance(found, _TorchDataLoader) and not callable(found):
+        kind = type(found).__name__
+        raise ConfigError(f"{target} is of type {kind}: neither a DataLoader nor a function")
+    return found
+
+
+def _batches(given: Any, kind: type[TorchLoader], steps: int | None) -> Iterator[Record]:
+    """One epoch of the loader as `kind`, from the same seeds whoever asks."""
+    seed_all(_SEED)
+    loader = given if isinstance(given, _TorchDataLoader) else given()
+    if not isinstance(loader, _TorchDataLoader):
+        raise ConfigError(f"the function returned a {type(loader).__name__}, not a DataLoader")
+    for step, batch in enumerate(islice(rebuilt(loader, kind), steps)):
+        yield Record(0, 0, step, digest(batch))
+
+
+def rebuilt(loader: TorchLoader, kind: type[TorchLoader]) -> TorchLoader:
+    """The same loader as another class; samplers and generators are copied, the dataset is not."""
+    arguments = {name: getattr(loader, name) for name in _ARGUMENTS if hasattr(loader, name)}
+    shared: dict[int, object] = {id(loader.dataset): loader.dataset}
+    if loader.generator is not None:
+        arguments["generator"] = shared[id(loader.generator)] = _twin(loader.generator)
+    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        batched = loader.batch_sampler is not None
+        name = "batch_sampler" if batched else "sampler"
+        arguments[name] = copy.deepcopy(getattr(loader, name), shared)
+        if not batched:
+            arguments["batch_size"] = None
+    else:
+        arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return kind(loader.dataset, **arguments)
+
+
+def _twin(generator: torch.Generator) -> torch.Generator:
+    twin = torch.Generator(generator.device)
+    twin.set_state(generator.get_state())
+    return twin
+
+
+def seed_all(seed: int) -> None:
+    """Every generator a dataset may draw from."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global one is what datasets use
+    torch.manual_seed(seed)
+
+
+# --- records and their comparison -------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """One batch: number of its loader, that loader's epoch, step in the epoch, leaves."""
+
+    loader: int
+    epoch: int
+    step: int
+    leaves: list[Leaf]
+
+
+def compare(ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]) -> Told:
+    """Compare what torch (first) and creel (second) recorded, loader by loader."""
+    equal = 0
+    for a_side, b_side in zip_longest(ours, theirs, fillvalue=()):
+        for a, b in zip_longest(a_side, b_side):
+            if a != b:
+                difference = _difference(a, b)
+                return {
+                    "equal": False,
+                    "batches": equal,
+                    "loaders": len(ours),
+                    "difference": difference,
+                }
+            equal += 1
+    return {"equal": True, "batches": equal, "loaders": len(ours), "difference": None}
+
+
+def _difference(a: Record | None, b: Record | None) -> Told:
+    first = a or b
+    told: Told = {"where": ""}
+    if first is not None:
+        told |= {"loader": first.loader, "epoch": first.epoch, "step": first.step}
+    if a is None or b is None or a[:3] != b[:3]:
+        return told | {"torch": _place(a), "creel": _place(b)}
+    for left, right in zip_longest(a.leaves, b.leaves):
+        if left != right:
+            told["where"] = (left or right)[0] or "the batch itself"
+            return told | {"torch": _leaf(left), "creel": _leaf(right)}
+    return told
+
+
+def _place(record: Record | None) -> str:
+    return "no batch" if record is None else f"epoch {record.epoch}, batch {record.step}"
+
+
+def _leaf(leaf: Leaf | None) -> str:
+    return "nothing" if leaf is None else f"{leaf[1]}  {leaf[2]}"
+
+
+# --- a script ---------------------------------------------------------------------------------
+
+
+def _verify_script(script: str, arguments: Sequence[str], steps: int | None) -> Told:
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script}")
+    sides, times = {}, {}
+    for kind in ("torch", "creel"):
+        start = time.monotonic()
+        sides[kind] = _run_script(kind, script, arguments, steps)
+        times[f"{kind}_s"] = time.monotonic() - start
+    return compare(sides["torch"], sides["creel"]) | times
+
+
+def _run_script(
+    kind: str, script: str, arguments: Sequence[str], steps: int | None
+) -> list[list[Record]]:
+    """Run the script with recording loaders in a process of its own; read what it recorded."""
+    code = "from creel.loader.verify import record_script; record_script()"
+    env = dict(os.environ) | {
+        "PYTHONHASHSEED": "0",
+        "CREEL_DISABLE": "1" if kind == "torch" else "0",
+    }
+    with tempfile.TemporaryFile() as out:
+        settings = json.dumps({"kind": kind, "out": out.fileno(), "steps": steps or 0})
+        command = [sys.executable, "-c", code, settings, script, *arguments]
+        # The script's own prints must not mix with ours: they go to standard error.
+        done = subprocess.run(  # noqa: S603 - the person's own script, which they asked us to run
+            command, env=env, pass_fds=[out.fileno()], stdout=sys.stderr.fileno(), check=False
+        )
+        if done.returncode:
+            raise CreelError(f"{script} failed with {kind}'s loader (exit code {done.returncode})")
+        out.seek(0)
+        return _read(out)
+
+
+def _read(out: IO[bytes]) -> list[list[Record]]:
+    by_loader: dict[int, list[Record]] = {}
+    for line in out:
+        loader, epoch, step, leaves = json.loads(line)
+        record = Record(loader, epoch, step, [(where, kind, what) for where, kind, what in leaves])
+        by_loader.setdefault(loader, []).append(record)
+    return [by_loader[number] for number in sorted(by_loader)]
+
+
+class _Tape:
+    """Where the recording loaders of one process write; the process that made it, and no other."""
+
+    def __init__(self, fd: int, steps: int) -> None:
+        self._file = os.fdopen(fd, "w", closefd=False)
+        self._left = steps or -1
+        self._pid = os.getpid()
+        self._loaders = 0
+
+    def number(self) -> int:
+        self._loaders += 1
+        return self._loaders - 1
+
+    def write(self, loader: int, epoch: int, step: int, batch: object) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._file.write(json.dumps([loader, epoch, step, digest(batch)]) + "\n")
+        self._file.flush()
+        self._left -= 1
+        if self._left == 0:
+            raise SystemExit(0)
+
+
+_tape: _Tape | None = None
+
+
+class _Recording(_Base):
+    """Mixed into a loader class: writes down every batch that passes."""
+
+    _creel_number = -1
+    _creel_epochs = 0
+
+    def __iter__(self) -> Any:
+        inner = super().__iter__()
+        if _tape is None:
+            return inner
+        if self._creel_number < 0:
+            self._creel_number = _tape.number()
+        epoch, self._creel_epochs = self._creel_epochs, self._creel_epochs + 1
+        return _Recorded(inner, _tape, self._creel_number, epoch)
+
+
+class _Recorded:
+    """An iterator that writes down what it yields, and is otherwise the one inside."""
+
+    def __init__(self, inner: Any, tape: _Tape, loader: int, epoch: int) -> None:
+        self._inner = inner
+        self._tape = tape
+        self._where = loader, epoch
+        self._step = 0
+
+    def __iter__(self) -> _Recorded:
+        return self
+
+    def __next__(self) -> object:
+        batch = next(self._inner)
+        self._tape.write(*self._where, self._step, batch)
+        self._step += 1
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+class RecordingTorch(_Recording, _TorchDataLoader[T]):
+    """torch's loader, recording."""
+
+
+class RecordingCreel(_Recording, CreelLoader[T]):
+    """creel's loader, recording."""
+
+
+def record_script() -> None:
+    """Entry of the recording process: settings, script and its arguments are in `sys.argv`."""
+    global _tape  # noqa: PLW0603 - one tape per process, set once at its start
+    settings = json.loads(sys.argv[1])
+    sys.argv = sys.argv[2:]
+    _tape = _Tape(settings["out"], settings["steps"])
+    loader = RecordingTorch if settings["kind"] == "torch" else RecordingCreel
+    for name in ("torch.utils.data", "torch.utils.data.dataloader"):
+        setattr(importlib.import_module(name), "DataLoader", loader)  # noqa: B010 - any module
+    # A script that names creel's class keeps it: CREEL_DISABLE makes it torch's on torch's side.
+    for name in ("creel", "creel.loader", "creel.loader.dataloader"):
+        setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    seed_all(_SEED)
+    runpy.run_path(sys.argv[0], run_name="__main__")

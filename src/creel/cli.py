@@ -1,0 +1,313 @@
+"""The `creel` command. Everything beyond click is imported where it is used: --help is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from creel.errors import ConfigError, CreelError, NoDaemonError
+
+if TYPE_CHECKING:
+    from creel.config import Config
+    from creel.loader.client import Client
+
+_FAILED, _USAGE, _NO_DAEMON, _INTERRUPTED = 1, 2, 3, 130
+_WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line and return its exit code (docs/cli.md)."""
+    try:
+        code = creel.main(args, prog_name="creel", standalone_mode=False)
+    except click.ClickException as e:
+        e.show()
+        return e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:  # `creel stats | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except CreelError as e:
+        click.secho(f"creel: {e}", err=True, fg="red")
+        return _exit_code(e)
+    return code if isinstance(code, int) else 0
+
+
+def _exit_code(error: CreelError) -> int:
+    if isinstance(error, NoDaemonError):
+        return _NO_DAEMON
+    return _USAGE if isinstance(error, ConfigError) else _FAILED
+
+
+@click.group(context_settings=_WORDS)
+@click.option("--name", help="Which daemon (default: CREEL_SOCKET, or the configuration's).")
+@click.version_option(package_name="creel", message="%(prog)s %(version)s")
+@click.pass_context
+def creel(context: click.Context, name: str | None) -> None:
+    """Start, watch and check the daemon that keeps training fed.
+
+    Training needs none of this: the first creel.DataLoader starts a daemon by itself.
+    """
+    context.obj = {"daemon.name": name}
+
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object (docs/cli.md).")
+_interval = click.option(
+    "--interval",
+    type=click.FloatRange(0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between.",
+)
+
+
+def _config(context: click.Context, **flags: object) -> Config:
+    from creel.config import Config
+
+    return Config.load({**context.obj, **flags})[0]
+
+
+@contextmanager
+def _client(context: click.Context) -> Iterator[Client]:
+    """A connection to the daemon, or NoDaemonError with what to do about it."""
+    from creel.loader.client import Client
+
+    name = _config(context).daemon.name
+    try:
+        client = Client.connect(name, "cli")
+    except NoDaemonError as e:
+        raise NoDaemonError(
+            f"no daemon named {name!r} runs for you: start one with `creel run`, or just train"
+            " (the first DataLoader starts its own)"
+        ) from e
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+# --- run, stop --------------------------------------------------------------------------------
+
+
+@creel.command()
+@click.option("--memory", metavar="SIZE", help='Budget: "64GiB", "50%" or "auto".')
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(context: click.Context, memory: str | None, command: tuple[str, ...]) -> int:
+    """Run COMMAND with a daemon of its own.
+
+    The daemon stops afterwards, and the exit code is COMMAND's. Without COMMAND: serve in the
+    foreground until SIGTERM or Ctrl-C, as creeld does.
+    """
+    from creel import cli_run
+
+    if not command:
+        return cli_run.serve(_config(context, **{"memory.budget": memory}))
+    cli_run.check_command(command[0])
+    if context.obj["daemon.name"] is None:
+        context.obj["daemon.name"] = f"run-{os.getpid()}"
+    return cli_run.around(_config(context, **{"memory.budget": memory}), command)
+
+
+@creel.command()
+@click.option("--now", is_flag=True, help="Do not wait for its clients to leave.")
+@click.pass_context
+def stop(context: click.Context, *, now: bool) -> None:
+    """Ask the daemon to end."""
+    with _client(context) as client:
+        client.ask("stop", now=now)
+    click.echo("stopping" if now else "stopping once its clients have left", err=True)
+
+
+# --- status, stats, top -----------------------------------------------------------------------
+
+
+@creel.command()
+@_as_json
+@click.pass_context
+def status(context: click.Context, *, as_json: bool) -> None:
+    """Is a daemon there, and who uses it."""
+    from creel import cli_view
+
+    with _client(context) as client:
+        told = client.ask("status")
+    if as_json:
+        cli_view.print_json(told)
+    else:
+        cli_view.pairs(cli_view.status_pairs(told))
+
+
+@creel.command()
+@click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@_interval
+@_as_json
+@click.pass_context
+def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool) -> None:
+    """Hits, source reads, evictions, stall by cause."""
+    import time
+
+    with _client(context) as client:
+        _show_stats(client.ask("stats"), as_json=as_json, line=watch)
+        while watch:
+            time.sleep(interval)
+            if not as_json:
+                click.echo()
+            _show_stats(client.ask("stats"), as_json=as_json, line=True)
+
+
+def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
+    from creel import cli_view
+
+    if as_json:
+        cli_view.print_json(told, line=line)
+        return
+    cli_view.pairs(cli_view.summary_pairs(told))
+    if told["sessions"]:
+        rows = [cli_view.session_row(s) for s in told["sessions"]]
+        cli_view.table(cli_view.SESSION_HEADER, rows)
+
+
+@creel.command()
+@_interval
+@click.pass_context
+def top(context: click.Context, interval: float) -> None:
+    """What it does, live; q or Ctrl-C ends it."""
+    from creel import cli_top
+
+    if not (sys.stdout.isatty() and sys.stdin.isatty()):
+        raise click.UsageError("top needs a terminal; use `creel stats --watch` in a pipe")
+    with _client(context) as client:
+        cli_top.show(lambda: client.ask("stats"), lambda: client.ask("status"), interval)
+
+
+# --- warm, verify -----------------------------------------------------------------------------
+
+
+@creel.command()
+@click.argument("path")
+@_as_json
+@click.pass_context
+def warm(context: click.Context, path: str, *, as_json: bool) -> None:
+    """Load the folder at PATH (or URL) into memory."""
+    from creel import cli_view, cli_warm
+
+    with _client(context) as client:
+        told = cli_warm.warm(client, path, quiet=as_json)
+    if as_json:
+        cli_view.print_json(told)
+    else:
+        click.echo(cli_warm.sentence(told))
+
+
+@creel.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--steps", type=click.IntRange(1), help="Stop after this many batches.")
+@_as_json
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_json: bool) -> int:
+    """Compare every batch with torch's, bit for bit.
+
+    TARGET is a SCRIPT (with ARGUMENTS), or MODULE:LOADER: a DataLoader or a function that returns
+    one. Both sides run from equal seeds. Ends with 1 at the first difference, and names it.
+    """
+    from creel import cli_view
+    from creel.loader import verify as verification
+
+    told = verification.verify(target, arguments, steps)
+    if as_json:
+        cli_view.print_json(told)
+    else:
+        click.echo(verification.sentence(told))
+    return 0 if told["equal"] else _FAILED
+
+
+# --- doctor, env, config ----------------------------------------------------------------------
+
+
+@creel.command()
+@_as_json
+@click.pass_context
+def doctor(context: click.Context, *, as_json: bool) -> int:
+    """Find what would make creel slow here."""
+    from creel import cli_doctor, cli_view
+
+    def ask(what: str) -> dict[str, object]:
+        with _client(context) as client:
+            return dict(client.ask(what))
+
+    found = list(cli_doctor.checks(_config(context), ask))
+    ok = all(check.level != "bad" for check in found)
+    if as_json:
+        cli_view.print_json({"ok": ok, "checks": [check._asdict() for check in found]})
+    else:
+        for check in found:
+            _show_check(check.name, check.level, check.found, check.remedy)
+    return 0 if ok else _FAILED
+
+
+def _show_check(name: str, level: str, found: str, remedy: str) -> None:
+    colour = {"ok": "green", "warn": "yellow", "bad": "red"}[level]
+    click.echo(f"{click.style(f'{level:<4}', fg=colour)}  {name:<13}  {found}")
+    if remedy:
+        click.echo(f"{'':19}  {click.style('-> ' + remedy, dim=True)}")
+
+
+@creel.command()
+@_as_json
+def env(*, as_json: bool) -> None:
+    """Versions and limits, to paste into an issue."""
+    from creel import cli_doctor, cli_view
+
+    told = cli_doctor.environment()
+    if as_json:
+        cli_view.print_json(told)
+    else:
+        cli_view.pairs(told.items())
+
+
+@creel.group()
+def config() -> None:
+    """The settings."""
+
+
+@config.command()
+@click.option("--origin", is_flag=True, help="Where each value came from.")
+@_as_json
+@click.pass_context
+def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
+    """Every setting with its value."""
+    from creel import cli_view
+    from creel.config import Config
+
+    loaded, origins = Config.load(context.obj)
+    values = loaded.flat()
+    if as_json:
+        settings = {k: {"value": v, "origin": origins[k]} for k, v in values.items()}
+        cli_view.print_json({"settings": settings})
+    elif origin:
+        rows = [(k, _toml(v), origins[k]) for k, v in values.items()]
+        cli_view.table(("setting", "value", "origin"), rows, left=3)
+    else:
+        _show_toml(values)
+
+
+def _show_toml(values: dict[str, object]) -> None:
+    """As a file that could be saved as creel.toml."""
+    before = ""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if section != before:
+            click.echo(f"{chr(10) if before else ''}[{section}]")
+            before = section
+        click.echo(f"{name} = {_toml(value)}")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,119 @@
+"""`creel warm`: fill the memory of a daemon before training asks for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from creel.cli_view import Told, format_count, format_seconds
+from creel.errors import ConfigError, NotFoundError
+from creel.units import format_size
+
+if TYPE_CHECKING:
+    from creel.cache.manifest import Manifest
+    from creel.loader.client import Client
+
+_POLL_S = 0.1
+_IDLE_S = 10.0  # no new object for so long: the budget is full, or the source is gone
+
+
+def warm(client: Client, path: str, *, quiet: bool) -> Told:
+    """Load what lies below `path` and follow it.
+
+    Returns:
+        dataset, objects, resident, nbytes, seconds.
+    """
+    manifest = folder_manifest(path)
+    dataset = client.register(manifest)
+    start = time.monotonic()
+    client.ask("warm", dataset=dataset)
+    with _bar(len(manifest), quiet=quiet) as advance:
+        told = _follow(client, dataset, len(manifest), advance)
+    return {
+        "dataset": dataset,
+        "objects": len(manifest),
+        "resident": told["resident_objects"],
+        "nbytes": told["resident_nbytes"],
+        "seconds": time.monotonic() - start,
+    }
+
+
+def folder_manifest(path: str) -> Manifest:
+    """The objects of an image folder exactly as `creel.ImageFolder` has them, so that both share
+    one copy; of any other folder, all files below it.
+
+    Raises:
+        NotFoundError: there is no such folder, or nothing in it.
+    """
+    try:
+        from creel.loader.images import ImageFolder
+
+        return ImageFolder(path).manifest
+    except (ImportError, NotFoundError, ConfigError):  # no torch here, or no image folder there
+        return _all_files(path)
+
+
+def _all_files(path: str) -> Manifest:
+    from creel.cache.manifest import Manifest
+    from creel.loader.listing import files_below
+    from creel.loader.storage import absolute, escape
+
+    root = absolute(path)
+    found = files_below(root)
+    if not len(found):
+        raise NotFoundError(f"there are no files below {path}")
+    names = [escape(root, name) for name in found.names]
+    return Manifest.of_files(names, root=root, lengths=found.nbytes)
+
+
+def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Told:
+    """Ask again and again until all is there or nothing more comes."""
+    seen, since = -1, time.monotonic()
+    while True:
+        told = next(d for d in client.ask("datasets")["datasets"] if d["dataset"] == dataset)
+        resident = int(told["resident_objects"])
+        advance(resident)
+        if resident != seen:
+            seen, since = resident, time.monotonic()
+        if resident >= objects or time.monotonic() - since > _IDLE_S:
+            return dict(told)
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def _bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal (standard error); otherwise nothing."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("warming", total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def sentence(told: Told) -> str:
+    """What was done, in one line."""
+    seconds = max(told["seconds"], 1e-3)
+    line = (
+        f"{format_count(told['resident'])} of {format_count(told['objects'])} files"
+        f" ({format_size(told['nbytes'])}) in memory after {format_seconds(seconds)}"
+    )
+    if told["resident"] < told["objects"]:
+        return line + click.style("  -> the rest does not fit: raise memory.budget", dim=True)
+    return line

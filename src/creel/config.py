@@ -1,0 +1,326 @@
+"""The settings a person wants: defaults, files, environment and flags, one over the other.
+
+`Config.load` overlays, weakest first: the defaults (`creel.settings`), /etc/creel/config.toml, the
+user's file ($XDG_CONFIG_HOME/creel/config.toml), the project's (creel.toml, found upward from the
+working directory, or the file that CREEL_CONFIG names), the environment (CREEL_MEMORY__BUDGET=1GB)
+and flags. An unknown key is an error with a suggestion, not ignored: a typo must cost no night.
+
+Sizes are bytes and may be written "64GiB" or "100GB"; durations are seconds, or "250ms", "10m".
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from creel.errors import ConfigError
+from creel.settings import Daemon, Fetch, Loader, Memory, Section, Window
+from creel.units import format_size, parse_seconds, parse_size
+
+__all__ = [
+    "Config",
+    "Daemon",
+    "Fetch",
+    "Field",
+    "Loader",
+    "Memory",
+    "Section",
+    "Window",
+    "config_files",
+    "fields",
+    "memory_budget",
+]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings. `Config()` is the defaults; `Config.load()` is what the person wants."""
+
+    memory: Memory = Memory()
+    fetch: Fetch = Fetch()
+    window: Window = Window()
+    daemon: Daemon = Daemon()
+    loader: Loader = Loader()
+
+    @classmethod
+    def load(
+        cls,
+        flags: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+        *,
+        cwd: Path | None = None,
+    ) -> tuple[Config, dict[str, str]]:
+        """Overlay files, environment and flags over the defaults.
+
+        Args:
+            flags: dotted key to value, e.g. {"memory.budget": "64GiB"}; None values are skipped.
+            env: the environment; `os.environ` where None.
+            cwd: where the search for creel.toml begins; the working directory where None.
+
+        Returns:
+            The settings, and for each dotted key where its value came from.
+
+        Raises:
+            ConfigError: an unknown key, a value of the wrong type or range, an unreadable file.
+        """
+        env = os.environ if env is None else env
+        values: dict[str, object] = {}
+        origins = dict.fromkeys(fields(), "default")
+        for given in _layers(flags or {}, env, cwd):
+            values[given.key] = _convert(given)
+            origins[given.key] = given.origin
+        return _build(values), origins
+
+    def flat(self) -> dict[str, object]:
+        """Dotted key to value, in the order of the sections.
+
+        >>> Config().flat()["window.min_steps"]
+        4
+        """
+        return {
+            f"{section}.{name}": value
+            for section, part in msgspec.structs.asdict(self).items()
+            for name, value in msgspec.structs.asdict(part).items()
+        }
+
+
+class Field(NamedTuple):
+    """One setting: its type, unit ("bytes", "seconds" or ""), default, and one line about it."""
+
+    type: Any
+    unit: str
+    default: object
+    about: str
+
+
+class _Given(NamedTuple):
+    """A value somebody wrote: `text` when it came from where everything is a string."""
+
+    key: str
+    value: object
+    origin: str
+    text: bool
+
+
+_SHORT = {
+    "CREEL_DISABLE": "loader.disable",
+    "CREEL_SOCKET": "daemon.name",
+    "CREEL_LOG_LEVEL": "daemon.log_level",
+}
+_FILE = "CREEL_CONFIG"
+_SYSTEM_FILE = Path("/etc/creel/config.toml")
+
+
+@cache
+def fields() -> dict[str, Field]:
+    """Every setting by dotted key.
+
+    >>> fields()["memory.share"].default
+    0.5
+    """
+    found = {}
+    for section, kind in get_type_hints(Config).items():
+        hints = get_type_hints(kind, include_extras=True)
+        for field in msgspec.structs.fields(kind):
+            meta = hints[field.name].__metadata__[0]
+            unit = (meta.extra or {}).get("unit", "")
+            about = str(meta.description)
+            found[f"{section}.{field.name}"] = Field(hints[field.name], unit, field.default, about)
+    return found
+
+
+# --- values that depend on the machine ----------------------------------------------------
+
+
+def memory_budget(memory: Memory, *, total: int, available: int) -> int:
+    """Bytes the arena may take, of `total` that exist and `available` that are free (creel.limits).
+
+    Raises:
+        ConfigError: the budget is more than the node has, or too small to be of use.
+
+    >>> memory_budget(Memory(budget="50%"), total=8 << 30, available=2 << 30) >> 30
+    4
+    """
+    if memory.budget == "auto":
+        wanted = int(memory.share * available)
+    elif memory.budget.endswith("%"):
+        wanted = int(float(memory.budget[:-1]) / 100 * total)
+    else:
+        wanted = parse_size(memory.budget)
+    if wanted > total:
+        raise ConfigError(
+            f"memory.budget = {memory.budget} is more than this node has"
+            f' ({format_size(total)}): lower it, or write "auto"'
+        )
+    if wanted < 1 << 20:
+        raise ConfigError(
+            f"memory.budget = {memory.budget} comes to {format_size(wanted)}: creel needs 1 MiB"
+        )
+    return wanted
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+def _layers(
+    flags: Mapping[str, object], env: Mapping[str, str], cwd: Path | None
+) -> Iterator[_Given]:
+    """Everything that was given, weakest first."""
+    for path in config_files(env, cwd):
+        yield from _from_file(path)
+    yield from _from_env(env)
+    for key, value in flags.items():
+        if value is not None:
+            origin = "flag --" + key.replace(".", "-").replace("_", "-")
+            yield _Given(_known(key, origin), value, origin, text=isinstance(value, str))
+
+
+def config_files(env: Mapping[str, str] | None = None, cwd: Path | None = None) -> list[Path]:
+    """The configuration files that exist and count, weakest first."""
+    env = os.environ if env is None else env
+    home = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config")
+    found = [path for path in (_SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
+    if named := env.get(_FILE):
+        return [*found, Path(named).expanduser()]
+    start = Path.cwd() if cwd is None else cwd
+    project = (folder / "creel.toml" for folder in (start, *start.parents))
+    return found + [path for path in project if _is_file(path)][:1]
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a folder on the way that we may not enter holds no settings of ours
+        return False
+
+
+def _from_file(path: Path) -> Iterator[_Given]:
+    for section, part in _read_toml(path).items():
+        if section not in Config.__struct_fields__:
+            wanted = _suggest(section, Config.__struct_fields__)
+            raise ConfigError(f"{path}: there is no section [{section}]{wanted}")
+        if not isinstance(part, dict):
+            raise ConfigError(
+                f"{path}: {section} is a section: write [{section}] on a line of its own"
+            )
+        for name, value in part.items():
+            yield _Given(_known(f"{section}.{name}", str(path)), value, str(path), text=False)
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path} is not TOML: {e}") from e
+
+
+def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:
+    for name in sorted(n for n in env if n.startswith("CREEL_")):
+        key = _SHORT.get(name) or _env_key(name)
+        if key is not None and env[name] != "":
+            yield _Given(key, env[name], name, text=True)
+
+
+def _env_key(name: str) -> str | None:
+    """The dotted key a variable stands for; None for a variable that is none of ours."""
+    section, double, rest = name.removeprefix("CREEL_").lower().partition("__")
+    if double:
+        return _known(f"{section}.{rest}", name)
+    known = {_env_name(key): key for key in fields()} | _SHORT
+    meant = {n.replace("__", "_"): n for n in known}.get(name)
+    if meant or (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
+        raise ConfigError(f"{name} is no setting: did you mean {meant or close[0]}?")
+    return None  # somebody else's: CREEL_ is a plain word
+
+
+def _env_name(key: str) -> str:
+    return "CREEL_" + key.replace(".", "__").upper()
+
+
+def _known(key: str, origin: str) -> str:
+    if key not in fields():
+        raise ConfigError(f"{origin}: there is no setting {key}{_suggest(key, fields())}")
+    return key
+
+
+def _suggest(word: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f": did you mean {close[0]}?" if close else " (`creel config show` lists all)"
+
+
+# --- values -----------------------------------------------------------------------------------
+
+_WORDS = {"yes": True, "on": True, "no": False, "off": False}
+_EXPECTED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+}
+
+
+def _convert(given: _Given) -> object:
+    """The value as its field's type, or ConfigError in one sentence."""
+    field = fields()[given.key]
+    value = _with_unit(given, field)
+    kind = field.type.__origin__
+    if given.text and kind is bool and isinstance(value, str):
+        value = _WORDS.get(value.lower(), value)
+    if given.key == "memory.budget" and type(value) is int:
+        value = str(value)  # a plain number of bytes in a file
+    if given.key == "daemon.log_level" and isinstance(value, str):
+        value = value.lower()
+    try:
+        return msgspec.convert(value, field.type, strict=not given.text)
+    except msgspec.ValidationError as e:
+        wanted = _EXPECTED[kind] + _bounds(field.type.__metadata__[0])
+        raise ConfigError(
+            f"{given.origin}: {given.key} = {given.value!r} should be {wanted}: {field.about}"
+        ) from e
+
+
+def _with_unit(given: _Given, field: Field) -> object:
+    if not field.unit or not isinstance(given.value, str):
+        return given.value
+    try:
+        return parse_size(given.value) if field.unit == "bytes" else parse_seconds(given.value)
+    except ConfigError as e:
+        raise ConfigError(f"{given.origin}: {given.key} = {e}") from e
+
+
+def _bounds(meta: Meta) -> str:
+    """What the value must obey, in words.
+
+    >>> _bounds(Meta(gt=0, le=1))
+    ' above 0 and at most 1'
+    """
+    limits = ((meta.gt, "above"), (meta.ge, "at least"), (meta.lt, "below"), (meta.le, "at most"))
+    words = [f"{word} {limit:g}" for limit, word in limits if limit is not None]
+    return " " + " and ".join(words) if words else ""
+
+
+def _build(values: Mapping[str, object]) -> Config:
+    parts: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        parts.setdefault(section, {})[name] = value
+    config = msgspec.convert(parts, Config)
+    if config.window.min_steps > config.window.max_steps:
+        raise ConfigError(
+            f"window.min_steps = {config.window.min_steps} is more than"
+            f" window.max_steps = {config.window.max_steps}"
+        )
+    return config

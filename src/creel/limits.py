@@ -1,0 +1,81 @@
+"""What this process may really use: a job in a cgroup has less than the machine shows.
+
+Reads /proc and /sys only; anything missing or unreadable (another system, a hardened container)
+counts as "no limit from here".
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path("/")
+#: cgroup v1 writes "no limit" as a number near 2**63; no machine has an exbibyte.
+_NO_LIMIT = 1 << 60
+
+
+class MemoryLimits(NamedTuple):
+    """Bytes. `total`: what this process may ever use; `available`: what of it is free now."""
+
+    total: int
+    available: int
+
+
+def memory(root: Path = _ROOT) -> MemoryLimits:
+    """Memory of the machine, cut down to the tightest cgroup above this process.
+
+    Args:
+        root: where proc/ and sys/ lie; tests bring their own.
+    """
+    info = _meminfo(root)
+    total = info.get("MemTotal", 0)
+    available = info.get("MemAvailable", total)
+    for limit, used in _cgroups(root):
+        total = min(total, limit)
+        available = min(available, max(limit - used, 0))
+    return MemoryLimits(total, available)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    text = _read(root / "proc/meminfo")
+    return {m[1]: int(m[2]) * 1024 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+
+
+def _cgroups(root: Path) -> list[tuple[int, int]]:
+    """(limit, used) of every memory cgroup above this process that sets a limit."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _walk(
+                root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            found += _walk(root / "sys/fs/cgroup/memory", path, *v1)
+    return found
+
+
+def _walk(mount: Path, path: str, limit: str, used: str, cold: str) -> list[tuple[int, int]]:
+    """From the process's group up to the mount, which in a container is its own group."""
+    group = mount / path.lstrip("/")
+    found = []
+    for folder in (group, *(p for p in group.parents if p == mount or mount in p.parents)):
+        most = _number(_read(folder / limit))
+        if most is not None and most < _NO_LIMIT:
+            stat = re.search(rf"^{cold} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+            reclaimable = int(stat[1]) if stat else 0
+            found.append((most, max((_number(_read(folder / used)) or 0) - reclaimable, 0)))
+    return found
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.strip().isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""

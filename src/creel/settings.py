@@ -1,0 +1,155 @@
+"""The settings by section: types, bounds, defaults and one line about each.
+
+The only place where defaults live. `creel.config` overlays what people write; docs/configuration.md
+is made from here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+_BYTES = {"unit": "bytes"}
+_SECONDS = {"unit": "seconds"}
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of the sections below."""
+
+
+class Memory(_Section, frozen=True):
+    """How much of the node's memory may hold samples."""
+
+    budget: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|\d+(\.\d+)?\s*(%|[kKMGTP]?i?B?))$",
+            description='"auto", a size ("64GiB") or a share of the node\'s memory ("50%")',
+        ),
+    ] = "auto"
+    share: Annotated[
+        float,
+        Meta(
+            gt=0, le=0.95, description='what "auto" takes of the memory that is free at the start'
+        ),
+    ] = 0.5
+    prefault: Annotated[
+        bool, Meta(description="touch the pages in the background, so that no step pays for it")
+    ] = True
+
+
+class Fetch(_Section, frozen=True):
+    """How the source is read."""
+
+    threads: Annotated[int, Meta(ge=1, le=4096, description="readers of this daemon, at most")] = 32
+    per_source: Annotated[
+        int,
+        Meta(ge=1, le=4096, description="readers at once of any one source (host, bucket, disk)"),
+    ] = 32
+    inflight_bytes: Annotated[
+        int, Meta(ge=1 << 20, extra=_BYTES, description="bytes under way at once, at most")
+    ] = 256 << 20
+    deadline_s: Annotated[
+        float, Meta(gt=0, extra=_SECONDS, description="an object is given up after this long")
+    ] = 45.0
+    attempts: Annotated[int, Meta(ge=1, le=100, description="tries of one object, at most")] = 8
+    backoff_s: Annotated[
+        float,
+        Meta(ge=0, extra=_SECONDS, description="pause before the second try; doubles, with jitter"),
+    ] = 0.1
+    backoff_max_s: Annotated[
+        float, Meta(ge=0, extra=_SECONDS, description="longest pause between two tries")
+    ] = 5.0
+
+
+class Window(_Section, frozen=True):
+    """How far ahead of use a session is read."""
+
+    min_steps: Annotated[int, Meta(ge=1, description="steps kept ready whatever they weigh")] = 4
+    max_steps: Annotated[int, Meta(ge=1, description="steps ahead, at most")] = 256
+    bytes: Annotated[
+        int, Meta(ge=1, extra=_BYTES, description="bytes ahead of one session, at most")
+    ] = 4 << 30
+
+
+class Daemon(_Section, frozen=True):
+    """The service itself."""
+
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{1,64}$",
+            description="which daemon of this user; part of its address (also CREEL_SOCKET)",
+        ),
+    ] = "default"
+    linger_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            extra=_SECONDS,
+            description="an embedded daemon stays this long after its last client",
+        ),
+    ] = 10.0
+    log_level: Annotated[
+        str,
+        Meta(
+            pattern="^(debug|info|warning|error|critical)$",
+            description="debug, info, warning, error or critical (also CREEL_LOG_LEVEL)",
+        ),
+    ] = "info"
+    log_json: Annotated[bool, Meta(description="one JSON object per log line")] = False
+    metrics: Annotated[
+        str,
+        Meta(
+            pattern=r"^(|.+:\d{1,5})$",
+            description='where Prometheus may scrape, "127.0.0.1:9464"; empty: nowhere',
+        ),
+    ] = ""
+    max_connections: Annotated[int, Meta(ge=1, description="clients at once, at most")] = 1024
+    max_sessions: Annotated[int, Meta(ge=1, description="streams of batches at once, at most")] = (
+        1024
+    )
+    max_datasets: Annotated[int, Meta(ge=1, description="datasets known at once, at most")] = 256
+
+
+class Loader(_Section, frozen=True):
+    """What happens inside a training process."""
+
+    disable: Annotated[
+        bool, Meta(description="be torch's DataLoader and nothing else (also CREEL_DISABLE)")
+    ] = False
+    embed: Annotated[
+        bool, Meta(description="start a daemon when none listens (else read directly)")
+    ] = True
+    wait_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="a batch waits this long for the daemon, then reads the source itself",
+        ),
+    ] = 60.0
+    hung_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="a worker that is silent this long is named in a warning",
+        ),
+    ] = 60.0
+    speculate: Annotated[
+        bool, Meta(description="start the next epoch's first batches before this one ends")
+    ] = True
+    slots: Annotated[
+        int,
+        Meta(ge=1, le=1024, description="batch buffers of one worker that are used again, at most"),
+    ] = 8
+    max_leased: Annotated[
+        int,
+        Meta(ge=1, description="batches the trainer may hold in buffers; further ones are copied"),
+    ] = 64
+
+
+Section: TypeAlias = Memory | Fetch | Window | Daemon | Loader

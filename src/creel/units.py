@@ -1,0 +1,56 @@
+"""Sizes and durations as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from creel.errors import ConfigError
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_TIMES = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_size(text: str) -> int:
+    """Bytes in "64GiB" (powers of 1024), "100GB" or "100G" (powers of 1000), or "4096".
+
+    >>> parse_size("64GiB"), parse_size("1.5 kB"), parse_size("10M")
+    (68719476736, 1500, 10000000)
+
+    Raises:
+        ConfigError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
+    if not found or (found[3] and not found[2]):
+        raise ConfigError(f"{text!r} is no size: write it like 64GiB, 100GB or 4096")
+    base = 1024.0 if found[3] else 1000.0
+    return int(float(found[1]) * base ** float(_POWERS[found[2].lower()]) + 0.5)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in "250ms", "30s", "10m", "2h" or "1.5".
+
+    >>> parse_seconds("250ms"), parse_seconds("10m")
+    (0.25, 600.0)
+
+    Raises:
+        ConfigError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
+    if not found or found[2] not in _TIMES:
+        raise ConfigError(f"{text!r} is no duration: write it like 250ms, 30s, 10m or 1.5")
+    return float(found[1]) * _TIMES[found[2]]
+
+
+def format_size(nbytes: float) -> str:
+    """A size for people, three digits.
+
+    >>> format_size(68719476736), format_size(1500), format_size(12)
+    ('64.0 GiB', '1.46 KiB', '12 B')
+    """
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1000:
+            break
+        value, unit = value / 1024, larger
+    digits = 0 if unit == "B" else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f} {unit}"

@@ -1,0 +1,235 @@
+"""The command line for real: daemons, terminals, scripts that train."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+
+CREEL = [sys.executable, "-m", "creel"]
+LOADERS = """
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Squares(Dataset):
+    def __len__(self):
+        return 23
+    def __getitem__(self, i):
+        return {"x": torch.rand(3) + i, "n": np.random.rand(2), "i": i, "s": str(i)}
+
+class Drifting(Squares):
+    calls = 0
+    def __getitem__(self, i):
+        Drifting.calls += 1
+        return {"x": torch.tensor(Drifting.calls)}
+
+def shuffled():
+    return DataLoader(Squares(), batch_size=4, shuffle=True, num_workers=2)
+
+g = torch.Generator().manual_seed(3)
+plain = DataLoader(Squares(), batch_size=5, shuffle=True, generator=g)
+unbatched = DataLoader(Squares(), batch_size=None)
+drifting = DataLoader(Drifting(), batch_size=4)
+number = 7
+"""
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    data = TensorDataset(torch.arange(20.0), torch.arange(20))
+    for epoch in range(2):
+        for x, y in DataLoader(data, batch_size=6, shuffle=True, num_workers=int(sys.argv[1])):
+            x += 0
+    print("the script's own words")
+    assert "fail" not in sys.argv
+"""
+
+
+@pytest.fixture
+def name() -> str:
+    """A daemon name of this test alone."""
+    return f"test-{os.getpid()}-{time.monotonic_ns()}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """60 files of 10 KB."""
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        path = tmp_path / f"data/c{i % 3}/{i:03d}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(rng.bytes(10_000))
+    return tmp_path / "data"
+
+
+def creel(*words: str, cwd: Path | None = None, code: int = 0) -> str:
+    """Run the command and give its output; its exit code must be `code`."""
+    done = subprocess.run(
+        [*CREEL, *words], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def daemon(name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon in the foreground, ready; it must end cleanly by SIGTERM."""
+    process = subprocess.Popen([*CREEL, "--name", name, "run", "--memory", "64MiB"])
+    deadline = time.monotonic() + 20
+    while subprocess.run(
+        [*CREEL, "--name", name, "status"], capture_output=True, check=False
+    ).returncode:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+    yield process
+    if process.poll() is None:
+        process.terminate()
+    assert process.wait(15) == 0
+
+
+def test_a_daemon_is_seen_warmed_and_stopped(
+    daemon: subprocess.Popen[bytes], name: str, folder: Path
+) -> None:
+    told = json.loads(creel("--name", name, "status", "--json"))
+    assert told["schema"] == 1
+    assert (told["name"], told["pid"], told["state"]) == (name, daemon.pid, "serving")
+    assert told["memory"]["budget_nbytes"] == 64 << 20
+
+    warm = json.loads(creel("--name", name, "warm", str(folder), "--json"))
+    assert (warm["objects"], warm["resident"], warm["nbytes"]) == (60, 60, 600_000)
+    assert "60 of 60 files (586 KiB) in memory" in creel("--name", name, "warm", str(folder))
+
+    stats = json.loads(creel("--name", name, "stats", "--json"))
+    (source,) = stats["sources"]
+    assert (source["source"], source["reads"], source["nbytes"]) == (str(folder), 60, 600_000)
+    assert "/data: 60 reads" in creel("--name", name, "stats")
+    assert f"daemon         {name}" in creel("--name", name, "doctor")
+
+    creel("--name", name, "stop")
+    assert daemon.wait(15) == 0
+    creel("--name", name, "status", code=3)
+
+
+def test_watching_prints_one_object_per_line(daemon: subprocess.Popen[bytes], name: str) -> None:
+    assert daemon.poll() is None
+    words = [*CREEL, "--name", name, "stats", "--watch", "--json", "--interval", "0.1"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        lines = [json.loads(watching.stdout.readline()) for _ in range(3)]
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(10) == 130
+    assert all(line["schema"] == 1 for line in lines)
+
+
+def test_run_gives_the_command_a_daemon_and_takes_its_exit_code() -> None:
+    code = (
+        "import os, sys; from creel.loader.client import Client;"
+        "c = Client.connect(role='cli'); told = c.ask('status'); c.close();"
+        "print(told['name'], os.environ['CREEL_SOCKET'], told['memory']['budget_nbytes']);"
+        "sys.exit(7)"
+    )
+    out = creel("run", "--memory", "32MiB", "--", sys.executable, "-c", code, code=7)
+    theirs, ours, budget = out.split()
+    assert theirs == ours
+    assert theirs.startswith("run-")
+    assert budget == str(32 << 20)
+    creel("--name", theirs, "status", code=3)
+
+
+def test_run_hands_signals_on_and_tells_by_which_one_it_ended(name: str) -> None:
+    words = ["--name", name, "run", "--memory", "32MiB", "--", "sleep", "60"]
+    with subprocess.Popen([*CREEL, *words]) as running:
+        deadline = time.monotonic() + 20
+        while not _children_named(running.pid, "sleep"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(15) == 128 + signal.SIGTERM
+    creel("--name", name, "status", code=3)
+
+
+def _children_named(pid: int, word: str) -> bool:
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            _, comm, rest = status.read_text().replace("(", ")").split(")")
+        except (OSError, ValueError):
+            continue
+        if comm == word and int(rest.split()[1]) == pid:
+            return True
+    return False
+
+
+# --- verify -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # what is compared needs no cache
+    (tmp_path / "loaders.py").write_text(LOADERS)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+@pytest.mark.parametrize("loader, batches", [("shuffled", 6), ("plain", 5), ("unbatched", 23)])
+def test_a_loader_is_verified(project: Path, loader: str, batches: int) -> None:
+    told: dict[str, Any] = json.loads(creel("verify", "--json", f"loaders:{loader}", cwd=project))
+    assert (told["equal"], told["batches"], told["difference"]) == (True, batches, None)
+
+
+def test_a_difference_is_named_and_ends_with_1(project: Path) -> None:
+    told = json.loads(creel("verify", "--json", "loaders:drifting", cwd=project, code=1))
+    difference = told["difference"]
+    assert (told["equal"], told["batches"]) == (False, 0)
+    assert (difference["step"], difference["where"]) == (0, "['x']")
+    out = creel("verify", "loaders:drifting", cwd=project, code=1)
+    assert "different after 0 equal batches: loader 0, epoch 0, batch 0, at ['x']" in out
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("home", ["torch.utils.data", "creel"])
+def test_a_script_is_verified(project: Path, workers: str, home: str) -> None:
+    before = "from torch.utils.data import DataLoader, TensorDataset"
+    after = f"from {home} import DataLoader\nfrom torch.utils.data import TensorDataset"
+    (project / "train.py").write_text(SCRIPT.replace(before, after))
+    told = json.loads(creel("verify", "--json", "train.py", workers, cwd=project))
+    assert (told["equal"], told["batches"], told["loaders"]) == (True, 8, 2)
+
+
+def test_steps_end_a_script_early(project: Path) -> None:
+    out = creel("verify", "--steps", "3", "train.py", "0", cwd=project)
+    assert out.startswith("equal: 3 batches of 1 loaders, bit for bit")
+
+
+@pytest.mark.parametrize(
+    "words, code, says",
+    [
+        (["nothing"], 2, "neither a script (x.py) nor a loader (module:loader)"),
+        (["gone.py"], 2, "there is no script gone.py"),
+        (["gone:x"], 2, "No module named 'gone'"),
+        (["loaders:gone"], 2, "has no attribute 'gone'"),
+        (["loaders:number"], 2, "is of type int: neither a DataLoader nor a function"),
+        (["train.py", "0", "fail"], 1, "train.py failed with torch's loader"),
+    ],
+)
+def test_what_cannot_be_verified_is_said(
+    project: Path, words: list[str], code: int, says: str
+) -> None:
+    done = subprocess.run(
+        [*CREEL, "verify", *words], cwd=project, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert says in done.stderr

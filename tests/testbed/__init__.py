@@ -1,0 +1,1 @@
+"""Slow storage with exact counters."""

@@ -1,0 +1,282 @@
+"""The command line without a daemon: exit codes, JSON, what a person sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from creel import cli, cli_doctor, cli_run, cli_view
+from creel.errors import ConfigError, NoDaemonError, UnavailableError
+from creel.loader.client import Client
+
+STATUS: dict[str, Any] = {
+    "name": "default",
+    "pid": 7,
+    "version": "0.1.0",
+    "embedded": False,
+    "state": "serving",
+    "uptime_s": 75.0,
+    "memory": {"budget_nbytes": 64 << 30, "used_nbytes": 16 << 30, "held_nbytes": 0},
+    "clients": 2,
+    "sessions": 1,
+    "datasets": 1,
+}
+SESSION: dict[str, Any] = {
+    "session": 1,
+    "job": "resnet",
+    "name": "",
+    "rank": 3,
+    "world": 8,
+    "dataset": "d",
+    "done": 100,
+    "ready": 164,
+    "known": 5000,
+    "batches": 100,
+    "samples": 25600,
+    "nbytes": 3_840_000_000,
+    "direct_reads": 2,
+    "direct_nbytes": 300_000,
+    "stall_s": {"source": 0.5, "decode": 12.0, "collate": 0.0, "daemon": 0.0, "sampler": 0.0},
+    "lead_s": 4.0,
+}
+STATS: dict[str, Any] = {
+    "memory": STATUS["memory"],
+    "tiers": {"memory": {"hits": 900, "misses": 100, "evictions": {"room": 5}}},
+    "sources": [{"source": "/data", "opens": 100, "reads": 100, "nbytes": 10 << 20, "retries": 3}],
+    "sessions": [SESSION],
+}
+
+
+class FakeClient:
+    """Answers as a daemon would."""
+
+    daemon_pid = 7
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, object]]] = []
+        self.closed = False
+
+    def ask(self, what: str, **args: object) -> dict[str, Any]:
+        self.asked.append((what, args))
+        return {"status": STATUS, "stats": STATS, "stop": {}}[what]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
+    fake = FakeClient()
+    monkeypatch.setattr(Client, "connect", lambda *_args, **_more: fake)
+    yield fake
+    assert fake.closed or not fake.asked
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_args: object, **_more: object) -> None:
+        raise NoDaemonError("nobody listens")
+
+    monkeypatch.setattr(Client, "connect", connect)
+
+
+@pytest.mark.parametrize("command", ["status", "stats", "stop", "warm ."])
+@pytest.mark.usefixtures("nobody")
+def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command.split()) == 3
+    said = capsys.readouterr()
+    assert "no daemon named 'default' runs for you: start one with `creel run`" in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["bogus", "status --bogus", "stats --interval 0", "warm", "verify", "config", "top"],
+)
+def test_wrong_usage_is_2(words: str) -> None:
+    assert cli.main(words.split()) == 2
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--name", "a b", "status"], "daemon.name = 'a b' should be"),
+        (["run", "--memory", "lots"], "memory.budget = 'lots' should be"),
+        (["run", "--", "no-such-program"], "there is no program 'no-such-program'"),
+    ],
+)
+def test_an_impossible_value_is_2_and_names_itself(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_json_is_what_the_daemon_said_with_a_schema_number(
+    daemon: FakeClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, told in (("status", STATUS), ("stats", STATS)):
+        assert cli.main([command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"schema": 1, **told}
+    assert [what for what, _ in daemon.asked] == ["status", "stats"]
+
+
+def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status"]) == 0
+    assert cli.main(["stats"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "16.0 GiB of 64.0 GiB used (25 %)" in out
+    assert "hits in memory       900 of 1,000 (90.0 %)" in out
+    assert "read from            /data: 100 reads, 100 opens, 10.0 MiB, 3 retries" in out
+    assert out.splitlines()[-1].split() == [
+        "resnet",
+        "3",
+        "100",
+        "64",
+        "25,600",
+        "3.58",
+        "GiB",
+        "2",
+        "12.5",
+        "s",
+        "decode",
+    ]
+    assert daemon.closed
+
+
+def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["stop"]) == 0
+    assert cli.main(["stop", "--now"]) == 0
+    assert daemon.asked == [("stop", {"now": False}), ("stop", {"now": True})]
+    assert "once its clients have left" in capsys.readouterr().err
+
+
+def test_rates_are_differences_over_time() -> None:
+    later = SESSION | {
+        "samples": SESSION["samples"] + 5000,
+        "nbytes": SESSION["nbytes"] + (50 << 20),
+        "stall_s": SESSION["stall_s"] | {"source": 1.0},
+    }
+    row = cli_view.top_row(later, SESSION, 2.0)
+    assert row[4:] == ("2,500", "25.0 MiB", "2", "25 %", "source")
+
+
+def test_the_live_picture_fits_80_columns() -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from creel import cli_top
+
+    wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
+    told = STATS | {"sessions": [wide, SESSION]}
+    out = StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system=None)
+    console.print(cli_top.screen(STATUS, told, STATS, 1.0))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in out.getvalue()
+    assert any("a-rather-lon" in line and "4.20 M" in line for line in lines)
+
+
+def test_settings_are_printed_as_toml_that_loads_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_FETCH__THREADS", "7")
+    assert cli.main(["config", "show"]) == 0
+    shown = capsys.readouterr().out
+    monkeypatch.delenv("CREEL_FETCH__THREADS")
+    (tmp_path / "creel.toml").write_text(shown)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "show", "--origin", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert settings["fetch.threads"] == {"value": 7, "origin": str(tmp_path / "creel.toml")}
+    assert cli.main(["config", "show", "--origin"]) == 0
+    assert "CREEL" not in capsys.readouterr().out
+
+
+def test_doctor_gives_every_trouble_a_remedy(
+    daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATUS, "version", "0.0.1")
+    assert cli.main(["doctor", "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert {c["name"] for c in checks} >= {"memfd", "descriptors", "locked memory", "/dev/shm"}
+    assert all(c["remedy"] for c in checks if c["level"] != "ok")
+    (skew,) = [c for c in checks if c["name"] == "daemon"]
+    assert skew["level"] == "warn"
+    assert "creel stop" in skew["remedy"]
+    assert daemon.closed
+
+
+def test_doctor_ends_with_1_when_something_cannot_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_args: object, **_more: object) -> None:
+        raise UnavailableError("it does not answer")
+
+    monkeypatch.setattr(Client, "connect", connect)
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "900TB")
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "bad   daemon" in out
+    assert "more than this node has" in out
+
+
+def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_doctor, "daemon_pids", lambda: iter([3, 4]))
+    check = cli_doctor._daemons()
+    assert check.level == "warn"
+    assert "pids 3, 4" in check.found
+
+
+def test_env_names_versions_and_our_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOG_LEVEL", "debug")
+    assert cli.main(["env", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["CREEL_LOG_LEVEL"] == "debug"
+    assert told["python"] == sys.version.split()[0]
+
+
+def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:
+    with pytest.raises(ConfigError, match="there is no program"):
+        cli_run.check_command("/nowhere/python")
+
+
+def test_help_is_instant_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, time; start = time.process_time(); from creel import cli;"
+        "code = cli.main(['--help']);"
+        "heavy = {'torch', 'numpy', 'pyarrow', 'zmq', 'rich', 'msgspec'} & set(sys.modules);"
+        "assert code == 0 and not heavy, heavy;"
+        "assert time.process_time() - start < 0.3"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("COV")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"verify" in done.stdout
+
+
+@pytest.mark.parametrize("command", sorted(cli.creel.commands))
+def test_every_command_explains_itself_and_is_in_the_manual(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 3
+    manual = Path(__file__).parent.parent.parent / "docs/cli.md"
+    assert f"**creel {command}" in manual.read_text()

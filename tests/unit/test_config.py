@@ -1,0 +1,260 @@
+"""Settings: who wins, what is refused, and that every refusal says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from creel import config as config_module
+from creel import limits
+from creel.config import Config, Memory, config_files, fields, memory_budget
+from creel.errors import ConfigError
+from creel.units import format_size, parse_seconds, parse_size
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty machine: no system file, no user file, no project."""
+    monkeypatch.setattr(config_module, "_SYSTEM_FILE", tmp_path / "etc/config.toml")
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "home/creel").mkdir(parents=True)
+    (tmp_path / "project/deep").mkdir(parents=True)
+    return tmp_path
+
+
+def load(
+    home: Path, flags: dict[str, object] | None = None, /, **env: str
+) -> tuple[Config, dict[str, str]]:
+    env = {"XDG_CONFIG_HOME": str(home / "home"), **env}
+    return Config.load(flags, env, cwd=home / "project/deep")
+
+
+def test_the_stronger_layer_wins_and_the_origin_says_which(home: Path) -> None:
+    layers = [
+        (home / "etc/config.toml", "10%"),
+        (home / "home/creel/config.toml", "20%"),
+        (home / "project/creel.toml", "30%"),
+    ]
+    config, origins = load(home)
+    assert (config.memory.budget, origins["memory.budget"]) == ("auto", "default")
+    for path, budget in layers:
+        path.write_text(f'[memory]\nbudget = "{budget}"\n')
+        config, origins = load(home)
+        assert (config.memory.budget, origins["memory.budget"]) == (budget, str(path))
+    config, origins = load(home, CREEL_MEMORY__BUDGET="40%")
+    assert (config.memory.budget, origins["memory.budget"]) == ("40%", "CREEL_MEMORY__BUDGET")
+    config, origins = load(home, {"memory.budget": "50%"}, CREEL_MEMORY__BUDGET="40%")
+    assert (config.memory.budget, origins["memory.budget"]) == ("50%", "flag --memory-budget")
+
+
+def test_layers_are_merged_key_by_key(home: Path) -> None:
+    (home / "etc/config.toml").write_text("[fetch]\nthreads = 7\n[window]\nmax_steps = 9\n")
+    config, _ = load(home, CREEL_FETCH__THREADS="8")
+    assert (config.fetch.threads, config.window.max_steps) == (8, 9)
+
+
+def test_the_nearest_project_file_counts_and_a_named_file_replaces_it(home: Path) -> None:
+    (home / "project/creel.toml").write_text("[fetch]\nthreads = 1\n")
+    (home / "project/deep/creel.toml").write_text("[fetch]\nthreads = 2\n")
+    (home / "other.toml").write_text("[fetch]\nthreads = 3\n")
+    assert load(home)[0].fetch.threads == 2
+    assert load(home, CREEL_CONFIG=str(home / "other.toml"))[0].fetch.threads == 3
+    with pytest.raises(ConfigError, match=r"gone\.toml: No such file"):
+        load(home, CREEL_CONFIG=str(home / "gone.toml"))
+    assert config_files({"HOME": str(home)}, home / "project") == [home / "project/creel.toml"]
+
+
+@pytest.mark.parametrize(
+    "env, key, value",
+    [
+        ({"CREEL_DISABLE": "1"}, "loader.disable", True),
+        ({"CREEL_DISABLE": "0"}, "loader.disable", False),
+        ({"CREEL_LOADER__SPECULATE": "off"}, "loader.speculate", False),
+        ({"CREEL_SOCKET": "mine"}, "daemon.name", "mine"),
+        ({"CREEL_LOG_LEVEL": "DEBUG"}, "daemon.log_level", "debug"),
+        ({"CREEL_WINDOW__BYTES": "2GiB"}, "window.bytes", 2 << 30),
+        ({"CREEL_FETCH__DEADLINE_S": "2m"}, "fetch.deadline_s", 120.0),
+        ({"CREEL_FETCH__DEADLINE_S": "1.5"}, "fetch.deadline_s", 1.5),
+        ({"CREEL_MEMORY__BUDGET": "1000000"}, "memory.budget", "1000000"),
+        ({"CREEL_DISABLE": ""}, "loader.disable", False),
+    ],
+)
+def test_the_environment_is_understood(
+    home: Path, env: dict[str, str], key: str, value: object
+) -> None:
+    assert load(home, **env)[0].flat()[key] == value
+
+
+@pytest.mark.parametrize(
+    "env, says",
+    [
+        ({"CREEL_MEMRY__BUDGET": "1GB"}, "no setting memry.budget: did you mean memory.budget?"),
+        ({"CREEL_MEMORY_BUDGET": "1GB"}, "is no setting: did you mean CREEL_MEMORY__BUDGET?"),
+        ({"CREEL_DISABEL": "1"}, "CREEL_DISABEL is no setting: did you mean CREEL_DISABLE?"),
+        ({"CREEL_MEMORY__SHARE": "lots"}, "memory.share = 'lots' should be a number above 0"),
+        ({"CREEL_MEMORY__SHARE": "2"}, "should be a number above 0 and at most 0.95"),
+        ({"CREEL_FETCH__THREADS": "-1"}, "'-1' should be a whole number at least 1"),
+        ({"CREEL_DISABLE": "maybe"}, "loader.disable = 'maybe' should be true or false"),
+        ({"CREEL_MEMORY__BUDGET": "much"}, 'should be a string: "auto", a size'),
+        ({"CREEL_WINDOW__BYTES": "3 lots"}, "window.bytes = '3 lots' is no size: write it like"),
+        ({"CREEL_FETCH__BACKOFF_S": "3 weeks"}, "'3 weeks' is no duration: write it like 250ms"),
+        ({"CREEL_SOCKET": "a/b"}, "daemon.name = 'a/b' should be a string"),
+        ({"CREEL_WINDOW__MIN_STEPS": "999"}, "min_steps = 999 is more than window.max_steps"),
+    ],
+)  # fmt: skip
+def test_a_bad_variable_gets_one_sentence_that_says_what_to_do(
+    home: Path, env: dict[str, str], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(home, **env)
+    assert says in str(caught.value)
+    assert next(iter(env)) in str(caught.value) or "window" in says
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("[memroy]\nbudget = 1", "there is no section [memroy]: did you mean memory?"),
+        ("[memory]\nbugdet = 1", "there is no setting memory.bugdet: did you mean memory.budget?"),
+        ("memory = 3", "memory is a section: write [memory] on a line of its own"),
+        ("[memory", "is not TOML"),
+        ('[fetch]\nthreads = "8"', "fetch.threads = '8' should be a whole number"),
+        ("[fetch]\nthreads = 2.5", "fetch.threads = 2.5 should be a whole number"),
+        ("[loader]\ndisable = 1", "loader.disable = 1 should be true or false"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_reason(home: Path, text: str, says: str) -> None:
+    path = home / "project/creel.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(home)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_no_text_or_may_not_be_read_is_an_error(home: Path) -> None:
+    path = home / "project/creel.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load(home)
+
+
+def test_unknown_flags_are_errors_and_none_means_not_given(home: Path) -> None:
+    assert load(home, {"memory.budget": None})[1]["memory.budget"] == "default"
+    with pytest.raises(ConfigError, match="flag --memory-bugdet: there is no setting"):
+        load(home, {"memory.bugdet": 1})
+
+
+def test_variables_of_other_programs_are_left_alone(home: Path) -> None:
+    assert load(home, CREEL="1", CREELHOUSE="2", CREEL_FISHING_LICENCE="3")[0] == Config()
+
+
+def test_every_setting_has_one_line_about_it_and_a_default_that_it_accepts(home: Path) -> None:
+    toml = ""
+    for key, field in fields().items():
+        assert field.about
+        assert field.about[0] != field.about[0].upper() or field.about[0] == '"'
+        toml += f"{key} = {_toml(field.default)}\n"
+    (home / "project/creel.toml").write_text(toml)
+    assert load(home)[0] == Config()
+
+
+def test_the_page_about_configuration_names_every_setting_with_its_default() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    missing = [
+        k for k, f in fields().items() if f"| `{k}` | {shown(f.default, f.unit)} |" not in page
+    ]
+    assert not missing, "mend docs/configuration.md"
+
+
+def shown(default: object, unit: str) -> str:
+    """A default as docs/configuration.md writes it."""
+    if unit == "bytes" and isinstance(default, int):
+        return f"`{format_size(default).replace('.00', '').replace('.0', '')}`"
+    return f"`{_toml(default)}`" + (" s" if unit == "seconds" else "")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.2.3", "GiB", "1 XB", "1iB", "nan", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_size(text)
+    with pytest.raises(ConfigError):
+        parse_seconds(text or "x")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_formatted_size_is_within_one_percent_when_read_again(seed: int) -> None:
+    nbytes = 3**seed + seed
+    assert abs(parse_size(format_size(nbytes)) - nbytes) <= 0.01 * nbytes
+
+
+def test_a_budget_is_a_share_of_what_is_free_or_of_all_or_a_size() -> None:
+    here = {"total": 8 << 30, "available": 4 << 30}
+    assert memory_budget(Memory(), **here) == 2 << 30
+    assert memory_budget(Memory(share=0.25), **here) == 1 << 30
+    assert memory_budget(Memory(budget="25%"), **here) == 2 << 30
+    assert memory_budget(Memory(budget="3GiB"), **here) == 3 << 30
+    with pytest.raises(ConfigError, match=r"more than this node has \(8\.00 GiB\)"):
+        memory_budget(Memory(budget="9GiB"), **here)
+    with pytest.raises(ConfigError, match="creel needs 1 MiB"):
+        memory_budget(Memory(budget="10kB"), **here)
+
+
+# --- what the machine allows ------------------------------------------------------------------
+
+
+def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    files = {
+        "proc/meminfo": "MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:    4194304 kB\n",
+        "proc/self/cgroup": cgroup,
+        **files,
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert limits.memory(machine(tmp_path, "", {})) == (8 << 30, 4 << 30)
+
+
+def test_a_parent_cgroup_of_version_2_limits_us(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/slurm/job_7"
+    files = {
+        "sys/fs/cgroup/slurm/memory.max": str(2 << 30),
+        "sys/fs/cgroup/slurm/memory.current": str(1 << 30),
+        "sys/fs/cgroup/slurm/memory.stat": f"anon 1\ninactive_file {512 << 20}\n",
+        f"{folder}/memory.max": "max",
+        f"{folder}/memory.current": "0",
+    }
+    have = limits.memory(machine(tmp_path, "0::/slurm/job_7\n", files))
+    assert have == (2 << 30, (2 << 30) - (512 << 20))
+
+
+def test_a_cgroup_of_version_1_limits_us_and_no_limit_is_none(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
+        "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": str(3 << 30),
+        "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": str(1 << 30),
+    }
+    have = limits.memory(machine(tmp_path, "4:memory:/docker/x\n3:cpu:/y\n", files))
+    assert have == (3 << 30, 2 << 30)
+
+
+def test_in_a_container_the_mount_itself_is_our_group(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory.max": str(1 << 30),
+        "sys/fs/cgroup/memory.current": "0",
+    }
+    assert limits.memory(machine(tmp_path, "0::/../outside\n", files)) == (1 << 30, 1 << 30)
