@@ -25,6 +25,7 @@ HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0
 READY = 1  # all steps < READY are resident (or failed) and pinned
 STATE = 2  # 0 serving, 1 draining (finish what you have, then read directly), 2 closed
 FAILED = 3  # objects of this session that could not be fetched, so far
+TRUNCATED = 4  # Truncate messages dealt with; until then READY may speak of the old plan
 # words the trainer writes
 DONE = 64  # all steps < DONE have given up their bytes
 WANTED = 65  # highest step + 1 that somebody stalls on; the daemon serves it first
@@ -97,7 +98,7 @@ class Table:
     """
 
     def __init__(self, fd: int, objects: int, *, write: bool = False) -> None:
-        """Map the table behind `fd`; the caller keeps `fd`. A writer finds it zeroed: call `reset`."""
+        """Map the table behind `fd`; the caller keeps `fd`. A writer finds it zeroed."""
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         self._map = mmap.mmap(fd, self.nbytes(objects), prot=prot)
         words = np.frombuffer(self._map, np.int64, 2 * objects)

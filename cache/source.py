@@ -11,17 +11,19 @@ import errno
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from creel.cache.manifest import Manifest
-from creel.cache.stores import LocalStore, Range, Store, open_store
+from creel.cache.stores import LocalStore, Place, Run, Store, open_store
 from creel.errors import SourceError
 
 T = TypeVar("T")
@@ -80,15 +82,15 @@ class Counters:
     seconds_sum: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count_read(self, nbytes: int, seconds: float, opens: int) -> None:
-        """One read request ended well."""
-        bucket = int(np.searchsorted(SECONDS, seconds))
+    def count_reads(self, nbytes: int, seconds: list[float], opens: int) -> None:
+        """Reads ended well, after so many seconds each."""
         with self._lock:
-            self.reads += 1
+            self.reads += len(seconds)
             self.opens += opens
             self.nbytes += nbytes
-            self.seconds[bucket] += 1
-            self.seconds_sum += seconds
+            for s in seconds:
+                self.seconds[bisect_left(SECONDS, s)] += 1
+            self.seconds_sum += sum(seconds)
 
     def count_retry(self) -> None:
         """A read failed in a way that may pass and is tried again."""
@@ -149,6 +151,7 @@ class Source:
         self._remote: dict[tuple[int, str, str], Store] = {}
         self._lock = threading.Lock()
         self._file_of_row, self._single = _files_of(manifest)
+        self._first = manifest.table.column("offset").to_numpy() == 0
 
     @classmethod
     def open(cls, manifest: Manifest) -> Source:
@@ -166,10 +169,12 @@ class Source:
             SourceError: after all tries; `errno` is ENODATA when the file ends too early.
         """
         ids = np.array([object_id])
-        row = int(self.manifest.rows(ids)[0])
-        offset, length = self.manifest.ranges(ids)
-        part = self._range(row, int(offset[0]), int(length[0]))
-        return self._try(part, lambda store: _sized(store.read(part)))
+        (offset,), (length,) = (a.tolist() for a in self.manifest.ranges(ids))
+        place = self._place(int(self.manifest.rows(ids)[0]))
+        start = time.perf_counter()
+        data = self._patiently(place, lambda store: store.read(place, offset, length))
+        self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
+        return data
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[bytes | None]:
         """The bytes of each object in turn (for those of unknown length), None where it failed."""
@@ -189,19 +194,41 @@ class Source:
         nbytes = np.full(len(ids), -1, np.int64)
         rows = self.manifest.rows(ids)
         offset, length = self.manifest.ranges(ids)
-        for members in _neighbours(self._file_of_row[rows], offset, length):
-            first, last = members[0], members[-1]
-            start, end = int(offset[first]), int(offset[last] + length[last])
-            try:
-                part = self._range(int(rows[first]), start, end - start)
-                self._fill(part, [buffers[i] for i in members])
-            except SourceError:
-                continue  # counted; the reader of the object will meet the error itself
-            nbytes[members] = length[members]
+        for file in _files(self._file_of_row[rows], offset, length):
+            runs = [Run(r.offset, r.length, [buffers[i] for i in r.members]) for r in file]
+            place = self._place(int(rows[file[0].members[0]]))
+            for one, good in zip(file, self._fill(place, runs), strict=True):
+                if good:
+                    nbytes[one.members] = length[one.members]
         return nbytes
 
-    def _fill(self, part: Range, buffers: list[memoryview]) -> None:
-        self._try(part, lambda store: (None, part.length, store.read_into(part, buffers)))
+    def _fill(self, place: Place, runs: list[Run]) -> list[bool]:
+        """Whether each run of one address was read. The first try is of all with one open."""
+        good: list[bool] = []
+        while len(good) < len(runs):
+            seconds: list[float] = []
+            opens, at = 0, len(good)
+            try:
+                start = time.perf_counter()
+                for opened in self._store(place.uri).fill(place, runs[at:]):
+                    now = time.perf_counter()
+                    seconds.append(now - start)
+                    start, opens = now, opens + opened
+                    good.append(True)
+            except Exception as e:  # noqa: BLE001  stores raise what they like
+                good.append(self._fill_again(place, runs[len(good)], e))
+            read = sum(run.length for run in runs[at : at + len(seconds)])
+            self.counters.count_reads(read, seconds, opens)
+        return good
+
+    def _fill_again(self, place: Place, run: Run, error: Exception) -> bool:
+        """Patience for the one run that failed; whether it was read in the end."""
+        try:
+            self._patiently(place, lambda store: sum(store.fill(place, [run])), error)
+        except SourceError:
+            return False  # counted; the reader of the object will meet the error itself
+        self.counters.count_reads(run.length, [], 1)
+        return True
 
     def _read_or_none(self, object_id: int) -> bytes | None:
         try:
@@ -209,33 +236,36 @@ class Source:
         except SourceError:
             return None
 
-    def _range(self, row: int, offset: int, length: int) -> Range:
+    def _place(self, row: int) -> Place:
         single = bool(self._single[row])
-        whole = single and offset == 0
-        return Range(self.manifest.uri(row), offset, length, keep=not single, whole=whole)
+        return Place(self.manifest.uri(row), keep=not single, whole=single and self._first[row])
 
-    def _try(self, part: Range, job: Callable[[Store], tuple[T, int, int]]) -> T:
-        """Do `job` (its result, bytes, opens), again while errors may pass, and count it."""
-        start = time.perf_counter()
-        try:
-            result, nbytes, opens = self._patiently(part, job)
-        except Exception as e:
-            # Stores raise what they like: aiohttp's errors, botocore's, pyarrow's.
-            error = _source_error(e, part.uri)
-            self.counters.count_error(error)
-            raise error from e
-        self.counters.count_read(nbytes, time.perf_counter() - start, opens)
-        return result
+    def _patiently(
+        self, place: Place, job: Callable[[Store], T], error: Exception | None = None
+    ) -> T:
+        """Do `job`, again while errors may pass; `error` is how a first try went already.
 
-    def _patiently(self, part: Range, job: Callable[[Store], T]) -> T:
+        Raises:
+            SourceError: and nothing else; it was counted.
+        """
         try:
-            return job(self._store(part.uri))
+            if error is None:
+                try:
+                    return job(self._store(place.uri))
+                except Exception as e:  # noqa: BLE001  stores raise what they like
+                    error = e
+            return self._again(place, job, error)
         except Exception as e:
-            if self._patience.attempts <= 1 or not transient(e):
-                raise
+            told = _source_error(e, place.uri)
+            self.counters.count_error(told)
+            raise told from e
+
+    def _again(self, place: Place, job: Callable[[Store], T], error: Exception) -> T:
+        p = self._patience
+        if p.attempts <= 1 or not transient(error):
+            raise error
         from stamina import retry_context
 
-        p = self._patience
         for attempt in retry_context(
             on=transient,
             attempts=p.attempts - 1,
@@ -246,7 +276,7 @@ class Source:
         ):
             with attempt:
                 self.counters.count_retry()
-                return job(self._store(part.uri))
+                return job(self._store(place.uri))
         raise AssertionError("stamina ends by a result or by raising")
 
     def _store(self, uri: str) -> Store:
@@ -266,10 +296,6 @@ class Source:
     def _check_path(self, path: str) -> None:
         if not self._relative and not path.startswith("/"):
             raise SourceError(errno.EINVAL, "a relative path means nothing to a daemon", path)
-
-
-def _sized(data: bytes) -> tuple[bytes, int, int]:
-    return data, len(data), 1
 
 
 def _files_of(manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -315,20 +341,41 @@ def _like_next(uris: pa.Array, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
     return same
 
 
-def _neighbours(
-    file: NDArray[np.int64], offset: NDArray[np.int64], length: NDArray[np.int64]
-) -> Iterator[NDArray[np.intp]]:
-    """Groups of positions that one read can serve: one file, each beginning where the last ended.
+class _Neighbours(NamedTuple):
+    """Objects, by position, that one read can serve."""
 
-    >>> [g.tolist() for g in _neighbours(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4))]
-    [[2, 0], [1]]
+    offset: int
+    length: int
+    members: list[int]
+
+
+def _files(
+    file: NDArray[np.int64], offset: NDArray[np.int64], length: NDArray[np.int64]
+) -> Iterator[list[_Neighbours]]:
+    """The reads of each file in turn.
+
+    >>> for reads in _files(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4)):
+    ...     print([tuple(r) for r in reads])
+    [(0, 8, [2, 0])]
+    [(0, 4, [1])]
     """
     order = np.lexsort((offset, file))
     f, o, n = file[order], offset[order], length[order]
-    cut = (f[1:] != f[:-1]) | (o[1:] != o[:-1] + n[:-1])
-    for group in np.split(order, np.flatnonzero(cut) + 1):
-        for i in range(0, len(group), _VECTOR):
-            yield group[i : i + _VECTOR]
+    new_file = f[1:] != f[:-1]
+    new_run = new_file | (o[1:] != o[:-1] + n[:-1])
+    cuts = [0, *(np.flatnonzero(new_run) + 1).tolist(), len(order)]
+    begins = {0, *(np.flatnonzero(new_file) + 1).tolist()}
+    members, starts, ends = order.tolist(), o.tolist(), (o + n).tolist()
+    runs: list[_Neighbours] = []
+    for a, b in pairwise(cuts):
+        if a in begins and runs:
+            yield runs
+            runs = []
+        for i in range(a, b, _VECTOR):
+            j = min(i + _VECTOR, b)
+            runs.append(_Neighbours(starts[i], ends[j - 1] - starts[i], members[i:j]))
+    if runs:
+        yield runs
 
 
 def _source_error(error: Exception, uri: str) -> SourceError:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
@@ -27,24 +27,30 @@ _ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 
 
 @dataclass(frozen=True)
-class Range:
-    """Neighbouring bytes of one address. `whole`: the address holds these bytes and no others."""
+class Place:
+    """One address. `keep`: it holds many objects; `whole`: it holds one, from its first byte on."""
 
     uri: str
+    keep: bool = False
+    whole: bool = False
+
+
+class Run(NamedTuple):
+    """Neighbouring bytes of one address, and the buffers they go to, which they fill."""
+
     offset: int
     length: int
-    keep: bool
-    whole: bool
+    buffers: Sequence[memoryview]
 
 
 class Store(Protocol):
     """One kind of storage."""
 
-    def read(self, part: Range) -> bytes:
-        """All bytes of a range; of unknown length: of the whole object."""
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset` on; of unknown length: the whole object."""
 
-    def read_into(self, part: Range, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers in order with a range of their total length; opens it took."""
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
+        """Fill the buffers of one run after the other; after each, how often it opened anything."""
 
 
 def open_store(uri: str) -> Store:
@@ -52,55 +58,60 @@ def open_store(uri: str) -> Store:
     return _ArrowStore(uri) if uri.partition("://")[0] in _ARROW else _FsspecStore(uri)
 
 
-def _too_short(part: Range, got: int) -> SourceError:
-    reason = f"ends {part.length - got} bytes before the manifest says"
-    return SourceError(errno.ENODATA, reason, part.uri)
+def _too_short(place: Place, length: int, got: int) -> SourceError:
+    reason = f"ends {length - got} bytes before the manifest says"
+    return SourceError(errno.ENODATA, reason, place.uri)
 
 
 # --- local files ------------------------------------------------------------------------------
 
 
 class LocalStore:
+    """Files by path; `files` descriptors at most are kept open."""
+
     def __init__(self, files: int) -> None:
         self._kept = _Kept(files)
 
     def close(self) -> None:
+        """Close kept descriptors."""
         self._kept.close()
 
-    def read(self, part: Range) -> bytes:
-        path = _path(part.uri)
-        if part.length == UNKNOWN:
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        """See Store."""
+        path = _path(place.uri)
+        if length == UNKNOWN:
             return Path(path).read_bytes()
-        with self._kept.open(path, part.keep) as (fd, _):
-            data = os.pread(fd, part.length, part.offset)
-            while len(data) < part.length:
-                more = os.pread(fd, part.length - len(data), part.offset + len(data))
+        with self._kept.open(path, keep=place.keep) as (fd, _):
+            data = os.pread(fd, length, offset)
+            while len(data) < length:
+                more = os.pread(fd, length - len(data), offset + len(data))
                 if not more:
-                    raise _too_short(part, len(data))
+                    raise _too_short(place, length, len(data))
                 data += more
         return data
 
-    def read_into(self, part: Range, buffers: Sequence[memoryview]) -> int:
-        with self._kept.open(_path(part.uri), part.keep) as (fd, opens):
-            if part.whole and (size := os.fstat(fd).st_size) != part.length:
-                raise SourceError(
-                    errno.ENODATA, f"has {size} bytes, the manifest says {part.length}", part.uri
-                )
-            got = _preadv(fd, buffers, part.offset, part.length)
-        if got < part.length:
-            raise _too_short(part, got)
-        return opens
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
+        """See Store. A file of its own must be exactly as long as its run."""
+        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
+            if place.whole and (size := os.fstat(fd).st_size) != runs[0].length:
+                reason = f"has {size} bytes, the manifest says {runs[0].length}"
+                raise SourceError(errno.ENODATA, reason, place.uri)
+            for run in runs:
+                got = _preadv(fd, run)
+                if got < run.length:
+                    raise _too_short(place, run.length, got)
+                yield opens if run is runs[0] else 0
 
 
 def _path(uri: str) -> str:
     return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
 
 
-def _preadv(fd: int, buffers: Sequence[memoryview], offset: int, nbytes: int) -> int:
-    """Fill all buffers; bytes read, fewer than `nbytes` only where the file ends."""
-    done = os.preadv(fd, buffers, offset) if nbytes else 0
-    while 0 < done < nbytes:
-        more = os.preadv(fd, _after(buffers, done), offset + done)
+def _preadv(fd: int, run: Run) -> int:
+    """Fill all buffers; bytes read, fewer than asked for only where the file ends."""
+    done = os.preadv(fd, run.buffers, run.offset) if run.length else 0
+    while 0 < done < run.length:
+        more = os.preadv(fd, _after(run.buffers, done), run.offset + done)
         if not more:
             break
         done += more
@@ -127,7 +138,7 @@ class _Kept:
         self._lock = threading.Lock()
 
     @contextmanager
-    def open(self, path: str, keep: bool) -> Iterator[tuple[int, int]]:
+    def open(self, path: str, *, keep: bool) -> Iterator[tuple[int, int]]:
         """(descriptor, opens it took); nobody else uses it meanwhile, so none closes it."""
         fd = self._take(path) if keep else None
         opens = int(fd is None)
@@ -206,26 +217,26 @@ class _ArrowStore:
     def _path(self, uri: str) -> str:
         return self._prefix + unquote(urlsplit(uri).path)
 
-    def read(self, part: Range) -> bytes:
-        with self._fs.open_input_file(self._path(part.uri)) as f:
-            if part.length == UNKNOWN:
-                data: bytes = f.readall()
-                return data
-            data = f.read_at(part.length, part.offset)
-        if len(data) < part.length:
-            raise _too_short(part, len(data))
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        """See Store."""
+        with self._fs.open_input_file(self._path(place.uri)) as f:
+            data: bytes = f.readall() if length == UNKNOWN else f.read_at(length, offset)
+        if len(data) < length:
+            raise _too_short(place, length, len(data))
         return data
 
-    def read_into(self, part: Range, buffers: Sequence[memoryview]) -> int:
-        if len(buffers) != 1:
-            _copy(memoryview(self.read(part)), buffers)
-            return 1
-        with self._fs.open_input_file(self._path(part.uri)) as f:
-            f.seek(part.offset)
-            got = f.readinto(buffers[0]) if part.length else 0
-        if got < part.length:
-            raise _too_short(part, got)
-        return 1
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
+        """See Store."""
+        opens = 1
+        with self._fs.open_input_file(self._path(place.uri)) as f:
+            for run in runs:
+                f.seek(run.offset)
+                for buffer in run.buffers:
+                    got = f.readinto(buffer) if len(buffer) else 0
+                    if got < len(buffer):
+                        raise _too_short(place, len(buffer), got)
+                yield opens
+                opens = 0
 
 
 def _bucket(netloc: str) -> str:
@@ -236,23 +247,28 @@ class _FsspecStore:
     """fsspec: one request an object, a range request where the range is known."""
 
     def __init__(self, uri: str) -> None:
-        import fsspec
-
+        try:
+            import fsspec
+        except ImportError as e:
+            raise SourceError(errno.ENOSYS, "needs `pip install creel[http]`", uri) from e
         self._fs, _ = fsspec.core.url_to_fs(uri)
 
-    def read(self, part: Range) -> bytes:
-        if part.length == 0:
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        """See Store."""
+        if length == 0:
             return b""
-        if part.length == UNKNOWN:
-            data: bytes = self._fs.cat_file(part.uri)
-            return data
-        data = self._fs.cat_file(part.uri, start=part.offset, end=part.offset + part.length)
-        if len(data) > part.length:  # a server that ignores ranges sends everything
-            data = data[part.offset : part.offset + part.length]
-        if len(data) < part.length:
-            raise _too_short(part, len(data))
+        if length == UNKNOWN:
+            whole: bytes = self._fs.cat_file(place.uri)
+            return whole
+        data: bytes = self._fs.cat_file(place.uri, start=offset, end=offset + length)
+        if len(data) > length:  # a server that ignores ranges sends everything
+            data = data[offset : offset + length]
+        if len(data) < length:
+            raise _too_short(place, length, len(data))
         return data
 
-    def read_into(self, part: Range, buffers: Sequence[memoryview]) -> int:
-        _copy(memoryview(self.read(part)), buffers)
-        return 1
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
+        """See Store."""
+        for run in runs:
+            _copy(memoryview(self.read(place, run.offset, run.length)), run.buffers)
+            yield 1

@@ -2,153 +2,347 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Ids: TypeAlias = NDArray[np.int32]
-Sizes: TypeAlias = NDArray[np.int64]
-
-# --- events -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Registered:
-    """A dataset is known; `offset` and `length` are the columns of its shared `Table`.
-
-    The core is their one writer: it publishes an object by writing its offset.
-    """
-
-    dataset: str
-    offset: Sizes
-    length: Sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A session begins: rank `rank` of `world` of job `job` will read from `dataset`."""
-
-    session: int
-    dataset: str
-    job: str
-    rank: int
-    world: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Extended:
-    """A session's plan goes on; see `messages.Extend` (already checked against the manifest)."""
-
-    session: int
-    epoch: int
-    step: int
-    objects: Ids
-    ends: Sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Truncated:
-    """A session's plan is void from `step` on."""
-
-    session: int
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """The session's board says: all steps < `done` gave their bytes back, somebody waits for `wanted`-1."""
-
-    session: int
-    done: int
-    wanted: int
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """A session ended or its client died."""
-
-    session: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fetched:
-    """Fetch `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
-
-    Where the action's offset was ABSENT (length unknown) the shell holds the bytes until it is
-    told to `Store` or `Discard` them.
-    """
-
-    fetch: int
-    nbytes: Sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Warm:
-    """Somebody asked to load (all of) a dataset ahead of any session, as far as room allows."""
-
-    dataset: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Forget a dataset's residents that nobody has pinned."""
-
-    dataset: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed and nothing else happened."""
-
-
-Event: TypeAlias = (
-    Registered | Opened | Extended | Truncated | Progressed | Closed | Fetched | Warm | Dropped | Tick
+from creel.cache.extents import ABSENT as NOWHERE
+from creel.cache.extents import must
+from creel.cache.space import Space
+from creel.daemon.ahead import Ahead
+from creel.daemon.events import (
+    Action,
+    Closed,
+    Discard,
+    Dropped,
+    Event,
+    Extended,
+    Fetch,
+    Fetched,
+    Ids,
+    Opened,
+    Progressed,
+    Registered,
+    SetReady,
+    Sizes,
+    Store,
+    Tick,
+    Truncated,
+    Warm,
 )
+from creel.daemon.flights import Flight, Flights
+from creel.daemon.holding import Holding, Index, Session
+from creel.daemon.shares import Shares
+from creel.errors import IllegalEventError, MalformedError
+from creel.policies.masks import every, some
+from creel.policies.prefetch import Window
+from creel.policies.retain import FAILED, EpochKeeper
 
-# --- actions ----------------------------------------------------------------------------------
+__all__ = [
+    "Action",
+    "Closed",
+    "Core",
+    "Discard",
+    "Dropped",
+    "Event",
+    "Extended",
+    "Fetch",
+    "Fetched",
+    "Ids",
+    "Opened",
+    "Progressed",
+    "Registered",
+    "SetReady",
+    "Sizes",
+    "Store",
+    "Tick",
+    "Truncated",
+    "Warm",
+    "Window",
+]
+
+#: A relisting of all residents is due when this part of the dataset was planned anew.
+_NEWS = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fetch:
-    """Read these objects from the source: object ids[i] to arena[offset[i]:offset[i]+length[i]].
+class Core:
+    """What a node's daemon knows and decides.
 
-    Where offset[i] is ABSENT the length is unknown: read into private memory, report the size.
-    Objects are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
+    Args:
+        space: the arena's bytes.
+        config: how far ahead to work.
     """
 
-    fetch: int
-    dataset: str
-    ids: Ids
-    offset: Sizes
-    length: Sizes
-    deadline: float
+    def __init__(self, space: Space, *, config: Window | None = None) -> None:
+        self._window = config or Window()
+        self._shares = Shares(space)
+        self._flights = Flights(self._shares, self._window)
+        self._ahead = Ahead(self._shares, self._flights, self._window)
+        self._holdings = self._shares.holdings
+        self._sessions: dict[int, Session] = {}
+        self._out: list[Action] = []
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do about an event, in this order; `now` in monotonic seconds.
+
+        Raises:
+            MalformedError: a plan that does not go on where the last one ended. Nothing changed.
+            IllegalEventError: an event that cannot happen. Nothing changed.
+        """
+        self._out = []
+        _HANDLERS[type(event)](self, event, now)
+        for session in self._sessions.values():
+            self._ahead.settle(session)
+        self._out += self._ahead.pump(self._sessions.values(), now)
+        for holding in self._holdings.values():
+            if holding.warming >= 0:
+                self._out += self._flights.warm(holding, now)
+        for session in self._sessions.values():
+            if session.ready != session.told:
+                session.told = session.ready
+                self._out.append(SetReady(session.id, session.ready, session.failed))
+        return self._out
+
+    # --- events --------------------------------------------------------------------------------
+
+    def _registered(self, e: Registered, now: float) -> None:
+        del now
+        if e.dataset in self._holdings:
+            raise IllegalEventError(f"data set {e.dataset!r} is registered already")
+        self._holdings[e.dataset] = Holding(e.dataset, e.offset, e.length, self._shares.space)
+
+    def _opened(self, e: Opened, now: float) -> None:
+        if e.dataset not in self._holdings or e.session in self._sessions:
+            raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
+        holding = self._holdings[e.dataset]
+        self._sessions[e.session] = holding.join(e.session, e.job, e.rank, e.world, now)
+        self._survey()
+
+    def _extended(self, e: Extended, now: float) -> None:
+        del now
+        s = self._sessions.get(e.session)
+        if s is None:
+            return  # closed meanwhile
+        if e.step != s.stream.end:
+            raise MalformedError(f"the plan goes on at step {s.stream.end}, not {e.step}")
+        s.stream.extend(e.epoch, e.objects, e.ends)
+        s.foretell(e.step)
+        self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
+        self._survey()
+
+    def _truncated(self, e: Truncated, now: float) -> None:
+        del now
+        s = self._sessions.get(e.session)
+        if s is None or e.step >= s.stream.end:
+            return
+        step = max(e.step, s.done)
+        position = s.stream.start(step)
+        loose = s.stream.objects(position, max(s.front, position)).astype(np.intp)
+        s.holding.unpin(loose)
+        s.front, s.checked = min(s.front, position), min(s.checked, position)
+        s.ready, s.wanted, s.blocked = min(s.ready, step), min(s.wanted, step), -1
+        s.stream.truncate(step)
+        s.group.replan()
+        self._unplanned(s.holding, loose)
+
+    def _progressed(self, e: Progressed, now: float) -> None:
+        s = self._sessions.get(e.session)
+        if s is None:
+            return
+        done = min(max(e.done, s.done), s.stream.end)
+        if done > s.done:
+            s.pace.progressed(done - s.done, now)
+            self._consume(s, done)
+        wanted = min(max(e.wanted, s.wanted), s.stream.end)
+        if wanted > s.wanted:
+            s.wanted = wanted
+            s.pace.asked(wanted - s.done, stalls=s.stalling)
+            s.stalls += s.stalling
+        self._ahead.look(s, len(self._sessions))
+
+    def _closed(self, e: Closed, now: float) -> None:
+        del now
+        s = self._sessions.pop(e.session, None)
+        if s is None:
+            return
+        loose = s.stream.objects(s.at, s.front).astype(np.intp)
+        s.holding.unpin(loose)
+        s.holding.leave(s)
+        s.group.replan()
+        self._unplanned(s.holding, loose)
+
+    def _fetched(self, e: Fetched, now: float) -> None:
+        flight = self._flights.land(e.fetch, len(e.nbytes))
+        if flight is None:
+            return  # no longer current
+        h = flight.holding
+        h.latency.saw(max(now - flight.begun, 0.0))
+        known = flight.offset != NOWHERE
+        good = (e.nbytes >= 0) & ((e.nbytes == flight.length) | ~known)
+        if every(good) and every(known):
+            h.landed(flight.ids, flight.offset)
+        else:
+            self._partly(e, flight, good, known)
+        h.counts["reads"] += int(np.count_nonzero(good))
+        h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+
+    def _partly(
+        self, e: Fetched, flight: Flight, good: NDArray[np.bool_], known: NDArray[np.bool_]
+    ) -> None:
+        """Some could not be read, or nobody knew how long they are."""
+        h = flight.holding
+        h.life[flight.ids] = FAILED
+        h.landed(flight.ids[good & known], flight.offset[good & known])
+        bad = known & ~good
+        h.pool.free(flight.offset[bad], flight.length[bad])
+        h.unlearn(flight.ids[bad & (e.nbytes >= 0)])
+        if not every(known):
+            self._store(e.fetch, flight, good & ~known, e.nbytes)
+        h.counts["failed"] += int((h.life[flight.ids] == FAILED).sum())
+
+    def _store(self, fetch: int, flight: Flight, good: NDArray[np.bool_], nbytes: Sizes) -> None:
+        """Find room for objects whose lengths are known only now."""
+        h, ids, nbytes = flight.holding, flight.ids[good], nbytes[good]
+        h.learn(ids, nbytes)
+        stalled = any(s.stalling for s in self._sessions.values() if s.holding is h)
+        offset = self._shares.place(h, nbytes, flight.need, stalled=stalled)
+        placed = offset != NOWHERE
+        if some(placed):
+            stored = ids[placed]
+            self._out.append(Store(fetch, stored.astype(np.int32), offset[placed]))
+            h.landed(stored, offset[placed])
+        if not every(placed):
+            self._out.append(Discard(fetch))
+
+    def _warmed(self, e: Warm, now: float) -> None:
+        del now
+        if e.dataset in self._holdings:
+            self._holdings[e.dataset].warming = 0
+
+    def _dropped(self, e: Dropped, now: float) -> None:
+        del now
+        holding = self._holdings.get(e.dataset)
+        if holding is not None:
+            holding.warming = -1
+            holding.evict(holding.loose(), "dropped")
+
+    def _ticked(self, e: Tick, now: float) -> None:
+        """Nothing: whatever waits for room or for its turn is looked at after every event."""
+
+    # --- plans and cursors ---------------------------------------------------------------------
+
+    def _replanned(self, s: Session, ids: Index, epoch: int) -> None:
+        """Tell the keeper that a session's plan goes on with these reads of `epoch`."""
+        h = s.holding
+        h.choose_keeper(self._window)
+        keeper = h.keeper
+        h.news += len(ids)
+        if isinstance(keeper, EpochKeeper):
+            keeper.known = s.group.known()
+            self._shares.set_loans(h, self._window.lend_share)
+            if epoch <= keeper.epoch:
+                keeper.protect(ids)
+                return
+        else:
+            h.release(ids)
+        if keeper is not None and h.news * _NEWS >= len(h):
+            keeper.stale = True
+            h.news = 0
+
+    def _unplanned(self, h: Holding, loose: Index) -> None:
+        """A session's plan, or the session, is gone; these had been pinned for it."""
+        h.choose_keeper(self._window)
+        if h.keeper is not None:
+            h.keeper.stale = True
+            if isinstance(h.keeper, EpochKeeper):
+                h.keeper.known = max((g.known() for g in h.groups), default=0)
+        h.release(loose)
+        self._survey()
+
+    def _consume(self, s: Session, done: int) -> None:
+        """The steps before `done` gave their bytes back."""
+        h, stream = s.holding, s.stream
+        start, stop = s.at, stream.start(done)
+        s.done, s.at = done, stop
+        for epoch, a, b in s.stretches(start, stop):
+            ids = stream.objects(a, b).astype(np.intp)
+            h.unpin(ids if b <= s.front else ids[: max(s.front - a, 0)])
+            uses = s.group.uses
+            uses.consume(epoch, ids, s.clocked(a, b) if uses.repeated(epoch) else None)
+            self._turn(s, epoch)
+            h.release(ids)
+        if s.front < stop:  # read directly, before they could be fetched
+            s.front = stop
+        s.checked = max(s.checked, stop)
+        s.ready = max(s.ready, done)
+        stream.forget(done)
+
+    def _turn(self, s: Session, epoch: int) -> None:
+        """A session reads in `epoch` now."""
+        if epoch == s.epoch:
+            return
+        s.epoch = epoch
+        s.group.uses.forget(min(x.epoch for x in s.group.sessions.values()))
+        keeper = s.holding.keeper
+        if isinstance(keeper, EpochKeeper) and keeper.uses is s.group.uses:
+            if epoch > keeper.epoch:
+                keeper.turn(epoch)
+            self._shares.set_loans(s.holding, self._window.lend_share)
+
+    def _survey(self) -> None:
+        """Sessions came, went or were told more: all windows change."""
+        for session in self._sessions.values():
+            self._ahead.look(session, len(self._sessions))
+
+    # --- what others may see -------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
+        """Counters of all datasets and sessions, by name and number; what `creel stats` shows."""
+        space = self._shares.space
+        node: dict[str, float | str] = {
+            "nbytes": space.nbytes,
+            "free_nbytes": space.free_bytes,
+            "inflight_objects": self._flights.objects,
+            "inflight_nbytes": self._flights.nbytes,
+        }
+        return {
+            "memory": {"node": node},
+            "datasets": {n: h.snapshot() for n, h in self._holdings.items()},
+            "sessions": {str(n): s.snapshot() for n, s in self._sessions.items()},
+        }
+
+    def check(self) -> None:
+        """Raise IllegalEventError unless all tables agree with each other; for tests."""
+        space = self._shares.space
+        space.check()
+        self._flights.check()
+        offset, length = [], []
+        for h in self._holdings.values():
+            h.check(self._flights.ids(h))
+            resident = h.offset != NOWHERE
+            offset += [h.offset[resident], self._flights.offsets(h)[0]]
+            length += [h.length[resident], self._flights.offsets(h)[1]]
+        if offset:
+            at, n = np.concatenate(offset), np.concatenate(length)
+            order = at.argsort()
+            end = (at + n)[order]
+            must((end[:-1] <= at[order][1:]).all(), "objects overlap")
+            must(end.max(initial=0) <= space.nbytes, "an object ends beyond the space")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Store:
-    """Copy objects `ids` of fetch `fetch`, held in private memory, to these arena offsets, now."""
-
-    fetch: int
-    ids: Ids
-    offset: Sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Forget all bytes still held in private memory for fetch `fetch`."""
-
-    fetch: int
-
-
-@dataclass(frozen=True, slots=True)
-class SetReady:
-    """Write READY = `ready` on the session's board and answer whoever waits for a step below it."""
-
-    session: int
-    ready: int
-    failed: int
-
-
-Action: TypeAlias = Fetch | Store | Discard | SetReady
+# The table of the class above.
+# ruff: noqa: SLF001
+_HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
+    Registered: Core._registered,
+    Opened: Core._opened,
+    Extended: Core._extended,
+    Truncated: Core._truncated,
+    Progressed: Core._progressed,
+    Closed: Core._closed,
+    Fetched: Core._fetched,
+    Warm: Core._warmed,
+    Dropped: Core._dropped,
+    Tick: Core._ticked,
+}

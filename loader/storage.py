@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.manifest import UNKNOWN
 from creel.cache.source import Patience, transient
-from creel.cache.stores import Range, Store, open_store
+from creel.cache.stores import Place, Store, open_store
 from creel.errors import ConfigError, NotFoundError, SourceError
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def read_all(address: str) -> bytes:
     """All bytes at an address; a local file fails as `open` does, a remote one by SourceError."""
     if not scheme_of(address):
         return Path(address).read_bytes()
-    return _patiently(address, Range(address, 0, UNKNOWN, keep=False, whole=True))
+    return _patiently(address, 0, UNKNOWN)
 
 
 def read_range(address: str, offset: int, nbytes: int) -> bytes:
@@ -88,7 +88,7 @@ def read_range(address: str, offset: int, nbytes: int) -> bytes:
         with Path(address).open("rb") as f:
             f.seek(offset)
             return f.read(nbytes)
-    return _patiently(address, Range(address, offset, nbytes, keep=True, whole=False))
+    return _patiently(address, offset, nbytes)
 
 
 def nbytes_of(address: str) -> int:
@@ -122,7 +122,7 @@ def _store(address: str) -> Store:
         return _stores[key]
 
 
-def _patiently(address: str, part: Range) -> bytes:
+def _patiently(address: str, offset: int, length: int) -> bytes:
     from stamina import retry_context
 
     patience = Patience()
@@ -131,7 +131,7 @@ def _patiently(address: str, part: Range) -> bytes:
             on=transient, attempts=patience.attempts, timeout=patience.deadline_s
         ):
             with attempt:
-                return _store(address).read(part)
+                return _store(address).read(Place(address), offset, length)
     except SourceError:
         raise
     except Exception as e:  # stores raise what they like: aiohttp's errors, pyarrow's

@@ -5,8 +5,8 @@ this connection open for as long as it lives; its end is how the daemon learns o
 packet is one message; descriptors ride along by SCM_RIGHTS.
 
 **Line** (ZeroMQ DEALER to ROUTER, abstract ipc): all later control. A message is
-`[body, array...]`:
-the body is msgspec (MessagePack), arrays are raw little-endian frames in the order the class names.
+`[body, array...]`: the body is msgspec (MessagePack), arrays are raw little-endian frames in the
+order the class names.
 
 Payload bytes never travel in a message: they lie in the arena, a memfd that clients map read-only.
 What happens once per batch is not a message at all but a word on the `Board` (`cache/board.py`).

@@ -1,0 +1,364 @@
+"""Which bytes of the arena belong to whom. Pure: numbers in, offsets out; it never sees the memory.
+
+A `Space` is shared by one *pool* per dataset. Where all objects of a dataset have one known length,
+its pool is *fixed*: records lie dense in slabs, at multiples of the exact record length, so that a
+reader gathers rows with one `np.take`; alloc and free work on whole batches. Any other pool is
+*paged*: an object takes the smallest free range that holds it (best fit), rounded up to pages.
+
+Under random churn best fit alone leaves up to a sixth of the space in holes that nothing fits;
+`PagedPool.compact` plans the few moves that keep 97 % in use (tests/unit/test_space.py measures
+both).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.extents import ABSENT, Extents, Sizes, evacuate, must, slide
+from creel.errors import IllegalEventError
+
+_SLAB_NBYTES = 64 << 20  # a slab costs about 20 us to make: nothing beside 64 MiB of reading
+_SLABS = 64  # at least this many slabs in a space, so that several pools can share a small one
+_PAGE_SHARE = 32  # pages are at most mean / 32: half a page is lost per object, so 1.6 % at most
+_PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
+_MANY = 255  # a page cell says "255 pages or more"
+
+_FREE, _USED = 1, 2
+
+
+def _empty() -> Sizes:
+    return np.empty(0, np.int64)
+
+
+class Space:
+    """The bytes [0, nbytes) of one arena, dealt out by pools.
+
+    >>> space = Space(10_000)
+    >>> pool = space.pool(np.full(50, 3_000))
+    >>> pool.alloc(np.full(4, 3_000)).tolist()
+    [0, 3000, 6000, -1]
+    >>> space.free_bytes
+    1000
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.extents = Extents(nbytes)
+        self._pools: list[FixedPool | PagedPool] = []
+
+    def pool(self, lengths: NDArray[np.integer]) -> FixedPool | PagedPool:
+        """A pool that fits a dataset of objects with these lengths (bytes; negative: unknown)."""
+        known = lengths[lengths >= 0]
+        pool: FixedPool | PagedPool
+        if len(known) and len(known) == len(lengths) and known.min() == known.max():
+            pool = FixedPool(self, max(int(known[0]), 1))
+        else:
+            pool = PagedPool(self, page_size(float(known.mean()) if len(known) else 0.0))
+        self._pools.append(pool)
+        return pool
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that no object holds. They may be in pieces, or in a slab of one pool."""
+        return self.nbytes - sum(pool.used for pool in self._pools)
+
+    def trim(self, asking: FixedPool | PagedPool) -> None:
+        """Take empty slabs back from all pools but the one that asks for their bytes."""
+        for pool in self._pools:
+            if pool is not asking:
+                pool.trim()
+
+    def discard(self, pool: FixedPool | PagedPool) -> None:
+        """Forget a pool that holds nothing.
+
+        Raises:
+            IllegalEventError: it still holds objects.
+        """
+        if pool.used:
+            raise IllegalEventError(f"a pool that holds {pool.used} bytes cannot go")
+        pool.trim()
+        self._pools.remove(pool)
+
+    def check(self) -> None:
+        """Raise IllegalEventError unless each byte has exactly one owner and the sums agree."""
+        self.extents.check()
+        parts = [self.extents.sorted(), *(pool.ranges() for pool in self._pools)]
+        owner = np.repeat(np.arange(len(parts)), [len(p[0]) for p in parts])
+        start = np.concatenate([p[0] for p in parts])
+        size = np.concatenate([p[1] for p in parts])
+        order = np.argsort(start, kind="stable")
+        start, size, owner = start[order], size[order], owner[order]
+        end = np.append(start[1:], self.nbytes)
+        must(not len(start) or start[0] == 0, "the first bytes have no owner")
+        many = size < 0  # a cell that says "many pages": up to where the next range begins
+        size = np.where(many, end - start, size)
+        must((start + size == end).all(), "ranges overlap or leave a gap")
+        for i, pool in enumerate(self._pools, 1):
+            pool.check(size[owner == i])
+
+
+def page_size(mean: float) -> int:
+    """Page for objects of `mean` bytes: a power of two that wastes at most 1.6 % of them.
+
+    >>> page_size(110_000), page_size(0), page_size(1e12)
+    (2048, 64, 65536)
+    """
+    low, high = _PAGES
+    return min(max(1 << max(int(mean / _PAGE_SHARE).bit_length() - 1, 0), low), high)
+
+
+class FixedPool:
+    """Records of one length, dense in slabs, at offsets that are multiples of that length."""
+
+    def __init__(self, space: Space, record: int) -> None:
+        self.record = record
+        self.used = 0  # bytes
+        self._space = space
+        self._slab = max(min(_SLAB_NBYTES, space.nbytes // _SLABS) // record, 1)
+        self._state = np.zeros(space.nbytes // record, np.uint8)  # lazily touched by the system
+        self._stack = np.empty(0, np.int64)  # free records; the next one to go is the last
+        self._top = 0
+        self._first = _empty()  # slabs: first record, ascending; records; records in use
+        self._count = _empty()
+        self._busy = _empty()
+
+    def alloc(self, nbytes: Sizes) -> Sizes:
+        """(k,) offsets for objects of these sizes; ABSENT where there is no room (the last ones).
+
+        An object longer than the record is ABSENT, too; a shorter one takes a whole record.
+        """
+        out = np.full(len(nbytes), ABSENT, np.int64)
+        where = np.flatnonzero(np.asarray(nbytes) <= self.record)
+        if self._top < len(where):
+            self._grow(len(where) - self._top)
+        k = min(self._top, len(where))
+        if k:
+            records = self._stack[self._top - k : self._top][::-1]
+            self._top -= k
+            self._state[records] = _USED
+            self._busy += self._per_slab(records)
+            self.used += k * self.record
+            out[where[:k]] = records * self.record
+        return out
+
+    def free(self, offsets: Sizes, nbytes: Sizes) -> None:  # noqa: ARG002  (all pools alike)
+        """Give objects back.
+
+        Raises:
+            IllegalEventError: an offset that is not in use (nothing was freed).
+        """
+        records, rest = np.divmod(np.asarray(offsets, np.int64), self.record)
+        self._refuse_strangers(records, rest)
+        self._state[records] = _FREE
+        self._busy -= self._per_slab(records)
+        self.used -= len(records) * self.record
+        self._push(records)
+
+    def trim(self) -> None:
+        """Give slabs in which nothing is left back to the space."""
+        gone = self._busy == 0
+        if not gone.any():
+            return
+        stack = self._stack[: self._top]
+        kept = stack[~gone[self._slab_of(stack)]]
+        self._stack[: len(kept)] = kept
+        self._top = len(kept)
+        for first, count in zip(
+            self._first[gone].tolist(), self._count[gone].tolist(), strict=True
+        ):
+            self._state[first : first + count] = 0
+            self._space.extents.put(first * self.record, count * self.record)
+        self._first, self._count, self._busy = (
+            a[~gone] for a in (self._first, self._count, self._busy)
+        )
+
+    def ranges(self) -> tuple[Sizes, Sizes]:
+        """(n,) starts and (n,) sizes of all slabs."""
+        return self._first * self.record, self._count * self.record
+
+    def check(self, held: Sizes) -> None:
+        """Raise IllegalEventError unless the records of the `held` (n,) bytes of slabs add up."""
+        must(int(held.sum()) == int(self._count.sum()) * self.record, "slabs have other sizes")
+        must(int(self._busy.sum()) * self.record == self.used, "used bytes do not add up")
+        must(self._top + int(self._busy.sum()) == int(self._count.sum()), "a record is lost")
+        stack = self._stack[: self._top]
+        must(len(np.unique(stack)) == self._top, "a free record is listed twice")
+        must((self._state[stack] == _FREE).all(), "a record that is listed as free is not")
+        must(np.count_nonzero(self._state == _FREE) == self._top, "a free record is not listed")
+        inuse = np.flatnonzero(self._state == _USED)
+        must((self._per_slab(inuse) == self._busy).all(), "slabs count wrongly")
+
+    def _grow(self, records: int) -> None:
+        """Take slabs until `records` more are free, or the space has none left."""
+        slabs: list[tuple[int, int]] = []
+        trimmed = False
+        while records > 0:
+            first, count = self._space.extents.carve(self.record, self._slab)
+            if count:
+                slabs.append((first, count))
+                records -= count
+            elif trimmed:
+                break
+            else:
+                self._space.trim(self)
+                trimmed = True
+        for first, count in reversed(slabs):  # so that the first record is the next to go
+            self._add(first, count)
+
+    def _add(self, first: int, count: int) -> None:
+        at = int(np.searchsorted(self._first, first))
+        self._first = np.insert(self._first, at, first)
+        self._count = np.insert(self._count, at, count)
+        self._busy = np.insert(self._busy, at, 0)
+        self._state[first : first + count] = _FREE
+        self._push(np.arange(first + count - 1, first - 1, -1, dtype=np.int64))
+
+    def _push(self, records: Sizes) -> None:
+        top = self._top + len(records)
+        if top > len(self._stack):
+            grown = np.empty(max(top, 2 * len(self._stack)), np.int64)
+            grown[: self._top] = self._stack[: self._top]
+            self._stack = grown
+        self._stack[self._top : top] = records
+        self._top = top
+
+    def _slab_of(self, records: Sizes) -> NDArray[np.intp]:
+        return np.searchsorted(self._first, records, side="right") - 1
+
+    def _per_slab(self, records: Sizes) -> NDArray[np.intp]:
+        return np.bincount(self._slab_of(records), minlength=len(self._first))
+
+    def _refuse_strangers(self, records: Sizes, rest: Sizes) -> None:
+        if not len(records):
+            return
+        ordered = np.sort(records)
+        if (
+            rest.any()
+            or ordered[0] < 0
+            or ordered[-1] >= len(self._state)
+            or (self._state[records] != _USED).any()
+            or (ordered[1:] == ordered[:-1]).any()
+        ):
+            raise IllegalEventError("freed records that are not in use")
+
+
+class PagedPool:
+    """Objects of any size, each in a row of pages at a multiple of the page."""
+
+    def __init__(self, space: Space, page: int) -> None:
+        self.page = page
+        self.used = 0  # bytes, rounded up to pages
+        self._space = space
+        self._shift = page.bit_length() - 1
+        # per page: 0, or that an object of so many pages (_MANY: or more) begins here
+        self._cells = np.zeros((space.nbytes >> self._shift) + 1, np.uint8)
+
+    def alloc(self, nbytes: Sizes) -> Sizes:
+        """(k,) offsets for objects of these sizes; ABSENT where there is no room.
+
+        In order: a large object may find none and a small one after it some.
+        """
+        sizes = self._rounded(nbytes).tolist()
+        extents, page = self._space.extents, self.page
+        out = [extents.take(n, page) for n in sizes]
+        if ABSENT in out and self._other_slabs():
+            self._space.trim(self)
+            out = [
+                extents.take(n, page) if at == ABSENT else at
+                for n, at in zip(sizes, out, strict=True)
+            ]
+        offsets = np.array(out, np.int64)
+        self._mark(offsets, np.array(sizes, np.int64))
+        return offsets
+
+    def free(self, offsets: Sizes, nbytes: Sizes) -> None:
+        """Give objects back; `nbytes` as at `alloc`.
+
+        Raises:
+            IllegalEventError: an offset or size that no object in use has (nothing was freed).
+        """
+        offsets, sizes = np.asarray(offsets, np.int64), self._rounded(nbytes)
+        self._refuse_strangers(offsets, sizes)
+        self._cells[offsets >> self._shift] = 0
+        self.used -= int(sizes.sum())
+        put = self._space.extents.put
+        for at, n in zip(offsets.tolist(), sizes.tolist(), strict=True):
+            put(at, n)
+
+    def compact(self, offsets: Sizes, nbytes: Sizes, need: int) -> tuple[Sizes, Sizes, Sizes]:
+        """Move objects until an object of `need` bytes has room, with little copying.
+
+        The pool regards the moves as done at once. The caller copies them in order, each as a
+        `memmove`: source and target of one move may overlap, but no target overlaps the source of
+        a later move.
+
+        Args:
+            offsets, nbytes: (n,) objects of this pool that may move (unpinned), in any order.
+                Neighbours matter: of very many, give those of one stretch of addresses.
+        Returns:
+            (m,) from, (m,) to, (m,) bytes of each move; empty where it cannot be done.
+        Raises:
+            IllegalEventError: an object that is not in use.
+        """
+        offsets, nbytes = np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64)
+        self._refuse_strangers(offsets, self._rounded(nbytes))
+        order = np.argsort(offsets)
+        offsets, nbytes = offsets[order], nbytes[order]
+        sizes, extents = self._rounded(nbytes), self._space.extents
+        want = int(self._rounded(np.array([need]))[0])
+        plan = evacuate(extents, offsets, sizes, want, self.page)
+        plan = plan or slide(extents, offsets, sizes, want, self.page)
+        if plan is None:
+            return _empty(), _empty(), _empty()
+        moved, target = plan
+        self._cells[offsets[moved] >> self._shift] = 0
+        self.used -= int(sizes[moved].sum())
+        self._mark(target, sizes[moved])
+        far = offsets[moved] != target
+        return offsets[moved][far], target[far], nbytes[moved][far]
+
+    def trim(self) -> None:
+        """Nothing to do: a page goes back to the space with its object."""
+
+    def ranges(self) -> tuple[Sizes, Sizes]:
+        """(n,) starts and (n,) sizes of all objects; -1 for a size of many pages."""
+        start = np.flatnonzero(self._cells)
+        size = self._cells[start].astype(np.int64) << self._shift
+        return start << self._shift, np.where(self._cells[start] == _MANY, -1, size)
+
+    def check(self, held: Sizes) -> None:
+        """Raise IllegalEventError unless the objects' sizes `held` (n,) add up."""
+        cells = self._cells[np.flatnonzero(self._cells)]
+        must(int(held.sum()) == self.used, "used bytes do not add up")
+        must((np.minimum(held >> self._shift, _MANY) == cells).all(), "an object has another size")
+
+    def _rounded(self, nbytes: Sizes) -> Sizes:
+        pages = (np.asarray(nbytes, np.int64) + self.page - 1) >> self._shift
+        rounded: Sizes = np.maximum(pages, 1) << self._shift
+        return rounded
+
+    def _mark(self, offsets: Sizes, sizes: Sizes) -> None:
+        got = offsets != ABSENT
+        pages = np.minimum(sizes[got] >> self._shift, _MANY)
+        self._cells[offsets[got] >> self._shift] = pages
+        self.used += int(sizes[got].sum())
+
+    def _other_slabs(self) -> bool:
+        return self._space.extents.nbytes < self._space.free_bytes
+
+    def _refuse_strangers(self, offsets: Sizes, sizes: Sizes) -> None:
+        if len(offsets) != len(sizes):
+            raise IllegalEventError("as many sizes as offsets are needed")
+        if not len(offsets):
+            return
+        ordered = np.sort(offsets)
+        if ordered[0] < 0 or ordered[-1] >= self._space.nbytes:
+            raise IllegalEventError("freed bytes outside of the space")
+        cells = self._cells[offsets >> self._shift]
+        if (
+            (offsets & (self.page - 1)).any()
+            or (cells != np.minimum(sizes >> self._shift, _MANY)).any()
+            or (ordered[1:] == ordered[:-1]).any()
+        ):
+            raise IllegalEventError("freed objects that are not in use, or not of this size")

@@ -1,0 +1,169 @@
+"""Working ahead: what is pinned and fetched next, and which steps are ready. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.extents import ABSENT as NOWHERE
+from creel.daemon.events import Fetch
+from creel.daemon.flights import Flights
+from creel.daemon.holding import Holding, Index, Session, Sizes
+from creel.daemon.shares import Shares
+from creel.policies.masks import some
+from creel.policies.prefetch import Window
+from creel.policies.retain import ABSENT, FAILED, FETCHING, FarKeeper, Need
+
+#: Positions looked at in one go: about one urgency class at 256 objects a step.
+_CHUNK = 512
+
+
+class Ahead:
+    """Moves each session's `front` (pinned, and fetched where absent) and `ready` on.
+
+    Args:
+        shares: where room comes from; flights: what starts the fetches.
+    """
+
+    def __init__(self, shares: Shares, flights: Flights, window: Window) -> None:
+        self._shares = shares
+        self._flights = flights
+        self._window = window
+
+    def look(self, s: Session, sessions: int) -> None:
+        """Set how far a session may go ahead, in positions, where so many share the memory."""
+        stream, h, window = s.stream, s.holding, self._window
+        end = stream.end
+        steps = s.pace.horizon(h.latency.seconds, window)
+        share = min(window.pinned_share * self._shares.space.nbytes / sessions, window.nbytes)
+        reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / h.mean))
+        least = s.done + 1
+        if isinstance(h.keeper, FarKeeper) and self._shares.missing(h) > 0:
+            ranks = sum(len(g.sessions) for g in h.groups)
+            reach = min(reach, s.at + int(window.lend_share * len(h) / ranks))
+            least = s.done + 2
+        if s.stalling:
+            least = max(least, s.ready + 1)
+        s.reach = max(reach, stream.start(min(least, end)))
+
+    def settle(self, s: Session) -> None:
+        """Move `ready` over all steps whose objects are resident or failed."""
+        life = s.holding.life
+        if s.checked < s.front and s.blocked >= 0 and life[s.blocked] == FETCHING:
+            return
+        s.blocked = -1
+        while s.checked < s.front and s.blocked < 0:
+            ids = s.stream.objects(s.checked, min(s.checked + _CHUNK, s.front))
+            found = life[ids]
+            coming = found == FETCHING
+            settled = int(coming.argmax())
+            if coming[settled]:
+                s.blocked = int(ids[settled])
+                found = found[:settled]
+            s.failed += int(np.count_nonzero(found == FAILED))
+            s.checked += len(found)
+        s.ready = max(s.ready, s.stream.step_at(s.checked))
+
+    def pump(self, sessions: Iterable[Session], now: float) -> list[Fetch]:
+        """Go on with the most urgent session until nothing more can be done for any."""
+        out: list[Fetch] = []
+        todo = [s for s in sessions if s.front < s.reach]
+        while todo:
+            s = todo[0] if len(todo) == 1 else min(todo, key=_urgency)
+            if not self._advance(s, now, out) or s.front >= s.reach:
+                todo.remove(s)
+        return out
+
+    def _advance(self, s: Session, now: float, out: list[Fetch]) -> bool:
+        """Pin and fetch the next objects of a session; False when there is no room or leave."""
+        h, start = s.holding, s.front
+        urgent, stop = self._stretch(s)
+        ids = s.stream.objects(start, stop).astype(np.intp)
+        life = h.life[ids]
+        absent = (life <= FAILED).nonzero()[0]
+        if len(absent):
+            absent = self._worth(h, ids, life, absent)
+        h.pin(ids)
+        taken = len(ids)
+        if len(absent):
+            k = self._fetch(s, ids[absent], now, out, urgent=urgent)
+            if k < len(absent):
+                taken = int(absent[k])
+                absent = absent[:k]
+                h.unpin(ids[taken:])
+                h.release(ids[taken:])
+        s.front += taken
+        h.count(s, life[:taken], len(absent))
+        self.settle(s)
+        return taken > 0
+
+    def _stretch(self, s: Session) -> tuple[bool, int]:
+        """Whether somebody stalls for the next positions, and where to stop with them."""
+        stream = s.stream
+        if s.stalling:
+            stop = stream.start(s.ready + 1)
+            if s.front < stop:
+                return True, min(stop, s.front + _CHUNK)
+        stop = min(s.reach, s.front + _CHUNK)
+        return False, min(stop, stream.start(stream.epoch(stream.step_at(s.front))[1]))
+
+    def _worth(self, h: Holding, ids: Index, life: NDArray[np.uint8], absent: Index) -> Index:
+        """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
+        if life[absent].any():
+            absent = absent[(life[absent] == ABSENT) | (h.pins[ids[absent]] == 0)]
+        wanted = np.sort(ids[absent])
+        if some(wanted[1:] == wanted[:-1]):
+            absent = absent[np.sort(np.unique(ids[absent], return_index=True)[1])]
+        return absent
+
+    def _fetch(self, s: Session, ids: Index, now: float, out: list[Fetch], *, urgent: bool) -> int:
+        """Fetch objects as far as possible, in order; returns how many are taken care of.
+
+        What somebody stalls for and finds no room is given up: its reader goes to the source.
+        """
+        h = s.holding
+        length = h.length[ids]
+        k = self._flights.leave(h.expected(length), urgent=urgent)
+        if not k:
+            return 0
+        if k < len(ids):
+            ids, length = ids[:k], length[:k]
+        step = s.stream.step_at(s.front)
+        need = s.need(step)
+        offset, lack = self._room(h, length, need, stalled=urgent)
+        if some(lack):
+            keep: slice | NDArray[np.bool_] = ~lack
+            if urgent:
+                h.fail(ids[lack])
+            else:
+                k = int(lack.argmax())
+                given = offset[k:] != NOWHERE
+                h.pool.free(offset[k:][given], length[k:][given])
+                keep = slice(k)
+            ids, offset, length = ids[keep], offset[keep], length[keep]
+        due = now + (step - s.done) * s.pace.step_s
+        out += self._flights.start(h, ids, offset, length, need, now, due)
+        return k
+
+    def _room(
+        self, h: Holding, length: Sizes, need: Need, *, stalled: bool
+    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        """(k,) offsets (NOWHERE where the length is unknown), and (k,) which find no room."""
+        strange = length < 0
+        if not some(strange):
+            offset = self._shares.place(h, length, need, stalled=stalled)
+            return offset, offset == NOWHERE
+        offset = np.full(len(length), NOWHERE, np.int64)
+        offset[~strange] = self._shares.place(h, length[~strange], need, stalled=stalled)
+        lack = offset == NOWHERE
+        where = np.flatnonzero(strange)
+        lack[where[: self._shares.reserve(h, len(where), need, stalled=stalled)]] = False
+        return offset, lack
+
+
+def _urgency(s: Session) -> tuple[bool, float]:
+    """Those who stall first, then by the time until the next objects are needed."""
+    ahead = s.stream.step_at(s.front) - s.done
+    return not s.stalling, ahead * (s.pace.step_s or 1.0)

@@ -1,0 +1,163 @@
+"""What happens to a node's core and what it wants done: plain data. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids: TypeAlias = NDArray[np.int32]
+Sizes: TypeAlias = NDArray[np.int64]
+
+# --- events -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Registered:
+    """A dataset is known; `offset` and `length` are the columns of its shared `Table`.
+
+    The core is their one writer: it publishes an object by writing its offset.
+    """
+
+    dataset: str
+    offset: Sizes
+    length: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A session begins: rank `rank` of `world` of job `job` will read from `dataset`."""
+
+    session: int
+    dataset: str
+    job: str
+    rank: int
+    world: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extended:
+    """A session's plan goes on; see `messages.Extend` (already checked against the manifest)."""
+
+    session: int
+    epoch: int
+    step: int
+    objects: Ids
+    ends: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """A session's plan is void from `step` on."""
+
+    session: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """The board says: steps < `done` gave their bytes back, somebody waits for step `wanted`-1."""
+
+    session: int
+    done: int
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A session ended or its client died."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """Fetch `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
+
+    Where the action's offset was ABSENT (length unknown) the shell holds the bytes until it is
+    told to `Store` or `Discard` them.
+    """
+
+    fetch: int
+    nbytes: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Somebody asked to load (all of) a dataset ahead of any session, as far as room allows."""
+
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Forget a dataset's residents that nobody has pinned."""
+
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed and nothing else happened."""
+
+
+Event: TypeAlias = (
+    Registered
+    | Opened
+    | Extended
+    | Truncated
+    | Progressed
+    | Closed
+    | Fetched
+    | Warm
+    | Dropped
+    | Tick
+)
+
+# --- actions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetch:
+    """Read these objects from the source: object ids[i] to arena[offset[i]:offset[i]+length[i]].
+
+    Where offset[i] is ABSENT the length is unknown: read into private memory, report the size.
+    Objects are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
+    """
+
+    fetch: int
+    dataset: str
+    ids: Ids
+    offset: Sizes
+    length: Sizes
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """Copy objects `ids` of fetch `fetch`, held in private memory, to these arena offsets, now."""
+
+    fetch: int
+    ids: Ids
+    offset: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Forget all bytes still held in private memory for fetch `fetch`."""
+
+    fetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetReady:
+    """Write READY = `ready` on the session's board and answer whoever waits for a step below it."""
+
+    session: int
+    ready: int
+    failed: int
+
+
+Action: TypeAlias = Fetch | Store | Discard | SetReady

@@ -1,0 +1,302 @@
+"""Fetching: threads that carry out the core's `Fetch` actions, earliest deadline first.
+
+Every data set has a lane of its own (queue and threads), so a thread that sits in a dead mount,
+where no signal reaches it, holds up nobody else and not the exit either (threads are daemonic).
+A fetch is cut into parts that take about 2 ms each at the lane's present speed: many small records
+to a part where reads are quick, one object to a part where each is a round trip. One `Fetched` goes
+out per fetch, when its last part is through.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.board import ABSENT
+from creel.cache.source import Source
+from creel.daemon.core import Discard, Fetch, Fetched, Store
+
+log = logging.getLogger("creel.fetch")
+
+#: A part shorter than this is eaten by hand-over costs (about 30 us), a longer one by poor spread.
+_PART_S = 0.002
+_PART_OBJECTS = 256
+_FIRST_GUESS_S = 0.0001  # per object, before anything was measured
+_CPU_S = 2e-5  # interpreter time of one object, about: so many threads fit into its waiting
+_COPY_BPS = 3e9  # what the page cache gives one thread; copying is no waiting
+_HUNG_S = 1.0  # a part that takes longer is not counted on
+
+
+@dataclass(eq=False)
+class _Job:
+    """A fetch under way: filled in by its parts, each its own slice."""
+
+    fetch: Fetch
+    nbytes: NDArray[np.int64]
+    parts: int
+    held: dict[int, bytes] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def part_done(self) -> bool:
+        """Whether that was the last part."""
+        with self.lock:
+            self.parts -= 1
+            return self.parts == 0
+
+
+class Fetcher:
+    """All lanes of a daemon.
+
+    Args:
+        arena: the writable bytes of the arena.
+        post: takes each `Fetched`; called from any thread.
+        threads: most threads over all lanes (a lane always gets one).
+        per_source: most threads of one lane.
+    """
+
+    def __init__(
+        self,
+        arena: memoryview,
+        post: Callable[[Fetched], None],
+        *,
+        threads: int = 32,
+        per_source: int = 32,
+    ) -> None:
+        self._arena = arena
+        self._post = post
+        self._room = _Room(threads)
+        self._per_source = per_source
+        self._lanes: dict[str, _Lane] = {}
+        self._held: dict[int, dict[int, bytes]] = {}
+        self.pending = 0  # fetches that were not answered yet; only the loop thread counts
+
+    def add(self, dataset: str, source: Source) -> None:
+        """Fetches of `dataset` read from `source` from now on."""
+        self._lanes[dataset] = _Lane(dataset, source, self._run, self._per_source, self._room)
+
+    def source(self, dataset: str) -> Source:
+        """The source of a data set."""
+        return self._lanes[dataset].source
+
+    def submit(self, fetch: Fetch) -> None:
+        """Begin a fetch; `Fetched` is posted at its end, whatever happens."""
+        self.pending += 1
+        lane = self._lanes[fetch.dataset]
+        k = len(fetch.ids)
+        cuts = list(_parts(k, lane.objects_per_part()))
+        job = _Job(fetch, np.full(k, -1, np.int64), max(len(cuts), 1))
+        if not cuts:
+            self._finish(job)
+        lane.put(fetch.deadline, job, cuts)
+
+    def finished(self, event: Fetched) -> None:
+        """The loop took this event off its queue."""
+        del event
+        self.pending -= 1
+
+    def store(self, action: Store) -> None:
+        """Copy held bytes into the arena, now."""
+        held = self._held[action.fetch]
+        for object_id, offset in zip(action.ids.tolist(), action.offset.tolist(), strict=True):
+            data = held.pop(object_id)
+            target = np.frombuffer(self._arena[offset : offset + len(data)], np.uint8)
+            np.copyto(target, np.frombuffer(data, np.uint8))
+        if not held:
+            del self._held[action.fetch]
+
+    def discard(self, action: Discard) -> None:
+        """Forget what is still held for a fetch."""
+        self._held.pop(action.fetch, None)
+
+    def held_nbytes(self) -> int:
+        """Bytes in private memory that wait for the core's word."""
+        return sum(len(data) for held in list(self._held.values()) for data in held.values())
+
+    def tick(self) -> None:
+        """Time passed: replace threads that hang."""
+        for lane in self._lanes.values():
+            lane.tick()
+
+    def close(self) -> None:
+        """Tell all threads to end after their present part; waits for none of them."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads after `close`; whether all ended (a dead mount may hold one)."""
+        deadline = time.monotonic() + timeout_s
+        threads = [t for lane in self._lanes.values() for t in lane.threads]
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _run(self, source: Source, job: _Job, part: slice) -> None:
+        """One part, in a lane's thread."""
+        try:
+            self._read(source, job, part)
+        except Exception:  # our bug: the objects count as failed, readers go to the source
+            log.exception("fetch %d failed", job.fetch.fetch)
+        if job.part_done():
+            self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        if job.held:
+            self._held[job.fetch.fetch] = job.held
+        self._post(Fetched(job.fetch.fetch, job.nbytes))
+
+    def _read(self, source: Source, job: _Job, part: slice) -> None:
+        ids, offset = job.fetch.ids[part], job.fetch.offset[part]
+        nbytes = job.nbytes[part]
+        known = offset != ABSENT
+        if known.all():
+            nbytes[:] = source.read_into(ids, self._buffers(offset, job.fetch.length[part]))
+            return
+        lengths = job.fetch.length[part][known]
+        nbytes[known] = source.read_into(ids[known], self._buffers(offset[known], lengths))
+        for i in np.flatnonzero(~known).tolist():
+            data = source.read_whole(ids[i : i + 1])[0]
+            if data is not None:
+                nbytes[i] = len(data)
+                job.held[int(ids[i])] = data
+
+    def _buffers(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> list[memoryview]:
+        arena = self._arena
+        ends = (offset + length).tolist()
+        return [arena[a:b] for a, b in zip(offset.tolist(), ends, strict=True)]
+
+
+def _parts(k: int, step: int) -> Iterator[slice]:
+    """Slices of at most `step` that cover k.
+
+    >>> list(_parts(3, 2))
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    return (slice(i, min(i + step, k)) for i in range(0, k, step))
+
+
+class _Room:
+    """How many more threads there may be."""
+
+    def __init__(self, threads: int) -> None:
+        self._free = threads
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        with self._lock:
+            if self._free <= 0:
+                return False
+            self._free -= 1
+            return True
+
+
+class _Lane:
+    """The queue and the threads of one source.
+
+    As many threads work as waiting makes worth while: two where reads come from the page cache (a
+    third would only fight for the interpreter), all that are allowed where a read is a far round
+    trip. Threads that hang do not count, so that one dead server does not take its lane along.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        run: Callable[[Source, _Job, slice], None],
+        limit: int,
+        room: _Room,
+    ) -> None:
+        self.source = source
+        self.threads: list[threading.Thread] = []
+        self._name = name
+        self._run = run
+        self._limit = limit
+        self._room = room
+        self._heap: list[tuple[float, int, _Job, slice]] = []
+        self._count = 0
+        self._idle = 0
+        self._began: dict[int, float] = {}  # by thread, while it reads
+        self._closed = False
+        self._ready = threading.Condition()
+        self._object_s = _FIRST_GUESS_S
+        self._wait_s = _FIRST_GUESS_S
+
+    def objects_per_part(self) -> int:
+        """So many objects take about _PART_S."""
+        return int(min(max(_PART_S / self._object_s, 1), _PART_OBJECTS))
+
+    def put(self, deadline: float, job: _Job, parts: list[slice]) -> None:
+        """Queue parts of a job."""
+        with self._ready:
+            for part in parts:
+                heapq.heappush(self._heap, (deadline, self._count, job, part))
+                self._count += 1
+            self._grow()
+
+    def tick(self) -> None:
+        """Look whether threads hang that others must replace."""
+        with self._ready:
+            self._grow()
+
+    def close(self) -> None:
+        """End all threads that still listen."""
+        with self._ready:
+            self._closed = True
+            self._heap.clear()
+            self._ready.notify_all()
+        self.source.close()
+
+    def _spare(self) -> int:
+        """How many more threads should be reading now."""
+        hung = time.monotonic() - _HUNG_S
+        busy = sum(began > hung for began in self._began.values())
+        return min(len(self._heap), max(2, int(self._wait_s / _CPU_S)) - busy)
+
+    def _grow(self) -> None:
+        """Wake or start threads for what waits; the lock is held."""
+        spare = self._spare()
+        if spare <= 0:
+            return
+        self._ready.notify(spare)
+        for _ in range(min(spare - self._idle, self._limit - len(self.threads))):
+            if self.threads and not self._room.take():
+                return
+            name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
+            self.threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+            self.threads[-1].start()
+
+    def _work(self) -> None:
+        me = threading.get_ident()
+        while (work := self._take(me)) is not None:
+            job, part = work
+            start = time.perf_counter()
+            self._run(self.source, job, part)
+            self._measure(job, part, time.perf_counter() - start)
+
+    def _measure(self, job: _Job, part: slice, seconds: float) -> None:
+        """Learn from a part; that threads may lose an update harms nobody."""
+        objects = part.stop - part.start
+        self._object_s += (seconds / objects - self._object_s) * 0.1
+        nbytes = int(np.maximum(job.nbytes[part], 0).sum())
+        wait = max(seconds - nbytes / _COPY_BPS, 0.0) / objects
+        # A low quantile: a thread that waits for the interpreter must not look like a slow disk.
+        self._wait_s += (wait - self._wait_s) * (0.3 if wait < self._wait_s else 0.03)
+
+    def _take(self, me: int) -> tuple[_Job, slice] | None:
+        with self._ready:
+            self._began.pop(me, None)
+            while self._spare() <= 0:
+                if self._closed:
+                    return None
+                self._idle += 1
+                self._ready.wait()
+                self._idle -= 1
+            self._began[me] = time.monotonic()
+            _, _, job, part = heapq.heappop(self._heap)
+            return job, part

@@ -1,0 +1,415 @@
+"""What a node holds of one dataset, and who reads it: the tables of the core. Pure.
+
+Struct of arrays; the core is their one writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.extents import ABSENT as NOWHERE
+from creel.cache.extents import must
+from creel.cache.space import FixedPool, PagedPool, Space
+from creel.policies.masks import every, some
+from creel.policies.prefetch import Latency, Pace, Stream, Window
+from creel.policies.retain import (
+    ABSENT,
+    FAILED,
+    FETCHING,
+    RESIDENT,
+    EpochKeeper,
+    FarKeeper,
+    Keeper,
+    Need,
+)
+from creel.policies.uses import Uses
+
+Index = NDArray[np.intp]
+Sizes = NDArray[np.int64]
+
+ONE = np.int32(1)
+#: What a read found: a resident, a fetch under way for somebody else, nothing.
+COUNTED = ("hits", "joined", "misses")
+#: Before any length is known: about an ImageNet file.
+_GUESS_NBYTES = 128 << 10
+#: A rank that opens when its group is further on than this joins an old job: its steps are shifted.
+_LATE_STEPS = 8
+#: Repeats up to this share of an epoch's reads are padding (DistributedSampler), no replacement.
+_PADDING = 0.01
+#: A region is taken from another dataset at once: this share of the space, but no more bytes.
+_REGION_SHARE = 64
+_REGION_NBYTES = 64 << 20
+
+
+@dataclass(eq=False)
+class Group:
+    """The ranks on this node that go through one dataset in step: one `Uses` for all."""
+
+    job: str
+    world: int
+    uses: Uses
+    sessions: dict[int, Session] = field(default_factory=dict)  # by rank
+
+    def clock(self) -> int:
+        """Steps that all ranks have done."""
+        return min((s.done + s.shift for s in self.sessions.values()), default=0)
+
+    def known(self) -> int:
+        """The latest epoch of which every rank has told its plan."""
+        return min((s.last_epoch for s in self.sessions.values()), default=-1)
+
+    def planned(self) -> bool:
+        """Whether any rank still has something to read."""
+        return any(s.stream.end > s.done for s in self.sessions.values())
+
+    def step_s(self) -> float:
+        """Seconds per step of the slowest rank; 0 when unknown."""
+        return max((s.pace.step_s for s in self.sessions.values()), default=0.0)
+
+    def replan(self) -> None:
+        """Build the next uses anew from what the sessions still have to read."""
+        self.uses.clear()
+        for session in self.sessions.values():
+            session.foretell(session.done)
+
+
+class Session:
+    """One rank's stream. Positions before `front` are pinned from step `done` on."""
+
+    def __init__(self, number: int, holding: Holding, group: Group, rank: int, now: float) -> None:
+        self.id = number
+        self.holding = holding
+        self.group = group
+        self.rank = rank
+        self.stream = Stream()
+        late = group.clock() > _LATE_STEPS
+        self.shift = group.clock() if late else 0  # from own steps to the group's
+        self.epoch_shift = max(group.known(), 0) if late else 0
+        self.pace = Pace(now)
+        self.done = 0  # steps
+        self.ready = 0
+        self.wanted = 0
+        self.at = 0  # position of `done`
+        self.checked = 0  # positions before it are settled
+        self.front = 0
+        self.reach = 0  # how far `front` may go for now
+        self.told = 0  # `ready` as last announced
+        self.epoch = 0  # of the last step done, on the group's count
+        self.blocked = -1  # the object that `checked` waits for
+        self.failed = 0
+        self.hits = self.joined = self.misses = self.stalls = 0
+
+    @property
+    def last_epoch(self) -> int:
+        """The latest epoch of the plan, on the group's count."""
+        return self.stream.last_epoch + self.epoch_shift
+
+    @property
+    def stalling(self) -> bool:
+        """Whether somebody waits for the step at `ready`."""
+        return self.wanted > self.ready
+
+    def snapshot(self) -> dict[str, float | str]:
+        """For `creel stats`."""
+        own = ("rank", "done", "ready", "wanted", "epoch", "failed", *COUNTED, "stalls")
+        return {name: getattr(self, name) for name in own} | {
+            "dataset": self.holding.name,
+            "job": self.group.job,
+            "known": self.stream.end,
+            "fetched": self.stream.step_at(self.front),
+            "window": self.stream.step_at(self.reach) - self.done,
+            "step_s": self.pace.step_s,
+        }
+
+    def clocked(self, start: int, stop: int) -> NDArray[np.int32]:
+        """(k,) the step of each of the positions start..stop-1, on the group's clock."""
+        steps = self.stream.steps(start, stop)
+        steps += self.shift
+        return steps
+
+    def need(self, step: int) -> Need:
+        """Epoch and step on the keeper's clock, for room that is wanted for this step."""
+        epoch = self.stream.epoch(step)[0] + self.epoch_shift
+        step += self.shift
+        keeper = self.holding.keeper
+        return Need(epoch, step if keeper is None else keeper.at(self.group.uses, step))
+
+    def foretell(self, step: int) -> None:
+        """Tell the group's uses the plan from `step` on."""
+        while step < self.stream.end:
+            epoch, stop = self.stream.epoch(step)
+            a, b = self.stream.start(step), self.stream.start(stop)
+            self.group.uses.extend(
+                epoch + self.epoch_shift,
+                self.clocked(a, b),
+                self.stream.objects(a, b).astype(np.intp),
+                self.rank,
+            )
+            step = stop
+
+    def stretches(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(epoch, first, last) positions: start..stop-1 cut where the epoch changes."""
+        out = []
+        while start < stop:
+            epoch, until = self.stream.epoch(self.stream.step_at(start))
+            last = min(self.stream.start(until), stop)
+            out.append((epoch + self.epoch_shift, start, last))
+            start = last
+        return out
+
+
+class Holding:
+    """One dataset: its objects' state, its share of the space, its jobs."""
+
+    def __init__(self, name: str, offset: Sizes, length: Sizes, space: Space) -> None:
+        n = len(offset)
+        self.name = name
+        self.offset = offset
+        self.length = length
+        self.offset[:] = NOWHERE
+        self.space = space
+        self.pool: FixedPool | PagedPool = space.pool(length)
+        self.life = np.zeros(n, np.uint8)
+        self.pins = np.zeros(n, np.int32)
+        self.groups: list[Group] = []
+        self.keeper: Keeper | None = None
+        self.latency = Latency()
+        self.warming = -1  # next object to load for `Warm`, or -1
+        self.news = 0  # planned reads since the keeper last sorted all residents
+        known = length >= 0
+        self._known = int(known.sum())
+        self._known_nbytes = int(length[known].sum())
+        self.counts = dict.fromkeys((*COUNTED, "reads", "read_nbytes", "failed"), 0)
+        self.evicted = dict.fromkeys(("due_later", "other_dataset", "dropped", "stalled"), 0)
+        self.resident = 0
+        self.resident_nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def expected(self, length: Sizes) -> Sizes:
+        """The same lengths, with the mean where one is unknown."""
+        strange = length < 0
+        return np.where(strange, int(self.mean), length) if some(strange) else length
+
+    @property
+    def mean(self) -> float:
+        """Bytes of an object, as far as known."""
+        if not self._known:
+            return max(min(_GUESS_NBYTES, self.space.nbytes / _REGION_SHARE), 1.0)
+        return max(self._known_nbytes / self._known, 1.0)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the whole dataset, unknown lengths guessed."""
+        return self.mean * len(self)
+
+    @property
+    def active(self) -> bool:
+        """Whether anybody reads it."""
+        return any(g.sessions for g in self.groups)
+
+    # --- objects -------------------------------------------------------------------------------
+
+    def pin(self, ids: Index) -> None:
+        """One more reader for each (an object may come twice)."""
+        np.add.at(self.pins, ids, ONE)
+
+    def unpin(self, ids: Index) -> None:
+        """One reader less for each; whatever nobody has pinned then may leave."""
+        np.subtract.at(self.pins, ids, ONE)
+
+    def release(self, ids: Index) -> None:
+        """Tell the keeper of those among `ids` that are resident and unpinned."""
+        if self.keeper is not None and not self.keeper.stale:
+            loose = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
+            if some(loose):
+                self.keeper.released(ids if every(loose) else ids[loose])
+
+    def learn(self, ids: Index, nbytes: Sizes) -> None:
+        """These lengths are now known."""
+        new = self.length[ids] < 0
+        self._known += int(new.sum())
+        self._known_nbytes += int(nbytes[new].sum())
+        self.length[ids] = nbytes
+
+    def unlearn(self, ids: Index) -> None:
+        """The lengths of these objects were wrong. (A fixed pool's records have but one length.)"""
+        if isinstance(self.pool, PagedPool):
+            self._known -= len(ids)
+            self._known_nbytes -= int(self.length[ids].sum())
+            self.length[ids] = -1
+
+    def publish(self, ids: Index, offset: Sizes) -> None:
+        """These objects lie there now."""
+        self.offset[ids] = offset
+        self.life[ids] = RESIDENT
+        self.resident += len(ids)
+        self.resident_nbytes += int(self.length[ids].sum())
+
+    def evict(self, ids: Index, why: str) -> int:
+        """These (distinct, resident, unpinned) leave; returns their bytes."""
+        if not len(ids):
+            return 0
+        nbytes = self.length[ids]
+        self.pool.free(self.offset[ids], nbytes)
+        self.offset[ids] = NOWHERE
+        self.life[ids] = ABSENT
+        total = int(nbytes.sum())
+        self.resident -= len(ids)
+        self.resident_nbytes -= total
+        self.evicted[why] += len(ids)
+        return total
+
+    def landed(self, ids: Index, offset: Sizes) -> None:
+        """These objects arrived; nobody may want them any more."""
+        self.publish(ids, offset)
+        self.release(ids)
+
+    def count(self, session: Session, life: NDArray[np.uint8], misses: int) -> None:
+        """Reads of a session by what was found: resident, under way for another, or absent."""
+        hits = int(np.count_nonzero(life == RESIDENT))
+        for name, n in zip(COUNTED, (hits, len(life) - hits - misses, misses), strict=True):
+            self.counts[name] += n
+            setattr(session, name, getattr(session, name) + n)
+
+    def snapshot(self) -> dict[str, float | str]:
+        """For `creel stats`."""
+        evicted = {f"evicted_{why}": n for why, n in self.evicted.items()}
+        return {
+            "objects": len(self),
+            "nbytes": self.nbytes,
+            "resident_objects": self.resident,
+            "resident_nbytes": self.resident_nbytes,
+            "used_nbytes": self.pool.used,
+            "policy": {EpochKeeper: "epoch", FarKeeper: "far"}.get(type(self.keeper), "none"),
+            "fetch_latency_s": self.latency.seconds,
+            **self.counts,
+            **evicted,
+        }
+
+    def fail(self, ids: Index) -> None:
+        """No room for these though somebody stalls: their readers go to the source."""
+        self.life[ids] = FAILED
+        self.counts["failed"] += len(ids)
+
+    def loose(self) -> Index:
+        """(k,) residents that nobody has pinned."""
+        return np.flatnonzero((self.life == RESIDENT) & (self.pins == 0))
+
+    def evict_region(self, need: int, busy: Sizes, why: str) -> int:
+        """Empty one stretch of the space, for another dataset or a large object; bytes freed.
+
+        Args:
+            need: bytes wanted; a fixed pool gives a whole slab, which goes back to the space.
+            busy: (k,) offsets of fetches under way, which cannot leave.
+        """
+        ids = np.flatnonzero(self.life == RESIDENT)
+        if not len(ids):
+            return 0
+        place, places = self._places(self.offset[ids], need)
+        stuck = np.bincount(place[self.pins[ids] > 0], minlength=places)
+        stuck += np.bincount(self._places(busy, need)[0], minlength=places)
+        held = np.bincount(place, minlength=places)
+        wanted = np.bincount(place[self._wanted(ids)], minlength=places)
+        score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
+        best = int(score.argmin())
+        if not np.isfinite(score[best]):
+            if isinstance(self.pool, FixedPool):
+                return 0
+            best = int((held - stuck).argmax())  # in pages, a part of a region is of use, too
+        inside = ids[(place == best) & (self.pins[ids] == 0)]
+        return self.evict(inside, why)
+
+    def _places(self, offset: Sizes, need: int) -> tuple[Index, int]:
+        if isinstance(self.pool, FixedPool):
+            starts = self.pool.ranges()[0]
+            return starts.searchsorted(offset, side="right") - 1, len(starts)
+        size = max(need, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
+        return offset // size, self.space.nbytes // size + 1
+
+    def _wanted(self, ids: Index) -> NDArray[np.bool_]:
+        """Which are read again in the present epoch."""
+        out = np.zeros(len(ids), np.bool_)
+        if isinstance(self.keeper, EpochKeeper):
+            uses = self.keeper.uses
+            out = uses.due[ids] < uses.start(self.keeper.epoch + 1)
+        return out
+
+    # --- jobs ----------------------------------------------------------------------------------
+
+    def join(self, number: int, job: str, rank: int, world: int, now: float) -> Session:
+        """A session of this rank; with the other ranks of its job where they are here."""
+        for group in self.groups:
+            if group.job == job and group.world == world and rank not in group.sessions:
+                break
+        else:
+            group = Group(job, world, Uses(len(self)))
+            self.groups.append(group)
+        session = Session(number, self, group, rank, now)
+        group.sessions[rank] = session
+        return session
+
+    def leave(self, session: Session) -> None:
+        """The session is over, and with the last one of a group the group."""
+        group = session.group
+        del group.sessions[session.rank]
+        if not group.sessions:
+            self.groups.remove(group)
+
+    def choose_keeper(self, window: Window) -> None:
+        """Take the keeper that suits the plans; keep the present one where it still does."""
+        groups = [g for g in self.groups if g.planned()]
+        if not groups:
+            if not self.groups:
+                self.keeper = None
+            return
+        uses = [g.uses for g in groups]
+        if len(groups) == 1 and _is_permutation(groups[0]):
+            if isinstance(self.keeper, EpochKeeper) and self.keeper.uses is uses[0]:
+                return
+            size = self.length if window.opens_dominate else None
+            self.keeper = EpochKeeper(self.life, self.pins, uses[0], size)
+            first = next(iter(groups[0].sessions.values()))
+            self.keeper.epoch = first.stream.epoch(first.done)[0] + first.epoch_shift
+            self.keeper.known = groups[0].known()
+        elif not isinstance(self.keeper, FarKeeper) or self.keeper.all_uses != uses:
+            self.keeper = FarKeeper(self.life, self.pins, uses, lambda: _clocks(groups))
+
+    def check(self, under_way: Index) -> None:
+        """Raise IllegalEventError unless state, pins, offsets and sums agree."""
+        pins = np.zeros(len(self), np.int64)
+        for s in (s for group in self.groups for s in group.sessions.values()):
+            must(0 <= s.done <= s.ready <= s.stream.end, f"session {s.id}: steps out of order")
+            must(s.at == s.stream.start(s.done), f"session {s.id}: at is not where done begins")
+            must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
+            np.add.at(pins, s.stream.objects(s.at, s.front), 1)
+        must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
+        resident, known = self.life == RESIDENT, self.length >= 0
+        must(bool(((self.offset >= 0) == resident).all()), "published is not resident")
+        must(bool(known[resident].all()), "a resident of unknown length")
+        must(int(resident.sum()) == self.resident, "residents are miscounted")
+        must(int(self.length[resident].sum()) == self.resident_nbytes, "resident bytes")
+        fetching = np.flatnonzero(self.life == FETCHING)
+        must(np.array_equal(fetching, np.sort(under_way)), "fetching is not under way, or twice")
+        must(int(known.sum()) == self._known, "known lengths are miscounted")
+        must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")
+
+
+def _is_permutation(group: Group) -> bool:
+    repeats, reads = group.uses.repeats()
+    return repeats <= max(_PADDING * reads, group.world)
+
+
+def _clocks(groups: list[Group]) -> list[tuple[float, float]]:
+    """Lines that put the groups' steps on one clock: the first one's steps."""
+    lead = groups[0]
+    out = []
+    for group in groups:
+        ours, theirs = lead.step_s(), group.step_s()
+        rate = theirs / ours if ours and theirs else 1.0
+        out.append((rate, lead.clock() - rate * group.clock()))
+    return out

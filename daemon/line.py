@@ -1,0 +1,160 @@
+"""The line: all control after the greeting, over one ROUTER socket.
+
+What goes on to the core is well-formed and belongs to who sent it: every message carries its
+client's token, and arrays are checked against the data set. A client that sends an impossible plan
+loses its connection at the desk; noise without a token is counted and forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from typing import Any
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from creel.daemon.host import Host
+from creel.daemon.local import Desk
+from creel.daemon.registry import Session
+from creel.errors import ConfigError, MalformedError, UnavailableError
+from creel.messages import (
+    Ask,
+    Extend,
+    Failed,
+    LineRequest,
+    Told,
+    Truncate,
+    Wait,
+    decode,
+    decode_frames,
+    encode,
+)
+
+_MESSAGES = 64  # a turn, so that a flood leaves room for everybody else
+_MAX_FRAME = 128 << 20  # a client sends pieces of 4 MB
+
+
+class Line:
+    """The ROUTER socket."""
+
+    def __init__(self, address: str, host: Host, desk: Desk, context: zmq.Context[Any]) -> None:
+        self._host = host
+        self._desk = desk
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.RCVHWM, 256)
+        self._socket.setsockopt(zmq.SNDHWM, 4096)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+        _only_own_uid(self._socket)
+        self.malformed = 0
+        try:
+            self._socket.bind(address)
+            self.address = address
+        except zmq.ZMQError:
+            # Somebody sits there (anybody may bind an abstract name); clients learn ours anyway.
+            self.address = f"{address}-{secrets.token_hex(8)}"
+            self._socket.bind(self.address)
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+
+    def turn(self) -> bool:
+        """Serve what came, up to a bound; whether more is waiting."""
+        for _ in range(_MESSAGES):
+            try:
+                who, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return False
+            self._message(who.bytes, frames)
+        return True
+
+    def more(self) -> bool:
+        """Whether messages wait: to be asked after sending, which may swallow the wake-up."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def send(self, who: bytes, message: Any) -> None:
+        """Answer; who does not read its answers loses them."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([who, encode(message)], zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Close the socket; what was said last has a moment to leave."""
+        self._socket.close(linger=100)
+
+    def _message(self, who: bytes, frames: list[zmq.Frame]) -> None:
+        token = ""
+        try:
+            message = self._authentic(frames)
+            token = message.token
+            arrays = decode_frames(type(message), [f.buffer for f in frames[1:]])
+            self._request(who, message, arrays)
+        except MalformedError as e:
+            self.malformed += 1
+            if token:
+                self._desk.drop(token, str(e))
+
+    def _authentic(self, frames: list[zmq.Frame]) -> Any:
+        if not frames:
+            raise MalformedError("no body")
+        message = decode(frames[0].buffer, LineRequest)
+        if not self._desk.knows(message.token):
+            raise MalformedError("a token that nobody has")
+        return message
+
+    def _request(self, who: bytes, message: Any, arrays: list[NDArray[Any]]) -> None:
+        if isinstance(message, Ask):
+            self._ask(who, message)
+            return
+        try:
+            session = self._host.session(message.token, message.session)
+        except UnavailableError as e:
+            if isinstance(message, Wait):
+                self.send(who, Failed(message.call, str(e)))
+            return  # it may have ended while the message was under way
+        if isinstance(message, Extend):
+            self._host.extended(session, message, _checked(session, message, arrays))
+        elif isinstance(message, Truncate):
+            if not session.done <= message.step <= session.steps:
+                raise MalformedError(f"truncate at {message.step} of {session.steps} steps")
+            self._host.truncated(session, message.step)
+        elif isinstance(message, Wait):
+            self._wait(who, session, message)
+
+    def _wait(self, who: bytes, session: Session, message: Wait) -> None:
+        if not 0 <= message.step < 1 << 62:
+            raise MalformedError(f"wait for step {message.step}")
+        if not session.wait(who, message.call, message.step):
+            self.send(who, Failed(message.call, "too many wait for this session"))
+        else:
+            self._host.waiting(session)
+
+    def _ask(self, who: bytes, message: Ask) -> None:
+        try:
+            self.send(who, Told(message.call, self._host.answer(message)))
+        except (ConfigError, UnavailableError) as e:
+            self.send(who, Failed(message.call, str(e)))
+
+
+def _checked(session: Session, message: Extend, arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    """Aligned copies of a plan's arrays.
+
+    Raises:
+        MalformedError: steps that do not follow, ids that do not exist, ends out of order.
+    """
+    objects, ends = (np.array(a) for a in arrays)
+    if message.step != session.steps or message.epoch < 0:
+        raise MalformedError(f"extend at step {message.step}, known are {session.steps}")
+    if len(ends) == 0 or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != len(objects):
+        raise MalformedError("ends that do not fit the objects")
+    n = len(session.dataset.manifest)
+    if len(objects) and (objects.min() < 0 or objects.max() >= n):
+        raise MalformedError(f"object ids outside [0, {n})")
+    return [objects, ends]
+
+
+def _only_own_uid(socket_: zmq.Socket[bytes]) -> None:
+    """Have libzmq turn other users away (where it was built so; tokens guard in any case)."""
+    with contextlib.suppress(zmq.ZMQError, AttributeError):
+        for uid in {os.getuid(), 0}:
+            socket_.setsockopt(zmq.IPC_FILTER_UID, uid)

@@ -1,0 +1,376 @@
+"""The node: books, core, arena and fetch threads put together. What desk and line call.
+
+Runs on the loop thread alone; what comes from elsewhere (fetch threads, the registrar) is handed in
+through `call_soon`. Every event goes through `feed`, which carries out what the core answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from numpy.typing import NDArray
+
+from creel import limits
+from creel.cache.arena import Arena
+from creel.cache.board import Table
+from creel.cache.manifest import Manifest
+from creel.cache.source import Patience, Source
+from creel.cache.space import Space
+from creel.config import Config, memory_budget
+from creel.daemon import core as mind
+from creel.daemon import metrics
+from creel.daemon.fetch import Fetcher
+from creel.daemon.host import Answer
+from creel.daemon.registry import Dataset, Registry, Session
+from creel.errors import ConfigError, CreelError, UnavailableError
+from creel.messages import (
+    PROTOCOL,
+    Ask,
+    Extend,
+    Open,
+    Ready,
+    Refused,
+    Registered,
+    Welcome,
+)
+
+log = logging.getLogger("creel.node")
+
+#: Descriptors kept on files that hold many objects, per data set (the default soft limit is 1024).
+_KEPT_FILES = 128
+
+
+class Node:
+    """Implements `host.Host`.
+
+    Args:
+        config: all settings.
+        call_soon: runs a function on the loop thread, soon; callable from any thread.
+        send: (who, message) over the line.
+        embedded: whether this daemon goes with its last client.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        call_soon: Callable[[Callable[[], None]], None],
+        send: Callable[[bytes, Any], None],
+        embedded: bool,
+    ) -> None:
+        memory = limits.memory()
+        self.config = config
+        self.embedded = embedded
+        self.version = version("creel")
+        self.state = "serving"
+        self.started = time.monotonic()
+        self.bugs = 0
+        self.stop: Callable[[bool], None] = lambda now: None  # noqa: ARG005  the loop puts its own
+        self.clients: Callable[[], int] = lambda: 0
+        self.pids: Callable[[], dict[str, int]] = dict
+        self.line_address = ""
+        self.arena = Arena.create(
+            memory_budget(config.memory, total=memory.total, available=memory.available)
+        )
+        self.registry = Registry(
+            max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
+        )
+        self.core = mind.Core(Space(self.arena.nbytes), config=_window(config))
+        self.fetcher = Fetcher(
+            self.arena.view,
+            lambda event: call_soon(lambda: self._fetched(event)),
+            threads=config.fetch.threads,
+            per_source=config.fetch.per_source,
+        )
+        self._send = send
+        self._call_soon = call_soon
+        self._stop_prefault = threading.Event()
+        self._prefault: threading.Thread | None = None
+        self._registrar = _Registrar()
+
+    # --- events and actions -------------------------------------------------------------------
+
+    def feed(self, event: mind.Event) -> None:
+        """Tell the core and do what it says."""
+        try:
+            actions = self.core.handle(event, time.monotonic())
+        except CreelError:  # IllegalEventError: our bug; readers go to the source meanwhile
+            self.bugs += 1
+            log.exception("the core refused %s", type(event).__name__)
+            return
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: mind.Action) -> None:
+        if isinstance(action, mind.SetReady):
+            self._set_ready(action)
+        elif isinstance(action, mind.Fetch):
+            if self.state != "draining":
+                self.fetcher.submit(action)
+        elif isinstance(action, mind.Store):
+            self.fetcher.store(action)
+        else:
+            self.fetcher.discard(action)
+
+    def _set_ready(self, action: mind.SetReady) -> None:
+        session = self.registry.sessions.get(action.session)
+        if session is None:
+            return
+        for who, call, step in session.set_ready(action.ready, action.failed):
+            self._send(who, Ready(call, session.id, step))
+
+    def _fetched(self, event: mind.Fetched) -> None:
+        self.fetcher.finished(event)
+        self.feed(event)
+        # What the core did not have stored by now it never will: the fetch was no longer current.
+        self.fetcher.discard(mind.Discard(event.fetch))
+
+    def poll_boards(self) -> bool:
+        """Tell the core how far the trainers are; whether anything moved."""
+        moved = False
+        for session, done, wanted in self.registry.progress():
+            moved = True
+            self.feed(mind.Progressed(session.id, done, wanted))
+        return moved
+
+    def tick(self) -> None:
+        """Time passed."""
+        self.fetcher.tick()
+        self.feed(mind.Tick())
+
+    # --- Host ---------------------------------------------------------------------------------
+
+    def welcome(self, token: str) -> tuple[Welcome, int]:
+        """The greeting and the arena's descriptor."""
+        welcome = Welcome(PROTOCOL, token, self.line_address, self.arena.nbytes, os.getpid())
+        return welcome, self.arena.fd
+
+    def register(self, read: Callable[[], Manifest], reply: Callable[[Answer], None]) -> None:
+        """Read and check a manifest in the registrar's thread, enter it here."""
+
+        def work() -> None:
+            try:
+                dataset = self._prepare(read())
+            except CreelError as e:
+                self._call_soon(partial(reply, Answer(Refused(str(e)))))
+            except Exception:
+                log.exception("a manifest could not be read")
+                self._call_soon(partial(reply, Answer(Refused("the manifest cannot be read"))))
+            else:
+                self._call_soon(lambda: reply(self._enter(dataset)))
+
+        self._registrar.put(work)
+
+    def _prepare(self, manifest: Manifest) -> Dataset:
+        """All that costs time in proportion to the number of objects; in the registrar's thread."""
+        known = self.registry.datasets.get(manifest.key)
+        if known is not None:
+            return known
+        fetch = self.config.fetch
+        patience = Patience(fetch.attempts, fetch.deadline_s, fetch.backoff_s, fetch.backoff_max_s)
+        source = Source(manifest, patience, files=_KEPT_FILES, relative=False)
+        return Dataset.create(manifest, source)
+
+    def _enter(self, dataset: Dataset) -> Answer:
+        known = self.registry.datasets.get(dataset.key)
+        if known is None:
+            try:
+                self.registry.check_room()
+            except UnavailableError as e:
+                dataset.close()
+                return Answer(Refused(str(e)))
+            self.registry.add(dataset)
+            self.fetcher.add(dataset.key, dataset.source)
+            self.feed(mind.Registered(dataset.key, dataset.table.offset, dataset.table.length))
+            self._prefault_when_it_will_be_full()
+        elif known is not dataset:  # two clients registered the same thing at once
+            dataset.close()
+            dataset = known
+        objects = len(dataset.manifest)
+        message = Registered(dataset.key, objects, Table.nbytes(objects))
+        return Answer(message, (dataset.table_fd,))
+
+    def open(self, token: str, request: Open) -> Session:
+        """Begin a session."""
+        session = self.registry.open(token, request)
+        self.feed(
+            mind.Opened(session.id, request.dataset, request.job, request.rank, request.world)
+        )
+        return session
+
+    def session(self, token: str, session_id: int) -> Session:
+        """A session that this token owns, or UnavailableError."""
+        return self.registry.owned(token, session_id)
+
+    def close_session(self, session: Session) -> None:
+        """End a session; the core takes back all it had pinned."""
+        self.registry.remove(session)
+        self.feed(mind.Closed(session.id))
+
+    def left(self, token: str) -> None:
+        """A client is gone: end its sessions."""
+        for session in self.registry.of(token):
+            self.close_session(session)
+
+    def extended(self, session: Session, message: Extend, arrays: list[NDArray[Any]]) -> None:
+        """A session's plan goes on."""
+        objects, ends = arrays
+        session.steps += len(ends)
+        self.feed(mind.Extended(session.id, message.epoch, message.step, objects, ends))
+        self.waiting(session)
+
+    def truncated(self, session: Session, step: int) -> None:
+        """A session's plan ends earlier."""
+        session.truncate(step)
+        self.feed(mind.Truncated(session.id, step))
+        session.acknowledge()
+
+    def waiting(self, session: Session) -> None:
+        """Answer waits that are over already, and let the core know how urgent the rest is."""
+        for who, call, step in session.over():
+            self._send(who, Ready(call, session.id, step))
+        moved = session.progress()
+        if moved is not None:
+            self.feed(mind.Progressed(session.id, *moved))
+
+    def answer(self, ask: Ask) -> dict[str, Any]:
+        """The answer to a command of the CLI (docs/cli.md has the schema)."""
+        command = _COMMANDS.get(ask.what)
+        if command is None:
+            raise ConfigError(f"no such command: {ask.what!r}; there are {', '.join(_COMMANDS)}")
+        return command(self, ask.args)
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def _status(self, args: dict[str, Any]) -> dict[str, Any]:
+        del args
+        return {
+            "name": self.config.daemon.name,
+            "pid": os.getpid(),
+            "version": self.version,
+            "embedded": self.embedded,
+            "state": self.state,
+            "uptime_s": time.monotonic() - self.started,
+            "memory": metrics.memory(self),
+            "clients": self.clients(),
+            "sessions": len(self.registry.sessions),
+            "datasets": len(self.registry.datasets),
+        }
+
+    def told(self) -> dict[str, Any]:
+        """Status and stats together."""
+        return {**self._status({}), **metrics.stats(self)}
+
+    def _stats(self, args: dict[str, Any]) -> dict[str, Any]:
+        del args
+        return metrics.stats(self)
+
+    def _datasets(self, args: dict[str, Any]) -> dict[str, Any]:
+        del args
+        return {"datasets": metrics.datasets(self)}
+
+    def _config(self, args: dict[str, Any]) -> dict[str, Any]:
+        del args
+        return {"settings": self.config.flat()}
+
+    def _warm(self, args: dict[str, Any]) -> dict[str, Any]:
+        dataset = self._named(args)
+        self.feed(mind.Warm(dataset.key))
+        return metrics.dataset(self, dataset)
+
+    def _drop(self, args: dict[str, Any]) -> dict[str, Any]:
+        dataset = self._named(args)
+        self.feed(mind.Dropped(dataset.key))
+        return metrics.dataset(self, dataset)
+
+    def _stop(self, args: dict[str, Any]) -> dict[str, Any]:
+        self.stop(bool(args.get("now", True)))
+        return {"state": self.state}
+
+    def _named(self, args: dict[str, Any]) -> Dataset:
+        """The data set that `args["dataset"]` means, by any beginning of its key."""
+        key = args.get("dataset")
+        if not isinstance(key, str) or not key:
+            raise ConfigError("which data set? `creel stats` lists them")
+        found = [d for k, d in self.registry.datasets.items() if k.startswith(key)]
+        if len(found) != 1:
+            raise ConfigError(f"{len(found)} data sets have a key that begins with {key!r}")
+        return found[0]
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _prefault_when_it_will_be_full(self) -> None:
+        """Touch the arena's pages ahead of use, once it is sure that all of them will be used."""
+        total = sum(
+            int(d.table.length[d.table.length > 0].sum()) for d in self.registry.datasets.values()
+        )
+        if self._prefault is None and self.config.memory.prefault and total >= self.arena.nbytes:
+            self._prefault = threading.Thread(
+                target=self.arena.prefault,
+                args=(self._stop_prefault,),
+                name="creel-prefault",
+                daemon=True,
+            )
+            self._prefault.start()
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._stop_prefault.set()
+        self.fetcher.close()
+        if self._prefault is not None:
+            self._prefault.join(1.0)
+        self._registrar.close()
+        self.fetcher.join(0.5)
+        self.registry.close()
+        self.arena.close()
+
+
+_COMMANDS: dict[str, Callable[[Node, dict[str, Any]], dict[str, Any]]] = {
+    "status": Node._status,  # noqa: SLF001  the table of this class
+    "stats": Node._stats,  # noqa: SLF001
+    "datasets": Node._datasets,  # noqa: SLF001
+    "config": Node._config,  # noqa: SLF001
+    "warm": Node._warm,  # noqa: SLF001
+    "drop": Node._drop,  # noqa: SLF001
+    "stop": Node._stop,  # noqa: SLF001
+}
+
+
+def _window(config: Config) -> mind.Window:
+    return mind.Window(
+        min_steps=config.window.min_steps,
+        max_steps=config.window.max_steps,
+        nbytes=config.window.bytes,
+        inflight_nbytes=config.fetch.inflight_bytes,
+    )
+
+
+class _Registrar:
+    """One thread for work that takes long: a manifest of 10 million files is seconds."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="creel-register", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()

@@ -1,0 +1,224 @@
+"""The books: which data sets and sessions there are, and the shared memory that belongs to each.
+
+One writer, the loop thread. The core knows the same sessions by number; the books hold what the
+core must not touch: descriptors, mappings, tokens, who waits for an answer.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from creel.cache.board import (
+    ABSENT,
+    BOARD_NBYTES,
+    DONE,
+    FAILED,
+    HEARTBEAT,
+    READY,
+    STATE,
+    TRUNCATED,
+    WANTED,
+    Board,
+    Table,
+    sealed_memfd,
+)
+from creel.cache.manifest import Manifest
+from creel.cache.source import Source
+from creel.errors import UnavailableError
+from creel.messages import Open
+
+DRAINING, CLOSED = 1, 2
+#: Linux 5.1: whoever maps the descriptor from now on maps it read-only. `fcntl` has no name for it.
+_F_SEAL_FUTURE_WRITE = 0x0010
+_MAX_WAITERS = 4096  # of one session; workers x threads stays far below
+
+
+@dataclass(eq=False)
+class Dataset:
+    """A registered manifest; `table_fd` is read-only for whoever maps it now."""
+
+    key: str
+    manifest: Manifest
+    source: Source
+    table: Table
+    table_fd: int
+
+    @classmethod
+    def create(cls, manifest: Manifest, source: Source) -> Dataset:
+        """Make the shared table: nothing is resident, lengths are as the manifest says."""
+        fd = sealed_memfd("creel-table", Table.nbytes(len(manifest)))
+        try:
+            table = Table(fd, len(manifest), write=True)
+            table.offset[:] = ABSENT
+            table.length[:] = manifest.lengths()
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(manifest.key, manifest, source, table, fd)
+
+    def close(self) -> None:
+        """Give back descriptor and mapping."""
+        self.source.close()
+        self.table.close()
+        os.close(self.table_fd)
+
+
+@dataclass(eq=False)
+class Session:
+    """One stream of steps. `steps` are known, `done` and `wanted` what the core was last told."""
+
+    id: int
+    token: str
+    dataset: Dataset
+    opened: Open
+    board: Board
+    board_fd: int
+    steps: int = 0
+    done: int = 0
+    wanted: int = 0
+    asked: int = 0  # highest step + 1 that came in a Wait
+    waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (who, call) -> step
+
+    def progress(self) -> tuple[int, int] | None:
+        """(done, wanted) when the board or a Wait moved them, within what is possible."""
+        board = self.board
+        done = min(max(board[DONE], self.done), self.steps)
+        wanted = min(max(board[WANTED], self.asked, self.wanted), self.steps)
+        if done == self.done and wanted == self.wanted:
+            return None
+        self.done, self.wanted = done, wanted
+        return done, wanted
+
+    def wait(self, who: bytes, call: int, step: int) -> bool:
+        """Remember who waits; False when too many do."""
+        if len(self.waiters) >= _MAX_WAITERS:
+            return False
+        self.waiters[who, call] = step
+        self.asked = max(self.asked, step + 1)
+        return True
+
+    def truncate(self, step: int) -> None:
+        """The plan ends at `step`."""
+        self.steps = min(self.steps, step)
+        self.done, self.wanted = min(self.done, self.steps), min(self.wanted, self.steps)
+
+    def acknowledge(self) -> None:
+        """READY speaks of the new plan from now on."""
+        self.board[TRUNCATED] += 1
+
+    def set_ready(self, ready: int, failed: int) -> list[tuple[bytes, int, int]]:
+        """Publish; (who, call, step) of all whose wait is over."""
+        self.board[FAILED] = failed
+        self.board[READY] = ready
+        return self.over()
+
+    def over(self) -> list[tuple[bytes, int, int]]:
+        """(who, call, step) of all whose wait is over; they are told once."""
+        ready = self.board[READY]
+        over = [(who, call, s) for (who, call), s in self.waiters.items() if s < ready]
+        for who, call, _ in over:
+            del self.waiters[who, call]
+        return over
+
+    def close(self) -> None:
+        """Say so on the board and give it back."""
+        self.board[STATE] = CLOSED
+        self.board.close()
+        os.close(self.board_fd)
+
+
+class Registry:
+    """All data sets and sessions, within their limits."""
+
+    def __init__(self, *, max_datasets: int, max_sessions: int) -> None:
+        self.datasets: dict[str, Dataset] = {}
+        self.sessions: dict[int, Session] = {}
+        self._max_datasets = max_datasets
+        self._max_sessions = max_sessions
+        self._ids = itertools.count(1)
+
+    def check_room(self) -> None:
+        """Raise UnavailableError when one more data set would be too many."""
+        if len(self.datasets) >= self._max_datasets:
+            raise UnavailableError(
+                f"{self._max_datasets} data sets are known, which is the limit:"
+                " raise daemon.max_datasets"
+            )
+
+    def add(self, dataset: Dataset) -> None:
+        """Enter a data set that is not yet known."""
+        self.datasets[dataset.key] = dataset
+
+    def open(self, token: str, request: Open) -> Session:
+        """Enter a session.
+
+        Raises:
+            UnavailableError: the data set is unknown, or there are too many sessions.
+        """
+        dataset = self.datasets.get(request.dataset)
+        if dataset is None:
+            raise UnavailableError(f"data set {request.dataset!r} is not registered here")
+        if len(self.sessions) >= self._max_sessions:
+            raise UnavailableError(
+                f"{self._max_sessions} sessions are open, which is the limit:"
+                " raise daemon.max_sessions",
+                retry_after=10.0,
+            )
+        fd = sealed_memfd("creel-board", BOARD_NBYTES)
+        board = Board(fd)
+        board[HEARTBEAT] = time.monotonic_ns()
+        session = Session(next(self._ids), token, dataset, request, board, fd)
+        self.sessions[session.id] = session
+        return session
+
+    def owned(self, token: str, session_id: int) -> Session:
+        """A session of the owner of `token`.
+
+        Raises:
+            UnavailableError: there is none.
+        """
+        session = self.sessions.get(session_id)
+        if session is None or session.token != token:
+            raise UnavailableError(f"no session {session_id} of yours")
+        return session
+
+    def of(self, token: str) -> list[Session]:
+        """All sessions of the owner of `token`."""
+        return [s for s in self.sessions.values() if s.token == token]
+
+    def remove(self, session: Session) -> None:
+        """Strike a session out."""
+        del self.sessions[session.id]
+        session.close()
+
+    def beat(self) -> None:
+        """Write the heartbeat on all boards."""
+        now = time.monotonic_ns()
+        for session in self.sessions.values():
+            session.board[HEARTBEAT] = now
+
+    def drain(self) -> None:
+        """Tell all clients that nothing new will come."""
+        for session in self.sessions.values():
+            session.board[STATE] = DRAINING
+
+    def progress(self) -> Iterator[tuple[Session, int, int]]:
+        """(session, done, wanted) of those that moved."""
+        for session in list(self.sessions.values()):
+            moved = session.progress()
+            if moved is not None:
+                yield session, *moved
+
+    def close(self) -> None:
+        """Give everything back."""
+        for session in list(self.sessions.values()):
+            self.remove(session)
+        for dataset in self.datasets.values():
+            dataset.close()
+        self.datasets.clear()

@@ -1,0 +1,88 @@
+"""The core as a node of `policies.simulate`; the laws are tested on it. Pure."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.space import Space
+from creel.daemon.core import (
+    Action,
+    Core,
+    Event,
+    Extended,
+    Fetch,
+    Fetched,
+    Ids,
+    Opened,
+    Progressed,
+    Registered,
+    SetReady,
+    Sizes,
+)
+from creel.policies.prefetch import Window
+from creel.policies.simulate import Started
+
+
+class CoreNode:
+    """One node with a real core; implements `simulate.Node`.
+
+    Args:
+        lengths: (n,) bytes of each object of the dataset, all known.
+        capacity: bytes of memory.
+        ranks: those of `world` that live here.
+    """
+
+    def __init__(
+        self,
+        lengths: Sizes,
+        capacity: int,
+        ranks: range,
+        world: int,
+        window: Window | None = None,
+    ) -> None:
+        self.core = Core(Space(capacity), config=window)
+        self._ready = dict.fromkeys(ranks, 0)
+        self._failed = dict.fromkeys(ranks, 0)
+        self._steps = dict.fromkeys(ranks, 0)
+        self._fetches: dict[int, Sizes] = {}
+        offset = np.full(len(lengths), -1, np.int64)
+        self._feed(Registered("data", offset, lengths.astype(np.int64)), 0.0)
+        for rank in ranks:
+            self._feed(Opened(rank, "data", "job", rank, world), 0.0)
+
+    def extend(
+        self, rank: int, epoch: int, objects: Ids, ends: NDArray[np.int64], now: float
+    ) -> list[Started]:
+        """A rank will read these next."""
+        step = self._steps[rank]
+        self._steps[rank] += len(ends)
+        return self._feed(Extended(rank, epoch, step, objects, ends), now)
+
+    def progress(self, rank: int, done: int, wanted: int, now: float) -> list[Started]:
+        """A rank has done so many steps and waits for step wanted-1 (or does not)."""
+        return self._feed(Progressed(rank, done, wanted), now)
+
+    def landed(self, fetch: int, now: float) -> list[Started]:
+        """A fetch is through."""
+        return self._feed(Fetched(fetch, self._fetches.pop(fetch)), now)
+
+    def ready(self, rank: int) -> int:
+        """Steps that a rank may read."""
+        return self._ready[rank]
+
+    def failed(self) -> int:
+        """Objects given up so far."""
+        return sum(self._failed.values())
+
+    def _feed(self, event: Event, now: float) -> list[Started]:
+        return [s for a in self.core.handle(event, now) for s in self._did(a)]
+
+    def _did(self, action: Action) -> list[Started]:
+        if isinstance(action, SetReady):
+            self._ready[action.session] = action.ready
+            self._failed[action.session] = action.failed
+        elif isinstance(action, Fetch):
+            self._fetches[action.fetch] = action.length
+            return [Started(action.fetch, len(action.ids), int(action.length.sum()))]
+        return []

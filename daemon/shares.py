@@ -1,0 +1,125 @@
+"""Who gets which part of the memory, and at whose expense room is made. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from creel.cache.space import FixedPool, Space
+from creel.daemon.holding import Holding, Index, Sizes
+from creel.policies.masks import some
+from creel.policies.retain import EpochKeeper, Need
+
+#: Rounds of evicting for objects that find no room in one piece (paged pools only).
+_ROUNDS = 4
+
+
+class Shares:
+    """The space and all that live in it.
+
+    A dataset's share of the memory is its share of all bytes that are being read; datasets nobody
+    reads have none. A share is claimed only against others: free room is free.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.holdings: dict[str, Holding] = {}
+        self.expected = 0  # bytes under way whose length is a guess
+        #: Offsets that the fetches under way for a dataset write to; set by `Flights`.
+        self.busy: Callable[[Holding], tuple[Sizes, Sizes]] = _none
+
+    def share(self, holding: Holding) -> float:
+        """Bytes that this dataset may claim."""
+        if not holding.active:
+            return 0.0
+        total = sum(h.nbytes for h in self.holdings.values() if h.active)
+        return self.space.nbytes * holding.nbytes / max(total, 1.0)
+
+    def missing(self, holding: Holding) -> float:
+        """The part of the dataset that finds no place in its share: 1 - f."""
+        return max(1.0 - self.share(holding) / max(holding.nbytes, 1.0), 0.0)
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that are neither held nor expected."""
+        return self.space.free_bytes - self.expected
+
+    def place(self, h: Holding, sizes: Sizes, need: Need, *, stalled: bool) -> Sizes:
+        """(k,) offsets for objects of these sizes; ABSENT (-1) where no room can be made.
+
+        Others leave as far as retention allows; for those who stall, whatever is not pinned.
+        """
+        short = int(sizes.sum()) - self.free_nbytes
+        if short > 0:
+            self._make_room(h, short, need, stalled=stalled)
+        out = h.pool.alloc(sizes)
+        for attempt in range(_ROUNDS):
+            lack = (out < 0) & (sizes <= self.space.nbytes)
+            if not some(lack):
+                break
+            total = int(sizes[lack].sum())
+            freed = self._make_room(h, total, need, stalled=stalled)
+            if not freed and stalled and not isinstance(h.pool, FixedPool):
+                freed = h.evict_region(int(sizes[lack].max()), self.busy(h)[0], "stalled")
+            if not freed and (attempt or short <= 0):
+                break
+            out[lack] = h.pool.alloc(sizes[lack])
+        return out
+
+    def reserve(self, h: Holding, k: int, need: Need, *, stalled: bool) -> int:
+        """How many of k objects of unknown length there is room for, going by the mean."""
+        each = int(h.mean)
+        short = k * each - self.free_nbytes
+        if short > 0:
+            self._make_room(h, short, need, stalled=stalled)
+        return min(k, max(self.free_nbytes, 0) // each)
+
+    def _make_room(self, h: Holding, nbytes: int, need: Need, *, stalled: bool) -> int:
+        """Evict about `nbytes`; returns what was freed."""
+        freed = 0
+        if len(self.holdings) > 1 and h.pool.used + nbytes <= self.share(h):
+            freed = self._claim(h, nbytes)
+        if freed < nbytes:
+            freed += self._evict(h, nbytes - freed, need)
+        if freed < nbytes and stalled and h.keeper is not None:
+            k = math.ceil((nbytes - freed) / h.mean)
+            freed += h.evict(h.keeper.last(k, need), "stalled")
+        return freed
+
+    def _evict(self, h: Holding, nbytes: int, need: Need) -> int:
+        """Evict what the dataset's own keeper lets go."""
+        freed = 0
+        while freed < nbytes and h.keeper is not None:
+            ids: Index = h.keeper.victims(math.ceil((nbytes - freed) / h.mean), need)
+            if not len(ids):
+                break
+            freed += h.evict(ids, "due_later")
+        return freed
+
+    def _claim(self, h: Holding, nbytes: int) -> int:
+        """Take from those who hold more than their share, most excess first."""
+        freed = 0
+        others = [(g.pool.used - self.share(g), g) for g in self.holdings.values() if g is not h]
+        for excess, other in sorted(others, key=lambda x: -x[0]):
+            taken = 0
+            while freed + taken < nbytes and taken < excess:
+                got = other.evict_region(nbytes - freed, self.busy(other)[0], "other_dataset")
+                if not got:
+                    break
+                taken += got
+            freed += taken
+        return freed
+
+    def set_loans(self, h: Holding, lend_share: float) -> None:
+        """Say how much may be fetched across an epoch's turn: nothing where everything fits."""
+        keeper = h.keeper
+        if isinstance(keeper, EpochKeeper):
+            objects = max(lend_share * len(h), 2 * keeper.uses.per_step)
+            keeper.lend = math.ceil(self.missing(h) * objects)
+
+
+def _none(holding: Holding) -> tuple[Sizes, Sizes]:
+    del holding
+    return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -1,0 +1,482 @@
+"""Client: a training process's side of the conversation with its node's daemon.
+
+Nothing here raises into a training step: where the daemon is slow, lost or draining, `ready` and
+`wait` say False, and the caller reads the source itself. Bytes of steps < READY stay valid even
+when the daemon dies: the mapping outlives it, and nobody is left to write there.
+
+A client belongs to the process that made it. After a fork the child's copy is dead (`alive` is
+False) and its descriptors are closed, so that the daemon sees the parent's death at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.arena import ArenaView
+from creel.cache.board import (
+    ABSENT,
+    DONE,
+    HEARTBEAT,
+    READY,
+    STATE,
+    TRUNCATED,
+    WANTED,
+    Board,
+    Table,
+)
+from creel.cache.manifest import Manifest
+from creel.errors import (
+    ConfigError,
+    DaemonLostError,
+    MalformedError,
+    NoDaemonError,
+)
+from creel.loader.packets import (
+    M,
+    check_owner,
+    close_all,
+    exchange,
+    map_arena,
+    resolve,
+    sealed_copy,
+)
+from creel.messages import (
+    PROTOCOL,
+    Ask,
+    Attach,
+    Close,
+    DeskRequest,
+    Extend,
+    Failed,
+    Hello,
+    LineReply,
+    LineRequest,
+    Open,
+    Opened,
+    Register,
+    Registered,
+    Told,
+    Truncate,
+    Wait,
+    Welcome,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    import zmq
+
+#: A heartbeat older than this means a stopped or swapped-out daemon; it beats every 0.1 s.
+STALE_NS = 2_000_000_000
+_DESK_S = 10.0  # a desk answer takes well below 10 ms; the daemon may be starting on a busy node
+_REGISTER_S = 120.0  # checking a manifest of 10 million files takes seconds
+_SLICE_S = 0.05  # how late, at worst, a waiting thread notices a stale heartbeat
+_PIECE = 1 << 20  # objects of one Extend: 4 MB, so that no message holds up the daemon for long
+
+
+class Client:
+    """A connection to the daemon. Make one with `connect`; all methods are thread-safe."""
+
+    def __init__(self, desk: socket.socket, welcome: Welcome, arena: ArenaView) -> None:
+        self.token = welcome.token
+        self.daemon_pid = welcome.pid
+        self.arena = arena
+        self._line_address = welcome.line
+        self._desk = desk
+        self._pid = os.getpid()
+        self._lost = False
+        self._desk_lock = threading.Lock()
+        self._line_lock = threading.Lock()
+        self._line: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._poller: zmq.Poller | None = None
+        self.calls = itertools.count(1)
+        self._answers: dict[int, Told | Failed] = {}
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        _clients.add(self)
+
+    @classmethod
+    def connect(
+        cls,
+        address: str = "",
+        role: str = "trainer",
+        token: str = "",
+        *,
+        timeout_s: float = _DESK_S,
+    ) -> Client:
+        """Connect to the daemon at `address` (a name, "@abstract", or "" for the default).
+
+        Args:
+            role: "trainer", "worker" (with its trainer's token) or "cli".
+
+        Raises:
+            NoDaemonError: nobody listens, or who listens is somebody else.
+            UnavailableError: the daemon refuses us, and says why.
+        """
+        where = resolve(address)
+        desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            desk.settimeout(timeout_s)
+            desk.connect(where)
+            check_owner(desk, where)
+            hello = Hello(PROTOCOL, role, os.getpid(), token)
+            welcome, fds = exchange(desk, hello, Welcome)
+        except OSError as e:
+            desk.close()
+            raise NoDaemonError(f"no creel daemon at {where.replace(chr(0), '@')}: {e}") from e
+        except BaseException:
+            desk.close()
+            raise
+        return cls(desk, welcome, map_arena(fds, welcome.arena_nbytes))
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon still holds its end of the desk's connection."""
+        return not self._lost and os.getpid() == self._pid and not self._hung_up()
+
+    def register(self, manifest: Manifest) -> str:
+        """Make a data set known; the key under which sessions may be opened.
+
+        Raises:
+            UnavailableError: refused, or the daemon is lost.
+        """
+        data = manifest.to_arrow()
+        fd = sealed_copy(data)
+        try:
+            reply, fds = self._call(Register(len(data)), Registered, (fd,), _REGISTER_S)
+        finally:
+            os.close(fd)
+        close_all(fds)
+        return reply.dataset
+
+    def open(
+        self, dataset: str, job: str = "", rank: int = 0, world: int = 1, name: str = ""
+    ) -> Session:
+        """Begin a stream of batches over a registered data set.
+
+        Raises:
+            UnavailableError: refused, or the daemon is lost.
+        """
+        reply, fds = self._call(Open(dataset, job, rank, world, name), Opened)
+        return self._session(reply, fds, trainer=True)
+
+    def attach(self, session_id: int) -> Session:
+        """The session of this worker's trainer.
+
+        Raises:
+            UnavailableError: no such session, or the daemon is lost.
+        """
+        reply, fds = self._call(Attach(session_id), Opened)
+        return self._session(reply, fds, trainer=False)
+
+    def ask(self, what: str, *, timeout_s: float = 10.0, **args: object) -> dict[str, Any]:
+        """The daemon's answer to a command (see `messages.Ask`).
+
+        Raises:
+            ConfigError: the daemon does not know what is meant.
+            DaemonLostError: no answer in time.
+        """
+        call = next(self.calls)
+        self.send(Ask(self.token, call, what, args))
+        deadline = time.monotonic() + timeout_s
+        while call not in self._answers:
+            left = deadline - time.monotonic()
+            if left <= 0 or not self.alive:
+                raise DaemonLostError(f"the daemon did not answer {what!r} within {timeout_s:g} s")
+            self.listen(min(left, _SLICE_S))
+        answer = self._answers.pop(call)
+        if isinstance(answer, Failed):
+            raise ConfigError(answer.reason)
+        return answer.body
+
+    def close(self) -> None:
+        """Hang up: the daemon takes back everything it held for us."""
+        self._lost = True
+        for session in list(self._sessions):
+            session.close()
+        with self._line_lock:
+            if self._line is not None:
+                self._line.close(linger=0)
+            if self._context is not None:
+                self._context.term()
+            self._line = self._context = self._poller = None
+        self._desk.close()
+        self.arena.close()
+        _clients.discard(self)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def forget(self) -> None:
+        """In a child of a fork: drop what was inherited without a word to the daemon."""
+        self._lost = True
+        self._desk.close()
+        self._line = self._context = self._poller = None
+
+    def _hung_up(self) -> bool:
+        poll = select.poll()  # a new one: two threads may not poll the same
+        fd = self._desk.fileno()
+        if fd < 0:
+            return True
+        poll.register(fd, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    # --- desk ---------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        request: DeskRequest,
+        kind: type[M],
+        fds: tuple[int, ...] = (),
+        timeout_s: float = _DESK_S,
+    ) -> tuple[M, list[int]]:
+        with self._desk_lock:
+            if not self.alive:
+                raise DaemonLostError("the daemon is gone")
+            try:
+                self._desk.settimeout(timeout_s)
+                return exchange(self._desk, request, kind, fds)
+            except (OSError, MalformedError) as e:
+                self._lost = True  # its answer may still come: the conversation is out of step
+                raise DaemonLostError(f"the daemon did not answer: {e}") from e
+
+    def tell(self, request: Close) -> None:
+        with self._desk_lock:
+            if self.alive:
+                try:
+                    self._desk.send(encode(request))
+                except OSError:
+                    self._lost = True
+
+    def _session(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
+        try:
+            if len(fds) != 2:
+                raise DaemonLostError(f"a session comes with 2 descriptors, not {len(fds)}")
+            session = Session(self, reply, Board(fds[0]), Table(fds[1], reply.objects), trainer)
+        finally:
+            close_all(fds)
+        self._sessions.add(session)
+        return session
+
+    # --- line ---------------------------------------------------------------------------------
+
+    def send(self, message: LineRequest, *arrays: NDArray[Any]) -> None:
+        import zmq
+
+        frames = [encode(message), *(a.tobytes() for a in arrays)]
+        with self._line_lock:
+            if not self.alive:
+                raise DaemonLostError("the daemon is gone")
+            try:
+                self._connected().send_multipart(frames, zmq.DONTWAIT)
+            except zmq.ZMQError as e:
+                raise DaemonLostError(f"the daemon takes no messages: {e}") from e
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        """The DEALER, made at its first use (a process that only forks workers never pays)."""
+        if self._line is None:
+            import zmq
+
+            self._context = zmq.Context()
+            self._line = self._context.socket(zmq.DEALER)
+            self._line.linger = 0
+            self._line.connect(self._line_address)
+            self._poller = zmq.Poller()
+            self._poller.register(self._line, zmq.POLLIN)
+            self._poller.register(self._desk.fileno(), zmq.POLLERR)
+        return self._line
+
+    def listen(self, timeout_s: float) -> None:
+        """Take in answers; returns at the first one, at a hang-up, or after `timeout_s`."""
+        if not self._line_lock.acquire(timeout=timeout_s):
+            return
+        try:
+            if self._poller is not None:
+                self._poller.poll(max(int(timeout_s * 1000), 1))
+                self._drain()
+        finally:
+            self._line_lock.release()
+
+    def refused(self, call: int) -> bool:
+        """Whether the daemon said that this call cannot be met."""
+        return self._answers.pop(call, None) is not None
+
+    def _drain(self) -> None:
+        import zmq
+
+        while self._line is not None:
+            try:
+                body = self._line.recv_multipart(zmq.DONTWAIT)[0]
+                message = decode(body, LineReply)
+            except zmq.Again:
+                return
+            except (zmq.ZMQError, MalformedError):
+                self._lost = True
+                return
+            # Ready says nothing that the board does not say: its use is to wake us.
+            if isinstance(message, (Told, Failed)):
+                self._answers[message.call] = message
+                while len(self._answers) > 1024:  # nobody waits for these any more
+                    self._answers.pop(next(iter(self._answers)))
+
+
+class Session:
+    """One stream of steps. The trainer extends and completes it; its workers only read."""
+
+    def __init__(
+        self, client: Client, opened: Opened, board: Board, table: Table, trainer: bool
+    ) -> None:
+        self.id = opened.session
+        self.dataset = opened.dataset
+        self.board = board
+        self.table = table
+        self._client = client
+        self._trainer = trainer
+        self._closed = False
+        self._lost = False
+        self._truncates = 0
+
+    @property
+    def token(self) -> str:
+        """What a worker needs, besides `id`, to attach to this session."""
+        return self._client.token
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon serves: connected, beating, not draining."""
+        if self._closed or self._lost or not self._client.alive or self.board[STATE] != 0:
+            return False
+        return time.monotonic_ns() - self.board[HEARTBEAT] < STALE_NS
+
+    def _gone(self) -> bool:
+        return not self.alive
+
+    def extend(
+        self, epoch: int, step: int, objects: NDArray[np.integer], ends: NDArray[np.integer]
+    ) -> bool:
+        """Add the plan of steps `step, step+1, ...`; see `messages.Extend`.
+
+        Args:
+            objects: (k,) object ids in order of reading.
+            ends: (b,) step+i reads objects[ends[i-1]:ends[i]]; ends[-1] == k.
+
+        Returns:
+            False when the daemon is lost: the plan does not matter any more.
+        """
+        objects = np.asarray(objects, np.dtype("<i4"))
+        ends = np.asarray(ends, np.dtype("<i8"))
+        first = 0
+        while first < len(ends):
+            start = int(ends[first - 1]) if first else 0
+            last = max(int(np.searchsorted(ends, start + _PIECE, side="right")), first + 1)
+            message = Extend(self.token, self.id, epoch, step + first)
+            piece = objects[start : int(ends[last - 1])]
+            if not self._say(message, piece, ends[first:last] - start):
+                return False
+            first = last
+        return True
+
+    def truncate(self, step: int) -> bool:
+        """Forget the plan from `step` on; False when the daemon is lost.
+
+        Nobody may be reading a step from `step` on any more: its bytes may go at once. Returns
+        when READY speaks of the new plan (a round trip); a daemon that does not say so in time is
+        lost for good, since its READY could mean either.
+        """
+        self._truncates += 1
+        if not self._say(Truncate(self.token, self.id, step)):
+            return False
+        pause = 2e-5
+        while self.board[TRUNCATED] < self._truncates:
+            if self._gone():
+                self._lost = True
+                return False
+            time.sleep(pause)
+            pause = min(pause * 2, 0.001)
+        return True
+
+    def ready(self, step: int) -> bool:
+        """Whether the objects of `step` can be read from the arena (or have failed) now."""
+        return not (self._closed or self._lost) and self.board[READY] > step
+
+    def wait(self, step: int, timeout_s: float) -> bool:
+        """Wait until `step` is ready; False when it is not in time or the daemon is lost."""
+        if self.ready(step):
+            return True
+        if not self.alive:
+            return False
+        if self._trainer:
+            self.board[WANTED] = max(self.board[WANTED], step + 1)
+        client = self._client
+        call = next(client.calls)
+        if not self._say(Wait(self.token, call, self.id, step)):
+            return False
+        deadline = time.monotonic() + timeout_s
+        while not self.ready(step):
+            left = deadline - time.monotonic()
+            if left <= 0 or self._gone() or client.refused(call):
+                return self.ready(step)
+            client.listen(min(left, _SLICE_S))
+        return True
+
+    def done(self, step: int) -> None:
+        """All steps < `step` were read: their bytes may go. Never goes back."""
+        if not self._closed and step > self.board[DONE]:
+            self.board[DONE] = step
+
+    def view(self, object_id: int) -> memoryview | None:
+        """The object's bytes, read-only, while its step is in [DONE, READY); None when absent."""
+        offset = int(self.table.offset[object_id])
+        if offset == ABSENT:
+            return None
+        return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
+
+    def close(self) -> None:
+        """End the session; a worker only lets go of it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._trainer:
+            self._client.tell(Close(self.id))
+        self.board.close()
+        self.table.close()
+
+    def _say(self, message: LineRequest, *arrays: NDArray[Any]) -> bool:
+        if self._closed or self._lost:
+            return False
+        try:
+            self._client.send(message, *arrays)
+        except DaemonLostError:
+            return False
+        return True
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_clients):
+        client.forget()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

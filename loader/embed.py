@@ -1,0 +1,124 @@
+"""Starting a daemon where none listens.
+
+The daemon is a process of its own in its own session: it outlives the trainer that started it for
+as long as others use it, and ends by itself after the last one. Ranks that start at the same time
+race for the abstract address; the kernel lets one win, the others' daemons end without a word, and
+everybody connects to the winner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from creel.config import Config
+from creel.errors import NoDaemonError, UnavailableError
+from creel.loader.client import Client
+
+log = logging.getLogger("creel.embed")
+
+_START_S = 20.0  # a daemon is ready in 0.4 s; a cold parallel file system may take long to import
+_RETRY_S = 0.02
+_MOST_LOG = 2000  # characters of a failed daemon's last words
+
+
+def connect_or_start(config: Config | None = None, *, role: str = "trainer") -> Client | None:
+    """A connection to this node's daemon, starting one when there is none.
+
+    Returns None, after one warning that says why, when no daemon can be had: the caller reads
+    directly. `config.loader.embed` False means that only a running daemon is used.
+    """
+    if config is None:
+        config = Config.load()[0]
+    if config.loader.disable:
+        return None
+    try:
+        return _connect_or_start(config, role)
+    except (UnavailableError, OSError) as e:
+        log.warning("creel reads directly, without a cache: %s", e)
+        return None
+
+
+def _connect_or_start(config: Config, role: str) -> Client:
+    name = config.daemon.name
+    try:
+        return Client.connect(name, role)
+    except NoDaemonError:
+        if not config.loader.embed:
+            raise
+    deadline = time.monotonic() + _START_S
+    with contextlib.ExitStack() as stack:
+        log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
+        stack.callback(os.close, log_fd)
+        ready_fd = _spawn(config, log_fd)
+        stack.callback(os.close, ready_fd)
+        word = _first_word(ready_fd, deadline)
+        return _connect(name, role, deadline, word, log_fd)
+
+
+def _connect(name: str, role: str, deadline: float, word: str, log_fd: int) -> Client:
+    """Connect to our daemon, or to the one that was quicker."""
+    patience = deadline if word else time.monotonic() + 1.0
+    while True:
+        try:
+            return Client.connect(name, role)
+        except NoDaemonError as e:
+            # "0..." may mean that another daemon won and is not yet listening, or just ended.
+            if time.monotonic() > min(patience, time.monotonic() + _START_S):
+                said = word[1:] or _last_words(log_fd)
+                raise NoDaemonError(f"a daemon could not be started: {said or e}") from e
+            if word.startswith("0") and "already" not in word:
+                raise NoDaemonError(f"a daemon could not be started: {word[1:]}") from e
+        time.sleep(_RETRY_S)
+
+
+def _spawn(config: Config, log_fd: int) -> int:
+    """Start the process; the end of a pipe on which it will say "1", or "0" and why not."""
+    config_fd = os.memfd_create("creel-config", 0)
+    ready, write = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.write(config_fd, msgspec.json.encode(config))
+        os.lseek(config_fd, 0, os.SEEK_SET)
+        safe = ["-P"] if sys.version_info >= (3, 11) else []
+        command = [
+            *(sys.executable, *safe, "-m", "creel.daemon", "--embedded"),
+            *("--ready-fd", str(write), "--config-fd", str(config_fd)),
+        ]
+        process = subprocess.Popen(  # noqa: S603  our own interpreter and module
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            pass_fds=(write, config_fd),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(ready)
+        raise
+    finally:
+        os.close(write)
+        os.close(config_fd)
+    process.wait()  # it forks the daemon off at once (daemon/__main__.py)
+    return ready
+
+
+def _first_word(ready_fd: int, deadline: float) -> str:
+    """What the daemon says when it is ready or fails; "" when it says nothing in time or dies."""
+    poll = select.poll()
+    poll.register(ready_fd, select.POLLIN)
+    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        return ""
+    return os.read(ready_fd, 4096).decode(errors="replace")
+
+
+def _last_words(log_fd: int) -> str:
+    size = os.fstat(log_fd).st_size
+    data = os.pread(log_fd, _MOST_LOG, max(size - _MOST_LOG, 0))
+    return data.decode(errors="replace").strip()

@@ -1,0 +1,105 @@
+"""Packets at the desk: one question, one answer, descriptors along with either."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import TypeVar
+
+from creel.cache.arena import ArenaView
+from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
+from creel.messages import (
+    MAX_BODY,
+    DeskReply,
+    DeskRequest,
+    Opened,
+    Refused,
+    Registered,
+    Welcome,
+    decode,
+    desk_address,
+    encode,
+)
+
+M = TypeVar("M", Welcome, Registered, Opened)
+
+_MAX_FDS = 4
+_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
+
+
+def default_name() -> str:
+    """The daemon's name: CREEL_SOCKET, or "default"."""
+    return os.environ.get("CREEL_SOCKET") or "default"
+
+
+def resolve(address: str = "") -> str:
+    """The desk's abstract address for a daemon's name, an address ("@..."), or "" (the default).
+
+    >>> resolve("@x/desk")
+    '\\x00x/desk'
+    """
+    if address.startswith(("@", "\0")):
+        return "\0" + address[1:]
+    return desk_address(os.getuid(), address or default_name())
+
+
+def exchange(
+    desk: socket.socket, request: DeskRequest, kind: type[M], fds: tuple[int, ...] = ()
+) -> tuple[M, list[int]]:
+    """Say and hear once at the desk: the answer and its descriptors (the caller closes them)."""
+    socket.send_fds(desk, [encode(request)], fds)
+    body, got, _, _ = socket.recv_fds(desk, MAX_BODY, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        return _expected(body, kind), got
+    except BaseException:
+        close_all(got)
+        raise
+
+
+def _expected(body: bytes, kind: type[M]) -> M:
+    if not body:
+        raise DaemonLostError("the daemon hung up")
+    reply = decode(body, DeskReply)
+    if isinstance(reply, Refused):
+        raise UnavailableError(reply.reason, retry_after=reply.retry_after)
+    if not isinstance(reply, kind):
+        raise MalformedError(f"{kind.__name__} was expected, {type(reply).__name__} came")
+    return reply
+
+
+def map_arena(fds: list[int], nbytes: int) -> ArenaView:
+    try:
+        if len(fds) != 1:
+            raise DaemonLostError(f"a welcome comes with the arena, not {len(fds)} descriptors")
+        return ArenaView.attach(fds[0], nbytes)
+    finally:
+        close_all(fds)
+
+
+def check_owner(desk: socket.socket, where: str) -> None:
+    """Anybody may bind an abstract address: talk to our own daemon, or to root's."""
+    raw = desk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", raw)
+    if uid not in {0, os.getuid()}:
+        raise NoDaemonError(f"user {uid} sits at {where.replace(chr(0), '@')}: not talking to it")
+
+
+def sealed_copy(data: bytes) -> int:
+    import fcntl
+
+    fd = os.memfd_create("creel-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,121 @@
+"""Real daemons for system tests: started, watched, ended, each under a name of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from creel.cache.manifest import Manifest
+from creel.errors import NoDaemonError
+from creel.loader.client import Client, Session
+from kit import until
+
+
+class Running:
+    """A daemon process that serves when the constructor returns."""
+
+    def __init__(
+        self, name: str, *flags: str, memory: str = "32MiB", env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        command = [sys.executable, *COMMAND, "--name", name, "--memory", memory, *flags]
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, env={**os.environ, **(env or {})}
+        )
+        try:
+            until(self._serves, 20, "the daemon serves")
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def client(self, role: str = "trainer", token: str = "") -> Client:
+        return Client.connect(self.name, role, token)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, timeout_s: float = 5.0) -> str:
+        """SIGTERM; what it logged. It must end by itself, in time and well."""
+        self.process.terminate()
+        _, log = self.process.communicate(timeout=timeout_s)
+        assert self.process.returncode == 0, log.decode()
+        return log.decode()
+
+    def kill(self) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+        if self.process.stderr is not None and not self.process.stderr.closed:
+            self.process.communicate()
+
+    def fds(self) -> int:
+        return int(psutil.Process(self.pid).num_fds())
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def _serves(self) -> bool:
+        if self.process.poll() is not None:
+            raise AssertionError(f"the daemon ended: {self.process.communicate()[1].decode()}")
+        try:
+            self.client("cli").close()
+        except NoDaemonError:
+            return False
+        return True
+
+
+COMMAND = ("-m", "creel.daemon")
+
+
+def folder(path: Path, sizes: Sequence[int], *, known: bool = True) -> Manifest:
+    """Files of random bytes, `path/0000`, ..., and their manifest."""
+    rng = np.random.default_rng(len(sizes))
+    for i, size in enumerate(sizes):
+        (path / f"{i:04}").write_bytes(rng.bytes(size))
+    names = [f"{i:04}" for i in range(len(sizes))]
+    return Manifest.of_files(names, root=str(path), lengths=list(sizes) if known else None)
+
+
+def plan(
+    session: Session, ids: NDArray[np.integer], batch: int, epoch: int = 0, at: int = 0
+) -> int:
+    """Extend by one epoch of batches; the step after it."""
+    ends = np.append(np.arange(batch, len(ids), batch), len(ids))
+    assert session.extend(epoch, at, ids, ends)
+    return at + len(ends)
+
+
+def read_steps(
+    session: Session, manifest: Manifest, ids: NDArray[np.integer], batch: int, at: int = 0
+) -> int:
+    """Read all batches as a trainer does, checking every byte; how many came from the arena."""
+    hits = 0
+    for step, start in enumerate(range(0, len(ids), batch), at):
+        assert session.wait(step, 20), f"step {step} is not ready"
+        for i in ids[start : start + batch].tolist():
+            view = session.view(i)
+            if view is not None:
+                hits += 1
+                assert bytes(view) == Path(manifest.uri(i)).read_bytes(), f"object {i}"
+        session.done(step + 1)
+    return hits

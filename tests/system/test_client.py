@@ -1,0 +1,362 @@
+"""Clients: started daemons, forks, workers, races; a client never blocks or breaks its process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from daemons import Running, folder, plan, read_steps
+
+from creel.cache.board import DONE, WANTED
+from creel.cache.manifest import Manifest
+from creel.config import Config
+from creel.errors import DaemonLostError, NoDaemonError
+from creel.loader.client import Client
+from creel.loader.embed import connect_or_start
+from kit import until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(60)]
+
+
+def config(name: str, **daemon: object) -> Config:
+    """Small, and gone quickly."""
+    settings = {"name": name, "linger_s": 0.3, "log_level": "warning", **daemon}
+    return msgspec.convert({"daemon": settings, "memory": {"budget": "16MiB"}}, Config)
+
+
+@pytest.fixture
+def daemon(daemon_name: str) -> Iterator[Running]:
+    with Running(daemon_name) as running:
+        yield running
+
+
+def gone(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+# --- connecting -------------------------------------------------------------------------------
+
+
+def test_without_a_daemon_there_is_an_error_that_says_so(daemon_name: str) -> None:
+    with pytest.raises(NoDaemonError, match=f"creel/{os.getuid()}/{daemon_name}"):
+        Client.connect()
+
+
+def test_the_name_comes_from_the_environment(daemon: Running) -> None:
+    with Client.connect() as client:
+        assert client.daemon_pid == daemon.pid
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
+def test_somebody_elses_daemon_is_not_trusted(daemon_name: str) -> None:
+    squatter = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            (
+                "import os, socket, time\n"
+                "os.setuid(65534)\n"
+                "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+                f"s.bind('\\0creel/0/{daemon_name}/desk'); s.listen()\n"
+                "print('sits', flush=True); time.sleep(30)"
+            ),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert squatter.stdout is not None
+    with squatter.stdout:
+        try:
+            assert squatter.stdout.readline() == b"sits\n"
+            with pytest.raises(NoDaemonError, match="user 65534 sits"):
+                Client.connect()
+        finally:
+            squatter.kill()
+            squatter.wait()
+
+
+# --- embedded ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_first_client_starts_a_daemon_and_the_last_one_ends_it(
+    daemon_name: str, tmp_path: Path
+) -> None:
+    manifest = folder(tmp_path, [100] * 10)
+    start = time.monotonic()
+    first = connect_or_start(config(daemon_name))
+    assert first is not None
+    assert time.monotonic() - start < 5  # below 1 s on a quiet machine
+    assert not psutil.Process().children()  # nobody's child: it outlives us
+    second = connect_or_start(config(daemon_name))
+    assert second is not None
+    assert first.daemon_pid == second.daemon_pid
+    assert first.ask("status")["embedded"]
+    first.close()
+    time.sleep(0.5)
+    session = second.open(second.register(manifest))
+    plan(session, np.arange(10, dtype=np.int32), 5)
+    assert read_steps(session, manifest, np.arange(10), 5) == 10
+    pid = second.daemon_pid
+    second.close()
+    until(lambda: gone(pid), 5, "the daemon ends")
+
+
+_RACER = """
+import os, sys, time
+import msgspec
+from creel.config import Config
+from creel.loader.embed import connect_or_start
+config = msgspec.json.decode(sys.argv[1], type=Config)
+sys.stdin.read(1)
+client = connect_or_start(config)
+print(client.daemon_pid if client else 0, flush=True)
+sys.stdin.read(1)
+"""
+
+
+def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) -> None:
+    settings = msgspec.json.encode(config(daemon_name)).decode()
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RACER, settings],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    time.sleep(1.0)
+    pids = set()
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("x")
+        racer.stdin.flush()
+    for racer in racers:
+        assert racer.stdout is not None
+        pids.add(int(racer.stdout.readline()))
+    for racer in racers:
+        racer.communicate("x", timeout=10)
+    assert len(pids) == 1
+    assert pids != {0}
+    pid = pids.pop()
+    until(lambda: gone(pid), 10, "the daemon ends")
+
+
+def test_a_daemon_that_cannot_start_says_why_once(
+    daemon_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    impossible = msgspec.convert(
+        {"daemon": {"name": daemon_name}, "memory": {"budget": "900TiB"}}, Config
+    )
+    with caplog.at_level(logging.WARNING, logger="creel"):
+        assert connect_or_start(impossible) is None
+    assert len(caplog.records) == 1
+    assert "more than this node has" in caplog.text
+
+
+def test_disabled_or_not_to_be_started_means_none(daemon_name: str) -> None:
+    for loader in ({"disable": True}, {"embed": False}):
+        settings = msgspec.convert({"daemon": {"name": daemon_name}, "loader": loader}, Config)
+        assert connect_or_start(settings) is None
+
+
+def test_ctrl_c_in_the_trainers_terminal_does_not_reach_the_daemon(daemon_name: str) -> None:
+    client = connect_or_start(config(daemon_name))
+    assert client is not None
+    with client:
+        os.kill(client.daemon_pid, signal.SIGINT)
+        os.kill(client.daemon_pid, signal.SIGHUP)
+        time.sleep(0.3)
+        assert client.ask("status")["state"] == "serving"
+        assert os.getsid(client.daemon_pid) != os.getsid(0)
+        pid = client.daemon_pid
+    until(lambda: gone(pid), 5, "the daemon ends")
+
+
+# --- fork and workers -------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_client_is_dead_in_a_forked_child_and_alive_in_its_parent(
+    daemon: Running, tmp_path: Path
+) -> None:
+    manifest = folder(tmp_path, [100] * 10)
+    with daemon.client() as client:
+        session = client.open(client.register(manifest))
+        plan(session, np.arange(10, dtype=np.int32), 5)
+        assert session.wait(1, 10)
+        pid = os.fork()
+        if pid == 0:
+            ids, ends = np.arange(5, dtype=np.int32), np.array([5])
+            wrong = client.alive or session.alive or session.extend(0, 2, ids, ends)
+            wrong = wrong or session.wait(7, 0.1)
+            try:
+                client.ask("status", timeout_s=0.1)
+                wrong = True
+            except DaemonLostError:
+                pass
+            os._exit(int(wrong))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert session.alive
+        assert client.ask("status")["sessions"] == 1
+        assert bytes(session.view(3) or b"") == (tmp_path / "0003").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None:
+    code = (
+        "import os, time\n"
+        "from creel.loader.client import Client\n"
+        "client = Client.connect()\n"
+        "pid = os.fork()\n"
+        "print(pid, flush=True) if pid else None\n"
+        "time.sleep(30)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            parent.wait()
+            with daemon.client("cli") as client:
+                until(lambda: client.ask("status")["clients"] == 1, 5, "the parent is gone")
+                assert not gone(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+_WORKER = """
+import json, sys
+from creel.loader.client import Client
+token, session_id, first, last = json.loads(sys.argv[1])
+client = Client.connect("", "worker", token)
+session = client.attach(session_id)
+assert "torch" not in sys.modules
+for step in range(first, last):
+    assert session.wait(step, 20)
+    print(session.view(step)[0], flush=True)
+client.close()
+"""
+
+
+def test_a_worker_waits_for_its_trainers_steps(daemon: Running, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [100] * 10)
+    with daemon.client() as client:
+        session = client.open(client.register(manifest))
+        job = json.dumps([client.token, session.id, 0, 10])
+        worker = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, job], stdout=subprocess.PIPE, text=True
+        )
+        time.sleep(0.5)
+        plan(session, np.arange(10, dtype=np.int32), 1)
+        told, _ = worker.communicate(timeout=20)
+        assert worker.returncode == 0
+    assert [int(x) for x in told.split()] == [
+        (tmp_path / f"{i:04}").read_bytes()[0] for i in range(10)
+    ]
+
+
+def test_a_worker_outlives_its_trainer_without_harm(daemon: Running, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [100] * 10)
+    trainer = daemon.client()
+    session = trainer.open(trainer.register(manifest))
+    with daemon.client("worker", trainer.token) as worker:
+        same = worker.attach(session.id)
+        assert same.alive
+        trainer.close()
+        until(lambda: not same.alive, 5, "the board says closed")
+        assert not same.wait(3, 5)
+
+
+# --- sessions ---------------------------------------------------------------------------------
+
+
+def test_waiting_has_a_deadline(daemon: Running, tmp_path: Path) -> None:
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [10])))
+        start = time.monotonic()
+        assert not session.wait(0, 0.3)
+        assert 0.25 < time.monotonic() - start < 1.5
+        assert session.board[WANTED] == 1
+
+
+def test_done_never_goes_back(daemon: Running, tmp_path: Path) -> None:
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [10])))
+        session.done(5)
+        session.done(3)
+        assert session.board[DONE] == 5
+
+
+def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(bytes(3_000_000))
+    one = np.ones(1, np.int64)
+    manifest = Manifest.of_runs([str(tmp_path / "rows")], one * 0, one, one * 3_000_000)
+    with daemon.client() as client:
+        session = client.open(client.register(manifest))
+        ids = np.random.default_rng(0).permutation(3_000_000).astype(np.int32)
+        assert plan(session, ids, 1000) == 3000
+        assert session.wait(0, 20)
+        assert session.alive
+        until(lambda: client.ask("stats")["sessions"][0]["known"] == 3000, 20, "all of it")
+
+
+def test_many_threads_may_use_one_client(daemon: Running, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [500] * 40)
+    errors: list[BaseException] = []
+    with daemon.client() as client:
+        key = client.register(manifest)
+
+        def work(seed: int) -> None:
+            try:
+                session = client.open(key, "job", seed, 4)
+                ids = np.random.default_rng(seed).permutation(40).astype(np.int32)
+                plan(session, ids, 4)
+                assert read_steps(session, manifest, ids, 4) == 40
+                assert client.ask("status")["state"] == "serving"
+                session.close()
+            except BaseException as e:  # noqa: BLE001  shown by the main thread
+                errors.append(e)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert not errors
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_client_leaves_nothing_behind(daemon_name: str, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [100] * 10)
+    with Running(daemon_name) as daemon:
+        for _ in range(5):
+            with daemon.client() as client:
+                session = client.open(client.register(manifest))
+                plan(session, np.arange(10, dtype=np.int32), 5)
+                assert read_steps(session, manifest, np.arange(10), 5) == 10
+        daemon.end()
+
+
+def test_importing_a_client_loads_no_torch() -> None:
+    code = (
+        "import sys, creel, creel.loader.client, creel.loader.embed\n"
+        "late = {'torch', 'creel.daemon', 'pyarrow.fs', 'fsspec', 'stamina', 'zmq'}\n"
+        "assert not late & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

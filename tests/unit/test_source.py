@@ -1,0 +1,402 @@
+"""Reading objects: right bytes from anywhere, patience with errors that pass and no others."""
+
+from __future__ import annotations
+
+import errno
+import socketserver
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from creel.cache.manifest import Manifest
+from creel.cache.source import Patience, Source, transient
+from creel.cache.stores import LocalStore, Place, Run
+from creel.errors import SourceError
+
+pytestmark = pytest.mark.timeout(60)
+_QUICK = Patience(attempts=3, deadline_s=5.0, backoff_s=0.001, backoff_max_s=0.002)
+
+
+def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
+    """What `read_into` fills into fresh buffers."""
+    where = np.array(ids)
+    buffers = [bytearray(int(n)) for n in source.manifest.ranges(where)[1]]
+    got = source.read_into(where, [memoryview(b) for b in buffers])
+    return got, [bytes(b) for b in buffers]
+
+
+def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[bytes]]:
+    """Files of random bytes and their manifest."""
+    rng = np.random.default_rng(seed)
+    contents = [rng.bytes(n) for n in sizes]
+    for i, content in enumerate(contents):
+        (path / f"{i:03}").write_bytes(content)
+    names = [f"{i:03}" for i in range(len(sizes))]
+    return Manifest.of_files(names, root=str(path), lengths=sizes), contents
+
+
+def records(path: Path, size: int, count: int) -> tuple[Manifest, bytes]:
+    """One file of dense records behind a header of 5 bytes."""
+    content = np.random.default_rng(size).bytes(5 + size * count)
+    (path / "records").write_bytes(content)
+    one = np.array([1], np.int64)
+    runs = Manifest.of_runs([str(path / "records")], one * 5, one * size, one * count)
+    return runs, content[5:]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_reads_give_the_bytes_of_the_files(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    files, contents = folder(tmp_path, rng.integers(0, 5000, 30).tolist(), seed)
+    dense, data = records(tmp_path, size := int(rng.integers(1, 200)), 50)
+    source = Source.open(Manifest.concat([files, dense]))
+    contents += [data[i * size : (i + 1) * size] for i in range(50)]
+    ids = rng.integers(0, 80, 200).tolist()
+    got, read = read_into(source, ids)
+    assert read == [contents[i] for i in ids]
+    assert got.tolist() == [len(contents[i]) for i in ids]
+    assert [source.read(i) for i in ids[:20]] == [contents[i] for i in ids[:20]]
+    source.close()
+
+
+def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
+    dense, data = records(tmp_path, 10, 2000)
+    source = Source.open(dense)
+    ids = np.random.default_rng(0).permutation(2000).tolist()
+    _, read = read_into(source, ids)
+    assert b"".join(read[i] for i in np.argsort(ids)) == data
+    counted = source.counters.snapshot()
+    assert (counted.reads, counted.opens, counted.nbytes) == (4, 1, 20_000)  # 512 buffers a read
+    assert sum(counted.seconds) == 4
+    source.close()
+
+
+def test_rows_that_share_an_address_share_a_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "b.tar").write_bytes(bytes(range(256)) * 4)
+    uris = [str(tmp_path / n) for n in ("a.tar", "a.tar", "a.tar", "b.tar", "b.tar")]
+    offset = np.array([0, 512, 700, 0, 8])
+    length = np.array([100, 10, 4, 8, 8])
+    source = Source.open(Manifest.of_runs(uris, offset, length, np.ones(5, np.int64)))
+    got, read = read_into(source, [4, 0, 2, 1, 3])
+    assert got.tolist() == [8, 100, 4, 10, 8]
+    assert read[2] == (tmp_path / "a.tar").read_bytes()[700:704]
+    assert source.counters.snapshot().opens == 2
+    source.close()
+
+
+def test_a_file_that_is_not_as_listed_has_failed_and_the_others_have_not(tmp_path: Path) -> None:
+    files, contents = folder(tmp_path, [10, 20, 30, 40])
+    source = Source(files, _QUICK)
+    (tmp_path / "000").write_bytes(b"grown to something longer")
+    (tmp_path / "001").write_bytes(b"shrunk")
+    (tmp_path / "002").unlink()
+    got, read = read_into(source, [0, 1, 2, 3])
+    assert got.tolist() == [-1, -1, -1, 40]
+    assert read[3] == contents[3]
+    counted = source.counters.snapshot()
+    assert counted.errors == {"ENODATA": 2, "ENOENT": 1}
+    assert counted.retries == 0
+    assert str(tmp_path) in counted.last_error
+
+
+def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
+    _, contents = folder(tmp_path, [10, 0, 3000])
+    source = Source(Manifest.of_files(["000", "001", "002", "003"], root=str(tmp_path)), _QUICK)
+    assert source.read_whole(np.array([2, 3, 0, 1])) == [
+        contents[2],
+        None,
+        contents[0],
+        b"",
+    ]
+
+
+def test_a_missing_file_says_which_and_why(tmp_path: Path) -> None:
+    source = Source.open(Manifest.of_files(["gone"], root=str(tmp_path)))
+    with pytest.raises(SourceError) as caught:
+        source.read(0)
+    assert caught.value.errno == errno.ENOENT
+    assert caught.value.uri == f"{tmp_path}/gone"
+
+
+def test_a_file_url_is_a_path(tmp_path: Path) -> None:
+    (tmp_path / "a b%").write_bytes(b"x")
+    source = Source.open(Manifest.of_files([(tmp_path / "a b%").as_uri()]))
+    assert source.read(0) == b"x"
+
+
+def test_a_daemon_reads_no_relative_paths() -> None:
+    source = Source(Manifest.of_files(["etc/hostname"]), _QUICK, relative=False)
+    with pytest.raises(SourceError, match="relative"):
+        source.read(0)
+
+
+class _Flaky(LocalStore):
+    """Fails the first `failures` reads with `error`."""
+
+    def __init__(self, error: Exception, failures: int) -> None:
+        super().__init__(4)
+        self.error, self.left = error, failures
+
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return super().read(place, offset, length)
+
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        yield from super().fill(place, runs)
+
+
+class _HttpError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    "error, again",
+    [
+        (OSError(errno.EIO, "I/O error"), True),
+        (OSError(errno.ESTALE, "stale handle"), True),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), True),
+        (TimeoutError(), True),
+        (_HttpError(503), True),
+        (_HttpError(429), True),
+        (_HttpError(403), False),
+        (OSError("AWS Error SLOW_DOWN during GetObject operation: Please reduce"), True),
+        (OSError("AWS Error ACCESS_DENIED during HeadObject operation"), False),
+        (PermissionError(errno.EACCES, "denied"), False),
+        (FileNotFoundError(errno.ENOENT, "no such file"), False),
+        (IsADirectoryError(errno.EISDIR, "a folder"), False),
+        (ValueError("our bug"), False),
+    ],
+    ids=str,
+)
+def test_only_what_may_pass_is_tried_again(tmp_path: Path, error: Exception, again: bool) -> None:
+    assert transient(error) is again
+    files, contents = folder(tmp_path, [10])
+    source = Source(files, _QUICK)
+    source._local = _Flaky(error, 2)
+    if again:
+        assert source.read(0) == contents[0]
+        assert source.counters.snapshot().retries == 2
+        source._local = _Flaky(error, 2)
+        assert read_into(source, [0])[1] == contents
+        assert source.counters.snapshot().retries == 4
+    else:
+        with pytest.raises(SourceError):
+            source.read(0)
+        source._local = _Flaky(error, 2)
+        assert read_into(source, [0])[0].tolist() == [-1]
+        assert source.counters.snapshot().retries == 0
+
+
+def test_patience_ends(tmp_path: Path) -> None:
+    files, _ = folder(tmp_path, [10])
+    source = Source(files, _QUICK)
+    source._local = _Flaky(OSError(errno.EIO, "I/O error"), 100)
+    with pytest.raises(SourceError) as caught:
+        source.read(0)
+    assert caught.value.errno == errno.EIO
+    assert source.counters.snapshot().retries == _QUICK.attempts - 1
+
+
+def _fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_kept_descriptors_are_bounded_and_given_back(tmp_path: Path) -> None:
+    before = _fds()
+    parts = []
+    for i in range(40):
+        (tmp_path / str(i)).mkdir()
+        parts.append(records(tmp_path / str(i), 10, 10)[0])
+    source = Source(Manifest.concat(parts), files=8)
+    read_into(source, list(range(0, 400, 10)))
+    assert _fds() - before == 8
+    source.close()
+    assert _fds() == before
+
+
+def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
+    parts, contents = [], []
+    for i in range(6):
+        (tmp_path / str(i)).mkdir()
+        manifest, data = records(tmp_path / str(i), 100, 50)
+        parts.append(manifest)
+        contents += [data[k * 100 : k * 100 + 100] for k in range(50)]
+    source = Source(Manifest.concat(parts), files=3)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(50):
+            ids = rng.integers(0, 300, 16).tolist()
+            got, read = read_into(source, ids)
+            if read != [contents[i] for i in ids] or (got != 100).any():
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    source.close()
+    assert not wrong
+
+
+def test_an_empty_manifest_has_nothing_to_read() -> None:
+    source = Source.open(Manifest.of_files([]))
+    assert len(source.read_into(np.zeros(0, np.int32), [])) == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_of_one_file_are_found(seed: int) -> None:
+    from creel.cache.source import _files_of
+
+    rng = np.random.default_rng(seed)
+    names = [f"{'x' * int(rng.integers(0, 4))}{i % 7}" for i in range(9)] + [""]
+    uris = [names[i] for i in np.repeat(rng.integers(0, 10, 20), rng.integers(1, 4, 20))]
+    n = len(uris)
+    ones = np.ones(n, np.int64)
+    manifest = Manifest.of_runs(uris, rng.integers(1, 9, n), ones, ones)
+    file, single = _files_of(manifest)
+    same = [uris[i] == uris[i + 1] for i in range(n - 1)]
+    assert (np.diff(file) == 0).tolist() == same
+    assert single.tolist() == [
+        not before and not after
+        for before, after in zip([False, *same], [*same, False], strict=True)
+    ]
+
+
+# --- http -------------------------------------------------------------------------------------
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    contents: dict[str, bytes]
+    requests: list[tuple[str, str]]
+    fail: int
+
+    def do_GET(self) -> None:
+        asked = self.headers.get("Range", "")
+        self.requests.append((self.path, asked))
+        content = self.contents.get(self.path)
+        if type(self).fail:
+            type(self).fail -= 1
+            self._answer(503, b"busy")
+        elif content is None:
+            self._answer(404, b"gone")
+        elif asked and "noranges" not in self.path:
+            first, last = asked.removeprefix("bytes=").split("-")
+            self._answer(206, content[int(first) : int(last) + 1])
+        else:
+            self._answer(200, content)
+
+    def do_HEAD(self) -> None:
+        self.requests.append((self.path, "HEAD"))
+        self._answer(200, b"")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@contextmanager
+def web(contents: dict[str, bytes], fail: int = 0) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """A server on loopback: its address, and the (path, range) of every request so far."""
+    requests: list[tuple[str, str]] = []
+    handler = type(
+        "Handler", (_Handler,), {"contents": contents, "requests": requests, "fail": fail}
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        finally:
+            server.shutdown()
+            thread.join()
+    assert isinstance(server, socketserver.TCPServer)
+
+
+def test_an_object_over_http_is_exactly_one_get() -> None:
+    pytest.importorskip("aiohttp")
+    with web({"/a": b"0123456789", "/b": b"abc"}) as (url, requests):
+        source = Source(Manifest.of_files(["a", "b"], root=url), _QUICK)
+        assert source.read_whole(np.array([0, 1])) == [b"0123456789", b"abc"]
+        assert requests == [("/a", ""), ("/b", "")]
+
+
+def test_ranges_over_http_ask_for_nothing_more() -> None:
+    pytest.importorskip("aiohttp")
+    with web({"/a": b"0123456789", "/noranges": b"0123456789"}) as (url, requests):
+        two, three = np.array([2, 2]), np.array([3, 3])
+        manifest = Manifest.of_runs([f"{url}/a", f"{url}/noranges"], two, three, np.array([2, 1]))
+        source = Source(manifest, _QUICK)
+        got, read = read_into(source, [1, 0, 2])
+        assert got.tolist() == [3, 3, 3]
+        assert read == [b"567", b"234", b"234"]
+        assert sorted(requests) == [("/a", "bytes=2-7"), ("/noranges", "bytes=2-4")]
+
+
+def test_a_busy_server_is_asked_again_and_a_missing_page_is_not() -> None:
+    pytest.importorskip("aiohttp")
+    with web({"/a": b"x"}, fail=2) as (url, requests):
+        source = Source(Manifest.of_files(["a", "b"], root=url), _QUICK)
+        assert source.read(0) == b"x"
+        assert len(requests) == 3
+        with pytest.raises(SourceError) as caught:
+            source.read(1)
+        assert caught.value.errno == errno.ENOENT
+        assert len(requests) == 4
+
+
+def test_a_dead_server_fails_within_patience() -> None:
+    pytest.importorskip("aiohttp")
+    source = Source(Manifest.of_files(["http://127.0.0.1:9/a"]), _QUICK)
+    with pytest.raises(SourceError):
+        source.read(0)
+    assert source.counters.snapshot().retries == 2
+
+
+def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
+    """The object-store path, over pyarrow's own local file system."""
+    from pyarrow import fs
+
+    from creel.cache.stores import _ArrowStore
+
+    (tmp_path / "x").write_bytes(b"0123456789")
+    store = _ArrowStore.__new__(_ArrowStore)
+    store._fs, store._prefix = fs.LocalFileSystem(), ""
+    place = Place(f"s3://{tmp_path}/x")
+    assert store.read(place, 0, -1) == b"0123456789"
+    assert store.read(place, 2, 5) == b"23456"
+    first, second, third = bytearray(2), bytearray(3), bytearray(1)
+    runs = [
+        Run(2, 5, [memoryview(first), memoryview(second)]),
+        Run(9, 1, [memoryview(third)]),
+    ]
+    assert list(store.fill(place, runs)) == [1, 0]
+    assert first + second + third == b"234569"
+    with pytest.raises(SourceError):
+        store.read(place, 8, 5)
+    with pytest.raises(SourceError):
+        list(store.fill(place, [Run(9, 2, [memoryview(first)])]))
