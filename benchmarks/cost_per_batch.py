@@ -106,8 +106,8 @@ def files(folder: Path, nbytes: int, count: int) -> list[str]:
 
 def raw(folder: Path, nbytes: int, count: int, batch: int) -> Workload:
     paths = files(folder, nbytes, count)
-    lengths = [nbytes] * count
-    return Workload(Files(paths, tensor_of), creel.FileDataset(paths, lengths=lengths), batch)
+    sizes = [nbytes] * count
+    return Workload(Files(paths, tensor_of), creel.FileDataset(paths, nbytes=sizes), batch)
 
 
 def jpegs(folder: Path, count: int) -> list[str]:

@@ -47,7 +47,7 @@ def daemon_with(budget: int) -> Iterator[None]:
 
 def dataset(mount: str, n: int) -> creel.FileDataset:
     paths = [f"{mount}/{i:06}.bin" for i in range(n)]
-    return creel.FileDataset(paths, lengths=[NBYTES] * n)
+    return creel.FileDataset(paths, nbytes=[NBYTES] * n)
 
 
 def sampler_for(kind: str, data: Any, seed: int) -> Any:

@@ -41,7 +41,7 @@ def child(way: str, mount: str, epochs: int, batch: int, nbytes: int) -> None:
     if way == "torch":
         loader = DataLoader(Files(paths, tensor_of), **kwargs)  # type: ignore[arg-type]
     else:
-        data = creel.FileDataset(paths, lengths=[nbytes] * len(paths))
+        data = creel.FileDataset(paths, nbytes=[nbytes] * len(paths))
         loader = creel.DataLoader(data, **kwargs)
     for _ in range(epochs):
         began = time.perf_counter()

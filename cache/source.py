@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from creel.cache.manifest import Manifest
 from creel.cache.stores import LocalStore, Place, Run, Store, open_store
-from creel.errors import SourceError
+from creel.errors import SourceError, SourceNotFoundError
 
 T = TypeVar("T")
 
@@ -384,4 +384,5 @@ def _source_error(error: Exception, uri: str) -> SourceError:
     missing = errno.ENOENT if isinstance(error, FileNotFoundError) else 0
     number = getattr(error, "errno", None) or missing
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return SourceError(number, reason, uri)
+    kind = SourceNotFoundError if number == errno.ENOENT else SourceError
+    return kind(number, reason, uri)

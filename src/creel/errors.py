@@ -7,6 +7,7 @@ CreelError
 │   ├── MalformedError      the other side sent bytes that no message of this version has
 │   └── IllegalEventError   our own bug: an event that cannot happen in this state
 ├── SourceError             the dataset's storage failed; `uri` and `errno` are kept
+│   └── SourceNotFoundError     the object is not there; a FileNotFoundError too
 └── UnavailableError        not now: carries `retry_after`
     ├── NoDaemonError       nobody listens at the daemon's address
     └── DaemonLostError     the daemon was there and is gone, or stopped answering
@@ -46,11 +47,21 @@ class SourceError(CreelError, OSError):
         errno: the operating system's number, or 0 where the store gives none.
         reason: one sentence of what went wrong.
         uri: the object's address.
+
+    With a single argument it is a message, as every exception is: so torch can raise it again, with
+    its class, in another process than the one that failed.
     """
 
-    def __init__(self, errno: int, reason: str, uri: str) -> None:
-        super().__init__(errno, reason, uri)
+    def __init__(self, errno: int | str, reason: str = "", uri: str = "") -> None:
+        if isinstance(errno, str):
+            super().__init__(errno)
+        else:
+            super().__init__(errno, reason, uri)
         self.uri = uri
+
+
+class SourceNotFoundError(SourceError, FileNotFoundError):
+    """The object is not there (any more)."""
 
 
 class UnavailableError(CreelError):

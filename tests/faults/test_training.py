@@ -1,0 +1,278 @@
+"""What breaks while a training runs: it goes on with the same batches, or says clearly why not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from kit import nothing_left, unique_name, until
+
+import creel
+from creel.errors import CreelError
+from creel.loader.client import Client
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+
+N, NBYTES, BATCH = 240, 5000, 8
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """N files of different content and size."""
+    rng = np.random.default_rng(1)
+    home = tmp_path / "data"
+    home.mkdir()
+    for i in range(N):
+        (home / f"{i:04}.bin").write_bytes(i.to_bytes(4, "little") + rng.bytes(NBYTES - 4))
+    return home
+
+
+@pytest.fixture
+def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a daemon that the first loader of the test starts; ended afterwards."""
+    name = unique_name()
+    monkeypatch.setenv("CREEL_SOCKET", name)
+    yield name
+    with_daemon(name, lambda p: p.send_signal(signal.SIGCONT))
+    with_daemon(name, psutil.Process.terminate)
+
+
+def daemon_of(name: str) -> psutil.Process:
+    with Client.connect(name, "cli") as client:
+        return psutil.Process(int(client.ask("status")["pid"]))
+
+
+def with_daemon(name: str, act: Any) -> None:
+    try:
+        act(daemon_of(name))
+    except (CreelError, psutil.Error):
+        pass
+
+
+def files_of(folder: Path) -> creel.FileDataset:
+    return creel.FileDataset(sorted(map(str, folder.iterdir())))
+
+
+def loaders(dataset: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """creel's loader and torch's over the same dataset and arguments, and the same seeds.
+
+    torch's has no workers: the batches are the same, and its workers take 10 s to end after an error.
+    """
+    common: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": 2, **kwargs}
+    ours = creel.DataLoader(dataset, generator=torch.Generator().manual_seed(5), **common)
+    alone = common | {"num_workers": 0, "timeout": 0}
+    theirs = torch.utils.data.DataLoader(
+        dataset, generator=torch.Generator().manual_seed(5), **alone
+    )
+    return ours, theirs
+
+
+def assert_same_epoch(ours: Any, theirs: Any, at: dict[int, Any] | None = None) -> None:
+    """Both give the same epoch; `at[i]` is called before batch i is taken."""
+    taken = 0
+    them = iter(theirs)
+    for i, batch in enumerate(ours):
+        assert torch.equal(batch, next(them)), f"batch {i}"
+        taken += 1
+        if at and i + 1 in at:
+            at[i + 1]()
+    # Run to its end, as ours was: a user's generator moves on only then.
+    assert next(them, None) is None
+    assert taken == len(theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("when", [1, 7, 20])
+def test_a_killed_daemon_changes_no_batch(
+    folder: Path, embedded: str, when: int, workers: int
+) -> None:
+    ours, theirs = loaders(files_of(folder), num_workers=workers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert_same_epoch(ours, theirs, {when: lambda: daemon_of(embedded).kill()})
+        assert_same_epoch(ours, theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stopped_daemon_is_passed_by(folder: Path, embedded: str, workers: int) -> None:
+    ours, theirs = loaders(files_of(folder), num_workers=workers)
+    stopped: list[psutil.Process] = []
+
+    def stop() -> None:
+        stopped.append(daemon_of(embedded))
+        stopped[0].suspend()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            assert_same_epoch(ours, theirs, {3: stop})
+        finally:
+            stopped[0].resume()
+        assert_same_epoch(ours, theirs)
+
+
+def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path, embedded: str) -> None:
+    ours, theirs = loaders(files_of(folder))
+    it = iter(ours)
+    next(it)
+    victim = min(c.pid for c in psutil.Process().children())
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid\(s\) {victim}\) exited"):
+        for _ in it:
+            pass
+    del it
+    ours, theirs = loaders(files_of(folder))
+    assert_same_epoch(ours, theirs)
+
+
+def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path, embedded: str) -> None:
+    ours, _ = loaders(files_of(folder), timeout=2)
+    it = iter(ours)
+    next(it)
+    victim = psutil.Process(min(c.pid for c in psutil.Process().children()))
+    victim.suspend()
+    try:
+        with pytest.raises(RuntimeError, match="timed out after 2 seconds"):
+            for _ in it:
+                pass
+    finally:
+        victim.resume()
+
+
+TRAINER = """
+    import sys, torch, creel, os
+    data = creel.FileDataset(sorted(sys.argv[1] + "/" + f for f in os.listdir(sys.argv[1])))
+    loader = creel.DataLoader(data, batch_size=8, shuffle=True, num_workers=2)
+    while True:
+        for batch in loader:
+            print(len(batch), flush=True)
+"""
+
+
+def script(text: str, *args: str, prefix: tuple[str, ...] = (), **env: str) -> Any:
+    command = [*prefix, sys.executable, "-c", textwrap.dedent(text), *args]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+@pytest.mark.parametrize("batches", [1, 13, 45])
+def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, batches: int) -> None:
+    trainer = script(TRAINER, str(folder))
+    for _ in itertools.repeat(None, batches):
+        assert trainer.stdout.readline().strip() == "8"
+    family = [daemon_of(embedded), *psutil.Process(trainer.pid).children(recursive=True)]
+    assert len(family) >= 3
+    trainer.kill()
+    trainer.communicate()
+    until(
+        lambda: not any(p.is_running() and p.status() != "zombie" for p in family),
+        20,
+        f"workers and daemon end with the trainer: {family}",
+    )
+
+
+def test_a_vanished_file_raises_torchs_error_with_its_path(folder: Path, embedded: str) -> None:
+    data = files_of(folder)
+    gone = folder / "0100.bin"
+    gone.unlink()
+    ours, theirs = loaders(data)
+    with pytest.raises(Exception, match=r"0100\.bin") as ours_raised:
+        list(ours)
+    with pytest.raises(Exception, match=r"0100\.bin") as theirs_raised:
+        list(theirs)
+    assert type(ours_raised.value) is type(theirs_raised.value)
+    assert isinstance(ours_raised.value, FileNotFoundError)
+
+
+def test_a_file_that_shrank_since_it_was_listed_is_never_padded(
+    folder: Path, embedded: str
+) -> None:
+    paths = sorted(map(str, folder.iterdir()))
+    data = creel.FileDataset(paths, nbytes=[NBYTES] * N)
+    (folder / "0100.bin").write_bytes(b"short")
+    ours, theirs = loaders(data, batch_size=1, shuffle=False)
+    with pytest.raises(Exception, match=r"0100\.bin|size") as ours_raised:
+        list(ours)
+    with pytest.raises(Exception, match=r"0100\.bin|size") as theirs_raised:
+        list(theirs)
+    assert type(ours_raised.value) is type(theirs_raised.value)
+
+
+def test_one_percent_of_memory_is_enough(
+    folder: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", str(N * NBYTES // 100))
+    ours, theirs = loaders(files_of(folder))
+    for _ in range(2):
+        assert_same_epoch(ours, theirs)
+
+
+PARITY = """
+    import os, sys, torch, creel
+    data = creel.FileDataset(sorted(sys.argv[1] + "/" + f for f in os.listdir(sys.argv[1])))
+    kwargs = dict(batch_size=64, shuffle=True, num_workers=2)
+    ours = creel.DataLoader(data, generator=torch.Generator().manual_seed(1), **kwargs)
+    theirs = torch.utils.data.DataLoader(
+        data, generator=torch.Generator().manual_seed(1), **{**kwargs, "num_workers": 0}
+    )
+    for _ in range(3):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+    print("same")
+"""
+
+
+def assert_says_same(process: Any) -> None:
+    out, err = process.communicate(timeout=100)
+    assert out.strip() == "same", err
+
+
+def test_256_descriptors_are_enough(folder: Path, embedded: str) -> None:
+    assert_says_same(
+        script(PARITY, str(folder), prefix=("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"))
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
+def test_a_tiny_dev_shm_is_enough(folder: Path, embedded: str) -> None:
+    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    prefix = ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
+    assert_says_same(script(PARITY, str(folder), prefix=prefix))
+
+
+def test_no_daemon_possible_means_direct_reads(
+    folder: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    ours, theirs = loaders(files_of(folder))
+    assert_same_epoch(ours, theirs)
+    with pytest.raises(CreelError):
+        daemon_of(embedded)
+
+
+def test_loaders_come_and_go_and_nothing_is_left(folder: Path, embedded: str) -> None:
+    data = files_of(folder)
+    assert_same_epoch(*loaders(data))  # imports, thread pools and the daemon itself are there now
+    with nothing_left():
+        for workers in (0, 2, 0):
+            ours, theirs = loaders(data, num_workers=workers)
+            assert_same_epoch(ours, theirs)
+            next(iter(ours))
+            del ours, theirs
