@@ -1,0 +1,195 @@
+"""The trainer's end of a batch's way: tensors and arrays built right over the slot.
+
+`transport.pack` writes what is read here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import threading
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from creel.cache.slots import Buffer, SlotReader
+from creel.errors import IllegalEventError
+
+_SMALL = 16 << 10  # a storage up to here is copied out (2 us): it is not worth holding a slot for
+
+#: What a tensor's dtype is called in a packed batch. Tensors of any other go torch's own way.
+_NAMES = (
+    *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
+    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
+
+
+class Packed(NamedTuple):
+    """A batch on its way; plain values that pickle in a microsecond.
+
+    `slots`: (id, one-off?) of the slots it lies in. `parts`: one row of `Part` per storage.
+    `pickle` is the batch itself, or empty when it lies in a slot, at `where` (slot, offset, bytes);
+    the rows of `parts` then follow it there. `small` holds the storages of a batch without slots.
+    """
+
+    slots: tuple[tuple[int, bool], ...]
+    retired: tuple[int, ...]
+    parts: bytes
+    pickle: bytes
+    small: bytes
+    where: tuple[int, int, int] | None = None
+
+
+class Part(NamedTuple):
+    """Where a storage's bytes are: `nbytes` at `offset` of slot number `slot` of the batch.
+
+    `cut` bytes of the storage in front of them were left out.
+    """
+
+    slot: int
+    offset: int
+    nbytes: int
+    cut: int
+
+
+PART = struct.Struct("<4q")
+
+
+class _Arrival:
+    """Storages of the batch that this thread unpickles."""
+
+    def __init__(self, packed: Packed, reader: SlotReader) -> None:
+        self._packed = packed
+        self._reader = reader
+        self._leases: list[Buffer | None] = [None] * len(packed.slots)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._rows = memoryview(packed.parts)
+
+    def load(self) -> object:
+        """The batch."""
+        packed = self._packed
+        source: bytes | memoryview = packed.pickle
+        if packed.where is not None:
+            number, offset, length = packed.where
+            view = self._reader.view(packed.slots[number][0])
+            source = view[offset : offset + length]
+            self._rows = view[offset + length :]
+        before = getattr(_local, "arrival", None)  # one batch may be read within another
+        _local.arrival = self
+        try:
+            return pickle.loads(source)  # noqa: S301  our own worker's words
+        finally:
+            _local.arrival = before
+
+    def release(self) -> None:
+        """Give back the slots that no tensor needs; the leased ones go with their tensors."""
+        for (slot_id, once), lease in zip(self._packed.slots, self._leases, strict=True):
+            if lease is None:
+                self._reader.release(slot_id, once=once)
+
+    def part(self, number: int) -> Part:
+        """Where storage `number` is."""
+        return Part._make(PART.unpack_from(self._rows, number * PART.size))
+
+    def buffer(self, part: Part) -> tuple[object, int]:
+        """(buffer, offset) to build a tensor or array upon: writable and nobody else's."""
+        if part.slot < 0:
+            return _copied(self._packed.small, part), 0
+        lease = self._leases[part.slot]
+        if part.nbytes <= _SMALL or (lease is None and self._reader.full):
+            return _copied(self._reader.view(self._packed.slots[part.slot][0]), part), 0
+        if lease is None:
+            slot_id, once = self._packed.slots[part.slot]
+            lease = self._leases[part.slot] = self._reader.lease(slot_id, once=once)
+        return lease, part.offset
+
+    def storage(self, number: int, part: Part) -> torch.UntypedStorage:
+        """Storage `number`, the same each time."""
+        storage = self._storages.get(number)
+        if storage is None:
+            storage = self._storages[number] = self._built(part)
+        return storage
+
+    def _built(self, part: Part) -> torch.UntypedStorage:
+        if not part.nbytes:
+            return torch.empty(0, dtype=torch.uint8).untyped_storage()
+        buffer, offset = self.buffer(part)
+        flat = torch.frombuffer(
+            cast(Any, buffer), dtype=torch.uint8, count=part.nbytes, offset=offset
+        )
+        return flat.untyped_storage()
+
+
+def _copied(source: bytes | memoryview, part: Part) -> NDArray[np.uint8]:
+    """Private memory with the bytes of a part."""
+    return np.frombuffer(source, np.uint8, part.nbytes, part.offset).copy()
+
+
+_local = threading.local()
+
+
+def _arriving() -> _Arrival:
+    arrival: _Arrival | None = getattr(_local, "arrival", None)
+    if arrival is None:
+        raise IllegalEventError("a packed batch can only be read by `unpack`")
+    return arrival
+
+
+def arrived_tensor(
+    number: int, code: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor over storage `number` of the batch being unpickled."""
+    arrival = _arriving()
+    part = arrival.part(number)
+    tensor = torch.empty(0, dtype=DTYPES[code])
+    start = offset - part.cut // tensor.itemsize if part.nbytes else 0
+    return tensor.set_(arrival.storage(number, part), start, shape, stride)
+
+
+def arrived_storage(number: int) -> torch.UntypedStorage:
+    """Storage `number` itself."""
+    arrival = _arriving()
+    return arrival.storage(number, arrival.part(number))
+
+
+def arrived_array(
+    number: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    order: Literal["C", "F"],
+    writable: bool,
+) -> NDArray[Any]:
+    """A numpy array over storage `number`."""
+    arrival = _arriving()
+    buffer, offset = arrival.buffer(arrival.part(number))
+    array: NDArray[Any] = np.ndarray(shape, dtype, cast(Any, buffer), offset, order=order)
+    array.flags.writeable = writable
+    return array
+
+
+def unpack(packed: Packed, reader: SlotReader) -> object:
+    """The batch, as torch would deliver it; its large tensors lie in the slot.
+
+    New slots must have been adopted before. From `reader.max_leased` slots on, copies are made.
+
+    Raises:
+        IllegalEventError: a slot that was not adopted.
+        Exception: whatever unpickling the batch raises; its slots are given back.
+    """
+    arrival = _Arrival(packed, reader)
+    try:
+        return arrival.load()
+    finally:
+        arrival.release()
+        reader.forget(list(packed.retired))
+
+
+def discard(packed: Packed, reader: SlotReader) -> None:
+    """Give the slots of a batch back that nobody wants, unread."""
+    for slot_id, once in packed.slots:
+        reader.release(slot_id, once=once)
+    reader.forget(list(packed.retired))

@@ -1,0 +1,98 @@
+"""The arena: shared, sealed, read-only for clients."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from creel.cache.arena import Arena, ArenaView
+from creel.cache.board import sealed_memfd
+from creel.errors import MalformedError
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with Arena.create(1 << 20) as arena:
+        yield arena
+
+
+def test_a_client_sees_what_the_daemon_writes(arena: Arena) -> None:
+    client = ArenaView.attach(arena.fd, arena.nbytes)
+    arena.view[5:8] = b"abc"
+    arena.array[100] = 7
+    assert bytes(client.view[5:8]) == b"abc"
+    assert client.array[100] == 7
+    client.close()
+
+
+def test_a_client_cannot_write(arena: Arena) -> None:
+    client = ArenaView.attach(arena.fd, arena.nbytes)
+    assert client.view.readonly
+    assert not client.array.flags.writeable
+    with pytest.raises(PermissionError):
+        mmap.mmap(arena.fd, arena.nbytes)
+    with pytest.raises(PermissionError):
+        os.write(arena.fd, b"x")
+    client.close()
+
+
+def test_nobody_can_change_its_size(arena: Arena) -> None:
+    for nbytes in (0, arena.nbytes * 2):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, nbytes)
+
+
+def test_rows_are_the_records_at_multiples_of_the_stride(arena: Arena) -> None:
+    client = ArenaView.attach(arena.fd, arena.nbytes)
+    arena.array[:] = np.arange(arena.nbytes, dtype=np.uint8)
+    rows = client.rows(3073)
+    assert rows.shape == (arena.nbytes // 3073, 3073)
+    assert (rows[7] == arena.array[7 * 3073 : 8 * 3073]).all()
+    out = np.take(rows, np.array([3, 1]), axis=0, mode="clip")
+    assert (out[0] == rows[3]).all()
+
+
+def test_prefault_keeps_what_is_written_and_stops_when_told(arena: Arena) -> None:
+    arena.view[:4] = b"kept"
+    assert arena.prefault(threading.Event()) == arena.nbytes
+    assert bytes(arena.view[:4]) == b"kept"
+    stop = threading.Event()
+    stop.set()
+    assert arena.prefault(stop) == 0
+
+
+def test_only_a_sealed_descriptor_of_the_right_size_is_mapped() -> None:
+    fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(MalformedError):
+        ArenaView.attach(fd, 8192)
+    os.close(fd)
+    fd = sealed_memfd("small", 4096)
+    with pytest.raises(MalformedError):
+        ArenaView.attach(fd, 8192)
+    os.close(fd)
+
+
+def test_views_outlive_a_close(arena: Arena) -> None:
+    arena.view[:2] = b"ok"
+    client = ArenaView.attach(arena.fd, arena.nbytes)
+    view, rows = client.view[:2], client.rows(2)
+    client.close()
+    arena.close()
+    arena.close()
+    assert bytes(view) == b"ok"
+    assert bytes(rows[0]) == b"ok"
+
+
+def test_nothing_stays_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  as a path it opens more
+    arena = Arena.create(1 << 16)
+    client = ArenaView.attach(arena.fd, arena.nbytes)
+    client.close()
+    arena.close()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -1,0 +1,290 @@
+"""Slots: written by the worker, leased by the trainer, and used again only when nobody looks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from creel.cache.slots import ALIGN, Buffer, Slot, SlotReader, SlotWriter
+from creel.errors import IllegalEventError
+
+pytestmark = pytest.mark.timeout(60)
+MB = 1 << 20
+
+
+@pytest.fixture
+def writer() -> Iterator[SlotWriter]:
+    writer = SlotWriter(max_slots=3, max_nbytes=16 * MB)
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[SlotReader]:
+    reader = SlotReader()
+    yield reader
+    reader.close()
+
+
+def send(writer: SlotWriter, reader: SlotReader, data: bytes) -> Slot:
+    """Write a batch of one piece and hand it over."""
+    slot, at = writer.room(len(data))
+    slot.mapping[at : at + len(data)] = data
+    writer.seal()
+    for slot_id, fd, nbytes in writer.unsent():
+        reader.adopt(slot_id, fd, nbytes)
+    return slot
+
+
+def tensor_of(buffer: Buffer, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
+
+
+def test_a_slot_is_used_again_once_its_lease_ended(writer: SlotWriter, reader: SlotReader) -> None:
+    first = send(writer, reader, b"x" * MB)
+    buffer = reader.lease(first.id)
+    assert bytes(memoryview(buffer)[:MB]) == b"x" * MB
+    other = send(writer, reader, b"y" * MB)
+    assert other is not first
+    del buffer
+    assert reader.returned() == [first.id]
+    assert reader.returned() == []
+    writer.give_back([first.id])
+    assert send(writer, reader, b"z" * MB) is first
+
+
+def test_all_views_of_a_tensor_keep_the_lease(writer: SlotWriter, reader: SlotReader) -> None:
+    slot = send(writer, reader, bytes(range(256)) * 16)
+    tensor = tensor_of(reader.lease(slot.id), 4096)
+    holders: list[object] = [
+        tensor[5:9],
+        tensor.numpy()[1:],
+        tensor.numpy()[1:].reshape(5, -1).T[::2],
+        tensor.untyped_storage(),
+        memoryview(cast(Any, tensor.numpy()))[3:],
+        torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()),
+        tensor.view(torch.int32).view(-1, 2).expand(512, 2),
+        iter([tensor.detach()]),
+    ]
+    del tensor
+    while holders:
+        gc.collect()
+        assert reader.returned() == []
+        assert reader.leased == 1
+        holders.pop()
+    gc.collect()
+    assert reader.returned() == [slot.id]
+    assert reader.leased == 0
+
+
+def test_arrays_over_a_lease_keep_it_although_numpy_collapses_bases(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    slot = send(writer, reader, b"a" * 4096)
+    array: Any = np.ndarray((4096,), np.uint8, cast(Any, reader.lease(slot.id)))
+    view = array[10:20][2:]
+    del array
+    gc.collect()
+    assert reader.returned() == []
+    assert (view == ord("a")).all()
+    del view
+    assert reader.returned() == [slot.id]
+
+
+def test_tensors_may_die_in_any_thread_or_in_a_cycle(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    slot = send(writer, reader, b"a" * 4096)
+    box = [tensor_of(reader.lease(slot.id), 4096)]
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert reader.returned() == [slot.id]
+    writer.give_back([slot.id])
+    assert send(writer, reader, b"b" * 4096) is slot
+    cycle: list[object] = [tensor_of(reader.lease(slot.id), 4096)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert reader.returned() == [slot.id]
+
+
+def test_tensors_outlive_reader_and_writer() -> None:
+    writer, reader = SlotWriter(), SlotReader()
+    slot = send(writer, reader, b"a" * 4096)
+    tensor = tensor_of(reader.lease(slot.id), 4096)
+    writer.close()
+    reader.close()
+    assert (tensor == ord("a")).all()
+    tensor += 1
+    del reader
+    gc.collect()
+    assert (tensor == ord("b")).all()
+
+
+def test_a_closed_reader_gives_nothing_back(writer: SlotWriter, reader: SlotReader) -> None:
+    slot = send(writer, reader, b"a" * 4096)
+    buffer = reader.lease(slot.id)
+    reader.close()
+    del buffer
+    assert reader.returned() == []
+
+
+def test_a_tensor_alive_at_exit_does_no_harm() -> None:
+    code = (
+        "import atexit, sys, torch; from creel.cache.slots import *\n"
+        "w, r = SlotWriter(), SlotReader(); s, _ = w.room(9999); w.seal()\n"
+        "[r.adopt(*one) for one in w.unsent()]\n"
+        "t = torch.frombuffer(r.lease(s.id), dtype=torch.uint8)\n"
+        "sys.modules['keep'] = [t, r]; u = [t]; u.append(u)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_forked_child_sees_is_never_written_again(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    leased = send(writer, reader, b"a" * 4096)
+    free = send(writer, reader, b"b" * 4096)
+    buffer = reader.lease(leased.id)
+    pid = os.fork()
+    if not pid:
+        del buffer  # a death in the child is none of the parent's business
+        os._exit(0 if reader.returned() == [] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert reader.returned() == []
+    del buffer
+    reader.release(free.id)
+    assert reader.returned() == [~leased.id, free.id]
+    writer.give_back([~leased.id, free.id])
+    assert writer.retired() == [leased.id]
+    assert send(writer, reader, b"c" * 4096) is free
+
+
+def test_with_all_slots_out_a_batch_gets_a_one_off(writer: SlotWriter, reader: SlotReader) -> None:
+    buffers = [reader.lease(send(writer, reader, b"a" * MB).id) for _ in range(3)]
+    slot = send(writer, reader, b"o" * MB)
+    assert slot.once
+    tensor = tensor_of(reader.lease(slot.id, once=True), MB)
+    writer.give_back([])
+    assert (tensor == ord("o")).all()
+    del tensor, buffers
+    assert sorted(reader.returned()) == [0, 1, 2]  # and not the one-off
+    with pytest.raises(IllegalEventError):
+        reader.view(slot.id)
+
+
+def test_the_budget_is_kept(writer: SlotWriter, reader: SlotReader) -> None:
+    for _ in range(20):
+        send(writer, reader, b"a" * (6 * MB))
+        assert writer.nbytes <= 16 * MB
+
+
+def test_a_batch_beyond_the_budget_gets_a_one_off(writer: SlotWriter, reader: SlotReader) -> None:
+    small = send(writer, reader, b"a" * MB)
+    writer.give_back([small.id])
+    assert send(writer, reader, bytes(17 * MB)).once
+    assert writer.nbytes == small.nbytes  # nothing was given up in vain
+
+
+def test_after_a_batch_beyond_the_budget_small_ones_keep_their_slots(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    send(writer, reader, bytes(17 * MB))
+    small = send(writer, reader, b"a" * MB)
+    assert not small.once
+    writer.give_back([small.id])
+    assert send(writer, reader, b"a" * MB) is small
+
+
+def test_a_larger_batch_takes_the_place_of_idle_small_slots(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    ids = [send(writer, reader, b"a" * 4096).id for _ in range(3)]
+    writer.give_back(ids)
+    slot = send(writer, reader, b"a" * MB)
+    assert not slot.once
+    gone = writer.retired()
+    assert len(gone) == 1
+    reader.forget(gone)
+    with pytest.raises(IllegalEventError):
+        reader.view(gone[0])
+
+
+def test_slots_that_are_far_too_large_for_long_are_let_go(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    writer.give_back([send(writer, reader, b"a" * (8 * MB)).id])
+    for _ in range(200):
+        writer.give_back([send(writer, reader, b"a" * 10_000).id])
+        reader.forget(writer.retired())
+    assert writer.nbytes < 100_000
+
+
+def test_pieces_of_a_batch_share_a_slot_and_are_aligned(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    send(writer, reader, b"a" * MB)  # now it knows what to expect
+    rooms = [writer.room(n) for n in (1, 100, 3, MB // 2)]
+    assert len({slot.id for slot, _ in rooms}) == 1
+    assert [at for _, at in rooms] == [0, ALIGN, 3 * ALIGN, 4 * ALIGN]
+    slot, at = rooms[1]
+    assert writer.holds(slot.address + at, 100) == (slot, at)
+    assert writer.holds(slot.address + 4 * ALIGN, MB) is None
+    assert len(writer.seal()) == 1
+    assert writer.holds(slot.address + at, 100) is None
+
+
+def test_an_abandoned_batch_leaves_its_slot_free(writer: SlotWriter, reader: SlotReader) -> None:
+    slot, _ = writer.room(MB)
+    writer.abandon()
+    assert send(writer, reader, b"a" * MB) is slot
+
+
+def test_a_slot_is_not_written_while_a_tensor_made_by_the_worker_lives(
+    writer: SlotWriter, reader: SlotReader
+) -> None:
+    slot, _ = writer.room(MB)
+    kept = tensor_of(slot.buffer(), MB)[5:]
+    writer.seal()
+    writer.unsent()
+    writer.give_back([slot.id])
+    assert send(writer, reader, b"a" * MB) is not slot
+    del kept
+    assert send(writer, reader, b"a" * MB) is slot
+
+
+def test_misuse_is_refused(writer: SlotWriter, reader: SlotReader) -> None:
+    with pytest.raises(IllegalEventError):
+        reader.lease(7)
+    slot = send(writer, reader, b"a")
+    buffer = reader.lease(slot.id)
+    with pytest.raises(IllegalEventError):
+        reader.lease(slot.id)
+    writer.give_back([99, ~99])
+    del buffer
+
+
+def test_nothing_stays_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  as a path it opens more
+    writer, reader = SlotWriter(max_slots=1), SlotReader()
+    for _ in range(5):
+        slot = send(writer, reader, b"a" * 9999)
+        buffer = reader.lease(slot.id, once=slot.once)
+        del buffer
+    writer.close()
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -1,0 +1,645 @@
+"""What goes in at the worker comes out at the trainer, exactly as through torch's own queue."""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import dataclasses
+import gc
+import os
+import pickle
+import socket
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import _utils, default_collate
+from torch.utils.data._utils import collate as torch_collate
+from torch.utils.data._utils.worker import WorkerInfo
+
+from creel.cache.slots import SlotReader, SlotWriter
+from creel.loader.transport import Packed, discard, pack, slot_collate, unpack
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Road:
+    """A worker's and a trainer's end in one process."""
+
+    def __init__(self, **limits: int) -> None:
+        self.writer = SlotWriter(**limits)
+        self.reader = SlotReader()
+
+    def send(self, batch: object) -> Packed:
+        packed = pack(batch, self.writer)
+        for one in self.writer.unsent():
+            self.reader.adopt(*one)
+        assert len(pickle.dumps(packed)) < 4096
+        return packed
+
+    def trip(self, batch: Any) -> Any:
+        out = unpack(self.send(batch), self.reader)
+        self.writer.give_back(self.reader.returned())
+        return out
+
+
+@pytest.fixture
+def road() -> Iterator[Road]:
+    road = Road()
+    yield road
+    road.reader.close()
+    road.writer.close()
+
+
+# --- equality, and torch's own way as the oracle ----------------------------------------------
+
+
+def theirs(batch: Any) -> Any:
+    """What torch's worker-to-main queue makes of a batch (the pickling alone, in one process)."""
+    return ForkingPickler.loads(ForkingPickler.dumps(batch))
+
+
+def outcome(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
+    """(result, None), or (None, what was raised)."""
+    try:
+        return function(*args), None
+    except Exception as e:  # noqa: BLE001  whatever torch raises is right
+        return None, e
+
+
+def same(a: Any, b: Any) -> None:
+    """Assert equal types, values and layouts all the way down."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        same_tensor(a, b)
+    elif isinstance(a, np.ndarray):
+        assert (a.dtype, a.shape, a.strides) == (b.dtype, b.shape, b.strides)
+        assert a.tolist() == b.tolist() if a.dtype.hasobject else a.tobytes() == b.tobytes()
+        assert a.flags.writeable == b.flags.writeable
+    elif isinstance(a, Mapping):
+        assert list(a) == list(b)
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, (list, tuple, collections.deque)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif dataclasses.is_dataclass(a):
+        same(vars(a), vars(b))
+    else:
+        assert a == b or (a != a and b != b)  # not a number
+
+
+def same_tensor(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout)
+    assert a.requires_grad == b.requires_grad
+    assert a._is_view() == b._is_view()
+    if a.layout is torch.strided and not a.is_nested:
+        assert a.stride() == b.stride()
+        raw = (t.resolve_conj().resolve_neg().detach().contiguous() for t in (a, b))
+        left, right = (t.view(-1).view(torch.uint8) if t.numel() else t for t in raw)
+        assert torch.equal(left, right)
+    else:
+        same(a.to_dense(), b.to_dense())
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    value: Any
+
+
+class Bag(dict[str, Any]):
+    pass
+
+
+class Custom:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and pickle.dumps(self.value) == pickle.dumps(other.value)
+
+    __hash__ = None  # type: ignore[assignment]  # compared by value
+
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.uint16, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    scale = draw(st.sampled_from([1, 1, 1, 40, 400]))
+    shape = [shape[0] * scale, *shape[1:]] if shape else shape
+    seed = draw(st.integers(0, 2**16))
+    generator = torch.Generator().manual_seed(seed)
+    n = int(np.prod([max(s, 1) for s in shape], dtype=np.int64)) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (n,), generator=generator)
+    tensor = raw.to(torch.uint8).view(dtype)[: int(np.prod(shape, dtype=np.int64))].view(shape)
+    twist = draw(st.sampled_from(["", "transposed", "sliced", "expanded", "last"]))
+    if twist == "transposed" and tensor.dim() > 1:
+        tensor = tensor.transpose(0, -1)
+    elif twist == "sliced" and tensor.dim() and tensor.shape[0] > 2:
+        tensor = tensor[1::2]
+    elif twist == "expanded":
+        tensor = tensor.unsqueeze(0).expand(3, *tensor.shape)
+    elif twist == "last" and tensor.dim() and tensor.shape[0]:
+        tensor = tensor[-1]
+    return tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> Any:
+    dtype = np.dtype(draw(st.sampled_from(["f4", ">i8", "u1", "?", "M8[s]", "U3", "c16", "O"])))
+    n, m = draw(st.integers(0, 300)), draw(st.integers(1, 9))
+    array: Any = np.arange(n * m).astype(dtype if dtype.kind != "M" else "i8").astype(dtype)
+    array = array.reshape(n, m)
+    return draw(st.sampled_from([array, array.T, array[::2], np.asfortranarray(array)]))
+
+
+leaves = st.one_of(
+    tensors(), arrays(), st.none(), st.integers(), st.text(max_size=8), st.floats(),
+    st.binary(max_size=20), st.integers(1, 10).map(lambda n: b"\7" * n * 9000),
+)  # fmt: skip
+batches = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(Bag),
+        st.tuples(inner, inner).map(lambda xy: Point(*xy)),
+        inner.map(lambda v: Record("r", v)),
+        st.lists(inner, max_size=3).map(collections.deque),
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(batch=batches)
+def test_any_batch_arrives_as_torch_delivers_it(batch: Any) -> None:
+    road = Road(max_slots=2)
+    for _ in range(2):
+        out = road.trip(batch)
+        same(out, theirs(batch))
+        del out
+        gc.collect()
+    assert road.reader.leased == 0
+    road.writer.close()
+
+
+# --- aliasing ---------------------------------------------------------------------------------
+
+
+def test_tensors_that_shared_memory_still_do(road: Road) -> None:
+    base = torch.zeros(100, 100)
+    flat = base.view(-1)
+    out = road.trip({"a": base, "b": base[3:7], "c": flat[5::2], "bits": base.view(torch.int32)})
+    out["a"][4, 4] = 1
+    assert out["b"][1, 4] == 1
+    out["c"].fill_(1)
+    assert out["a"][0, 5] == 1
+    assert out["bits"][0, 5] == 0x3F800000
+    assert base.sum() == 0
+    assert out["b"].storage_offset() == 300
+
+
+def test_the_same_object_twice_is_the_same_object(road: Road) -> None:
+    tensor, array = torch.zeros(9000), np.zeros(9000)
+    out = road.trip([tensor, array, tensor, array])
+    assert out[0] is out[2]
+    assert out[1] is out[3]
+
+
+def test_tensors_of_all_kinds_share_memory_with_each_other(road: Road) -> None:
+    base = torch.zeros(9000)
+    parameter = torch.nn.Parameter(base[10:], requires_grad=False)
+    out = road.trip([base, parameter, base.untyped_storage(), base[5:6]])
+    out[0].fill_(2)
+    assert (out[1] == 2).all()
+    assert out[2].nbytes() == 36_000
+    assert out[2].data_ptr() == out[0].data_ptr()
+    assert out[3] == 2
+
+
+def test_a_small_part_of_a_large_storage_travels_alone(road: Road) -> None:
+    dataset = torch.arange(4_000_000, dtype=torch.int32)
+    views = [dataset[5000:6000], dataset[5500:9000].view(-1, 5)[:, ::2], dataset[7003:7003]]
+    out = road.trip(views)
+    same(out, theirs(views))
+    assert out[0].untyped_storage().nbytes() < 20_000
+    out[0][600] = -1
+    assert out[1][20, 0] == -1
+
+
+# --- tensors of other kinds -------------------------------------------------------------------
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(300).to_sparse(),
+        torch.rand(5000, requires_grad=True),
+        torch.nn.Parameter(torch.rand(5000)),
+        torch.nn.Parameter(torch.arange(5000), requires_grad=False),
+        torch.rand(5000, dtype=torch.complex64).conj(),
+        torch.rand(5000, dtype=torch.complex64).conj().imag,
+        torch.rand(5000).as_subclass(Sub),
+        torch.rand(50, 100).T.as_subclass(Sub),
+        torch.rand(())[None].expand(5),
+        torch.rand(2, 3, 64, 64).contiguous(memory_format=torch.channels_last),
+    ],
+    ids=lambda t: f"{type(t).__name__}-{t.layout}-{t.dtype}-{t.requires_grad}",
+)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_other_kinds_of_tensor_arrive_as_torch_delivers_them(road: Road, tensor: Any) -> None:
+    same(road.trip([tensor])[0], theirs([tensor])[0])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_compressed_sparse_tensors_arrive(road: Road) -> None:
+    out = road.trip(torch.eye(300).to_sparse_csr())
+    assert out.layout is torch.sparse_csr
+    assert torch.equal(out.to_dense(), torch.eye(300))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_meta_and_nested_tensors_arrive(road: Road) -> None:
+    meta, nested = road.trip(
+        [
+            torch.empty(3, 4, device="meta"),
+            torch.nested.nested_tensor([torch.ones(300), torch.zeros(200)], layout=torch.strided),
+        ]
+    )
+    assert (meta.device.type, meta.shape) == ("meta", (3, 4))
+    assert nested.is_nested
+    assert nested.unbind()[0].sum() == 300
+
+
+def test_what_torch_refuses_is_refused_in_its_words(road: Road) -> None:
+    with pytest.raises(RuntimeError, match="Cowardly refusing to serialize non-leaf tensor"):
+        road.trip([torch.rand(5, requires_grad=True) * 2])
+
+
+def test_a_tensor_without_memory_is_refused(road: Road) -> None:
+    with pytest.raises(RuntimeError, match="data pointer"):  # torch's own pickling ends in SIGSEGV
+        road.trip(torch._efficientzerotensor((5000,)))
+
+
+def test_reductions_of_the_user_are_kept(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce_array(array: Any) -> Any:
+        return sum, ([len(array)],)
+
+    monkeypatch.setitem(copyreg.dispatch_table, np.ndarray, reduce_array)
+    assert road.trip([np.zeros(5000)]) == [5000]
+    monkeypatch.setitem(ForkingPickler._extra_reducers, torch.Tensor, reduce_array)  # type: ignore[attr-defined]
+    assert road.trip([torch.zeros(7)]) == [7]
+
+
+# --- what can be done with what arrives -------------------------------------------------------
+
+
+def test_what_arrives_is_writable_and_private(road: Road) -> None:
+    sent: list[Any] = [
+        torch.zeros(9000),
+        torch.zeros(3),
+        np.zeros(9000),
+        np.zeros(3),
+        bytearray(9000),
+    ]
+    sent[2].flags.writeable = False
+    out = road.trip(sent)
+    for one in out:
+        one[0] = 5
+        assert one[0] == 5
+    assert [one[0] for one in sent] == [0] * 5
+
+
+def test_it_can_be_shared_pickled_cloned_and_resized_like_any_tensor(road: Road) -> None:
+    out = road.trip(torch.arange(9000.0))
+    expected = torch.arange(9000.0)
+    assert torch.equal(pickle.loads(pickle.dumps(out)), expected)
+    assert torch.equal(theirs(out), expected)
+    assert torch.equal(out.clone().share_memory_(), expected)
+    assert torch.equal(out.share_memory_(), expected)
+    out.requires_grad_().sum().backward()
+    assert out.grad is not None
+    fresh = road.trip(torch.arange(9000.0))
+    fresh.resize_(3, 3000)
+    assert not fresh._is_view()
+    assert fresh.is_leaf
+
+
+def test_a_small_tensor_that_is_kept_holds_no_slot(road: Road) -> None:
+    kept = []
+    for _ in range(20):
+        images, labels = road.trip([torch.zeros(64, 3000), torch.zeros(64)])
+        kept.append(labels)
+    del images
+    road.writer.give_back(road.reader.returned())
+    assert road.reader.leased == 0
+    assert len(road.writer._slots) <= 3
+
+
+def test_whoever_keeps_every_batch_gets_copies(road: Road) -> None:
+    kept = [road.trip(torch.full((50_000,), i)) for i in range(30)]
+    assert road.reader.leased == road.reader.max_leased
+    assert [int(one[0]) for one in kept] == list(range(30))
+    assert [int(one[-1]) for one in kept] == list(range(30))
+
+
+def test_a_slot_written_again_spoils_no_tensor_alive(road: Road) -> None:
+    rng = np.random.default_rng(0)
+    alive: dict[int, tuple[Any, Any]] = {}
+    for i in range(200):
+        alive[i] = road.trip([torch.full((int(rng.integers(1, 30_000)),), i), np.full(900, i)])
+        if rng.random() < 0.8:
+            del alive[list(alive)[int(rng.integers(len(alive)))]]
+        for value, (tensor, array) in alive.items():
+            assert (tensor == value).all()
+            assert (array == value).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_batches_cross_processes() -> None:
+    ours, theirs_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        try:
+            serve(theirs_end)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    theirs_end.close()
+    ours.settimeout(20)
+    reader = SlotReader()
+    used: set[int] = set()
+    for i in range(20):
+        ours.send(pickle.dumps(reader.returned()))
+        message, fds, _, _ = socket.recv_fds(ours, 1 << 16, 8)
+        packed, new = pickle.loads(message)
+        for (slot_id, nbytes), fd in zip(new, fds, strict=True):
+            reader.adopt(slot_id, fd, nbytes)
+            os.close(fd)
+        used.update(slot_id for slot_id, _ in packed.slots)
+        same(unpack(packed, reader), [torch.full((4, 50_000), i), "x" * i, np.arange(1 + i * 1000)])
+    assert len(used) <= 4
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def serve(sock: socket.socket) -> None:
+    """What a worker does; OpenMP's threads did not come along through the fork."""
+    torch.set_num_threads(1)
+    sock.settimeout(20)
+    writer = SlotWriter()
+    for i in range(20):
+        writer.give_back(pickle.loads(sock.recv(1 << 16)))
+        stack = slot_collate([torch.full((50_000,), i)] * 4, writer)
+        packed = pack([stack, "x" * i, np.arange(1 + i * 1000)], writer)
+        del stack
+        new = writer.unsent()
+        message = pickle.dumps((packed, [(slot_id, nbytes) for slot_id, _, nbytes in new]))
+        socket.send_fds(sock, [message], [fd for _, fd, _ in new])
+
+
+# --- messages ---------------------------------------------------------------------------------
+
+
+def test_a_batch_without_anything_large_needs_no_slot(road: Road) -> None:
+    for batch in ([1, "a", None], torch.arange(8), [torch.rand(3), np.zeros(5)], []):
+        packed = road.send(batch)
+        assert packed.slots == ()
+        same(unpack(packed, road.reader), batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        list(range(100_000)),
+        [torch.rand(3) for _ in range(500)],
+        "x" * 100_000,
+        [b"ab" * 50_000] * 3,
+    ],
+    ids=["ints", "tensors", "str", "bytes"],
+)
+def test_a_long_pickle_goes_through_the_slot(road: Road, batch: Any) -> None:
+    for _ in range(3):
+        same(road.trip(batch), batch)
+    assert road.reader.leased == 0
+
+
+def test_a_batch_nobody_wants_gives_its_slots_back(road: Road) -> None:
+    packed = road.send(torch.zeros(9000))
+    discard(packed, road.reader)
+    assert road.reader.returned() == [slot_id for slot_id, _ in packed.slots]
+
+
+def test_a_one_off_comes_and_goes(road: Road) -> None:
+    road.writer = SlotWriter(max_slots=0)
+    for _ in range(2):
+        out = road.trip([torch.ones(90_000), [b"x" * 50_000]])
+        assert out[0].sum() == 90_000
+        del out
+        assert road.reader._maps == {}
+
+
+class Unwilling:
+    def __reduce__(self) -> Any:
+        raise LookupError("no")
+
+
+def explode() -> None:
+    raise LookupError("late")
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return explode, ()
+
+
+def test_failures_reach_the_caller_and_lose_no_slot(road: Road) -> None:
+    for _ in range(20):
+        with pytest.raises(LookupError, match="no"):
+            pack([torch.zeros(9000), Unwilling()], road.writer)
+        with pytest.raises(LookupError, match="late"):
+            road.trip([torch.zeros(9000), Bomb()])
+        road.writer.give_back(road.reader.returned())
+    gc.collect()
+    assert road.reader.leased == 0
+    assert len(road.writer._slots) == 1
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pack([lambda: 0], road.writer)
+
+
+# --- collate ----------------------------------------------------------------------------------
+
+
+class Frozen(Mapping[str, Any]):
+    """A mapping that cannot be copied and updated."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = dict(inner)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._inner[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._inner)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+COLLATABLE: dict[str, Any] = {
+    "tensors": [torch.rand(30, 300) for _ in range(4)],
+    "small": [torch.rand(3) for _ in range(4)],
+    "scalars": [torch.tensor(i) for i in range(4)],
+    "empty": [torch.empty(0, 3) for _ in range(4)],
+    "pairs": [(torch.rand(3000), i) for i in range(4)],
+    "lists": [[np.random.default_rng(i).random(3000), i / 2] for i in range(4)],
+    "dicts": [{"a": torch.ones(5000) * i, "b": "s", "c": b"x"} for i in range(4)],
+    "bags": [Bag(a=torch.ones(5000) * i, b=np.float32(i)) for i in range(4)],
+    "ordered": [collections.OrderedDict(z=i, a=torch.ones(9000)) for i in range(4)],
+    "frozen": [Frozen({"a": torch.ones(9000)}) for i in range(4)],
+    "proxies": [types.MappingProxyType({"a": torch.ones(9000)}) for _ in range(4)],
+    "namedtuples": [Point(torch.ones(9000) * i, [i, 1]) for i in range(4)],
+    "strings": ["a", "b"],
+    "ranges": [range(3), range(3)],
+    "numpy scalars": [np.int16(i) for i in range(4)],
+    "numpy bools": [np.bool_(i % 2) for i in range(4)],
+    "0-dim arrays": [np.array(i) for i in range(4)],
+    "int8": [torch.ones(90_000, dtype=torch.int8)] * 3,
+    "bool": [torch.ones(90_000, dtype=torch.bool)] * 3,
+    "bfloat16": [torch.ones(90_000, dtype=torch.bfloat16)] * 3,
+    "complex, conjugate": [torch.rand(9000, dtype=torch.complex64).conj() for _ in range(2)],
+    "second conjugate": [torch.rand(9000, dtype=torch.complex64)] * 2
+    + [torch.rand(9000, dtype=torch.complex64).conj()],
+    "transposed": [torch.rand(90, 100).T for _ in range(3)],
+    "channels last": [
+        torch.rand(1, 3, 40, 40).to(memory_format=torch.channels_last)[0] for _ in range(3)
+    ],
+    "mixed precision": [torch.rand(9000), torch.rand(9000, dtype=torch.float64)],
+    "mixed precision 2": [torch.rand(9000, dtype=torch.float64), torch.rand(9000)],
+    "int first": [torch.ones(9000, dtype=torch.int32), torch.rand(9000)],
+    "subclass first": [torch.rand(9000).as_subclass(Sub), torch.rand(9000)],
+    "subclass later": [torch.rand(9000), torch.rand(9000).as_subclass(Sub)],
+    "parameters": [torch.nn.Parameter(torch.rand(9000)) for _ in range(2)],
+    "gradients": [torch.rand(9000, requires_grad=True) for _ in range(2)],
+    "sizes differ": [torch.rand(9000), torch.rand(9001)],
+    "sizes differ down": [torch.rand(9000), torch.rand(8000)],
+    "dimensions differ": [torch.rand(90, 100), torch.rand(9000)],
+    "sparse": [torch.eye(300).to_sparse()] * 2,
+    "none": [None, None],
+    "objects": [np.array([None])] * 2,
+    "lists differ": [[1, 2], [1]],
+    "keys differ": [{"a": 1}, {"b": 1}],
+    "kinds differ": [torch.rand(9000), "a"],
+    "nothing": [],
+}
+
+
+@pytest.fixture
+def as_worker() -> Iterator[None]:
+    """torch's collate functions behave otherwise in a worker."""
+    before = _utils.worker._worker_info
+    _utils.worker._worker_info = WorkerInfo(id=0, num_workers=1, seed=0, dataset=cast(Any, None))
+    yield
+    _utils.worker._worker_info = before
+
+
+@pytest.mark.usefixtures("as_worker")
+@pytest.mark.parametrize("name", COLLATABLE)
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+def test_slot_collate_is_default_collate(road: Road, name: str) -> None:
+    batch = COLLATABLE[name]
+    expected, error = outcome(default_collate, batch)
+    if error is not None:
+        _, ours = outcome(slot_collate, batch, road.writer)
+        assert (type(ours), str(ours)) == (type(error), str(error))
+        return
+    for _ in range(2):
+        collated = slot_collate(batch, road.writer)
+        same(collated, expected)
+        if name != "proxies":  # neither we nor torch can pickle one
+            same(road.trip(collated), theirs(expected))
+        del collated
+
+
+def test_collated_tensors_are_not_copied_again(road: Road) -> None:
+    for _ in range(2):
+        collated = slot_collate([(torch.rand(50_000), i) for i in range(4)], road.writer)
+        address = collated[0].data_ptr()  # type: ignore[index]
+        packed = road.send(collated)
+        slot = road.writer._slots[packed.slots[0][0]]
+        assert slot.address <= address < slot.address + slot.nbytes
+        assert len(packed.slots) == 1
+        discard(packed, road.reader)
+        road.writer.give_back(road.reader.returned())
+
+
+def test_functions_users_put_into_torchs_map_are_called(
+    road: Road, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = torch_collate.default_collate_fn_map
+
+    def of_custom(batch: Sequence[Custom], *, collate_fn_map: Any = None) -> Any:
+        return Custom(
+            torch_collate.collate([b.value for b in batch], collate_fn_map=collate_fn_map)
+        )
+
+    monkeypatch.setitem(table, Custom, of_custom)
+    out = road.trip(slot_collate([Custom(torch.ones(9000) * i) for i in range(3)], road.writer))
+    assert type(out) is Custom
+    assert out.value.shape == (3, 9000)
+    monkeypatch.setitem(table, torch.Tensor, lambda batch, **_: len(batch))
+    assert slot_collate([torch.ones(9000)] * 3, road.writer) == 3
+    monkeypatch.delitem(table, torch.Tensor)
+    with pytest.raises(TypeError, match="default_collate: batch must contain"):
+        slot_collate([torch.tensor(1)] * 3, road.writer)
+
+
+def test_a_collated_tensor_that_the_worker_keeps_stays_what_it_was(road: Road) -> None:
+    kept = slot_collate([torch.full((9000,), 1.0)] * 3, road.writer)
+    first = road.trip(kept)
+    del first
+    road.writer.give_back(road.reader.returned())
+    for _ in range(5):
+        road.trip(slot_collate([torch.full((9000,), 2.0)] * 3, road.writer))
+        road.writer.give_back(road.reader.returned())
+    assert (kept == 1).all()  # type: ignore[attr-defined]
+    assert (road.trip([kept])[0] == 1).all()
+
+
+def test_a_failed_collation_loses_no_slot(road: Road) -> None:
+    batch = [(torch.rand(9000), torch.rand(9000 + i)) for i in range(2)]
+    for _ in range(20):
+        with pytest.raises(RuntimeError):
+            slot_collate(batch, road.writer)
+    gc.collect()
+    out = road.trip(slot_collate([torch.rand(9000)] * 2, road.writer))
+    assert out.shape == (2, 9000)
+    assert len(road.writer._slots) <= 2
