@@ -31,6 +31,7 @@ class Ahead:
         self._shares = shares
         self._flights = flights
         self._window = window
+        self.stuck: set[int] = set()  # sessions that wait for room; cleared when any may be had
 
     def look(self, s: Session, sessions: int) -> None:
         """Set how far a session may go ahead, in positions, where so many share the memory."""
@@ -69,7 +70,7 @@ class Ahead:
     def pump(self, sessions: Iterable[Session], now: float) -> list[Fetch]:
         """Go on with the most urgent session until nothing more can be done for any."""
         out: list[Fetch] = []
-        todo = [s for s in sessions if s.front < s.reach]
+        todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
         while todo:
             s = todo[0] if len(todo) == 1 else min(todo, key=_urgency)
             if not self._advance(s, now, out) or s.front >= s.reach:
@@ -106,8 +107,10 @@ class Ahead:
             stop = stream.start(s.ready + 1)
             if s.front < stop:
                 return True, min(stop, s.front + _CHUNK)
-        stop = min(s.reach, s.front + _CHUNK)
-        return False, min(stop, stream.start(stream.epoch(stream.step_at(s.front))[1]))
+        # one urgency class: a step where the reader is close, more of them further ahead
+        step = stream.step_at(s.front)
+        last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
+        return False, min(s.reach, s.front + _CHUNK, stream.start(last))
 
     def _worth(self, h: Holding, ids: Index, life: NDArray[np.uint8], absent: Index) -> Index:
         """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
@@ -127,7 +130,7 @@ class Ahead:
         length = h.length[ids]
         k = self._flights.leave(h.expected(length), urgent=urgent)
         if not k:
-            return 0
+            return 0  # not for want of room: later
         if k < len(ids):
             ids, length = ids[:k], length[:k]
         step = s.stream.step_at(s.front)
@@ -139,6 +142,7 @@ class Ahead:
                 h.fail(ids[lack])
             else:
                 k = int(lack.argmax())
+                self.stuck.add(s.id)
                 given = offset[k:] != NOWHERE
                 h.pool.free(offset[k:][given], length[k:][given])
                 keep = slice(k)

@@ -92,6 +92,8 @@ class Core:
             IllegalEventError: an event that cannot happen. Nothing changed.
         """
         self._out = []
+        if not isinstance(event, Fetched | Tick):
+            self._ahead.stuck.clear()  # something may have been given up, or is more urgent now
         _HANDLERS[type(event)](self, event, now)
         for session in self._sessions.values():
             self._ahead.settle(session)
@@ -182,8 +184,10 @@ class Core:
         known = flight.offset != NOWHERE
         good = (e.nbytes >= 0) & ((e.nbytes == flight.length) | ~known)
         if every(good) and every(known):
-            h.landed(flight.ids, flight.offset)
+            if h.landed(flight.ids, flight.offset):
+                self._ahead.stuck.clear()
         else:
+            self._ahead.stuck.clear()
             self._partly(e, flight, good, known)
         h.counts["reads"] += int(np.count_nonzero(good))
         h.counts["read_nbytes"] += int(e.nbytes[good].sum())

@@ -255,19 +255,26 @@ class Holding:
         if not len(ids):
             return 0
         nbytes = self.length[ids]
-        self.pool.free(self.offset[ids], nbytes)
+        self.pool.free(self.vacate(ids, why), nbytes)
+        return int(nbytes.sum())
+
+    def vacate(self, ids: Index, why: str) -> Sizes:
+        """Like `evict`, but their places are not given back: (k,) offsets for others."""
+        offset = self.offset[ids]
         self.offset[ids] = NOWHERE
         self.life[ids] = ABSENT
-        total = int(nbytes.sum())
         self.resident -= len(ids)
-        self.resident_nbytes -= total
+        self.resident_nbytes -= int(self.length[ids].sum())
         self.evicted[why] += len(ids)
-        return total
+        return offset
 
-    def landed(self, ids: Index, offset: Sizes) -> None:
-        """These objects arrived; nobody may want them any more."""
+    def landed(self, ids: Index, offset: Sizes) -> bool:
+        """These objects arrived; whether nobody wants some of them any more."""
         self.publish(ids, offset)
-        self.release(ids)
+        unwanted = bool(np.count_nonzero(self.pins[ids]) < len(ids))
+        if unwanted:
+            self.release(ids)
+        return unwanted
 
     def count(self, session: Session, life: NDArray[np.uint8], misses: int) -> None:
         """Reads of a session by what was found: resident, under way for another, or absent."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -31,6 +33,7 @@ class CoreNode:
         lengths: (n,) bytes of each object of the dataset, all known.
         capacity: bytes of memory.
         ranks: those of `world` that live here.
+        jobs: the job of each, where they are not one.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class CoreNode:
         ranks: range,
         world: int,
         window: Window | None = None,
+        jobs: Sequence[str] = (),
     ) -> None:
         self.core = Core(Space(capacity), config=window)
         self._ready = dict.fromkeys(ranks, 0)
@@ -48,8 +52,8 @@ class CoreNode:
         self._fetches: dict[int, Sizes] = {}
         offset = np.full(len(lengths), -1, np.int64)
         self._feed(Registered("data", offset, lengths.astype(np.int64)), 0.0)
-        for rank in ranks:
-            self._feed(Opened(rank, "data", "job", rank, world), 0.0)
+        for rank, job in zip(ranks, jobs or ["job"] * len(ranks), strict=True):
+            self._feed(Opened(rank, "data", job, rank, world), 0.0)
 
     def extend(
         self, rank: int, epoch: int, objects: Ids, ends: NDArray[np.int64], now: float

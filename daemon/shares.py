@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.space import FixedPool, Space
 from creel.daemon.holding import Holding, Index, Sizes
 from creel.policies.masks import some
@@ -14,6 +15,8 @@ from creel.policies.retain import EpochKeeper, Need
 
 #: Rounds of evicting for objects that find no room in one piece (paged pools only).
 _ROUNDS = 4
+#: Share of the space that random churn leaves in unusable pieces (tests/unit/test_space.py).
+_SLACK = 0.03
 
 
 class Shares:
@@ -51,21 +54,45 @@ class Shares:
 
         Others leave as far as retention allows; for those who stall, whatever is not pinned.
         """
+        if isinstance(h.pool, FixedPool):
+            return self._swap(h, sizes, need, stalled=stalled)
         short = int(sizes.sum()) - self.free_nbytes
         if short > 0:
             self._make_room(h, short, need, stalled=stalled)
         out = h.pool.alloc(sizes)
-        for attempt in range(_ROUNDS):
+        for _ in range(_ROUNDS):
             lack = (out < 0) & (sizes <= self.space.nbytes)
             if not some(lack):
                 break
-            total = int(sizes[lack].sum())
-            freed = self._make_room(h, total, need, stalled=stalled)
-            if not freed and stalled and not isinstance(h.pool, FixedPool):
+            # what is free lies in pieces too small: keep so much free that there are larger ones
+            slack = max(int(_SLACK * self.space.nbytes) - self.free_nbytes, 0)
+            freed = self._make_room(h, int(sizes[lack].sum()) + slack, need, stalled=stalled)
+            if not freed and stalled:
                 freed = h.evict_region(int(sizes[lack].max()), self.busy(h)[0], "stalled")
-            if not freed and (attempt or short <= 0):
+            if not freed:
                 break
             out[lack] = h.pool.alloc(sizes[lack])
+        return out
+
+    def _swap(self, h: Holding, sizes: Sizes, need: Need, *, stalled: bool) -> Sizes:
+        """`place` where all records are alike: newcomers take the places of those who leave."""
+        out = np.full(len(sizes), NOWHERE, np.int64)
+        record = max(int(sizes[0]), 1) if len(sizes) else 1
+        k = min(len(sizes), max(self.free_nbytes, 0) // record)
+        if k:
+            out[:k] = h.pool.alloc(sizes[:k])
+            k = len(sizes) - int(np.count_nonzero(out == NOWHERE))
+        if k < len(sizes) and self._claim(h, (len(sizes) - k) * record):
+            out[k:] = h.pool.alloc(sizes[k:])
+            k = len(sizes) - int(np.count_nonzero(out == NOWHERE))
+        while k < len(sizes) and h.keeper is not None:
+            ids, why = h.keeper.victims(len(sizes) - k, need), "due_later"
+            if stalled and not len(ids):
+                ids, why = h.keeper.last(len(sizes) - k, need), "stalled"
+            if not len(ids):
+                break
+            out[k : k + len(ids)] = h.vacate(ids, why)
+            k += len(ids)
         return out
 
     def reserve(self, h: Holding, k: int, need: Need, *, stalled: bool) -> int:
@@ -78,9 +105,7 @@ class Shares:
 
     def _make_room(self, h: Holding, nbytes: int, need: Need, *, stalled: bool) -> int:
         """Evict about `nbytes`; returns what was freed."""
-        freed = 0
-        if len(self.holdings) > 1 and h.pool.used + nbytes <= self.share(h):
-            freed = self._claim(h, nbytes)
+        freed = self._claim(h, nbytes)
         if freed < nbytes:
             freed += self._evict(h, nbytes - freed, need)
         if freed < nbytes and stalled and h.keeper is not None:
@@ -99,7 +124,9 @@ class Shares:
         return freed
 
     def _claim(self, h: Holding, nbytes: int) -> int:
-        """Take from those who hold more than their share, most excess first."""
+        """Take from those who hold more than their share, if this one holds less; bytes freed."""
+        if len(self.holdings) == 1 or h.pool.used + nbytes > self.share(h):
+            return 0
         freed = 0
         others = [(g.pool.used - self.share(g), g) for g in self.holdings.values() if g is not h]
         for excess, other in sorted(others, key=lambda x: -x[0]):

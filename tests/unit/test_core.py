@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import numpy as np
 import pytest
@@ -173,10 +173,6 @@ class Rig:
         assert limit
 
 
-def steps(*parts: object) -> list[list[int]]:
-    return [list(p) for p in parts]  # type: ignore[call-overload]
-
-
 def absent(rig: Rig, name: str, ids: range | list[int]) -> bool:
     return bool((rig.offset[name][list(ids)] < 0).all())
 
@@ -282,10 +278,10 @@ class Chaos:
         raise AssertionError(f"stuck: {rig.readers}")
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_whatever_happens_invariants_hold_and_nobody_hangs(seed: int) -> None:
     chaos = Chaos(seed)
-    for _ in range(250):
+    for _ in range(200):
         chaos.turn()
     chaos.finish()
     for session in list(chaos.rig.readers):
@@ -297,3 +293,268 @@ def test_whatever_happens_invariants_hold_and_nobody_hangs(seed: int) -> None:
     memory = chaos.rig.core.snapshot()["memory"]["node"]
     assert memory["free_nbytes"] == memory["nbytes"]
     assert memory["inflight_objects"] == memory["inflight_nbytes"] == 0
+
+
+@pytest.mark.parametrize("capacity", [10, 100, 250, 1000])
+def test_a_budget_smaller_than_a_step_degrades_and_never_hangs(capacity: int) -> None:
+    """1 % of the data: what does not fit is given up to the reader, the rest goes on."""
+    rig = Rig(capacity)
+    rig.register("d", [100] * 100)
+    rig.open(1, "d")
+    rig.extend(1, 0, [list(range(i, i + 20)) for i in range(0, 100, 20)])
+    for step in range(5):
+        rig.progress(1, step, step + 1)
+        rig.settle()
+        assert rig.readers[1].ready > step
+    if capacity == 10:
+        assert rig.reads == 0
+
+
+def test_two_ranks_in_step_share_a_tiny_memory_without_deadlock() -> None:
+    rig = Rig(600)
+    rig.register("d", [100] * 64)
+    for rank in (0, 1):
+        rig.open(rank, "d", rank=rank, world=2)
+    for rank in (0, 1):
+        rig.extend(rank, 0, [list(range(i, i + 4)) for i in range(4 * rank, 64, 8)])
+    for step in range(8):
+        for rank in (0, 1):
+            rig.progress(rank, step, step + 1)
+        rig.settle()
+        assert min(r.ready for r in rig.readers.values()) > step
+
+
+# --- what each event does ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig(1000)
+    rig.register("d", [100] * 30)
+    return rig
+
+
+def test_a_step_is_ready_once_its_last_object_is_there() -> None:
+    rig = Rig(1000, Window(fetch_objects=1))
+    rig.register("d", [100] * 30)
+    rig.open(1, "d")
+    rig.extend(1, 0, [[3, 1], [2]])
+    assert len(rig.fetches) == 3
+    first, second, third = rig.fetches
+    assert [rig.fetches[f].ids.tolist() for f in (first, second, third)] == [[1], [3], [2]]
+    rig.land(third)
+    rig.land(first)
+    assert rig.readers[1].ready == 0
+    actions = rig.land(second)
+    assert [a for a in actions if isinstance(a, SetReady)] == [SetReady(1, 2, 0)]
+
+
+def test_a_fetch_is_sorted_by_object_and_has_room_of_its_own(rig: Rig) -> None:
+    rig.open(1, "d")
+    (fetch,) = (a for a in rig.extend(1, 0, [[9, 4, 7]]) if isinstance(a, Fetch))
+    assert fetch.ids.tolist() == [4, 7, 9]
+    assert sorted(fetch.offset.tolist()) == [0, 100, 200]
+    assert fetch.length.tolist() == [100] * 3
+    assert absent(rig, "d", range(30)), "published before it arrived"
+
+
+def test_an_object_is_fetched_once_for_all_sessions(rig: Rig) -> None:
+    rig.open(1, "d", job="a")
+    rig.open(2, "d", job="b")
+    rig.extend(1, 0, [[1, 2]])
+    rig.extend(2, 0, [[2, 1]])
+    rig.settle()
+    assert rig.reads == 2
+    assert rig.readers[1].ready == rig.readers[2].ready == 1
+    told = rig.core.snapshot()["sessions"]["2"]
+    assert (told["hits"], told["joined"], told["misses"]) == (0, 2, 0)
+
+
+def test_a_failed_object_lets_its_step_go_on_and_is_tried_again_later(rig: Rig) -> None:
+    rig.bad["d"] = {1}
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0, 1]])
+    rig.settle()
+    assert rig.readers[1].ready == 1
+    assert rig.offset["d"][1] == -1
+    rig.progress(1, 1)
+    rig.bad["d"] = set()
+    rig.extend(1, 1, [[1]])
+    rig.settle()
+    assert rig.offset["d"][1] >= 0
+    assert rig.core.snapshot()["sessions"]["1"]["failed"] == 1
+
+
+def test_an_object_that_changed_its_length_has_failed() -> None:
+    rig = Rig(1000)
+    rig.register("d", [100, 50, 70])
+    rig.size["d"][1] = 60
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0, 1, 2]])
+    rig.settle()
+    assert rig.offset["d"][1] == rig.length["d"][1] == -1
+    rig.progress(1, 1)
+    rig.extend(1, 1, [[1]])
+    rig.settle()
+    assert rig.length["d"][1] == 60
+    assert rig.offset["d"][1] >= 0
+
+
+def test_unknown_lengths_are_stored_where_there_is_room_and_discarded_where_not() -> None:
+    rig = Rig(1024)
+    rig.register("d", [300, 5000, 200], known=False)
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0, 1, 2]])
+    assert all((f.offset == -1).all() for f in rig.fetches.values())
+    while rig.readers[1].ready < 1:
+        rig.progress(1, 0, 1)
+        rig.settle()
+    assert rig.length["d"].tolist() == [300, 5000, 200]
+    assert (rig.offset["d"] >= 0).tolist() == [True, False, True]
+
+
+def test_late_and_unknown_answers_are_dropped(rig: Rig) -> None:
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0]])
+    rig.close(1)
+    rig.settle()  # the one that was under way stays, unpinned
+    assert rig.feed(Fetched(77, np.array([1]))) == []
+    rig.feed(Dropped("d"))
+    assert absent(rig, "d", range(30))
+
+
+def test_a_reader_that_did_not_wait_skips_its_steps(rig: Rig) -> None:
+    rig.open(1, "d")
+    rig.extend(1, 0, [[i, i + 1] for i in range(0, 30, 2)])
+    rig.progress(1, done=10)
+    assert rig.readers[1].ready == 10
+    rig.settle()
+    rig.progress(1, done=-5, wanted=1 << 62)
+    assert rig.readers[1].done == 10
+
+
+def test_a_truncated_plan_is_void_and_its_pins_are_given_back(rig: Rig) -> None:
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0], [1], [2]])
+    rig.settle()
+    assert rig.readers[1].ready == 3
+    rig.truncate(1, 1)
+    assert rig.readers[1].ready == 1
+    rig.feed(Dropped("d"))
+    assert rig.offset["d"][0] >= 0
+    assert absent(rig, "d", [1, 2])
+    rig.extend(1, 1, [[5], [1]])
+    rig.settle()
+    assert rig.readers[1].ready == 3
+
+
+def test_a_plan_with_a_gap_is_refused_and_changes_nothing(rig: Rig) -> None:
+    rig.open(1, "d")
+    with pytest.raises(MalformedError):
+        rig.feed(Extended(1, 0, 5, np.array([1], np.int32), np.array([1])))
+    rig.extend(1, 0, [[1]])
+
+
+def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
+    with pytest.raises(IllegalEventError):
+        rig.feed(Opened(1, "nothing", "", 0, 1))
+    with pytest.raises(IllegalEventError):
+        rig.feed(Registered("d", rig.offset["d"], rig.length["d"]))
+
+
+def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
+    for event in (Progressed(9, 1, 1), Truncated(9, 0), Closed(9), Warm("x"), Dropped("x")):
+        assert rig.feed(event) == []
+    assert rig.feed(Extended(9, 0, 0, np.empty(0, np.int32), np.empty(0, np.int64))) == []
+
+
+def test_warming_fills_free_room_in_order_and_evicts_nothing(rig: Rig) -> None:
+    rig.feed(Warm("d"))
+    rig.settle()
+    assert (rig.offset["d"] >= 0).tolist() == [True] * 10 + [False] * 20
+    assert rig.reads == 10
+
+
+def test_the_most_urgent_session_is_served_first() -> None:
+    rig = Rig(10_000, Window(inflight_objects=4, min_steps=4))
+    rig.register("d", [10] * 500)
+    rig.open(1, "d", job="a")
+    rig.open(2, "d", job="b")
+    rig.extend(1, 0, [[i] for i in range(100)])
+    rig.extend(2, 0, [[i] for i in range(200, 300)])
+    rig.progress(2, 0, 1)
+    rig.land(next(iter(rig.fetches)))
+    assert 200 in {x for f in rig.fetches.values() for x in f.ids.tolist()}
+
+
+@pytest.mark.parametrize("sizes", [(100, 100), (100, 37)])
+def test_a_new_dataset_gets_its_share_from_the_one_that_holds_all(sizes: tuple[int, int]) -> None:
+    rig = Rig(64_000, Window(min_steps=2))
+    rig.register("train", [sizes[0]] * 3000)
+    rig.open(1, "train")
+    rig.extend(1, 0, [list(range(i, i + 10)) for i in range(0, 3000, 10)])
+    rig.checking = False
+    for step in range(200):
+        rig.progress(1, step, step + 1)
+        rig.settle()
+    held = rig.core.snapshot()["datasets"]["train"]["used_nbytes"]
+    assert isinstance(held, int)
+    assert held > 0.97 * 64_000
+    rig.register("val", [sizes[1]] * 1000)
+    rig.open(2, "val")
+    rig.extend(2, 0, [list(range(i, i + 10)) for i in range(0, 1000, 10)])
+    for step in range(100):
+        rig.progress(2, step, step + 1)
+        rig.progress(1, 200, 0)
+        rig.settle()
+    rig.core.check()
+    told = rig.core.snapshot()["datasets"]
+    share = sizes[1] * 1000 / (sizes[1] * 1000 + sizes[0] * 3000)
+    assert told["val"]["used_nbytes"] == pytest.approx(share * 64_000, rel=0.15)
+    assert told["val"]["failed"] == 0
+
+
+def test_large_objects_leave_first_where_opens_dominate() -> None:
+    rig = Rig(64 * 60, Window(opens_dominate=True))
+    rng = np.random.default_rng(0)
+    sizes = np.where(np.arange(200) % 2, 64, 19)
+    rig.register("d", sizes.tolist())
+    rig.open(1, "d")
+    for epoch in range(3):
+        order = rng.permutation(200)
+        rig.extend(1, epoch, [order[i : i + 4].tolist() for i in range(0, 200, 4)])
+        for step in range(50 * epoch, 50 * epoch + 50):
+            rig.progress(1, step, step + 1)
+            rig.settle()
+    resident = rig.offset["d"] >= 0
+    assert resident[sizes == 19].mean() > 2 * resident[sizes == 64].mean()
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+def test_events_of_an_imagenet_cost_microseconds() -> None:
+    """1.28 M records, half of them held, batch 256; a low percentile, as other work may run."""
+    n, batch = 1_281_167, 256
+    rng = np.random.default_rng(0)
+    core = Core(Space(n // 2 * 1000))
+    core.handle(Registered("d", np.empty(n, np.int64), np.full(n, 1000)), 0.0)
+    core.handle(Opened(1, "d", "", 0, 1), 0.0)
+    ends = np.append(np.arange(batch, n, batch), n)
+    plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]
+    took, fetches, spent = [], [], []
+    for epoch, plan in enumerate(plans):
+        begun = perf_counter()
+        fetches += core.handle(Extended(1, epoch, epoch * len(ends), plan, ends), 0.0)
+        took.append(perf_counter() - begun)
+    for step in range(2 * len(ends) - 1600):
+        while fetches:
+            fetch = fetches.pop()
+            if isinstance(fetch, Fetch):
+                fetches += core.handle(Fetched(fetch.fetch, fetch.length), step * 0.1)
+        begun = perf_counter()
+        fetches += core.handle(Progressed(1, step + 1, 0), step * 0.1)
+        spent.append(perf_counter() - begun)
+    assert min(took) < 0.3
+    # 155 us alone on the machine, with 128 misses and evictions each; 34 us where all is held
+    assert np.percentile(spent[len(ends) :], 10) < 0.001

@@ -1,0 +1,233 @@
+"""Feed: one iterator's stream of batches as the daemon sees it.
+
+The daemon is told which objects each step will read, epoch after epoch and ahead of use; readers
+then find them in the arena. Everything here may fail or be wrong at any time: the batches are the
+same, only read directly from the source.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.config import Config
+from creel.errors import CreelError, UnavailableError
+from creel.loader.base import CreelDataset
+from creel.loader.client import Client, Session
+from creel.loader.embed import connect_or_start
+
+if TYPE_CHECKING:
+    from creel.loader.foresee import Plan
+    from creel.loader.orders import Order
+    from creel.loader.sources import Binding
+
+_NONE = np.empty(0, np.int32)
+_log = logging.getLogger("creel.loader")
+
+#: What a worker needs to join the trainer's session: daemon's name, token, session.
+Ticket = tuple[str, str, int]
+
+
+class Told(NamedTuple):
+    """An epoch that the daemon was told of: its batch i is step `origin + i` of the session."""
+
+    plan: Plan
+    origin: int
+    objects: NDArray[np.int32]
+    ends: NDArray[np.int64]
+
+    @property
+    def stop(self) -> int:
+        """One more than the last step."""
+        return self.origin + len(self.ends)
+
+    def ids(self, i: int) -> NDArray[np.int32]:
+        """(k,) objects of batch i."""
+        return self.objects[self.ends[i - 1] if i else 0 : self.ends[i]]
+
+    def reads(self, i: int, index: object) -> bool:
+        """Whether batch i was foreseen to be of exactly these samples."""
+        if not isinstance(index, np.ndarray):
+            return self.plan.matches(i, index)
+        ends = self.plan.ends
+        if i >= len(ends):
+            return False
+        planned = self.plan.indices[ends[i - 1] if i else 0 : ends[i]]
+        return len(planned) == len(index) and bool((planned == index).all())
+
+
+class Feed:
+    """A session and the plan it was told. Lives over many epochs, for one iterator at a time."""
+
+    def __init__(self, client: Client, session: Session, binding: Binding, name: str) -> None:
+        self.client = client
+        self.session = session
+        self.binding = binding
+        self.ticket: Ticket = (name, session.token, session.id)
+        self._epoch = -1
+        self._now: Told | None = None
+        self._ahead: Told | None = None
+        self._next = 0  # all steps below were given out
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon still serves."""
+        return self.session.alive
+
+    def code(self) -> Callable[[], list[object]] | None:
+        """What gives the person's code in a data set that never changes otherwise, or None."""
+        dataset: object = self.binding.dataset
+        if not isinstance(dataset, CreelDataset) or not self.binding.immutable:
+            return None
+        return dataset.callables if type(dataset).__module__.startswith("creel.") else None
+
+    def begin(self, order: Order, skip: int = 0) -> None:
+        """An epoch begins, `skip` batches after its start."""
+        self._epoch += 1
+        ahead, self._ahead, self._now = self._ahead, None, None
+        plan = foreseen(order, 0)
+        fits = ahead is not None and ahead.origin == self._next and not skip
+        if fits and ahead is not None and plan is not None and plan.same(ahead.plan):
+            self._now = ahead
+            return
+        if ahead is not None:
+            self.session.truncate(self._next)
+        self.session.done(self._next)
+        self._now = self._tell(plan, self._epoch, self._next, skip)
+
+    def foresee(self, order: Order) -> None:
+        """Tell the daemon of the epoch after this one, where it can be known."""
+        if self._ahead is None and self._now is not None:
+            self._ahead = self._tell(foreseen(order, 1), self._epoch + 1, self._now.stop)
+
+    def _tell(self, plan: Plan | None, epoch: int, first: int, skip: int = 0) -> Told | None:
+        if plan is None or len(plan.ends) <= skip:
+            return None
+        try:
+            objects, counts = self.binding.objects(plan.indices.astype(np.int64))
+        except (IndexError, CreelError):  # the sampler is wrong: the person learns it from a read
+            return None
+        ends = np.cumsum(counts)[plan.ends - 1]
+        start = int(ends[skip - 1]) if skip else 0
+        told = self.session.extend(epoch, first, objects[start:], ends[skip:] - start)
+        return Told(plan, first - skip, objects, ends) if told else None
+
+    def give(self, i: int, index: object) -> int:
+        """Batch i of the epoch is about to be read: its step, or -1 when it was not foreseen."""
+        now = self._now
+        if now is None:
+            return -1
+        if not now.reads(i, index):
+            self.left()
+            self._now = None
+            return -1
+        self._next = now.origin + i + 1
+        return self._next - 1
+
+    def step_ahead(self, i: int) -> int:
+        """The step of batch i of the next epoch; -1 where that is not known."""
+        return -1 if self._ahead is None else self._ahead.origin + i
+
+    def ids(self, i: int) -> NDArray[np.int32]:
+        """(k,) objects of batch i, for which `give` gave a step."""
+        return _NONE if self._now is None else self._now.ids(i)
+
+    def done(self, i: int) -> None:
+        """All batches below i have arrived."""
+        if self._now is not None:
+            self.session.done(min(self._now.origin + i, self._next))
+
+    def left(self) -> None:
+        """The epoch is over, or was left: nobody reads more of it."""
+        if self._now is not None and self._next < self._now.stop:
+            self.session.truncate(self._next)
+            self._ahead = None
+        self.session.done(self._next)
+
+    def close(self) -> None:
+        """End the session."""
+        self.session.close()
+
+
+def open_feed(binding: Binding, config: Config) -> Feed | None:
+    """A session of this node's daemon for a dataset; None where there is no daemon."""
+    client = _client(config)
+    if client is None:
+        return None
+    rank, world = _rank()
+    try:
+        dataset = client.register(binding.manifest)
+        session = client.open(dataset, job_name(), rank, world)
+    except UnavailableError as e:
+        _log.warning("creel reads directly, without a cache: %s", e)
+        return None
+    return Feed(client, session, binding, config.daemon.name)
+
+
+def job_name() -> str:
+    """What names this training run: torchrun's or Slurm's id, else nothing."""
+    env = os.environ
+    if run := env.get("TORCHELASTIC_RUN_ID"):
+        return run
+    job = env.get("SLURM_JOB_ID", "")
+    return f"{job}.{env['SLURM_STEP_ID']}" if job and "SLURM_STEP_ID" in env else job
+
+
+def _rank() -> tuple[int, int]:
+    """(rank, world) as torch.distributed or torchrun's environment has them."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1
+
+
+#: After a failure to reach or start a daemon, seconds until it is tried again.
+_RETRY_S = 30.0
+_not_before: dict[tuple[int, str], float] = {}
+_clients: dict[tuple[int, str], Client | None] = {}
+_lock = threading.Lock()
+
+
+def _client(config: Config) -> Client | None:
+    """This process's connection to the daemon of that name; tried again when it was lost."""
+    key = (os.getpid(), config.daemon.name)
+    with _lock:
+        client = _clients.get(key)
+        if time.monotonic() < _not_before.get(key, 0.0):
+            return None
+        if client is None or not client.alive:
+            if client is not None:
+                _log.warning("the creel daemon is gone; looking for another")
+                client.close()
+            client = _clients[key] = connect_or_start(config)
+            if client is None:
+                _not_before[key] = time.monotonic() + _RETRY_S
+        return client
+
+
+def foreseen(order: Order, epochs: int) -> Plan | None:
+    """`order.predict`, or None whatever goes wrong: it must never cost a batch."""
+    try:
+        return order.predict(epochs)
+    except Exception:  # noqa: BLE001  (the person's sampler code may run here)
+        _log.debug("cannot foresee an epoch", exc_info=True)
+        return None
+
+
+def _renew_lock() -> None:
+    global _lock  # noqa: PLW0603  another thread of the parent may have held it
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)

@@ -1,0 +1,94 @@
+"""Batches that are rows of the arena: assembled right here, by one copy, into reused memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from creel.loader.client import Client, Session
+    from creel.loader.sources import Gather
+
+#: Buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
+_KEEP = 8
+_ALIGN = 4096
+
+
+class Ring:
+    """Memory for batches, used again when the last tensor over it is gone."""
+
+    def __init__(self) -> None:
+        self._free: deque[mmap.mmap] = deque(maxlen=_KEEP)
+        self._size = 0
+
+    def lease(self, nbytes: int) -> Any:
+        """A writable buffer of at least `nbytes`; its memory comes back when it dies."""
+        if nbytes > self._size:
+            self._size = -(-nbytes // _ALIGN) * _ALIGN
+            self._free.clear()
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, self._size)
+        buffer = (ctypes.c_char * self._size).from_buffer(memory)
+        end = weakref.finalize(buffer, _ended, weakref.ref(self), memory, self._size)
+        end.atexit = False
+        return buffer
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 over a lease."""
+        return torch.frombuffer(self.lease(nbytes), dtype=torch.uint8, count=nbytes)
+
+    def end(self, memory: mmap.mmap, size: int) -> None:
+        if size == self._size:
+            self._free.append(memory)
+
+
+def _ended(ring: weakref.ref[Ring], memory: mmap.mmap, size: int) -> None:
+    owner = ring()
+    if owner is not None:
+        owner.end(memory, size)
+
+
+class Gatherer:
+    """Builds the batches of one dataset whose samples are nothing but bytes of one size."""
+
+    def __init__(
+        self,
+        gather: Gather,
+        client: Client,
+        session: Session,
+        memory: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        """`memory` gives (nbytes,) uint8 to build a batch in; by default memory of our own."""
+        self._gather = gather
+        self._offset = session.table.offset
+        self._rows = client.arena.rows(gather.nbytes)
+        self._memory = memory or Ring().take
+
+    def batch(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Any | None:
+        """What default_collate would give for these samples; None when one is not in the arena.
+
+        The objects must be pinned: their step in [DONE, READY).
+
+        Args:
+            ids: (n,) objects, one per sample.
+            indices: (n,) numbers of the samples.
+        """
+        n, nbytes = len(ids), self._gather.nbytes
+        row, rest = np.divmod(self._offset.take(ids), nbytes)
+        if (
+            rest.any() or row.min(initial=0) < 0
+        ):  # pages of mixed sizes; an absent one's is negative
+            return None
+        rows = self._memory(n * nbytes).view(n, nbytes)
+        np.take(self._rows, row, axis=0, out=rows.numpy(), mode="clip")
+        return self._gather.collate(rows, indices)

@@ -1,0 +1,229 @@
+"""What a loader keeps in this process from iterator to iterator, and where it is in its epoch."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+import torch
+from torch.utils.data import BatchSampler
+from torch.utils.data._utils.collate import default_collate
+
+from creel.config import Config
+from creel.errors import ConfigError
+from creel.loader.bench import Bench
+from creel.loader.feed import Feed, open_feed
+from creel.loader.meter import Meter
+from creel.loader.samplers import Begun, Order, State, adopt, restore
+from creel.loader.sources import Binding, bind
+
+if TYPE_CHECKING:
+    from creel.loader.dataloader import DataLoader
+
+#: Of `Progress`; a state of another version is refused.
+VERSION = 1
+
+
+class Progress(TypedDict, total=False):
+    """`DataLoader.state_dict()`: plain values, fit for JSON."""
+
+    version: int
+    epoch: int  # epochs begun before this one
+    batches: int  # of this epoch, returned to the caller
+    finished: bool
+    order: State
+
+
+class TorchIter(Protocol):
+    """What `Course` needs of torch's iterators."""
+
+    _sampler_iter: Any
+    _base_seed: Any
+    _num_workers: int
+
+
+class Home:
+    """One loader's lasting state in one process; a copy, a pickle and a fork start without."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.pid = os.getpid()
+        self.config = settings(loader.creel)
+        self.bench = Bench()
+        self.meter = Meter()
+        self.order: Order | None = None
+        self.epoch = -1
+        self.course: Course | None = None
+        self.resume: Progress | None = None
+        self.may_speculate = self.config.loader.speculate
+        self._feeds: list[Feed] = []
+        self._bound: tuple[object, Binding | None] = (None, None)
+        self._closed = False
+
+    def binding(self, loader: DataLoader[Any]) -> Binding | None:
+        """The objects behind the loader's dataset; None where there are none, or no daemon."""
+        if loader.creel is False:
+            return None
+        if self._bound[0] is not loader.dataset:
+            self._bound = (loader.dataset, bind(loader.dataset))
+        return self._bound[1]
+
+    def take_feed(self, loader: DataLoader[Any]) -> Feed | None:
+        """A session for an iterator: one that is free, or a new one; None without a daemon."""
+        binding = self.binding(loader)
+        while self._feeds:
+            feed = self._feeds.pop()
+            if feed.alive and feed.binding is binding:
+                return feed
+            feed.close()
+        return None if binding is None else open_feed(binding, self.config)
+
+    def leave_feed(self, feed: Feed) -> None:
+        """An iterator is done with its session."""
+        if self._closed or self._feeds or os.getpid() != self.pid:
+            feed.close()
+        else:
+            self._feeds.append(feed)
+
+    def speculation(self, *, succeeded: bool) -> None:
+        """Whether the next epoch was what we had foreseen; after a mistake no more is tried."""
+        if succeeded:
+            self.meter.foreseen += 1
+        else:
+            self.meter.mistaken += 1
+            self.may_speculate = False
+
+    def close(self) -> None:
+        """The loader is gone."""
+        self._closed = True
+        self.may_speculate = False
+        self.bench.close()
+        while self._feeds:
+            self._feeds.pop().close()
+
+
+class Course:
+    """One iterator's way through one epoch: the order, what the daemon was told, the position."""
+
+    def __init__(self, home: Home, loader: DataLoader[Any]) -> None:
+        self._home = home
+        self.feed = home.take_feed(loader)
+        self.skipped = 0
+        self.delivered = 0
+        self.finished = False
+        self.slices = False  # an array of the order stands for a list of ints
+        self.order: Order | None = None
+        self.epoch = 0
+        self._foreseen = False
+
+    def begin(self, loader: DataLoader[Any], it: TorchIter, before: bytes) -> Order:
+        """An epoch begins: torch's iterator has made its draws; from here on we pull."""
+        home = self._home
+        if self.feed is not None and not self.feed.alive:
+            self.feed.close()
+            self.feed = home.take_feed(loader)
+        resume, home.resume = home.resume, None
+        begun = Begun(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
+        # A proxy: the order lives in the loader's own iterator, which must not keep it alive.
+        held: Any = weakref.proxy(loader)
+        given = None if resume is None else resume["order"]
+        order = adopt(held, begun, previous=home.order, state=given)
+        self.skipped = 0 if resume is None else resume["batches"]
+        home.epoch = home.epoch + 1 if resume is None else resume["epoch"]
+        home.order, home.course = order, self
+        self.order, self.epoch = order, home.epoch
+        self.delivered, self.finished, self._foreseen = self.skipped, False, False
+        if self.feed is not None:
+            self.feed.begin(order, self.skipped)
+        if self.skipped:
+            order.skip(self.skipped)
+        self.slices = order.known and type(loader.batch_sampler) is BatchSampler
+        it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
+        return order
+
+    def give(self, i: int, index: object) -> int:
+        """The session's step of the i-th batch from here on, about to be read; -1: direct."""
+        return -1 if self.feed is None else self.feed.give(self.skipped + i, index)
+
+    def step_ahead(self, i: int) -> int:
+        """The session's step of the next epoch's batch i, where the daemon has been told of it."""
+        return -1 if self.feed is None else self.feed.step_ahead(i)
+
+    def done(self, i: int) -> None:
+        """All batches below the i-th from here on have arrived."""
+        if self.feed is not None:
+            self.feed.done(self.skipped + i)
+            if not self._foreseen and self.order is not None:
+                self._foreseen = True
+                self.feed.foresee(self.order)
+
+    def finish(self) -> None:
+        """The epoch is over, and its iterator ends."""
+        self.finished = True
+        self.leave()
+
+    def leave(self) -> None:
+        """The iterator ends."""
+        feed, self.feed = self.feed, None
+        if feed is not None:
+            feed.left()
+            self._home.leave_feed(feed)
+
+    def progress(self, delivered: int | None) -> Progress:
+        """Where the caller is who got `delivered` batches of the epoch (None: all returned)."""
+        order = self.order
+        if order is None:
+            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
+        return Progress(
+            version=VERSION,
+            epoch=self.epoch,
+            batches=self.delivered if delivered is None else delivered,
+            finished=self.finished and delivered is None,
+            order=order.state(),
+        )
+
+
+def prepare_resume(home: Home, loader: DataLoader[Any], state: Progress) -> None:
+    """Let the next epoch be the one that `state` tells of, or the one after it when it is over.
+
+    Raises:
+        ConfigError: the state is not of this version or of another kind of loader.
+    """
+    if not state:
+        return
+    if state.get("version") != VERSION:
+        raise ConfigError(f"this state_dict has version {state.get('version')}, not {VERSION}")
+    home.epoch = state["epoch"]
+    if "order" not in state:
+        home.resume = None
+    elif state["finished"]:
+        held: Any = weakref.proxy(loader)
+        order = restore(held, state["order"], previous=home.order)
+        order.skip(state["batches"])
+        for _ in order:  # nothing is left but the draws of the epoch's end
+            pass
+        home.order = order
+    else:
+        home.resume = state
+
+
+def settings(given: bool | str | dict[str, Any] | None) -> Config:
+    """The configuration for a loader's `creel` argument.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type.
+    """
+    if isinstance(given, str):
+        return Config.load({"daemon.name": given})[0]
+    return Config.load(given if isinstance(given, dict) else None)[0]
+
+
+def collates_plainly(loader: DataLoader[Any]) -> bool:
+    """Whether a batch is just torch's default collation of its samples."""
+    from torch.utils.data._utils import collate
+
+    return (
+        loader._auto_collation  # noqa: SLF001  torch's
+        and loader.collate_fn is default_collate
+        and collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn
+    )

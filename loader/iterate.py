@@ -1,0 +1,381 @@
+"""The iterators behind `creel.DataLoader`: torch's order and semantics over creel's own workers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _utils
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+)
+
+from creel.loader.alike import UnlikeError
+from creel.loader.bench import Wanted
+from creel.loader.events import Ahead, Batch
+from creel.loader.feed import foreseen
+from creel.loader.home import Course, Home, collates_plainly
+from creel.loader.pinner import Pinner
+from creel.loader.pool import Pool
+from creel.loader.samplers import before
+from creel.loader.worker import Outfit
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from creel.loader.dataloader import DataLoader
+
+_log = logging.getLogger("creel.loader")
+
+#: How often a wait without an end looks up.
+_LOOK_S = 5.0
+
+
+class StallWarning(UserWarning):
+    """A batch does not come, and this is where it hangs."""
+
+
+class OwnIter(_MultiProcessingDataLoaderIter):
+    """Batches from creel's own workers, one epoch of a map-style dataset.
+
+    Subclasses torch's iterator so that whoever asks for its class, or its `_shutdown_workers`,
+    finds them; none of its queues and threads exist here. What `_next_data`, `_try_put_index` and
+    `_process_data` do, and when they pull the sampler, is torch's, step by step.
+    """
+
+    _pool: Pool  # not there until workers are
+    _shutdown = False
+    _primed = False  # the tasks of the moment are with their workers already
+
+    def __init__(self, loader: DataLoader[Any], home: Home, course: Course) -> None:
+        """Begin an epoch: base seed, then workers, then the first batches are asked for."""
+        self._moment = before()
+        _BaseDataLoaderIter.__init__(self, loader)
+        self._prefetch_factor: int = loader.prefetch_factor or 0
+        self._in_order = loader.in_order
+        # The next lines' messages are torch's.
+        if self._num_workers <= 0:
+            raise AssertionError(
+                "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        if self._prefetch_factor <= 0:
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        self._worker_init_fn = loader.worker_init_fn
+        self._home = home
+        self._meter = home.meter
+        self._tell_after_s = home.config.loader.hung_s
+        self._told = False
+        self._context: Any = loader.multiprocessing_context or torch.multiprocessing
+        if home.resume is not None:
+            self._base_seed = home.resume["order"]["base_seed"]
+        self._course = course
+        self._key = self._reuse_key()
+        self._wants = self._wanted(loader)
+        self._pool, self._tag = home.bench.seat(self._wants)
+        if self._pin_memory and self._pool.pinner is None:
+            self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
+        self._reset(loader, first_iter=True)
+
+    def _reuse_key(self) -> tuple[object, ...] | None:
+        """The arguments that workers of a later epoch must share; None: they cannot live on."""
+        if self._worker_init_fn is not None or self._persistent_workers:
+            return None
+        return (
+            self._context.get_start_method(),
+            id(self._context),
+            self._num_workers,
+            self._auto_collation,
+            self._drop_last,
+            self._pin_memory_device if self._pin_memory else "",
+        )
+
+    def _wanted(self, loader: DataLoader[Any]) -> Wanted:
+        options = self._home.config.loader
+        feed = self._course.feed
+        outfit = Outfit(
+            dataset=self._dataset if feed is None else feed.binding.dataset,
+            collate_fn=cast(Any, self._collate_fn),
+            auto_collation=self._auto_collation,
+            drop_last=self._drop_last,
+            base_seed=int(self._base_seed),
+            init_fn=self._worker_init_fn,
+            worker_id=0,
+            num_workers=self._num_workers,
+            binding=None if feed is None else feed.binding,
+            code=None if feed is None else feed.code(),
+            start_method=self._context.get_start_method(),
+            plain=collates_plainly(loader),
+            wait_s=options.wait_s,
+            slots=options.slots,
+        )
+        return Wanted(self._context, outfit, self._num_workers, self._key, options.max_leased)
+
+    @property
+    def _workers(self) -> list[BaseProcess]:  # type: ignore[override]  # torch's is an attribute
+        return [m.process for m in self._pool.members]
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin the next epoch of persistent workers (or the first of any)."""
+        if not first_iter:
+            self._moment = before()
+        _BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
+        self._course.begin(loader, self, self._moment)
+        if self._course.feed is not None:
+            self._pool.join(self._course.feed.ticket)
+        self._send_idx = 0
+        self._rcvd_idx = 0
+        # batch -> (worker,) while outstanding, (worker, event) once it came out of order
+        self._task_info: dict[int, tuple[int] | tuple[int, Batch]] = {}
+        self._tasks_outstanding = 0
+        self._workers_status = [True] * self._num_workers
+        self._workers_num_tasks = [0] * self._num_workers
+        self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
+        if not first_iter:
+            self._tag = self._pool.again()
+            self._raise_if_dead()
+        self._sampled_all = False
+        self._prime()
+
+    def _prime(self) -> None:
+        """Ask for the first batches, unless they have been asked for ahead."""
+        indices: list[Any] = []
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._sampled_all = not self._pull(indices) or self._sampled_all
+        ahead = self._pool.ahead
+        if ahead is not None:
+            self._primed = ahead.begins(indices)
+            self._home.speculation(succeeded=self._primed)
+            self._pool.take_ahead(wanted=self._primed)
+            if not self._primed:
+                self._tag = self._home.bench.renew(self._pool, self._wants, ahead.frozen)
+        for index in indices:
+            self._put(index)
+        self._primed = False
+        if self._sampled_all:
+            self._speculate()
+
+    # --- torch's scheme ---------------------------------------------------------------------
+
+    def _next_data(self) -> Any:
+        while True:
+            if not self._find_next():
+                self._course.finished = True
+                if not self._persistent_workers:
+                    self._shutdown_workers()
+                raise StopIteration
+            info = self._task_info[self._rcvd_idx]
+            if len(info) == 2:
+                del self._task_info[self._rcvd_idx]
+                self._rcvd_idx += 1
+                return self._process_data(info[1], info[0])
+            if self._shutdown or self._tasks_outstanding <= 0:
+                raise AssertionError(
+                    "Invalid iterator state: shutdown or no outstanding tasks when fetching next"
+                    " data"
+                )
+            event = self._get_data()
+            self._tasks_outstanding -= 1
+            idx, worker = event.index, event.worker
+            if idx == self._rcvd_idx:
+                self._rcvd_idx += 1
+            elif self._in_order:
+                self._task_info[idx] = (worker, event)
+                continue
+            del self._task_info[idx]
+            return self._process_data(event, worker)
+
+    def _find_next(self) -> bool:
+        """Move on to the next batch that is there or will come; False at the end."""
+        while self._rcvd_idx < self._send_idx:
+            info = self._task_info.get(self._rcvd_idx)
+            if info is not None:
+                if len(info) == 2 or self._workers_status[info[0]]:
+                    return True
+                del self._task_info[self._rcvd_idx]
+            self._rcvd_idx += 1
+        return False
+
+    def _try_put_index(self) -> None:
+        if self._tasks_outstanding >= self._prefetch_factor * self._num_workers:
+            raise AssertionError("Number of outstanding tasks exceeded maximum allowed tasks")
+        indices: list[Any] = []
+        if self._pull(indices):
+            self._put(indices[0])
+        elif not self._sampled_all:
+            self._sampled_all = True
+            self._speculate()
+
+    def _pull(self, indices: list[Any]) -> bool:
+        """Append what the sampler gives next; False at its end."""
+        start = time.monotonic_ns()
+        try:
+            indices.append(next(self._sampler_iter))
+        except StopIteration:
+            return False
+        finally:
+            self._meter.sampler_ns += time.monotonic_ns() - start
+        return True
+
+    def _put(self, index: Any) -> None:
+        """Give a batch to the worker whose turn it is."""
+        worker = self._choose_worker(self._prefetch_factor * self._num_workers)
+        if worker is None:
+            return
+        step = self._course.give(self._send_idx, index)
+        many = self._course.slices and isinstance(index, np.ndarray)
+        if not self._primed:
+            self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
+        self._task_info[self._send_idx] = (worker,)
+        self._workers_num_tasks[worker] += 1
+        self._tasks_outstanding += 1
+        self._send_idx += 1
+
+    def _speculate(self) -> None:
+        """All of this epoch is under way: let workers go on with the next one, if it is known."""
+        pool, order = self._pool, self._course.order
+        if self._key is None or pool.ahead is not None or order is None:
+            return
+        if not (self._course.slices and self._home.may_speculate and not self._home.bench.wasted):
+            return
+        plan = foreseen(order, 1)
+        if plan is None or plan.base_seed < 0 or not len(plan.ends):
+            return
+        try:
+            frozen = self._wants.freeze()
+        except UnlikeError as e:
+            self._home.bench.unlike = str(e)
+            return
+        first = min(self._prefetch_factor * self._num_workers, len(plan.ends))
+        cuts = plan.ends[: first - 1]
+        indices = np.split(plan.indices[: plan.ends[first - 1]].astype(np.int64), cuts)
+        pool.ahead = Ahead(pool.begin(frozen, plan.base_seed), plan.base_seed, frozen, indices)
+        for i, index in enumerate(indices):
+            step = self._course.step_ahead(i)
+            pool.task(i % self._num_workers, pool.ahead.tag, i, index, step, many=True)
+
+    def _choose_worker(self, max_tasks: int) -> int | None:
+        """The next worker in turn; out of order, the next that has not its share yet."""
+        for _ in range(self._num_workers):
+            worker = next(self._worker_queue_idx_cycle)
+            if not self._workers_status[worker]:
+                continue
+            share = max_tasks // sum(self._workers_status)
+            if self._in_order or self._workers_num_tasks[worker] < share:
+                return worker
+        return None
+
+    def _process_data(self, event: Batch, worker: int) -> Any:
+        self._workers_num_tasks[worker] -= 1
+        self._course.done(self._rcvd_idx)
+        self._try_put_index()
+        data = self._pool.open(event)
+        if isinstance(data, ExceptionWrapper):
+            data.reraise()  # type: ignore[no-untyped-call]  # torch's
+        self._meter.batches += 1
+        self._course.delivered += 1
+        return data
+
+    # --- waiting ----------------------------------------------------------------------------
+
+    def _get_data(self) -> Batch:
+        """The next result of this epoch, whatever its number.
+
+        Raises:
+            RuntimeError: none came within `timeout`, or a worker died; torch's words.
+        """
+        pool = self._pool
+        start = time.monotonic()
+        waits_for = self._task_info[self._rcvd_idx][0]
+        stage = pool.stage(waits_for)[0]
+        try:
+            while True:
+                self._raise_if_dead()
+                left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else _LOOK_S
+                event = pool.next_event(max(left, 0.0))
+                if isinstance(event, Batch):
+                    if event.tag == self._tag:
+                        return event
+                    pool.set_aside(event)
+                elif event is None and self._timeout > 0:
+                    raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+                elif event is None:
+                    self._tell(waits_for, time.monotonic() - start)
+        finally:
+            self._meter.stalled(stage, time.monotonic() - start)
+
+    def _raise_if_dead(self) -> None:
+        dead = [
+            (i, m.process)
+            for i, m in enumerate(self._pool.members)
+            if m.dead and self._workers_status[i]
+        ]
+        if not dead:
+            return
+        for worker, _ in dead:
+            self._workers_status[worker] = False
+        pids = ", ".join(str(process.pid) for _, process in dead)
+        raise RuntimeError(
+            f"DataLoader worker (pid(s) {pids}) exited unexpectedly"
+        ) from RuntimeError(_last_words(dead[0][1]))
+
+    def _tell(self, worker: int, waited_s: float) -> None:
+        """Say once per iterator what a long wait is for."""
+        if self._told or waited_s < self._tell_after_s:
+            return
+        self._told = True
+        text = (
+            f"no batch for {waited_s:.0f} s: batch {self._rcvd_idx} is with"
+            f" {self._pool.describe(worker)}; still waiting (DataLoader(timeout=...) sets a limit)"
+        )
+        _log.warning(text)
+        warnings.warn(text, StallWarning, stacklevel=4)
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def _shutdown_workers(self) -> None:
+        """Give the workers back: to the bench where they may live on, else to their end."""
+        if _utils is None or _utils.python_exit_status in (True, None):  # type: ignore[redundant-expr]  # a module's names may be None at exit
+            return
+        if self._shutdown or "_pool" not in self.__dict__:
+            return
+        self._shutdown = True
+        if os.getpid() != self._pool.pid:
+            return
+        self._course.leave()
+        self._meter.busy_s += self._pool.busy_s()
+        self._meter.direct(*self._pool.direct())
+        if self._persistent_workers:
+            self._pool.close()
+        else:
+            self._home.bench.leave(self._pool, self._key)
+
+    def __del__(self) -> None:
+        self._shutdown_workers()
+
+
+def _last_words(process: BaseProcess) -> str:
+    """torch's account of a dead worker."""
+    process.join(1.0)
+    code = process.exitcode or 0
+    if code >= 0:
+        return (
+            f"DataLoader worker (pid {process.pid}) exited unexpectedly with exit code {code}. "
+            "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better "
+            "error trace."
+        )
+    name: str | None = str(-code)
+    with contextlib.suppress(ValueError):
+        name = signal.strsignal(-code)
+    return f"DataLoader worker (pid {process.pid}) is killed by signal: {name}. "

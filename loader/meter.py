@@ -1,0 +1,56 @@
+"""What a loader counts about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from creel.loader.worker import FETCHING, IDLE, SENDING, STARTING, WAITING
+
+_CAUSE = {
+    FETCHING: "decode",
+    SENDING: "handover",
+    IDLE: "idle",
+    STARTING: "start",
+    WAITING: "source",
+}
+
+
+@dataclass
+class Meter:
+    """Counters of one loader; times in the unit their name ends with."""
+
+    batches: int = 0
+    sampler_ns: int = 0
+    busy_s: float = 0.0
+    direct_reads: int = 0
+    direct_nbytes: int = 0
+    foreseen: int = 0  # epochs whose first batches were there before they were asked for
+    mistaken: int = 0  # epochs whose first batches were made in vain
+    stall_s: dict[str, float] = field(default_factory=dict)
+
+    def stalled(self, stage: int, seconds: float) -> None:
+        """The training waited for a batch whose worker was in `stage` when the wait began."""
+        self.waited(_CAUSE.get(stage, "other"), seconds)
+
+    def waited(self, cause: str, seconds: float) -> None:
+        """The training waited."""
+        self.stall_s[cause] = self.stall_s.get(cause, 0.0) + seconds
+
+    def direct(self, reads: int, nbytes: int) -> None:
+        """Reads that the arena could not serve."""
+        self.direct_reads += reads
+        self.direct_nbytes += nbytes
+
+    def stats(self) -> dict[str, object]:
+        """All counters as plain values; stable names."""
+        return {
+            "batches": self.batches,
+            "stall_seconds": dict(self.stall_s),
+            "stall_seconds_total": sum(self.stall_s.values()),
+            "sampler_seconds": self.sampler_ns / 1e9,
+            "worker_busy_seconds": self.busy_s,
+            "direct_reads": self.direct_reads,
+            "direct_bytes": self.direct_nbytes,
+            "epochs_foreseen": self.foreseen,
+            "epochs_mistaken": self.mistaken,
+        }

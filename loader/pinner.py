@@ -1,0 +1,71 @@
+"""The thread that takes batches from the sockets and copies them to pinned memory."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from creel.loader.events import Batch, Event
+from creel.loader.worker import VOID
+
+if TYPE_CHECKING:
+    from creel.loader.pool import Pool
+
+
+class Pinner:
+    """A thread that takes batches from the sockets and copies them to pinned memory."""
+
+    def __init__(self, pool: Pool, device: str | None) -> None:
+        """Begin; `device` is the accelerator's type."""
+        self._pool = weakref.proxy(pool)
+        self._device = device
+        self._device_index = torch.accelerator.current_device_index()
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pt_data_pin")
+        self._thread.start()
+
+    def get(self, timeout_s: float) -> Event | None:
+        """The next event, its data pinned; RuntimeError when the thread died."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            if not self._thread.is_alive():
+                raise RuntimeError("Pin memory thread exited unexpectedly") from None
+            return None
+
+    def stop(self) -> None:
+        """End the thread, which looks up at least every 0.1 s."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        torch.accelerator.set_device_index(self._device_index)
+        with contextlib.suppress(ReferenceError):
+            while not self._stop.is_set():
+                event = self._pool.receive(0.1)
+                if event is not None:
+                    self._queue.put(self._pinned(event))
+                del event
+
+    def _pinned(self, event: Event) -> Event:
+        if not isinstance(event, Batch):
+            return event
+        data: object = None
+        try:
+            data = self._pool.members[event.worker].inbox.unpack(event.packed)
+            if event.tag >= self._pool.board[VOID] and not isinstance(data, ExceptionWrapper):
+                data = pin_memory(data, self._device)  # type: ignore[no-untyped-call]  # torch's
+        except Exception:  # noqa: BLE001  whatever a user's pin_memory() raises is the result
+            where = f"in pin memory thread for device {self._device_index}"
+            data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
+        return Batch(event.worker, event.tag, event.index, data)

@@ -1,0 +1,417 @@
+"""The workers of one iterator at a time: their processes, sockets, and results."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from pickle import PicklingError
+from typing import Protocol
+
+from creel.loader.alike import Snapshot
+from creel.loader.events import Ahead, Batch, Death, Event, Fit
+from creel.loader.parcel import Inbox, Parcel
+from creel.loader.pinner import Pinner
+from creel.loader.wire import Wire, pair
+from creel.loader.worker import (
+    BATCH,
+    BUSY_NS,
+    DIRECT_NBYTES,
+    DIRECT_READS,
+    FIRST,
+    KEEP,
+    SINCE_NS,
+    STAGE,
+    STAGES,
+    STARTING,
+    VOID,
+    WORDS,
+    Outfit,
+    board_nbytes,
+    worker_main,
+)
+
+#: How long closing waits for workers that are in the user's code, as torch does, seconds.
+_GRACE_S = 5.0
+#: How long a new epoch waits for a worker to say that it can take it; else it is replaced.
+_FIT_S = 2.0
+
+
+class Context(Protocol):
+    """The parts of a multiprocessing context that we use."""
+
+    def get_start_method(self) -> str: ...
+
+    Process: Callable[..., BaseProcess]
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker process as the trainer sees it."""
+
+    process: BaseProcess
+    wire: Wire
+    inbox: Inbox
+    version: int = -1  # of the snapshot it has
+    ticket: tuple[str, str, int] | None = None  # of the session it reads through
+    fit: dict[int, bool] = field(default_factory=dict)  # by tag
+    dead: bool = False
+
+
+class Pool:
+    """A number of workers, their sockets and their board.
+
+    Only the process that made it may use it; `pid` tells. One thread receives; any may post.
+    """
+
+    def __init__(self, context: Context, outfit: Outfit, workers: int, max_leased: int) -> None:
+        """Start `workers` processes in `context`; worker i is born with `outfit` (and its id)."""
+        self.pid = os.getpid()
+        self.tag = 0
+        self.members: list[Member] = []
+        self.pinner: Pinner | None = None
+        self.ahead: Ahead | None = None
+        self.closed = False
+        self._again: deque[Batch] = deque()
+        self._context = context
+        self._workers = workers
+        self._max_leased = max_leased
+        self._versions: dict[bytes, int] = {}
+        self._events: deque[Event] = deque()
+        self._poll = select.poll()
+        self._watched: dict[int, tuple[Member, int, bool]] = {}
+        self._leaving: list[Member] = []
+        self._open_board()
+        _pools.add(self)
+        for i in range(workers):
+            self.members.append(self._hire(i, outfit))
+
+    def _open_board(self) -> None:
+        import mmap
+
+        self._board_fd = os.memfd_create("creel-workers", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._board_fd).atexit = False
+        os.ftruncate(self._board_fd, board_nbytes(self._workers))
+        self.board = memoryview(mmap.mmap(self._board_fd, 0)).cast("q")
+
+    # --- hiring and firing ----------------------------------------------------------------
+
+    def _hire(self, worker: int, outfit: Outfit) -> Member:
+        ours, theirs = pair()
+        wire = Wire(ours)
+        _ends.add(wire)
+        self.board[FIRST + WORDS * worker + STAGE] = STARTING
+        self.board[FIRST + WORDS * worker + SINCE_NS] = time.monotonic_ns()
+        process = self._context.Process(
+            target=worker_main, args=(theirs, replace(outfit, worker_id=worker))
+        )
+        process.daemon = True
+        try:
+            process.start()
+        except (TypeError, AttributeError, PicklingError):
+            wire.close()
+            warnings.warn(
+                "Got pickle error when attempting to start a worker Process. "
+                "This might be because the worker Process arguments are not picklable. "
+                "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+                "to 'forkserver', which requires the worker Process arguments to be picklable. "
+                "You can also try multiprocessing.set_start_method('fork').",
+                stacklevel=2,
+            )
+            raise
+        finally:
+            theirs.close()
+        wire.post(("board",), [self._board_fd])
+        member = Member(process, wire, Inbox(self._max_leased))
+        for fd, is_sentinel in ((wire.fileno(), False), (process.sentinel, True)):
+            self._watched[fd] = (member, worker, is_sentinel)
+            self._poll.register(fd, select.POLLIN)
+        return member
+
+    def replace(self, worker: int, outfit: Outfit) -> None:
+        """Put a new process in the place of one that is dead, unfit or does not answer."""
+        self._dismiss(self.members[worker])
+        self.members[worker] = self._hire(worker, outfit)
+
+    def _dismiss(self, member: Member) -> None:
+        self._unwatch(member)
+        with contextlib.suppress(OSError):
+            member.wire.post(("quit",))
+        member.wire.close()
+        member.inbox.close()
+        self._leaving.append(member)
+
+    def _unwatch(self, member: Member) -> None:
+        for fd in (member.wire.fileno(), member.process.sentinel):
+            if self._watched.pop(fd, None) is not None:
+                self._poll.unregister(fd)
+
+    # --- sending --------------------------------------------------------------------------
+
+    def begin(self, frozen: Snapshot, base_seed: int) -> int:
+        """Tell all workers to be as if new; the tag of the epoch that begins."""
+        self.tag += 1
+        version = self._versions.setdefault(frozen.digest, len(self._versions))
+        if not frozen.blob:
+            version = KEEP
+        new = version != KEEP and any(m.version != version for m in self.members)
+        fd = _sealed(frozen.blob) if new else -1
+        try:
+            for member in self.members:
+                fds = [] if version in (KEEP, member.version) else [fd]
+                message = ("epoch", self.tag, base_seed, version, frozen.world)
+                self._post(member, message, fds)
+                if fds:
+                    member.version = version
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return self.tag
+
+    def again(self) -> int:
+        """Tell all workers to go on as they are; the tag of the epoch that begins."""
+        self.tag += 1
+        for member in self.members:
+            self._post(member, ("again", self.tag))
+        return self.tag
+
+    def join(self, ticket: tuple[str, str, int]) -> None:
+        """Let all workers read through a session of the daemon."""
+        for member in self.members:
+            if member.ticket != ticket:
+                member.ticket = ticket
+                self._post(member, ("join", *ticket))
+
+    def task(
+        self, worker: int, tag: int, batch: int, index: object, step: int, *, many: bool
+    ) -> None:
+        """Give a batch to a worker; `many`: the index is an array that stands for a list of ints.
+
+        Raises:
+            Exception: whatever pickling `index` raises.
+        """
+        member = self.members[worker]
+        kind = "tasks" if many else "task"
+        self._post(member, (kind, tag, batch, index, member.inbox.take_freed(), step))
+
+    @staticmethod
+    def _post(member: Member, message: tuple[object, ...], fds: list[int] | None = None) -> None:
+        # A dead worker is noticed, and named, where its batch is waited for.
+        with contextlib.suppress(OSError):
+            member.wire.post(message, fds or [])
+
+    def void(self, below: int) -> None:
+        """Let workers skip the tasks of all tags < `below` that they have not begun."""
+        self.board[VOID] = max(self.board[VOID], below)
+
+    # --- receiving ------------------------------------------------------------------------
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        """What happened next, or None when nothing did in time. Death comes after all results."""
+        if self._again:
+            return self._again.popleft()
+        event = self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
+        if isinstance(event, Fit):
+            self.members[event.worker].fit[event.tag] = event.fit
+        return event
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """`next_event` for the one thread that reads the sockets."""
+        deadline = time.monotonic() + timeout_s
+        while not self._events:
+            left = deadline - time.monotonic()
+            if self._congested():
+                left = min(left, 0.02)
+            ready = self._poll.poll(max(left, 0) * 1000)
+            for fd, _ in ready:
+                self._on_ready(fd)
+            if not ready and time.monotonic() >= deadline:
+                break
+        return self._events.popleft() if self._events else None
+
+    def _congested(self) -> bool:
+        """Send what waits; whether some of it still does."""
+        waiting = [m for m in self.members if not m.dead and m.wire.congested]
+        return any([not self._flush(m) for m in waiting])  # noqa: C419  flush all of them
+
+    @staticmethod
+    def _flush(member: Member) -> bool:
+        try:
+            return member.wire.flush()
+        except OSError:
+            return True
+
+    def _on_ready(self, fd: int) -> None:
+        watched = self._watched.get(fd)
+        if watched is None:
+            return
+        member, worker, is_sentinel = watched
+        if not is_sentinel:
+            self._read(member, worker)
+            return
+        while member.wire.fileno() in self._watched and self._read(member, worker):
+            pass
+        self._unwatch(member)
+        member.dead = True
+        self._events.append(Death(worker))
+
+    def _read(self, member: Member, worker: int) -> bool:
+        """Take one message from a worker; False when there is none."""
+        try:
+            got = member.wire.get(0)
+        except EOFError:
+            # Its sentinel tells the rest; a readable end of file would only keep us awake.
+            fd = member.wire.fileno()
+            if self._watched.pop(fd, None) is not None:
+                self._poll.unregister(fd)
+            return False
+        if got is None:
+            return False
+        message, fds = got
+        match message:
+            case ("batch", int(tag), int(index), Parcel() as packed):
+                self._events.append(Batch(worker, tag, index, member.inbox.accept(packed, fds)))
+            case ("fit", int(tag), bool(fit)):
+                self._events.append(Fit(worker, tag, fit))
+        return True
+
+    def open(self, event: Batch) -> object:
+        """The batch itself (an ExceptionWrapper when the worker failed)."""
+        if self.pinner is not None:
+            return event.packed
+        return self.members[event.worker].inbox.unpack(event.packed)
+
+    def set_aside(self, event: Batch) -> None:
+        """Keep a result that came ahead of its epoch; give back what any other one holds."""
+        if self.ahead is not None and event.tag == self.ahead.tag:
+            self.ahead.arrived.append(event)
+        else:
+            self._discard(event)
+
+    def take_ahead(self, *, wanted: bool) -> None:
+        """The epoch ahead has begun: its results come as events; or it is not wanted after all."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and wanted:
+            self._again.extend(ahead.arrived)
+        elif ahead is not None:
+            for event in ahead.arrived:
+                self._discard(event)
+
+    def _discard(self, event: Batch) -> None:
+        if self.pinner is None:
+            self.members[event.worker].inbox.discard(event.packed)
+
+    def unfit(self, tag: int, timeout_s: float = _FIT_S) -> list[int]:
+        """The workers that cannot (or do not in time say that they can) begin epoch `tag`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            waiting = any(not m.dead and tag not in m.fit for m in self.members)
+            event = self.next_event(max(deadline - time.monotonic(), 0) if waiting else 0)
+            if isinstance(event, Batch):
+                self.set_aside(event)
+            elif event is None:  # in the end also looking whether somebody has died since
+                break
+        out = [i for i, m in enumerate(self.members) if m.dead or not m.fit.get(tag, False)]
+        for member in self.members:
+            member.fit = {t: fit for t, fit in member.fit.items() if t > tag}
+        return out
+
+    # --- watching -------------------------------------------------------------------------
+
+    def stage(self, worker: int) -> tuple[int, int, float]:
+        """(stage, batch, seconds in it) of a worker, by its own account."""
+        words = FIRST + WORDS * worker
+        since = (time.monotonic_ns() - self.board[words + SINCE_NS]) / 1e9
+        return self.board[words + STAGE], self.board[words + BATCH], since
+
+    def busy_s(self) -> float:
+        """Time all workers spent on batches so far."""
+        return sum(self.board[FIRST + WORDS * i + BUSY_NS] for i in range(self._workers)) / 1e9
+
+    def direct(self) -> tuple[int, int]:
+        """(reads, bytes) that all workers took from the source itself so far."""
+        words = [FIRST + WORDS * i for i in range(self._workers)]
+        return tuple(sum(self.board[w + k] for w in words) for k in (DIRECT_READS, DIRECT_NBYTES))  # type: ignore[return-value]
+
+    def describe(self, worker: int) -> str:
+        """One sentence on what a worker is doing, for warnings."""
+        stage, batch, seconds = self.stage(worker)
+        pid = self.members[worker].process.pid
+        state = _process_state(pid)
+        return (
+            f"worker {worker} (pid {pid}, {state}) has been {STAGES[stage]}"
+            f" for {seconds:.0f} s (batch {batch})"
+        )
+
+    # --- the end --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End all workers: politely, after 5 s by force. Does nothing in a forked child."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        self.closed = True
+        self.void(self.tag + 1)
+        if self.pinner is not None:
+            self.pinner.stop()
+        for member in self.members:
+            self._dismiss(member)
+        deadline = time.monotonic() + _GRACE_S
+        for stop in (None, "terminate", "kill"):
+            for process in [m.process for m in self._leaving]:
+                if stop is not None and process.is_alive():
+                    getattr(process, stop)()
+            for process in [m.process for m in self._leaving]:
+                process.join(max(deadline - time.monotonic(), 0.0))
+            deadline = time.monotonic() + 1
+        self._leaving.clear()
+        _pools.discard(self)
+
+
+def _sealed(blob: bytes) -> int:
+    fd = os.memfd_create("creel-snapshot", os.MFD_CLOEXEC)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(blob)
+    return fd
+
+
+def _process_state(pid: int | None) -> str:
+    """What /proc says of a process, in a word."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "gone"
+    letter = line.rpartition(")")[2].split()[0]
+    names = {"T": "stopped by a signal", "t": "held by a debugger", "D": "in uninterruptible I/O"}
+    return names.get(letter, {"S": "asleep", "R": "running", "Z": "dead"}.get(letter, letter))
+
+
+_ends: weakref.WeakSet[Wire] = weakref.WeakSet()
+#: All pools that are not closed: no garbage collection gets at their sockets before `close` does.
+_pools: set[Pool] = set()
+
+
+def _forget_inherited() -> None:
+    """In a forked child: drop the parent's ends, so that workers notice when the parent dies."""
+    for wire in list(_ends):
+        wire.abandon()
+    _ends.clear()
+    _pools.clear()
+
+
+def _close_all() -> None:
+    for pool in list(_pools):
+        pool.close()
+
+
+os.register_at_fork(after_in_child=_forget_inherited)
+# Registered after multiprocessing's own handler, hence run before it, which waits without a limit.
+atexit.register(_close_all)

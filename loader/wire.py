@@ -1,0 +1,143 @@
+"""Packets between a trainer and one of its workers: a unix packet socket, no threads, no queues.
+
+A packet is one pickled message, whole or not at all; descriptors ride along. Messages are small by
+construction (payload lies in slots); one that is not travels in a memfd, so that a full socket
+buffer can never make two processes wait for each other: the trainer never blocks in `post`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+#: Longest packet; what is longer goes through a memfd. A socket's buffer is 208 KiB by default.
+_INLINE = 16 << 10
+_MAX_FDS = 8
+_PLAIN, _SPILLED = b"p", b"s"
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends; both close on exec."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Wire:
+    """One end. Messages are tuples of picklable values; `get` gives them with their descriptors."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over `sock` and close it in `close`."""
+        self._sock = sock
+        self._backlog: deque[tuple[bytes, list[int]]] = deque()
+        # A finaliser may post while this thread is inside `post`: hence the reentrant kind.
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 when closed."""
+        return self._sock.fileno()
+
+    @property
+    def congested(self) -> bool:
+        """Whether packets wait for room in the socket's buffer."""
+        return bool(self._backlog)
+
+    def post(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> None:
+        """Send, or keep for the next `flush` when the buffer is full. Never blocks.
+
+        Raises:
+            OSError: the other end is gone.
+            Exception: whatever pickling `message` raises; then nothing was sent.
+        """
+        packet, owned = _packed(message)
+        # Descriptors are duplicated: the caller may close its own before the packet leaves.
+        owned += [os.dup(fd) for fd in fds]
+        with self._lock:
+            self._backlog.append((packet, owned))
+            self.flush()
+
+    def flush(self) -> bool:
+        """Send what waits, as far as there is room; whether nothing is left."""
+        with self._lock:
+            while self._backlog:
+                packet, owned = self._backlog[0]
+                try:
+                    socket.send_fds(self._sock, [packet], owned, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                self._backlog.popleft()
+                _close(owned)
+            return True
+
+    def put(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> None:
+        """Send and wait for room as long as it takes (the worker's side; the trainer always reads).
+
+        Raises:
+            OSError: the other end is gone.
+            Exception: whatever pickling `message` raises; then nothing was sent.
+        """
+        packet, owned = _packed(message)
+        try:
+            socket.send_fds(self._sock, [packet], [*owned, *fds])
+        finally:
+            _close(owned)
+
+    def get(self, timeout_s: float | None = None) -> tuple[tuple[object, ...], list[int]] | None:
+        """The next message and its descriptors (now the caller's); None when none came in time.
+
+        Raises:
+            EOFError: the other end is gone.
+        """
+        if timeout_s is not None and not select.select([self._sock], [], [], timeout_s)[0]:
+            return None
+        try:
+            packet, fds, _, _ = socket.recv_fds(
+                self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError as e:
+            raise EOFError("the other end is gone") from e
+        if not packet:
+            raise EOFError("the other end is gone")
+        if packet[:1] == _SPILLED:
+            return _spilled(fds)
+        return pickle.loads(memoryview(packet)[1:]), fds  # noqa: S301  our own child's words
+
+    def abandon(self) -> None:
+        """Close the descriptor in a forked child; another thread may have held the lock."""
+        self._sock.close()
+
+    def close(self) -> None:
+        """Close the socket and forget what was not sent."""
+        with self._lock:
+            while self._backlog:
+                _close(self._backlog.popleft()[1])
+            self._sock.close()
+
+
+def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
+    """The packet for `message` and the descriptors it needs (the caller's to close)."""
+    body = pickle.dumps(message, 5)
+    if len(body) < _INLINE:
+        return _PLAIN + body, []
+    fd = os.memfd_create("creel-message", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            file.write(body)
+    except BaseException:
+        os.close(fd)
+        raise
+    return _SPILLED, [fd]
+
+
+def _spilled(fds: list[int]) -> tuple[tuple[object, ...], list[int]]:
+    with os.fdopen(fds[0], "rb") as file:
+        file.seek(0)
+        return pickle.loads(file.read()), fds[1:]  # noqa: S301  our own child's words
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

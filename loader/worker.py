@@ -1,0 +1,318 @@
+"""A worker process: fetches and collates batches exactly as torch's own worker does.
+
+The messages (tuples over a `Wire`; T trainer, W worker):
+    T "board" + fd               the shared words below; always first
+    T "epoch", tag, base_seed, snapshot version, world [+ fd of the snapshot, when it is a new one]
+                                 be as if newly started: fresh dataset, fresh seeds
+    W "fit", tag, bool           whether it could (then its world is as it would be after a start)
+    T "again", tag               a further epoch with everything kept (persistent workers)
+    T "join", daemon's name, token, session
+                                 read through the daemon from now on
+    T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
+    T "tasks"                    the same with an array that stands for a list of ints
+    W "batch", tag, index of batch, packed batch [+ fds of new slots]
+    T "quit"
+A tag names one epoch of one iterator. Tasks whose tag is below the board's VOID word are skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import _utils
+from torch.utils.data._utils.worker import WorkerInfo, _generate_state
+from torch.utils.data.dataloader import _DatasetKind
+
+from creel.errors import UnavailableError
+from creel.loader.alike import steady, thaw, world_of
+from creel.loader.parcel import Outbox
+from creel.loader.wire import Wire
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from creel.loader.client import Client, Session
+    from creel.loader.gather import Gatherer
+    from creel.loader.sources import Binding
+
+_log = logging.getLogger("creel.loader")
+
+Collate: TypeAlias = Callable[[Sequence[object]], object]
+
+#: Version of a snapshot that says: keep what you have.
+KEEP = -2
+
+# words of the board: one for all, then WORDS for each worker
+VOID = 0
+FIRST = 8
+WORDS = 8
+STAGE, BATCH, SINCE_NS, BUSY_NS, DIRECT_READS, DIRECT_NBYTES = range(6)
+STAGES = (
+    "waiting for work",
+    "reading and collating",
+    "handing over",
+    "starting",
+    "waiting for the daemon",
+)
+IDLE, FETCHING, SENDING, STARTING, WAITING = range(5)
+
+
+def board_nbytes(workers: int) -> int:
+    """Size of the board's memfd."""
+    return 8 * (FIRST + WORDS * workers)
+
+
+@dataclass(frozen=True)
+class Outfit:
+    """What a worker is born with; pickled under spawn and forkserver, inherited under fork."""
+
+    dataset: Dataset[object]
+    collate_fn: Collate
+    auto_collation: bool
+    drop_last: bool
+    base_seed: int
+    init_fn: Callable[[int], None] | None
+    worker_id: int
+    num_workers: int
+    binding: Binding | None = None
+    #: For a dataset that never changes: gives the code of the person's that samples pass through.
+    code: Callable[[], list[object]] | None = None
+    start_method: str = "fork"
+    plain: bool = False  # a batch is default_collate of its samples
+    wait_s: float = 60.0  # for the daemon, at most
+    slots: int = 8
+
+
+def worker_main(sock: socket.socket, outfit: Outfit) -> None:
+    """Serve until told to quit or the trainer is gone."""
+    try:
+        _utils.signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]  # noqa: SLF001  as torch
+        set_thread_name = getattr(torch.multiprocessing, "_set_thread_name", None)  # torch >= 2.6
+        if set_thread_name is not None:
+            set_thread_name("pt_data_worker")
+        worker = _Worker(Wire(sock), outfit)
+        worker.begin(outfit.dataset, outfit.collate_fn, outfit.binding, outfit.base_seed)
+        worker.run_init_fn(outfit.init_fn)
+        worker.serve()
+    except (KeyboardInterrupt, EOFError, ConnectionError):
+        # The trainer raises the first itself; the others say that it is gone.
+        pass
+
+
+class _Worker:
+    """The state of a worker between messages."""
+
+    def __init__(self, wire: Wire, outfit: Outfit) -> None:
+        self._wire = wire
+        self._id = outfit.worker_id
+        self._num_workers = outfit.num_workers
+        self._flags = (outfit.auto_collation, outfit.drop_last)
+        self._parent = os.getppid()
+        self._outbox = Outbox(outfit.slots)
+        self._plain = outfit.plain
+        self._code, self._start_method = outfit.code, outfit.start_method
+        self._wait_s = outfit.wait_s
+        self._session: Session | None = None
+        self._client: Client | None = None
+        self._gatherer: Gatherer | None = None
+        self._init_failure: ExceptionWrapper | None = None
+        self._snapshot: tuple[int, memoryview] = (-1, memoryview(b""))
+        (_, fds) = self._get()
+        self._board = memoryview(mmap.mmap(fds[0], 0)).cast("q")
+        os.close(fds[0])
+        self._words = FIRST + WORDS * self._id
+
+    def begin(
+        self,
+        dataset: Dataset[object],
+        collate_fn: Collate,
+        binding: Binding | None,
+        base_seed: int,
+    ) -> None:
+        """Seeds, WorkerInfo and fetcher of an epoch, as at the start of torch's `_worker_loop`."""
+        torch.set_num_threads(1)
+        seed = base_seed + self._id
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(_generate_state(base_seed, self._id))  # type: ignore[no-untyped-call]  # noqa: NPY002  torch's contract
+        _utils.worker._worker_info = WorkerInfo(  # noqa: SLF001  what get_worker_info() reads
+            id=self._id, num_workers=self._num_workers, seed=seed, dataset=dataset
+        )
+        self._dataset, self._collate, self._binding = dataset, collate_fn, binding
+        self._new_fetcher()
+
+    def _new_fetcher(self) -> None:
+        auto_collation, drop_last = self._flags
+        self._fetcher = _DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
+            _DatasetKind.Map,
+            self._dataset,
+            auto_collation,
+            self._outbox.collate(self._collate),
+            drop_last,
+        )
+
+    def run_init_fn(self, init_fn: Callable[[int], None] | None) -> None:
+        """Call the user's `worker_init_fn`; what it raises is the result of every batch.
+
+        torch reports it for the first batch and an UnboundLocalError of its own for the others.
+        """
+        if init_fn is None:
+            return
+        try:
+            init_fn(self._id)
+            self._new_fetcher()
+        except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
+            self._init_failure = _portable(self._failure())
+
+    def _failure(self) -> ExceptionWrapper:
+        where = f"in DataLoader worker process {self._id}"
+        return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
+
+    def _get(self) -> tuple[tuple[object, ...], list[int]]:
+        """The next message; EOFError when the trainer is gone."""
+        while True:
+            got = self._wire.get(_utils.MP_STATUS_CHECK_INTERVAL)
+            if got is not None:
+                return got
+            # Its end of the socket may live on in a process it forked in a way we cannot see.
+            if os.getppid() != self._parent:
+                raise EOFError("the trainer is gone")
+
+    def serve(self) -> None:
+        """Answer messages until "quit"."""
+        while True:
+            message, fds = self._get()
+            match message:
+                case ("tasks", int(tag), int(batch), np.ndarray() as array, list(freed), int(step)):
+                    self._outbox.take_back(freed)
+                    if tag >= self._board[VOID]:
+                        self._task(tag, batch, array.tolist(), step)
+                case ("task", int(tag), int(batch), index, list(freed), int(step)):
+                    self._outbox.take_back(freed)
+                    if tag >= self._board[VOID]:
+                        self._task(tag, batch, index, step)
+                case ("join", str(name), str(token), int(session)):
+                    self._join(name, token, session)
+                case ("epoch", int(tag), int(base_seed), int(version), bytes(world)):
+                    fit = self._epoch(base_seed, version, world, fds)
+                    self._wire.put(("fit", tag, fit))
+                case ("again", _):
+                    self._new_fetcher()
+                case ("quit",):
+                    return
+
+    def _epoch(self, base_seed: int, version: int, world: bytes, fds: list[int]) -> bool:
+        """Become as good as new; False when only a new process would be."""
+        if fds:
+            with mmap.mmap(fds[0], 0, prot=mmap.PROT_READ) as view:
+                self._snapshot = (version, memoryview(bytes(view)))
+            os.close(fds[0])
+        if version not in (KEEP, self._snapshot[0]):
+            return False
+        try:
+            if version == KEEP:
+                return self._keep(base_seed, world)
+            (dataset, collate_fn, binding), roots = thaw(self._snapshot[1])
+            if world_of(roots) != world:
+                return False
+        except Exception:  # noqa: BLE001  a new process is always right
+            return False
+        self.begin(dataset, collate_fn, binding, base_seed)
+        return True
+
+    def _keep(self, base_seed: int, world: bytes) -> bool:
+        """Become as good as new with the dataset as it is, as it never changes."""
+        if self._code is None:
+            return False
+        if steady((self._code(), self._collate), self._start_method).world != world:
+            return False
+        self.begin(self._dataset, self._collate, self._binding, base_seed)
+        return True
+
+    def _join(self, name: str, token: str, session: int) -> None:
+        """Attach to the trainer's session; without it reads are direct."""
+        from creel.loader.client import Client
+        from creel.loader.gather import Gatherer
+
+        self._session = self._gatherer = None
+        try:
+            if self._client is None or not self._client.alive:
+                self._client = Client.connect(name, "worker", token)
+            self._session = self._client.attach(session)
+            gather = None if self._binding is None or not self._plain else self._binding.gather()
+            if gather is not None:
+                memory = self._outbox.memory
+                self._gatherer = Gatherer(gather, self._client, self._session, memory)
+        except UnavailableError as e:
+            _log.info("worker %d reads directly: %s", self._id, e)
+
+    def _task(self, tag: int, batch: int, index: object, step: int) -> None:
+        start = self._enter(FETCHING, batch)
+        data: object = self._init_failure
+        if data is None:
+            try:
+                data = self._fetch(batch, index, step)
+            except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
+                # Exception info must not outlive this line: see torch's
+                # NOTE [ Python Traceback Reference Cycle Problem ].
+                data = _portable(self._failure())
+        self._enter(SENDING, batch)
+        self._send(tag, batch, data)
+        self._board[self._words + BUSY_NS] += self._enter(IDLE, batch) - start
+
+    def _fetch(self, batch: int, index: object, step: int) -> object:
+        session, binding = self._session, self._binding
+        if step < 0 or session is None or binding is None:
+            return self._fetcher.fetch(index)
+        if not session.ready(step):
+            self._enter(WAITING, batch)
+            session.wait(step, self._wait_s)
+            self._enter(FETCHING, batch)
+        if self._gatherer is not None and session.ready(step):
+            indices = np.asarray(index, np.int64)
+            data = self._gatherer.batch(binding.objects(indices)[0], indices)
+            if data is not None:
+                return data
+        with binding.reading(session) as lease:
+            data = self._fetcher.fetch(index)
+        self._board[self._words + DIRECT_READS] += lease.direct_reads
+        self._board[self._words + DIRECT_NBYTES] += lease.direct_nbytes
+        return data
+
+    def _enter(self, stage: int, batch: int) -> int:
+        now = time.monotonic_ns()
+        self._board[self._words + STAGE] = stage
+        self._board[self._words + BATCH] = batch
+        self._board[self._words + SINCE_NS] = now
+        return now
+
+    def _send(self, tag: int, batch: int, data: object) -> None:
+        try:
+            packed, fds = self._outbox.pack(data)
+            self._wire.put(("batch", tag, batch, packed), fds)
+        except ConnectionError:
+            raise
+        except Exception:  # noqa: BLE001  e.g. a batch that cannot be pickled; torch would hang
+            packed, fds = self._outbox.pack(_portable(self._failure()))
+            self._wire.put(("batch", tag, batch, packed), fds)
+
+
+def _portable(failure: ExceptionWrapper) -> ExceptionWrapper:
+    """The same story with a class that can travel, when its own cannot."""
+    try:
+        pickle.dumps(failure.exc_type)
+    except Exception:  # noqa: BLE001  pickling runs the user's code
+        failure.exc_type = RuntimeError
+    return failure

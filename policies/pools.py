@@ -1,0 +1,213 @@
+"""Lists of objects that may leave, in some order, as arrays. Pure.
+
+Both work on whole batches; an entry costs a fraction of a microsecond (tests/unit/test_core.py
+measures the whole event).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.masks import some
+from creel.policies.uses import NEVER
+
+Index = NDArray[np.intp]
+
+#: Most buckets of a `Spread`: a pass over them costs about 3 us, and 4,096 parts of an epoch are
+#: finer than any prefetch window.
+_BUCKETS = 4096
+_NOBODY = np.empty(0, np.intp)
+_ONE = np.int32(1)
+
+
+class Pool(Protocol):
+    """Candidates for leaving, in some order."""
+
+    def add(self, ids: Index) -> Index:
+        """Enter candidates; returns those that have no place here."""
+
+    def take(self, k: int) -> Index:
+        """Remove and return up to k candidates, the first to leave first."""
+
+
+class Spread:
+    """Candidates by bucket, a bucket being a stretch of (step, rank); the fullest is drawn from.
+
+    A bucket's candidates are a stack in its region of one flat array, so that adding and taking
+    work on whole batches. Buckets lie in an order in which any run of them is evenly spread over
+    the epoch: where all are equally full, victims are, too.
+
+    >>> pool = Spread(np.array([0, 1, 1, 1]), 2)
+    >>> pool.add(np.arange(4)).tolist()
+    []
+    >>> pool.take(2).tolist()
+    [3, 2]
+    """
+
+    def __init__(self, bucket: NDArray[np.integer], buckets: int) -> None:
+        """bucket: (n,) each object's bucket, or -1 where it has none."""
+        place = (np.arange(buckets) * _coprime(buckets) % buckets).astype(np.int16)
+        self._bucket = np.where(bucket < 0, np.int16(-1), place[bucket])
+        room = np.bincount(self._bucket[self._bucket >= 0], minlength=buckets)
+        self._room = np.append(room, 0)  # the last for those without a bucket
+        self._start = np.append(np.cumsum(room) - room, 0)
+        self._count = np.zeros(buckets + 1, np.int32)
+        self._slots = np.empty(int(room.sum()), np.int32)
+
+    @classmethod
+    def by_step(cls, first: NDArray[np.int32], rank: NDArray[np.uint8]) -> Spread:
+        """Buckets of an epoch's plan; the arrays as in `Uses.table`."""
+        read = first != NEVER
+        known = first[read]
+        if not len(known):
+            return cls(np.full(len(first), -1, np.int32), 1)
+        base, ranks = int(known.min()), int(rank.max()) + 1
+        steps = int(known.max()) + 1 - base
+        width = -(-steps * ranks // _BUCKETS)
+        bucket = (first - base) // width
+        if ranks > 1:
+            bucket = bucket * ranks + rank
+        return cls(np.where(read, bucket, -1), -(-steps // width) * ranks)
+
+    @classmethod
+    def by_chance(cls, objects: int) -> Spread:
+        """Where the next epoch is not known: by a fixed scramble, so that no place is favoured."""
+        buckets = max(min(_BUCKETS, objects), 1)
+        scrambled = np.arange(objects, dtype=np.int64) * _coprime(max(objects, 1)) % max(objects, 1)
+        return cls(scrambled * buckets // max(objects, 1), buckets)
+
+    def add(self, ids: Index) -> Index:
+        """Enter candidates (each once); returns those that no bucket has a place for."""
+        bucket = self._bucket[ids].astype(np.intp)
+        order = bucket.argsort()
+        bucket, ids = bucket[order], ids[order]
+        level = np.arange(len(ids))
+        level -= _run_starts(bucket)
+        level += self._count[bucket]
+        full = level >= self._room[bucket]
+        lost = _NOBODY
+        if some(full):
+            lost, fits = ids[full], ~full
+            bucket, ids, level = bucket[fits], ids[fits], level[fits]
+        self._slots[self._start[bucket] + level] = ids
+        np.add.at(self._count, bucket, _ONE)
+        return lost
+
+    def take(self, k: int) -> Index:
+        """Remove and return up to k candidates from the fullest buckets."""
+        out = []
+        while k > 0:
+            top = int(self._count.max())
+            if top == 0:
+                break
+            bucket = (self._count == top).nonzero()[0][:k]
+            self._count[bucket] = top - 1
+            out.append(self._slots[self._start[bucket] + (top - 1)])
+            k -= len(bucket)
+        return np.concatenate(out).astype(np.intp) if out else _NOBODY
+
+
+def _run_starts(ordered: Index) -> Index:
+    """(k,) where the run of equals begins that each entry belongs to.
+
+    >>> _run_starts(np.array([3, 3, 8])).tolist()
+    [0, 0, 2]
+    """
+    if len(ordered) < 4096:  # a search is log n each, the rest five more calls
+        starts: Index = ordered.searchsorted(ordered)
+        return starts
+    new = np.empty(len(ordered), np.bool_)
+    new[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+    starts = np.flatnonzero(new)[np.cumsum(new) - 1]
+    return starts.astype(np.intp, copy=False)
+
+
+def _coprime(n: int) -> int:
+    """A number near the golden section of n that shares no divisor with it.
+
+    >>> _coprime(10), _coprime(1)
+    (7, 1)
+    """
+    k = max(int(n * 0.6180339887), 1)
+    while np.gcd(k, n) != 1:
+        k += 1
+    return k
+
+
+class Sorted:
+    """Candidates by a key, the largest first: sorted runs, merged as they grow (log n per entry).
+
+    An object entered again under another key leaves its old entry behind, which counts no more.
+
+    >>> pool = Sorted(3, lambda ids: np.array([5, 9, 7])[ids])
+    >>> pool.add(np.arange(3)).tolist()
+    []
+    >>> pool.take(2).tolist()
+    [1, 2]
+    """
+
+    def __init__(self, objects: int, key: Callable[[Index], NDArray[np.int64]]) -> None:
+        """key: (k,) ids to (k,) keys >= 0; may change for an object between its entries."""
+        self._key = key
+        self._listed = np.full(objects, -1, np.int64)  # the key of the entry that counts
+        self._runs: list[tuple[NDArray[np.int64], Index]] = []  # keys ascending, ids
+
+    def add(self, ids: Index) -> Index:
+        """Enter candidates (each once); returns none: all have a place."""
+        keys = self._key(ids)
+        new = self._listed[ids] != keys
+        keys, ids = keys[new], ids[new]
+        if not len(ids):
+            return _NOBODY
+        self._listed[ids] = keys
+        order = keys.argsort()
+        run = keys[order], ids[order]
+        while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
+            run = self._merged(self._runs.pop(), run)
+        self._runs.append(run)
+        return _NOBODY
+
+    def take(self, k: int, above: int = -1) -> Index:
+        """Remove and return up to k candidates, largest key first, only keys > `above`."""
+        out = []
+        while k > 0:
+            keys, ids, more = self._pop(k, above)
+            ids = ids[self._listed[ids] == keys]
+            self._listed[ids] = -1
+            out.append(ids)
+            k -= len(ids)
+            if not more:
+                break
+        return np.concatenate(out) if out else _NOBODY
+
+    def _pop(self, k: int, above: int) -> tuple[NDArray[np.int64], Index, bool]:
+        """The k entries with the largest keys > above, and whether there may be more of them."""
+        if not self._runs:
+            return np.empty(0, np.int64), _NOBODY, False
+        heads = [(keys[-k:], ids[-k:]) for keys, ids in self._runs]
+        keys = np.concatenate([h[0] for h in heads])
+        ids = np.concatenate([h[1] for h in heads])
+        run = np.repeat(np.arange(len(heads)), [len(h[0]) for h in heads])
+        best = keys.argsort(kind="stable")[-k:][::-1]
+        best = best[keys[best] > above]
+        taken = np.bincount(run[best], minlength=len(heads)).tolist()
+        self._runs = [
+            (keys[: len(keys) - n], ids[: len(ids) - n])
+            for (keys, ids), n in zip(self._runs, taken, strict=True)
+            if len(keys) > n
+        ]
+        return keys[best], ids[best], len(best) == k
+
+    def _merged(
+        self, a: tuple[NDArray[np.int64], Index], b: tuple[NDArray[np.int64], Index]
+    ) -> tuple[NDArray[np.int64], Index]:
+        keys, ids = np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
+        counts = self._listed[ids] == keys
+        keys, ids = keys[counts], ids[counts]
+        order = keys.argsort(kind="stable")  # two sorted runs: a merge, not a sort
+        return keys[order], ids[order]

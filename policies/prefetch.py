@@ -1,0 +1,237 @@
+"""What to fetch next, how far ahead and in what portions. Pure.
+
+A session's plan is a `Stream`: one flat array of object ids, cut into steps. Places in it
+("positions") count from the session's start and never restart, like steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Item = TypeVar("Item", bound=np.generic)
+
+
+@dataclass(frozen=True)
+class Window:
+    """How far ahead of use the daemon works; see `creel.config` for what a person may set.
+
+    Args:
+        min_steps, max_steps: steps ahead of a session, at least (where memory allows) and at most.
+        nbytes: bytes ahead of one session, at most.
+        pinned_share: of the memory, held for steps to come by all sessions together, at most.
+        lend_share: of an epoch's objects, fetched across its turn or ahead of use in streams with
+            repeats; each costs a read (retention.md 1.1: staging counts in C).
+        inflight_nbytes, inflight_objects: under way at once, at most; three quarters for those
+            nobody waits for yet.
+        fetch_nbytes, fetch_objects: in one `Fetch`, at most.
+        opens_dominate: keep small objects rather than an even spread (retention.md 1.6).
+    """
+
+    min_steps: int = 4
+    max_steps: int = 256
+    nbytes: int = 4 << 30
+    pinned_share: float = 0.5
+    lend_share: float = 0.005
+    inflight_nbytes: int = 256 << 20
+    inflight_objects: int = 4096
+    fetch_nbytes: int = 8 << 20
+    fetch_objects: int = 64
+    opens_dominate: bool = False
+
+
+class Stream:
+    """The plan of one session, from the oldest step still needed to the last known one.
+
+    >>> plan = Stream()
+    >>> plan.extend(0, np.array([7, 8, 9], np.int32), np.array([2, 3]))
+    >>> plan.end, plan.start(1), plan.objects(1, 3).tolist()
+    (2, 2, [8, 9])
+    """
+
+    def __init__(self) -> None:
+        self._objects: NDArray[np.int32] = np.empty(0, np.int32)
+        self._starts: NDArray[np.int64] = np.zeros(
+            1, np.int64
+        )  # of each step, and the end of the last
+        self._view = self._starts.data  # single entries are 3 times faster this way
+        self._position = 0  # of _objects[0]
+        self._step = 0  # of _starts[0]
+        self._used = 0  # entries of _objects
+        self._steps = 0
+        self._firsts: list[int] = []  # first step of each stretch of one epoch
+        self._epochs: list[int] = []
+
+    @property
+    def end(self) -> int:
+        """One past the last known step."""
+        return self._step + self._steps
+
+    @property
+    def stop(self) -> int:
+        """One past the last known position."""
+        return self._position + self._used
+
+    def extend(self, epoch: int, objects: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
+        """Append steps; ends: (b,) as in `messages.Extend`."""
+        if not len(ends):
+            return
+        if not self._epochs or self._epochs[-1] != epoch:
+            self._firsts.append(self.end)
+            self._epochs.append(epoch)
+        k, b = len(objects), len(ends)
+        self._objects = _room(self._objects, self._used, k)
+        self._starts = _room(self._starts, self._steps + 1, b)
+        self._view = self._starts.data
+        self._objects[self._used : self._used + k] = objects
+        self._starts[self._steps + 1 : self._steps + 1 + b] = ends + self.stop
+        self._used += k
+        self._steps += b
+
+    def truncate(self, step: int) -> None:
+        """Forget steps from `step` on."""
+        self._steps = max(min(self._steps, step - self._step), 0)
+        self._used = self._view[self._steps] - self._position
+        while self._firsts and self._firsts[-1] >= step:
+            self._firsts.pop()
+            self._epochs.pop()
+
+    def forget(self, step: int) -> None:
+        """Steps before `step` are no longer needed; memory goes back when half of it is stale."""
+        steps = step - self._step
+        used = self._view[steps] - self._position
+        if 2 * (used + steps) <= self._used + self._steps + 4096 and step < self.end:
+            return
+        self._objects = self._objects[used : self._used].copy()
+        self._starts = self._starts[steps : self._steps + 1].copy()
+        self._view = self._starts.data
+        self._used -= used
+        self._steps -= steps
+        self._position += used
+        self._step = step
+        keep = max(bisect_right(self._firsts, step) - 1, 0)
+        del self._firsts[:keep], self._epochs[:keep]
+
+    def start(self, step: int) -> int:
+        """Position at which `step` begins (any step from the oldest kept to `end`)."""
+        return self._view[step - self._step]
+
+    def step_at(self, position: int) -> int:
+        """Number of steps that end at or before `position`: the step it lies in, or `end`."""
+        return self._step + bisect_right(self._view, position, 0, self._steps + 1) - 1
+
+    def objects(self, start: int, stop: int) -> NDArray[np.int32]:
+        """(k,) view of the ids at positions start..stop-1."""
+        return self._objects[start - self._position : stop - self._position]
+
+    def steps(self, start: int, stop: int) -> NDArray[np.int32]:
+        """(k,) the step of each of the positions start..stop-1 (ascending)."""
+        first, last = self.step_at(start), self.step_at(max(stop - 1, start))
+        if first == last:
+            return np.full(stop - start, first, np.int32)
+        edges = self._starts[first - self._step : last - self._step + 2].clip(start, stop)
+        return np.repeat(np.arange(first, last + 1, dtype=np.int32), np.diff(edges))
+
+    def epoch(self, step: int) -> tuple[int, int]:
+        """(epoch of `step`, first step after that stretch of it); the last one's beyond the end."""
+        if not self._firsts:
+            return 0, self.end
+        i = max(bisect_right(self._firsts, step) - 1, 0)
+        return self._epochs[i], self._firsts[i + 1] if i + 1 < len(self._firsts) else self.end
+
+    @property
+    def last_epoch(self) -> int:
+        """The latest epoch of which anything is known; -1 without a plan."""
+        return self._epochs[-1] if self._epochs else -1
+
+
+def _room(array: NDArray[Item], used: int, more: int) -> NDArray[Item]:
+    """The array, or a longer copy: an eighth to spare, so that many small pieces cost little."""
+    if used + more <= len(array):
+        return array
+    grown = np.empty(used + more + (used >> 3), array.dtype)
+    grown[:used] = array[:used]
+    return grown
+
+
+class Pace:
+    """What was seen of one session: seconds per step, and how far ahead its readers work."""
+
+    def __init__(self, now: float) -> None:
+        self.step_s = 0.0  # smoothed over about 8 steps; 0 before the first
+        self.depth = 0  # steps the readers have asked for beyond `done`
+        self.boost = 1.0  # doubled by each stall, fades
+        self._last = now
+
+    def progressed(self, steps: int, now: float) -> None:
+        """`steps` more are done."""
+        each = max(now - self._last, 0.0) / steps
+        self._last = now
+        weight = min(steps / 8, 1.0) if self.step_s else 1.0
+        self.step_s += (each - self.step_s) * weight
+        self.boost = max(self.boost * 0.99**steps, 1.0)
+
+    def asked(self, depth: int, *, stalls: bool) -> None:
+        """A reader asked for a step `depth` ahead of the last one done; `stalls`: and waits."""
+        self.depth = max(self.depth, depth)
+        if stalls:
+            self.boost = min(self.boost * 2, 64.0)
+
+    def horizon(self, latency_s: float, window: Window) -> int:
+        """Steps ahead that hide a fetch of `latency_s`, twice over, and suit the readers."""
+        steps = window.min_steps
+        if self.step_s:
+            steps += min(int(2 * latency_s / self.step_s), window.max_steps)
+        return max(min(int(steps * self.boost), window.max_steps), self.depth + 2)
+
+
+class Latency:
+    """How long a fetch takes, high enough for nearly all: mean and deviation as TCP keeps them."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._spread = 0.0
+
+    def saw(self, seconds: float) -> None:
+        """One fetch took so long (Jacobson 1988, section 2)."""
+        if not self._mean:
+            self._mean, self._spread = seconds, seconds / 2
+            return
+        error = seconds - self._mean
+        self._mean += error / 8
+        self._spread += (abs(error) - self._spread) / 4
+
+    @property
+    def seconds(self) -> float:
+        """Mean plus four deviations."""
+        return self._mean + 4 * self._spread
+
+
+def affordable(nbytes: NDArray[np.int64], budget: int) -> int:
+    """How many, from the first on, fit a budget of bytes together.
+
+    >>> affordable(np.array([4, 4, 4]), 9)
+    2
+    """
+    total = nbytes.cumsum()
+    if not len(total) or total[-1] <= budget:
+        return len(total)
+    return int(total.searchsorted(budget, side="right"))
+
+
+def portions(nbytes: NDArray[np.int64], window: Window) -> list[slice]:
+    """Cut one urgency class, sorted by id, into fetches.
+
+    >>> portions(np.array([3, 3, 3]), Window(fetch_objects=2))
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    k = len(nbytes)
+    total = int(nbytes.sum())
+    step = window.fetch_objects
+    if total > window.fetch_nbytes:  # by the mean: one that is much larger goes with a few others
+        step = max(min(step, k * window.fetch_nbytes // total), 1)
+    return [slice(i, min(i + step, k)) for i in range(0, k, step)]

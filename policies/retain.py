@@ -1,0 +1,328 @@
+"""Which residents leave when room is needed. Pure: arrays in, object ids out.
+
+Two cases, told apart by the plans themselves (laws L1, L2 and L4 in DESIGN.md):
+
+- Every epoch reads each object at most once: `EpochKeeper`. What the epoch still has to read stays
+  (L1); of the rest, an even share of each (step, rank) of the next epoch is kept (L2), so that the
+  source is read at a steady pace.
+- All else (replacement, weights, several jobs on one dataset): `FarKeeper`, the farthest next use
+  first, and never for something that is due later than the victim (MIN with bypass, Belady 1966).
+
+Lists are lazy: an entry counts while the object's stamp is the one it was entered under, the object
+is resident and nobody has pinned it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.masks import every, some
+from creel.policies.pools import Index, Pool, Sorted, Spread
+from creel.policies.uses import NEVER, Uses
+
+# An object's life. All below FETCHING are not on their way.
+ABSENT, FAILED, FETCHING, RESIDENT = range(4)
+
+_NOBODY = np.empty(0, np.intp)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Who wants room: epoch and step (on the keeper's clock) of the first object to be fetched."""
+
+    epoch: int
+    step: int
+
+
+def _joined(parts: list[Index]) -> Index:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NOBODY
+
+
+class Keeper:
+    """What all keepers share: the objects' state, and the last resort.
+
+    Args:
+        life: (n,) ABSENT, FAILED, FETCHING or RESIDENT; pins: (n,); both live views, read only.
+        uses: the next uses by each job that reads the dataset.
+    """
+
+    #: Set when residents may be in no list though they could leave; cleared by `relist`.
+    stale = True
+
+    def __init__(self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[Uses]) -> None:
+        self._life = life
+        self._pins = pins
+        self.all_uses = uses
+
+    def released(self, ids: Index) -> None:
+        """Nobody has pinned these residents any more (an object may come twice)."""
+        raise NotImplementedError
+
+    def victims(self, k: int, need: Need) -> Index:
+        """Up to k distinct objects to evict for `need`; they are in no list after this."""
+        raise NotImplementedError
+
+    def relist(self) -> None:
+        """Sort all residents anew: plans have changed."""
+        raise NotImplementedError
+
+    def last(self, k: int, need: Need) -> Index:
+        """Up to k objects nobody has pinned, farthest use first: for those who stall, L1 or not."""
+        ids = self._unpinned()
+        due = np.full(len(ids), NEVER, np.int32)
+        for uses in self.all_uses:
+            due = np.minimum(due, uses.due[ids])
+        if len(ids) > k:
+            best = np.argpartition(due, len(ids) - k)[len(ids) - k :]
+            ids, due = ids[best], due[best]
+        return ids[due > need.step] if len(self.all_uses) == 1 else ids
+
+    def at(self, uses: Uses, step: int) -> int:  # noqa: ARG002  (one job: its own clock)
+        """A job's step on the clock of `Need.step`."""
+        return step
+
+    def _unpinned(self) -> Index:
+        return np.flatnonzero((self._life == RESIDENT) & (self._pins == 0))
+
+    def _leaving(self, ids: Index) -> NDArray[np.bool_]:
+        may: NDArray[np.bool_] = (self._life[ids] == RESIDENT) & (self._pins[ids] == 0)
+        return may
+
+
+_LISTED_IDLE = 1
+
+
+class EpochKeeper(Keeper):
+    """For epochs that read each object at most once: laws L1 and L2.
+
+    Residents that were read in the present epoch may leave, evenly over the next one. What the
+    present epoch still reads is in no list. A fetch for the next epoch, just before the turn, would
+    push out what that epoch reads later: such loans are limited to `lend` objects an epoch.
+
+    Args:
+        size: (n,) lengths, where the large shall leave first (opens cost more than bytes).
+    """
+
+    def __init__(
+        self,
+        life: NDArray[np.uint8],
+        pins: NDArray[np.int32],
+        uses: Uses,
+        size: NDArray[np.int64] | None = None,
+    ) -> None:
+        super().__init__(life, pins, [uses])
+        self.uses = uses
+        self.epoch = 0  # the latest in which anything was read
+        self.known = 0  # the latest whose plan all ranks have told
+        self.lend = 0
+        self._size = size
+        self._lent: dict[int, int] = {}
+        self._stamp = np.zeros(len(life), np.int32)
+        self._stamps = _LISTED_IDLE
+        self._idle: list[Index] = []  # no known plan reads them
+        self._now: Pool = Sorted(0, lambda ids: ids)  # read in `epoch`: may leave
+        self._past: tuple[Pool, int] | None = None  # read in the epoch before: only for loans
+        self._now_stamp = self._new_stamp()
+
+    def turn(self, epoch: int) -> None:
+        """The first object was read in `epoch`."""
+        if self.stale:
+            self.epoch = epoch
+            self._past = None
+        elif epoch == self.epoch + 1:
+            self._past = self._now, self._now_stamp
+            self.epoch = epoch
+            self._now, self._now_stamp = self._pool(), self._new_stamp()
+        else:
+            self.epoch = epoch
+            self._past = None
+            self.relist()
+        self._lent = {e: n for e, n in self._lent.items() if e >= epoch}
+
+    def relist(self) -> None:
+        """Sort all residents anew: plans have changed."""
+        self.stale = False
+        self._now, self._now_stamp = self._pool(), self._new_stamp()
+        self._stamp[self._stamp == _LISTED_IDLE] = 0
+        self._idle = []
+        self.released(self._unpinned())
+
+    def released(self, ids: Index) -> None:
+        """Nobody has pinned these residents any more (an object may come twice)."""
+        if self.stale:
+            return  # the lists are made when somebody first asks for victims
+        due = self.uses.due[ids]
+        limit = self.uses.start(self.epoch + 1)
+        new = self._stamp[ids] != self._now_stamp
+        new &= due >= limit
+        if not every(new):
+            ids, due = ids[new], due[new]
+            if not len(ids):
+                return
+        once = self._once(ids)
+        if not every(once):
+            ids, due = ids[once], due[once]
+        if self.known > self.epoch:
+            dead = due == NEVER
+            if some(dead):
+                self._to_idle(ids[dead])
+                ids = ids[~dead]
+        self._stamp[ids] = self._now_stamp
+        self._to_idle(self._now.add(ids))
+
+    def protect(self, ids: Index) -> None:
+        """The present epoch's plan was told to reach these, too: they leave the lists."""
+        due = self.uses.due[ids] < self.uses.start(self.epoch + 1)
+        self._stamp[ids[due]] = 0
+
+    def victims(self, k: int, need: Need) -> Index:
+        """Up to k distinct objects to evict for `need`; they are in no list after this."""
+        if self.stale:
+            self.relist()
+        out = [self._from_idle(k)] if self._idle else []
+        k -= sum(map(len, out))
+        if k > 0 and need.epoch <= self.epoch:
+            out.append(self._from(self._now, self._now_stamp, k))
+            k -= len(out[-1])
+        if k > 0:
+            out.append(self._loan(k, need))
+        return _joined(out)
+
+    def _loan(self, k: int, need: Need) -> Index:
+        """Objects that `need.epoch` reads later than `need.step`."""
+        lent = self._lent.get(need.epoch, 0)
+        pool = self._past if need.epoch == self.epoch else (self._now, self._now_stamp)
+        k = min(k, self.lend - lent)
+        if pool is None or k <= 0 or need.epoch - self.epoch not in (0, 1):
+            return _NOBODY
+        ids = self._from(*pool, k)
+        self._lent[need.epoch] = lent + len(ids)  # those due too soon count: no second try
+        return ids[self.uses.due[ids] > need.step]
+
+    def _from(self, pool: Pool, stamp: int, k: int) -> Index:
+        out = []
+        while k > 0:
+            ids = pool.take(k)
+            if not len(ids):
+                break
+            good = self._drawn(ids, stamp)
+            out.append(good)
+            k -= len(good)
+        return _joined(out)
+
+    def _from_idle(self, k: int) -> Index:
+        out = []
+        while k > 0 and self._idle:
+            ids = self._idle.pop()
+            if len(ids) > k:
+                self._idle.append(ids[:-k])
+                ids = ids[-k:]
+            good = self._drawn(ids, _LISTED_IDLE)
+            out.append(good)
+            k -= len(good)
+        return _joined(out)
+
+    def _drawn(self, ids: Index, stamp: int) -> Index:
+        """Those of the entries that count, and may leave; none of them is listed any more."""
+        counts = self._stamp[ids] == stamp
+        if not every(counts):
+            ids = ids[counts]
+        once = self._once(ids)
+        if not every(once):
+            ids = ids[once]
+        self._stamp[ids] = 0
+        may = self._leaving(ids)
+        return ids if every(may) else ids[may]
+
+    def _to_idle(self, ids: Index) -> None:
+        if len(ids):
+            self._stamp[ids] = _LISTED_IDLE
+            self._idle.append(ids)
+
+    def _once(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) true for one entry of each object; spoils the stamps."""
+        order = np.arange(-len(ids), 0, dtype=np.int32)
+        self._stamp[ids] = order
+        once: NDArray[np.bool_] = self._stamp[ids] == order
+        return once
+
+    def _pool(self) -> Pool:
+        if self._size is not None:
+            size = self._size
+            return Sorted(len(size), lambda ids: np.maximum(size[ids], 0))
+        table = self.uses.table(self.epoch + 1)
+        if self.known > self.epoch and table is not None:
+            return Spread.by_step(*table)
+        return Spread.by_chance(len(self._life))
+
+    def _new_stamp(self) -> int:
+        self._stamps += 1
+        return self._stamps
+
+
+class FarKeeper(Keeper):
+    """For all other streams: farthest next use first, never for something due later (law L4)."""
+
+    def __init__(
+        self,
+        life: NDArray[np.uint8],
+        pins: NDArray[np.int32],
+        uses: list[Uses],
+        clock: Callable[[], list[tuple[float, float]]],
+    ) -> None:
+        """clock: for each of `uses`, (a, b): its step s falls on the common time a * s + b."""
+        super().__init__(life, pins, uses)
+        self._clock = clock
+        self._lines: list[tuple[float, float, float]] = []
+        self._pool = Sorted(0, self.keys)
+
+    def relist(self) -> None:
+        """Sort all residents anew: plans or the jobs' speeds have changed."""
+        self.stale = False
+        self._lines = [
+            (a, b, a * uses.beyond + b)
+            for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
+        ]
+        self._pool = Sorted(len(self._life), self.keys)
+        self.released(self._unpinned())
+
+    def keys(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) common time of the next use of each object."""
+        out = np.full(len(ids), np.inf)
+        for uses, (a, b, beyond) in zip(self.all_uses, self._lines, strict=True):
+            due = uses.due[ids]
+            np.minimum(out, np.where(due == NEVER, beyond, a * due + b), out=out)
+        keys: NDArray[np.int64] = np.clip(out, 0, 2**62).astype(np.int64)
+        return keys
+
+    def at(self, uses: Uses, step: int) -> int:
+        """A job's step on the clock of `Need.step`."""
+        if self.stale:
+            self.relist()
+        a, b, _ = self._lines[next(i for i, u in enumerate(self.all_uses) if u is uses)]
+        return int(a * step + b)
+
+    def released(self, ids: Index) -> None:
+        """Nobody has pinned these residents any more (an object may come twice)."""
+        if not self.stale:
+            self._pool.add(np.unique(ids))
+
+    def victims(self, k: int, need: Need) -> Index:
+        """Up to k distinct objects to evict for `need`, all due later than `need.step`."""
+        if self.stale:
+            self.relist()
+        out = []
+        while k > 0:
+            ids = self._pool.take(k, need.step)
+            if not len(ids):
+                break
+            ids = ids[self._leaving(ids)]
+            out.append(ids)
+            k -= len(ids)
+        return _joined(out)

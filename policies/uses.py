@@ -1,0 +1,170 @@
+"""When each object is read next, as far as the plans of one job say. Pure.
+
+One gather per access (law L6): every known epoch has a table "object -> step of its first read",
+which is the inverse of the epoch's permutation. Reads beyond the first of an epoch, which only
+samplers with replacement (and padding) have, lie sorted beside it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.masks import every, some
+
+#: The next use of an object that no known plan reads; later than all others.
+NEVER = int(np.iinfo(np.int32).max)
+_LOW = (1 << 32) - 1
+
+
+class _Epoch:
+    """First reads of one epoch: `first` (n,) steps or NEVER; `repeats` object << 32 | step.
+
+    `rank` (n,) is that of the first read, modulo 256.
+    """
+
+    __slots__ = ("accesses", "base", "end", "first", "rank", "repeats")
+
+    def __init__(self, objects: int, base: int) -> None:
+        self.first = np.full(objects, NEVER, np.int32)
+        self.rank = np.zeros(objects, np.uint8)
+        self.base = base
+        self.end = base  # one past the last known step
+        self.accesses = 0
+        self.repeats = np.empty(0, np.int64)
+
+    def add(self, steps: NDArray[np.int32], ids: NDArray[np.intp], rank: int) -> None:
+        fresh = not self.accesses or every(self.first[ids] == NEVER)
+        self.accesses += len(ids)
+        self.base = min(self.base, int(steps[0]))
+        self.end = max(self.end, int(steps[-1]) + 1)
+        if fresh:
+            if rank:
+                self.rank[ids] = rank & 255
+            self.first[ids] = steps
+            if every(self.first[ids] == steps):
+                return
+            self.first[ids] = NEVER
+        self._merge(steps, ids)
+
+    def _merge(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
+        """Of objects read twice the earliest read stays in `first`, the rest is sorted in."""
+        new = (ids << 32) | steps
+        known = np.empty(0, np.int64)
+        if self.accesses > len(ids):
+            known = np.unique(np.concatenate([ids, self.repeats >> 32]))
+            known = known[self.first[known] != NEVER]
+        old = (known << 32) | self.first[known]
+        keys = np.sort(np.concatenate([self.repeats, old, new]))
+        objects = keys >> 32
+        head = np.ones(len(keys), np.bool_)
+        head[1:] = objects[1:] != objects[:-1]
+        self.first[objects[head]] = keys[head] & _LOW
+        self.repeats = keys[~head]
+
+    def after(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> NDArray[np.int32]:
+        """(k,) step of the first read after `steps`, or NEVER; of repeated objects only."""
+        out = np.full(len(ids), NEVER, np.int32)
+        at = np.searchsorted(self.repeats, (ids << 32) | steps, side="right")
+        found = self.repeats[np.minimum(at, len(self.repeats) - 1)]
+        hit = (at < len(self.repeats)) & (found >> 32 == ids)
+        out[hit] = found[hit] & _LOW
+        return out
+
+
+class Uses:
+    """The next use of every object by one job; steps are on the job's clock, alike for all ranks.
+
+    Attributes:
+        due: (n,) step of the next read, or NEVER.
+
+    >>> uses = Uses(3)
+    >>> uses.extend(0, np.array([0, 0, 1], np.int32), np.array([2, 0, 1]))
+    >>> uses.extend(1, np.array([2, 2, 3], np.int32), np.array([0, 1, 2]))
+    >>> uses.consume(0, np.array([2, 0]))
+    >>> uses.due
+    array([2, 1, 3], dtype=int32)
+    """
+
+    def __init__(self, objects: int) -> None:
+        self.due = np.full(objects, NEVER, np.int32)
+        self._epochs: dict[int, _Epoch] = {}
+
+    def extend(
+        self, epoch: int, steps: NDArray[np.int32], ids: NDArray[np.intp], rank: int = 0
+    ) -> None:
+        """A rank will read object ids[i] in step steps[i] (ascending) of `epoch`."""
+        if not len(ids):
+            return
+        table = self._epochs.get(epoch)
+        if table is None:
+            table = _Epoch(len(self.due), int(steps[0]))
+            self._epochs[epoch] = table
+            self._epochs = dict(sorted(self._epochs.items()))
+        table.add(steps, ids, rank)
+        # backwards: where an object comes twice, its first read is written last
+        self.due[ids[::-1]] = np.minimum(self.due[ids], steps)[::-1]
+
+    def repeated(self, epoch: int) -> bool:
+        """Whether any object is read twice in `epoch`: then `consume` asks for the steps."""
+        known = self._epochs.get(epoch)
+        return known is not None and len(known.repeats) > 0
+
+    def consume(
+        self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None
+    ) -> None:
+        """A rank has read object ids[i] (in step steps[i], ascending) of `epoch`."""
+        due = None
+        if steps is not None and self.repeated(epoch):
+            due = self._epochs[epoch].after(steps, ids)
+        for later, known in self._epochs.items():
+            if later > epoch:
+                if due is None:
+                    due = known.first[ids]
+                    continue
+                unknown = due == NEVER
+                if not some(unknown):
+                    break
+                due[unknown] = known.first[ids[unknown]]
+        self.due[ids] = NEVER if due is None else due
+
+    def forget(self, epoch: int) -> None:
+        """No rank is in an epoch before `epoch` any more."""
+        for old in [e for e in self._epochs if e < epoch]:
+            del self._epochs[old]
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._epochs.clear()
+        self.due.fill(NEVER)
+
+    def table(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | None:
+        """(n,) steps of the first reads in `epoch`, and (n,) their ranks; None where unknown."""
+        known = self._epochs.get(epoch)
+        return None if known is None else (known.first, known.rank)
+
+    def start(self, epoch: int) -> int:
+        """First step of the first known epoch from `epoch` on, or NEVER."""
+        return next((t.base for e, t in self._epochs.items() if e >= epoch), NEVER)
+
+    @property
+    def end(self) -> int:
+        """One past the last known step."""
+        return max((t.end for t in self._epochs.values()), default=0)
+
+    @property
+    def beyond(self) -> float:
+        """A guess at the step of a read that no plan knows: the middle of the epoch after."""
+        spans = [t.end - t.base for t in self._epochs.values()]
+        return self.end + 0.5 * sum(spans) / max(len(spans), 1)
+
+    @property
+    def per_step(self) -> float:
+        """Reads per step, all known ranks together."""
+        steps = sum(t.end - t.base for t in self._epochs.values())
+        return sum(t.accesses for t in self._epochs.values()) / max(steps, 1)
+
+    def repeats(self) -> tuple[int, int]:
+        """(reads of objects read before in the same epoch, all reads), over the known epochs."""
+        tables = self._epochs.values()
+        return sum(len(t.repeats) for t in tables), sum(t.accesses for t in tables)

@@ -1,0 +1,26 @@
+"""creel.DataLoader shows what torch's shows: batches, errors, warnings, random states."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from cases import Case, play
+
+import creel
+
+CASES = int(os.environ.get("CREEL_PARITY_CASES", "150"))
+FIRST = int(os.environ.get("CREEL_PARITY_FIRST", "0"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+def test_a_random_use_shows_the_same(seed: int) -> None:
+    case = Case.draw(seed)
+    ours, torchs = play(case, creel.DataLoader), play(case, torch.utils.data.DataLoader)
+    for step, (mine, his) in enumerate(zip(ours.shown, torchs.shown, strict=False)):
+        assert mine == his, f"step {step} of {case}"
+    assert len(ours.shown) == len(torchs.shown)
+    assert sorted(ours.unordered) == sorted(torchs.unordered)
+    assert ours.warned == torchs.warned

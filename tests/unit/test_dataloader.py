@@ -1,0 +1,498 @@
+"""creel.DataLoader beyond parity: dead, hung and left workers, pickling, what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+import creel
+from creel.errors import ConfigError
+from creel.loader import iterate
+from creel.loader.iterate import OwnIter, StallWarning
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Squares:
+    def __init__(self, n: int = 40) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor(i * i)
+
+
+class Pids(Squares):
+    def __getitem__(self, i: int) -> Any:
+        return os.getpid()
+
+
+class Act(Squares):
+    """Does something drastic at sample 5."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 5:
+            {
+                "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+                "exit": lambda: os._exit(3),
+                "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+                "sleep": lambda: time.sleep(3),
+            }[self.what]()
+        return i
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(5) if info is None or info.id == 0 else ())
+
+
+def descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No child process, and no descriptor, outlives a loader."""
+    if "slow" in request.keywords:  # python's own two helpers stay
+        multiprocessing.resource_tracker.ensure_running()
+        multiprocessing.forkserver.ensure_running()
+    gc.collect()
+    before = descriptors()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while multiprocessing.active_children() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not multiprocessing.active_children()
+    assert descriptors() <= before
+
+
+def pids(iterator: Any) -> list[int]:
+    return [w.pid for w in iterator._workers]
+
+
+def test_workers_outlive_their_epoch() -> None:
+    loader = creel.DataLoader(Pids(), 4, num_workers=2)
+    seen = [{int(p) for b in loader for p in b} for _ in range(3)]
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 2
+
+
+def test_workers_of_a_left_iterator_serve_the_next() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=2)
+    first = iter(loader)
+    next(first)
+    before = pids(first)
+    del first
+    again = iter(loader)
+    assert pids(again) == before
+    assert [int(b[0]) for b in again] == [(4 * i) ** 2 for i in range(10)]
+
+
+def test_ten_hundred_left_iterators_keep_workers_and_descriptors_constant() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    next(iter(loader))
+    workers, fds = multiprocessing.active_children(), descriptors()
+    for _ in range(300):
+        assert int(next(iter(loader))[1]) == 1
+    assert {w.pid for w in multiprocessing.active_children()} == {w.pid for w in workers}
+    assert descriptors() <= fds + 2
+
+
+def test_a_worker_init_fn_means_new_workers_each_epoch() -> None:
+    loader = creel.DataLoader(Pids(), 4, num_workers=1, worker_init_fn=print_nothing)
+    assert {int(b[0]) for b in loader} != {int(b[0]) for b in loader}
+
+
+def print_nothing(worker: int) -> None: ...
+
+
+def test_two_live_iterators_have_workers_of_their_own() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    a, b = iter(loader), iter(loader)
+    assert not set(pids(a)) & set(pids(b))
+    assert [int(x[0]) for x in a] == [int(x[0]) for x in b]
+
+
+@pytest.mark.parametrize(
+    "what, words", [("kill", "killed by signal: Killed"), ("exit", "exit code 3")]
+)
+def test_a_dead_worker_is_named_at_once(what: str, words: str) -> None:
+    loader = creel.DataLoader(Act(what), 2, num_workers=2)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited") as e:
+        list(loader)
+    assert time.monotonic() - start < 5
+    assert words in str(e.value.__cause__)
+    assert [int(b[0]) for b in creel.DataLoader(Squares(), 2, num_workers=2)][:2] == [0, 4]
+
+
+def test_after_a_death_the_other_workers_batches_still_come() -> None:
+    iterator = iter(creel.DataLoader(Act("kill"), 2, num_workers=2))
+    got, errors = [], 0
+    while True:
+        try:
+            got += [int(b[0]) for b in iterator]
+            break
+        except RuntimeError:  # noqa: PERF203
+            errors += 1
+    assert errors == 1
+    assert got == [0, *range(2, 40, 4)] or got[:1] == [0]
+
+
+def test_a_worker_killed_between_epochs_is_replaced() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=2)
+    iterator = iter(loader)
+    list(iterator)
+    os.kill(pids(iterator)[0], signal.SIGKILL)
+    time.sleep(0.2)
+    assert [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
+
+
+def test_a_timeout_says_torchs_words_and_iteration_goes_on() -> None:
+    iterator = iter(creel.DataLoader(Act("sleep"), 5, num_workers=1, timeout=0.3))
+    assert next(iterator).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 0.3 seconds$"):
+        next(iterator)
+    time.sleep(3)
+    assert next(iterator).tolist() == [5, 6, 7, 8, 9]
+
+
+def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iterate, "_LOOK_S", 0.3)
+    options = {"loader.hung_s": 0.5}
+    iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, creel=options))
+    next(iterator)
+    with (
+        pytest.warns(StallWarning, match=r"batch 1 .* stopped by a signal.* reading"),
+        Awake(iterator),
+    ):
+        assert next(iterator).tolist() == [5, 6, 7, 8, 9]
+
+
+class Awake:
+    """Wakes an iterator's stopped worker after a second."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.pid = pids(iterator)[0]
+
+    def __enter__(self) -> None:
+        import threading
+
+        self.timer = threading.Timer(1.5, os.kill, (self.pid, signal.SIGCONT))
+        self.timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.join()
+
+
+def test_closing_kills_a_stopped_worker_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("creel.loader.pool._GRACE_S", 0.5)
+    iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, worker_init_fn=print_nothing))
+    next(iterator)
+    time.sleep(0.2)
+    start = time.monotonic()
+    del iterator
+    assert time.monotonic() - start < 5
+
+
+def test_long_index_lists_and_many_of_them_do_not_block() -> None:
+    batches = [list(range(30_000))] * 40
+    loader = creel.DataLoader(
+        Squares(30_000), batch_sampler=batches, num_workers=2, prefetch_factor=16, collate_fn=len
+    )
+    assert list(loader) == [30_000] * 40
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error_not_a_hang() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda b: lambda: b)
+    with pytest.raises(Exception, match="in DataLoader worker process 0"):
+        next(iter(loader))
+
+
+def test_an_unpicklable_index_is_an_error_in_the_trainer() -> None:
+    loader = creel.DataLoader(Squares(), 4, sampler=[lambda: 0] * 4, num_workers=1)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        iter(loader)
+
+
+def test_workers_end_when_the_trainer_is_killed() -> None:
+    code = (
+        "import creel, os, sys, time; sys.path.insert(0, 'tests/unit')\n"
+        "from test_dataloader import Squares\n"
+        "it = iter(creel.DataLoader(Squares(), 4, num_workers=2)); next(it)\n"
+        "print(*[w.pid for w in it._workers], flush=True); os.kill(os.getpid(), 9)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    workers = [int(p) for p in run.stdout.split()]
+    assert len(workers) == 2, run.stderr
+    deadline = time.monotonic() + 8
+    while any(Path(f"/proc/{p}").exists() for p in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{p}").exists() for p in workers)
+
+
+def test_an_interpreter_with_live_workers_exits_quietly() -> None:
+    code = (
+        "import creel, sys; sys.path.insert(0, 'tests/unit')\n"
+        "from test_dataloader import Squares\n"
+        "loader = creel.DataLoader(Squares(), 4, num_workers=2)\n"
+        "list(loader); it = iter(loader); next(it); print('end')"
+    )
+    start = time.monotonic()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("end\n", "")
+    assert time.monotonic() - start < 20
+
+
+def test_a_forked_child_may_drop_or_use_the_loader() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        ok = [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
+        del iterator
+        loader._creel_home.close()
+        os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert int(next(iterator)[0]) == 16
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.slow
+def test_other_start_methods_give_the_same_and_live_on(method: str) -> None:
+    loader = creel.DataLoader(Pids(), 4, num_workers=1, multiprocessing_context=method)
+    first, second = ({int(p) for b in loader for p in b} for _ in range(2))
+    assert first == second
+    assert os.getpid() not in first
+
+
+def test_a_loader_pickles_and_copies_without_its_workers() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1, creel={"daemon.name": "x"})
+    list(loader)
+    for other in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
+        assert other.creel == {"daemon.name": "x"}
+        assert [int(b[0]) for b in other] == [(4 * i) ** 2 for i in range(10)]
+    with pytest.raises(NotImplementedError):
+        pickle.dumps(iter(loader))
+
+
+def test_the_type_can_be_subscribed_and_arguments_stay_attributes() -> None:
+    assert creel.DataLoader[int] is not None
+    loader = creel.DataLoader(Squares(), creel=False)
+    assert vars(loader) | {"creel": False, "workers": "own", "on_error": "raise"} == vars(loader)
+    with pytest.raises(ConfigError, match="workers='other'"):
+        creel.DataLoader(Squares(), workers="other")
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        loader.batch_size = 3
+    with pytest.raises(TypeError, match="nonsense"):
+        creel.DataLoader(Squares(), nonsense=1)
+
+
+def test_iterable_datasets_go_to_torchs_own_workers() -> None:
+    loader = creel.DataLoader(Stream(), 2, num_workers=2)
+    assert [b.tolist() for b in loader] == [[0, 1], [2, 3], [4]]
+    assert not isinstance(iter(loader), OwnIter)
+
+
+def test_disabled_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CREEL_DISABLE", "1")
+    iterator = iter(creel.DataLoader(Squares(), 4, num_workers=1))
+    assert type(iterator) is torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+
+
+def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("creel.loader.dataloader.sys.platform", "darwin")
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    with pytest.warns(UserWarning, match="creel needs Linux"):
+        iterator = iter(loader)
+    assert not isinstance(iterator, OwnIter)
+    iter(loader)
+
+
+def test_batches_may_be_pinned_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    loader = creel.DataLoader(
+        Squares(), 4, num_workers=2, pin_memory=True, collate_fn=Pinnable, prefetch_factor=1
+    )
+    for _ in range(2):
+        assert [b.pinned for b in loader] == ["pt_data_pin"] * 10
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(ValueError, match="Caught ValueError in pin memory thread for device 0"):
+        list(creel.DataLoader(Squares(), 4, num_workers=1, pin_memory=True, collate_fn=Unpinnable))
+
+
+class Pinnable:
+    pinned = ""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def pin_memory(self) -> Pinnable:
+        import threading
+
+        self.pinned = threading.current_thread().name
+        return self
+
+
+class Unpinnable(Pinnable):
+    def pin_memory(self) -> Pinnable:
+        raise ValueError("no")
+
+
+# --- the next epoch, begun ahead ------------------------------------------------------------------
+
+
+class Noisy(Squares):
+    def __getitem__(self, i: int) -> Any:
+        return torch.rand(3) + i, self.n
+
+
+def epochs(cls: Any, between: Any, n: int = 4, **options: Any) -> tuple[list[Any], Any]:
+    torch.manual_seed(3)
+    loader = cls(Noisy(), 4, shuffle=True, num_workers=2, **options)
+    out = []
+    for epoch in range(n):
+        out += [b[0].tolist() for b in loader]
+        between(loader, epoch)
+    return out, loader
+
+
+def test_the_next_epoch_begins_before_this_one_ends() -> None:
+    ours, loader = epochs(creel.DataLoader, lambda *_: None)
+    theirs, _ = epochs(torch.utils.data.DataLoader, lambda *_: None)
+    assert ours == theirs
+    assert loader.stats()["epochs_foreseen"] == 3
+
+
+@pytest.mark.parametrize("what", ["draw", "mutate", "prefetch", "reseed", "sampler"])
+def test_a_wrong_guess_is_never_seen(what: str) -> None:
+    def between(loader: Any, epoch: int) -> None:
+        if epoch == 1 and what == "draw":
+            torch.rand(1)
+        elif epoch == 1 and what == "mutate":
+            loader.dataset.n -= 7
+        elif epoch == 1 and what == "prefetch":
+            loader.prefetch_factor = 1
+        elif epoch == 1 and what == "reseed":
+            torch.manual_seed(99)
+        elif epoch == 1:
+            loader.sampler.replacement = True
+
+    ours, loader = epochs(creel.DataLoader, between)
+    assert ours == epochs(torch.utils.data.DataLoader, between)[0]
+    assert loader.stats()["epochs_foreseen"] in (1, 2)
+
+
+def test_a_left_epoch_and_a_failing_worker_do_not_mix_with_the_one_ahead() -> None:
+    loader = creel.DataLoader(Squares(8), 2, num_workers=2, prefetch_factor=3)
+    for _ in range(3):
+        iterator = iter(loader)
+        assert next(iterator).tolist() == [0, 1]  # all is sampled, and the next epoch under way
+    os.kill(pids(iterator)[1], signal.SIGKILL)
+    del iterator
+    assert [b.tolist() for b in loader] == [[0, 1], [4, 9], [16, 25], [36, 49]]
+
+
+# --- resuming ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers, later", [(0, 0), (0, 2), (2, 0), (2, 3)])
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("stop", [0, 3, 10])
+def test_a_run_resumes_to_the_bit(workers: int, later: int, seeded: bool, stop: int) -> None:
+    def make(n: int) -> Any:
+        generator = torch.Generator().manual_seed(5) if seeded else None
+        return creel.DataLoader(Squares(), 4, shuffle=True, num_workers=n, generator=generator)
+
+    torch.manual_seed(1)
+    whole = make(workers)
+    first = [b.tolist() for b in whole]
+    second, state = [], whole.state_dict()
+    for i, batch in enumerate(whole):
+        if i == stop:
+            break
+        second.append(batch.tolist())
+        state = whole.state_dict()
+    if stop == 10:  # the end itself: what follows is a new epoch
+        state = whole.state_dict()
+    torch.manual_seed(1)
+    straight = make(workers)
+    assert [b.tolist() for b in straight] == first
+    expected = [b.tolist() for b in straight]
+    after = [b.tolist() for b in straight]
+    assert second == expected[:stop]
+
+    torch.manual_seed(77)
+    resumed = make(later)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
+    assert resumed.state_dict() == state or stop in (0, 10)
+    if 0 < stop < 10:
+        assert [b.tolist() for b in resumed] == expected[stop:]
+        if seeded:
+            assert [b.tolist() for b in resumed] == after
+    elif seeded:
+        assert [b.tolist() for b in resumed] == (after if stop == 10 else expected)
+    assert len(list(resumed)) == 10
+
+
+def test_a_state_before_the_first_epoch_and_an_empty_one_are_fine() -> None:
+    loader = creel.DataLoader(Squares(), 4)
+    loader.load_state_dict(loader.state_dict())
+    loader.load_state_dict({})
+    assert len(list(loader)) == 10
+    with pytest.raises(ConfigError, match="version 7"):
+        loader.load_state_dict({"version": 7})
+
+
+def test_a_caller_that_runs_ahead_says_what_it_used() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    iterator = iter(loader)
+    for _ in range(5):
+        next(iterator)
+    other = creel.DataLoader(Squares(), 4)
+    other.load_state_dict(loader.state_dict(delivered=4))
+    assert next(iter(other)).tolist() == [i * i for i in range(16, 20)]
+
+
+def test_set_epoch_reaches_sampler_and_dataset_once() -> None:
+    class Told(Squares):
+        def set_epoch(self, epoch: int) -> None:
+            self.n += epoch
+
+    sampler = torch.utils.data.DistributedSampler(Squares(), 2, 0)  # type: ignore[arg-type, var-annotated]
+    loader = creel.DataLoader(Told(), 4, sampler=sampler)
+    loader.set_epoch(6)
+    assert (sampler.epoch, loader.dataset.n) == (6, 46)  # type: ignore[attr-defined]
