@@ -395,6 +395,7 @@ class Holding:
             must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
             np.add.at(pins, s.stream.objects(s.at, s.front), 1)
         must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
+        must(not (self.pins[self.life == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.life == RESIDENT, self.length >= 0
         must(bool(((self.offset >= 0) == resident).all()), "published is not resident")
         must(bool(known[resident].all()), "a resident of unknown length")

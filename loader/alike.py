@@ -5,7 +5,7 @@ the trainer: of the dataset as it is now, and under fork of every global. A livi
 in for a new one when nothing can tell the difference:
 
 - dataset and `collate_fn` are replaced by a fresh unpickle of what the trainer has now
-  (`snapshot`); what does not pickle, or would come out of a pickle in another way than out of a fork, says no;
+  (`snapshot`); what does not pickle, or comes out of a pickle otherwise than out of a fork, says no;
 - the data that their code can reach by name has the same content in both processes (`world_of`):
   globals, class attributes, closures and defaults of the functions of the user's own modules, and
   some state of the process. Code of installed packages is taken to keep its state to itself.

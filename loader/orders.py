@@ -86,7 +86,7 @@ class Order:
         raise NotImplementedError
 
     def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> Plan | None:
-        """What this epoch (0) or the next one (1) reads, provided nobody else draws meanwhile.
+        """What this epoch (0), the next one (1) or a later one reads, if nobody else draws meanwhile.
 
         For a known order this takes microseconds and is valid at any moment. Any other sampler is
         run here and now, on a copy, for at most `budget_s` seconds; ask for epoch 0 before the
@@ -209,7 +209,7 @@ class KnownOrder(Order):
         shape, base_seed = self._shape, self.base_seed
         if self._batcher is not None and (now is None or epochs_ahead):
             shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
-        if epochs_ahead:
+        for _ in range(epochs_ahead):
             stream.need(stream.total)
             if not self._keeps_seed():
                 base_seed = shadow.seed(self._loader.generator)

@@ -270,6 +270,8 @@ class Case:
                 "failing",
             )
         )
+        if dataset is SharedTensor and order in ("replacement", "weighted"):
+            order = "shuffle"  # two workers at one sample would race
         batch_size = r.choice((1, 2, 3, 5, 7, None)) if order not in ("uneven", "batches") else 1
         collates: tuple[Any, ...] = (None, None, None, as_list, failing)
         if in_order:
@@ -330,13 +332,13 @@ class Case:
         }
         if self.order == "uneven":
             return {"batch_sampler": Uneven(n)}
-        if self.order == "batches":
-            return {"batch_sampler": BatchSampler(RandomSampler(range(n)), 4, False)}
         if self.order in ("plain", "shuffle"):
             can = n > 0 or self.order == "plain"
             return {"shuffle": can and self.order == "shuffle"}
-        if n == 0 and self.order in ("replacement", "distributed"):
+        if n == 0 and self.order in ("replacement", "distributed", "batches"):
             return {}
+        if self.order == "batches":
+            return {"batch_sampler": BatchSampler(RandomSampler(range(n)), 4, False)}
         return {"sampler": samplers[self.order]()}
 
 

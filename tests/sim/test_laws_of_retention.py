@@ -177,7 +177,7 @@ def test_nodes_that_do_not_speak_to_each_other_keep_their_own_bound() -> None:
     """Until the collaborative cache: each node keeps what its ranks may read again."""
     n = 8000
     out = equal(Job(shuffled(4, ranks=4, n=n), BATCH, ranks_per_node=2), 0.5, n)
-    assert all(e.reads <= 1.01 * n for e in out)
+    assert all(e.reads <= 1.02 * n for e in out)
     assert sum(e.reads for e in out[1:]) < 0.8 * 3 * n
 
 

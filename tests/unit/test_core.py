@@ -66,6 +66,7 @@ class Rig:
         self.bytes: dict[int, tuple[str, int, int]] = {}  # offset -> dataset, object, length
         self.reads = 0
         self.checking = True
+        self.seen: dict[tuple[int, int], int] = {}  # session, object -> offset of a ready object
 
     def register(self, name: str, sizes: list[int], *, known: bool = True) -> None:
         size = np.array(sizes, np.int64)
@@ -156,13 +157,17 @@ class Rig:
             self.readers[action.session].ready = action.ready
 
     def look(self) -> None:
-        """What readers may touch is theirs."""
-        for reader in self.readers.values():
-            assert reader.done <= reader.ready or reader.done == 0
+        """What readers may touch is theirs, and stays where it is until they are done with it."""
+        seen = {}
+        for number, reader in self.readers.items():
+            assert reader.done <= reader.ready
             for x in {x for s in reader.objects[reader.done : reader.ready] for x in s}:
                 at = int(self.offset[reader.dataset][x])
                 if at >= 0:
                     assert self.bytes[at][:2] == (reader.dataset, x)
+                    seen[number, x] = at
+                assert self.seen.get((number, x), at) == at, "moved under a reader"
+        self.seen = seen
         assert not self.held, "bytes are held that nobody will fetch"
 
     def settle(self, limit: int = 10_000) -> None:
