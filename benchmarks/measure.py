@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -124,7 +125,7 @@ def machine() -> dict[str, str]:
     import zmq
 
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "cpu": f"{os.cpu_count()} x {_cpu_model()}",
         "linux": platform.release(),
         "python": platform.python_version(),
@@ -137,7 +138,7 @@ def machine() -> dict[str, str]:
 
 def _cpu_model() -> str:
     try:
-        with open("/proc/cpuinfo", encoding="ascii") as f:
+        with Path("/proc/cpuinfo").open(encoding="ascii") as f:
             return next(line.split(":")[1].strip() for line in f if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()

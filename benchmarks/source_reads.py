@@ -1,9 +1,10 @@
 """How often storage is read: opens per epoch against the law (1-f)N, counted by the file system.
 
-    sudo python benchmarks/source_reads.py [--samples N] [--fractions .1 .5 1] [--sampler permutation]
+    sudo python benchmarks/source_reads.py [--samples N] [--fractions .1 .5 1] [--sampler KIND]
 
-Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). `--sampler replacement`
-and `--sampler weighted` compare with offline MIN over the same accesses instead of the law.
+Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). The sampler is
+`permutation`; `replacement` and `weighted` compare with offline MIN over the same accesses instead
+of the law.
 """
 
 from __future__ import annotations
@@ -96,8 +97,7 @@ def one(folder: Path, n: int, f: float, kind: str, epochs: int, batch: int) -> d
         opens, seen, began = [], [], time.perf_counter()
         for _ in range(epochs):
             before = fs.totals()
-            for b in loader:
-                seen.append(b[:, :4].clone().view(torch.int32).flatten().numpy())
+            seen += [b[:, :4].clone().view(torch.int32).flatten().numpy() for b in loader]
             after = fs.totals()
             opens.append(after["opens"] - before["opens"])
         elapsed = time.perf_counter() - began
@@ -106,7 +106,8 @@ def one(folder: Path, n: int, f: float, kind: str, epochs: int, batch: int) -> d
         wanted = [float(n)] + [max((1 - f) * n, 0.0)] * (epochs - 1)
     else:
         # The optimum too must not know that the run ends: it goes on for two epochs.
-        drawn = [list(again) for again in [sampler_for(kind, data, seed=7)] for _ in range(epochs + 2)]
+        again = sampler_for(kind, data, seed=7)
+        drawn = [list(again) for _ in range(epochs + 2)]
         accesses = np.array(drawn, np.int64).ravel()
         assert (accesses[: epochs * n] == np.concatenate(seen)[: epochs * n]).all()
         missed = offline_min(accesses, int(f * n))

@@ -30,10 +30,10 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 def child(way: str, mount: str, epochs: int, batch: int, nbytes: int) -> None:
     """Runs in a process of its own: prints the seconds of each epoch as they end."""
     import torch
+    from cost_per_batch import Files, tensor_of
     from torch.utils.data import DataLoader
 
     import creel
-    from cost_per_batch import Files, tensor_of
 
     paths = sorted(str(p) for p in Path(mount).iterdir() if p.suffix == ".bin")
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def run(way: str, mount: str, o: argparse.Namespace, total: int) -> list[float]:
         process.wait(60)
         return seconds[1:]
     finally:
-        for _ in range(50):
+        for _ in range(300):  # the daemon lingers
             try:
                 group.rmdir()
                 break

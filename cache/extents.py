@@ -98,6 +98,14 @@ class Extents:
         """Take [at, at + nbytes) out of the free range that begins at `start`."""
         self._cut(start, self._size[start], at, nbytes)
 
+    def beside(self, start: Sizes, end: Sizes) -> tuple[Sizes, Sizes]:
+        """(n,) starts, ascending, and (n,) sizes of the free ranges that end or begin at these."""
+        before, after = self._start, self._size
+        found = {before[at] for at in start.tolist() if at in before}
+        found.update(at for at in end.tolist() if at in after)
+        starts = sorted(found)
+        return np.array(starts, np.int64), np.array([after[at] for at in starts], np.int64)
+
     def sorted(self) -> tuple[Sizes, Sizes]:
         """(n,) starts, ascending, and (n,) sizes of all free ranges."""
         start = np.fromiter(self._size.keys(), np.int64, len(self._size))
@@ -159,11 +167,12 @@ class Extents:
 
 
 def evacuate(
-    extents: Extents, offsets: Sizes, sizes: Sizes, need: int, page: int
+    extents: Extents, offsets: Sizes, sizes: Sizes, need: int, page: int, most: int
 ) -> tuple[Sizes, Sizes] | None:
     """Move a few objects into holes elsewhere so that `need` bytes are free in one piece.
 
-    Costs at most about `need` bytes of copying. The extents are changed as if it were done.
+    Costs at most about `need` bytes of copying, never more than `most`. The extents are changed as
+    if it were done.
 
     Args:
         offsets, sizes: (n,) objects that may move; ascending, multiples of `page`.
@@ -180,7 +189,8 @@ def evacuate(
     first, last = first[one], last[one]
     cost = np.append(0, np.cumsum(np.where(which < 0, 0, size)))
     spent = cost[last + 1] - cost[first]
-    for i in np.argsort(spent, kind="stable")[:_TRIES].tolist():
+    best = spent.argsort(kind="stable")[:_TRIES]
+    for i in best[spent[best] <= most].tolist():
         window = slice(int(first[i]), int(last[i]) + 1)
         moved = _rehouse(extents, at[window], size[window], which[window], page)
         if moved is not None:
@@ -189,11 +199,11 @@ def evacuate(
 
 
 def slide(
-    extents: Extents, offsets: Sizes, sizes: Sizes, need: int, page: int
+    extents: Extents, offsets: Sizes, sizes: Sizes, need: int, page: int, most: int
 ) -> tuple[Sizes, Sizes] | None:
     """`evacuate` for want of holes: push neighbours together, down to the stretch's low end.
 
-    May copy many times `need`; takes the cheapest stretch there is.
+    May copy many times `need`, up to `most`; takes the cheapest stretch there is.
     """
     at, size, which = _row(extents, offsets, sizes)
     # whole pages only: what alignment cuts off a hole does not count
@@ -209,7 +219,10 @@ def slide(
     if not len(first):
         return None
     cost = np.append(0, np.cumsum(np.where(which < 0, 0, size)))
-    best = int(np.argmin(cost[last + 1] - cost[first]))
+    spent = cost[last + 1] - cost[first]
+    best = int(spent.argmin())
+    if spent[best] > most:
+        return None
     window = slice(int(first[best]), int(last[best]) + 1)
     moved = which[window][which[window] >= 0]
     low = int(at[window.start])
@@ -223,8 +236,8 @@ def slide(
 
 
 def _row(extents: Extents, offsets: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes, Sizes]:
-    """Holes and movable objects in order of address: start, bytes, index of the object or -1."""
-    hole_at, hole_size = extents.sorted()
+    """Movable objects and the holes beside: start, ascending; bytes; index of the object or -1."""
+    hole_at, hole_size = extents.beside(offsets, offsets + sizes)
     at = np.concatenate([hole_at, offsets])
     size = np.concatenate([hole_size, sizes])
     which = np.concatenate([np.full(len(hole_at), -1), np.arange(len(offsets))])

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from creel.errors import ConfigError, MalformedError
 
 _SCHEMA = pa.schema(
-    [("uri", pa.large_string()), ("offset", pa.int64()), ("length", pa.int64()), ("count", pa.int64())]
+    [("uri", pa.large_string()), *((name, pa.int64()) for name in ("offset", "length", "count"))]
 )
 _ROOT = b"creel.root"
 UNKNOWN = -1
@@ -73,16 +73,16 @@ class Manifest:
     ) -> Manifest:
         """`count[i]` objects of `length[i]` bytes each, dense from `offset[i]` of `uris[i]`."""
         column = pa.array(uris, pa.large_string()) if not isinstance(uris, pa.Array) else uris
-        columns = [column.cast(pa.large_string()), pa.array(offset), pa.array(length), pa.array(count)]
-        return cls(pa.table(columns, schema=_SCHEMA), root)
+        numbers = (pa.array(np.asarray(c, np.int64)) for c in (offset, length, count))
+        return cls(pa.table([column.cast(pa.large_string()), *numbers], schema=_SCHEMA), root)
 
     @classmethod
     def concat(cls, parts: Sequence[Manifest]) -> Manifest:
-        """The objects of all parts, in order; ids of part i are shifted by the lengths before it."""
+        """The objects of all parts, in order; ids of part i go on where part i-1 ended."""
         roots = {p.root for p in parts}
         if len(roots) == 1:
             return cls(pa.concat_tables([p.table for p in parts]).combine_chunks(), roots.pop())
-        return cls(pa.concat_tables([p._absolute() for p in parts]).combine_chunks(), "")
+        return cls(pa.concat_tables([p.absolute() for p in parts]).combine_chunks(), "")
 
     def __len__(self) -> int:
         """Number of objects."""
@@ -95,16 +95,17 @@ class Manifest:
     @cached_property
     def _plain(self) -> bool:
         """Whether row i is object i."""
-        return len(self) == self.table.num_rows
+        return bool((self._counts == 1).all())
 
     def _column(self, name: str) -> NDArray[np.int64]:
         return np.asarray(self.table.column(name).combine_chunks())
 
-    def _absolute(self) -> pa.Table:
+    def absolute(self) -> pa.Table:
+        """The table with full addresses, as under an empty root."""
         if not self.root:
             return self.table
-        uris = pa.array([self._join(u) for u in self.table.column("uri").to_pylist()], pa.large_string())
-        return self.table.set_column(0, "uri", uris)
+        uris = [self._join(u) for u in self.table.column("uri").to_pylist()]
+        return self.table.set_column(0, "uri", pa.array(uris, pa.large_string()))
 
     def _join(self, uri: str) -> str:
         return f"{self.root.rstrip('/')}/{uri}" if self.root else uri
@@ -157,14 +158,24 @@ class Manifest:
     @cached_property
     def key(self) -> str:
         """Content identity: equal for equal manifests, whatever process made them (XXH3-128)."""
-        digest = xxhash.xxh3_128(self.root.encode())
-        digest.update(len(self.table).to_bytes(8, "little"))
+        root = self.root.encode()
+        digest = xxhash.xxh3_128(f"{len(root)} {self.table.num_rows} ".encode() + root)
         for name in ("offset", "length", "count"):
-            digest.update(np.ascontiguousarray(self._column(name)))
-        for buffer in pa.array(self._uris, pa.large_string()).buffers():
-            if buffer is not None:
-                digest.update(buffer)
+            digest.update(np.ascontiguousarray(self._column(name)).view(np.uint8).data)
+        for part in self._text():
+            digest.update(part)
         return digest.hexdigest()
+
+    def _text(self) -> tuple[memoryview, memoryview]:
+        """The ends of all uris in their text, and the text, however the table was cut or joined."""
+        uris = self._uris
+        if not len(uris):
+            return memoryview(b""), memoryview(b"")
+        _, ends, text = uris.buffers()
+        ends = np.frombuffer(ends, np.int64)[uris.offset :][: len(uris) + 1]
+        first, last = int(ends[0]), int(ends[-1])
+        told = memoryview(b"" if text is None else text)[first:last]
+        return (ends[1:] - first).view(np.uint8).data, told
 
     def to_arrow(self) -> bytes:
         """An Arrow IPC file."""
@@ -172,7 +183,7 @@ class Manifest:
         table = self.table.replace_schema_metadata({_ROOT: self.root.encode()})
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
-        return sink.getvalue().to_pybytes()
+        return bytes(sink.getvalue())
 
     @classmethod
     def from_arrow(cls, data: bytes | memoryview | pa.Buffer) -> Manifest:
@@ -185,19 +196,19 @@ class Manifest:
             with pa.ipc.open_file(pa.py_buffer(data)) as reader:
                 table = reader.read_all().combine_chunks()
             table.validate(full=True)
+            root = (table.schema.metadata or {}).get(_ROOT, b"").decode()
         except (pa.ArrowException, OSError, ValueError) as e:
             raise MalformedError(f"not a manifest: {e}") from e
         if not table.schema.equals(_SCHEMA):
             raise MalformedError(f"a manifest has the columns {_SCHEMA.names}, not {table.schema}")
         if any(column.null_count for column in table.columns):
             raise MalformedError("a manifest has no nulls")
-        root = (table.schema.metadata or {}).get(_ROOT, b"")
-        manifest = cls(table.replace_schema_metadata(None), root.decode(errors="strict"))
+        manifest = cls(table.replace_schema_metadata(None), root)
         manifest.check()
         return manifest
 
     def check(self) -> None:
-        """Raise MalformedError unless every number is possible; ConfigError when there are too many."""
+        """Raise MalformedError for impossible numbers, ConfigError for too many objects."""
         offset, length, count = self._offsets, self._lengths, self._counts
         if (offset < 0).any() or (length < UNKNOWN).any() or (count < 0).any():
             raise MalformedError("a manifest has no negative offsets, lengths or counts")

@@ -286,7 +286,9 @@ class PagedPool:
         for at, n in zip(offsets.tolist(), sizes.tolist(), strict=True):
             put(at, n)
 
-    def compact(self, offsets: Sizes, nbytes: Sizes, need: int) -> tuple[Sizes, Sizes, Sizes]:
+    def compact(
+        self, offsets: Sizes, nbytes: Sizes, need: int, most: int = 1 << 62
+    ) -> tuple[Sizes, Sizes, Sizes]:
         """Move objects until an object of `need` bytes has room, with little copying.
 
         The pool regards the moves as done at once. The caller copies them in order, each as a
@@ -296,6 +298,7 @@ class PagedPool:
         Args:
             offsets, nbytes: (n,) objects of this pool that may move (unpinned), in any order.
                 Neighbours matter: of very many, give those of one stretch of addresses.
+            need: bytes of the object; most: bytes that may be moved for it.
         Returns:
             (m,) from, (m,) to, (m,) bytes of each move; empty where it cannot be done.
         Raises:
@@ -307,8 +310,8 @@ class PagedPool:
         offsets, nbytes = offsets[order], nbytes[order]
         sizes, extents = self._rounded(nbytes), self._space.extents
         want = int(self._rounded(np.array([need]))[0])
-        plan = evacuate(extents, offsets, sizes, want, self.page)
-        plan = plan or slide(extents, offsets, sizes, want, self.page)
+        plan = evacuate(extents, offsets, sizes, want, self.page, most)
+        plan = plan or slide(extents, offsets, sizes, want, self.page, most)
         if plan is None:
             return _empty(), _empty(), _empty()
         moved, target = plan

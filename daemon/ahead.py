@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from creel.cache.extents import ABSENT as NOWHERE
 from creel.daemon.events import Fetch
 from creel.daemon.flights import Flights
-from creel.daemon.holding import Holding, Index, Session, Sizes
+from creel.daemon.holding import Holding, Index, Sizes
+from creel.daemon.sessions import Session
 from creel.daemon.shares import Shares
 from creel.policies.masks import some
 from creel.policies.prefetch import Window

@@ -22,6 +22,7 @@ from creel.daemon.events import (
     Fetch,
     Fetched,
     Ids,
+    Move,
     Opened,
     Progressed,
     Registered,
@@ -33,7 +34,8 @@ from creel.daemon.events import (
     Warm,
 )
 from creel.daemon.flights import Flight, Flights
-from creel.daemon.holding import Holding, Index, Session
+from creel.daemon.holding import Holding, Index
+from creel.daemon.sessions import Session
 from creel.daemon.shares import Shares
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.masks import every, some
@@ -51,6 +53,7 @@ __all__ = [
     "Fetch",
     "Fetched",
     "Ids",
+    "Move",
     "Opened",
     "Progressed",
     "Registered",
@@ -94,10 +97,13 @@ class Core:
         self._out = []
         if not isinstance(event, Fetched | Tick):
             self._ahead.stuck.clear()  # something may have been given up, or is more urgent now
+        self._shares.mover.begin(now)
         _HANDLERS[type(event)](self, event, now)
         for session in self._sessions.values():
             self._ahead.settle(session)
-        self._out += self._ahead.pump(self._sessions.values(), now)
+        fetches = self._ahead.pump(self._sessions.values(), now)
+        self._out += self._shares.mover.take()  # before what is fetched to where they were
+        self._out += fetches
         for holding in self._holdings.values():
             if holding.warming >= 0:
                 self._out += self._flights.warm(holding, now)
@@ -105,6 +111,7 @@ class Core:
             if session.ready != session.told:
                 session.told = session.ready
                 self._out.append(SetReady(session.id, session.ready, session.failed))
+        self._shares.mover.done()
         return self._out
 
     # --- events --------------------------------------------------------------------------------
@@ -212,6 +219,7 @@ class Core:
         h.learn(ids, nbytes)
         stalled = any(s.stalling for s in self._sessions.values() if s.holding is h)
         offset = self._shares.place(h, nbytes, flight.need, stalled=stalled)
+        self._out += self._shares.mover.take()
         placed = offset != NOWHERE
         if some(placed):
             stored = ids[placed]

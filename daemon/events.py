@@ -151,6 +151,22 @@ class Discard:
     fetch: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Move objects `ids` within the arena, now and in this order, then publish where they are.
+
+    For each: copy arena[src:src+nbytes] to dst as `memmove` does, then table.offset[id] = dst. The
+    core has written ABSENT there already, so that whoever copies an object that nobody has pinned
+    sees that it moved.
+    """
+
+    dataset: str
+    ids: Ids
+    src: Sizes
+    dst: Sizes
+    nbytes: Sizes
+
+
 @dataclass(frozen=True, slots=True)
 class SetReady:
     """Write READY = `ready` on the session's board and answer whoever waits for a step below it."""
@@ -160,4 +176,4 @@ class SetReady:
     failed: int
 
 
-Action: TypeAlias = Fetch | Store | Discard | SetReady
+Action: TypeAlias = Fetch | Store | Discard | Move | SetReady

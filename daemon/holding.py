@@ -1,11 +1,9 @@
-"""What a node holds of one dataset, and who reads it: the tables of the core. Pure.
+"""What a node holds of one dataset: the tables of the core. Pure.
 
 Struct of arrays; the core is their one writer.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +11,10 @@ from numpy.typing import NDArray
 from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.extents import must
 from creel.cache.space import FixedPool, PagedPool, Space
+from creel.daemon.owners import Owners
+from creel.daemon.sessions import COUNTED, Group, Session
 from creel.policies.masks import every, some
-from creel.policies.prefetch import Latency, Pace, Stream, Window
+from creel.policies.prefetch import Latency, Window
 from creel.policies.retain import (
     ABSENT,
     FAILED,
@@ -23,7 +23,6 @@ from creel.policies.retain import (
     EpochKeeper,
     FarKeeper,
     Keeper,
-    Need,
 )
 from creel.policies.uses import Uses
 
@@ -31,134 +30,13 @@ Index = NDArray[np.intp]
 Sizes = NDArray[np.int64]
 
 ONE = np.int32(1)
-#: What a read found: a resident, a fetch under way for somebody else, nothing.
-COUNTED = ("hits", "joined", "misses")
 #: Before any length is known: about an ImageNet file.
 _GUESS_NBYTES = 128 << 10
-#: A rank that opens when its group is further on than this joins an old job: its steps are shifted.
-_LATE_STEPS = 8
 #: Repeats up to this share of an epoch's reads are padding (DistributedSampler), no replacement.
 _PADDING = 0.01
 #: A region is taken from another dataset at once: this share of the space, but no more bytes.
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
-
-
-@dataclass(eq=False)
-class Group:
-    """The ranks on this node that go through one dataset in step: one `Uses` for all."""
-
-    job: str
-    world: int
-    uses: Uses
-    sessions: dict[int, Session] = field(default_factory=dict)  # by rank
-
-    def clock(self) -> int:
-        """Steps that all ranks have done."""
-        return min((s.done + s.shift for s in self.sessions.values()), default=0)
-
-    def known(self) -> int:
-        """The latest epoch of which every rank has told its plan."""
-        return min((s.last_epoch for s in self.sessions.values()), default=-1)
-
-    def planned(self) -> bool:
-        """Whether any rank still has something to read."""
-        return any(s.stream.end > s.done for s in self.sessions.values())
-
-    def step_s(self) -> float:
-        """Seconds per step of the slowest rank; 0 when unknown."""
-        return max((s.pace.step_s for s in self.sessions.values()), default=0.0)
-
-    def replan(self) -> None:
-        """Build the next uses anew from what the sessions still have to read."""
-        self.uses.clear()
-        for session in self.sessions.values():
-            session.foretell(session.done)
-
-
-class Session:
-    """One rank's stream. Positions before `front` are pinned from step `done` on."""
-
-    def __init__(self, number: int, holding: Holding, group: Group, rank: int, now: float) -> None:
-        self.id = number
-        self.holding = holding
-        self.group = group
-        self.rank = rank
-        self.stream = Stream()
-        late = group.clock() > _LATE_STEPS
-        self.shift = group.clock() if late else 0  # from own steps to the group's
-        self.epoch_shift = max(group.known(), 0) if late else 0
-        self.pace = Pace(now)
-        self.done = 0  # steps
-        self.ready = 0
-        self.wanted = 0
-        self.at = 0  # position of `done`
-        self.checked = 0  # positions before it are settled
-        self.front = 0
-        self.reach = 0  # how far `front` may go for now
-        self.told = 0  # `ready` as last announced
-        self.epoch = 0  # of the last step done, on the group's count
-        self.blocked = -1  # the object that `checked` waits for
-        self.failed = 0
-        self.hits = self.joined = self.misses = self.stalls = 0
-
-    @property
-    def last_epoch(self) -> int:
-        """The latest epoch of the plan, on the group's count."""
-        return self.stream.last_epoch + self.epoch_shift
-
-    @property
-    def stalling(self) -> bool:
-        """Whether somebody waits for the step at `ready`."""
-        return self.wanted > self.ready
-
-    def snapshot(self) -> dict[str, float | str]:
-        """For `creel stats`."""
-        own = ("rank", "done", "ready", "wanted", "epoch", "failed", *COUNTED, "stalls")
-        return {name: getattr(self, name) for name in own} | {
-            "dataset": self.holding.name,
-            "job": self.group.job,
-            "known": self.stream.end,
-            "fetched": self.stream.step_at(self.front),
-            "window": self.stream.step_at(self.reach) - self.done,
-            "step_s": self.pace.step_s,
-        }
-
-    def clocked(self, start: int, stop: int) -> NDArray[np.int32]:
-        """(k,) the step of each of the positions start..stop-1, on the group's clock."""
-        steps = self.stream.steps(start, stop)
-        steps += self.shift
-        return steps
-
-    def need(self, step: int) -> Need:
-        """Epoch and step on the keeper's clock, for room that is wanted for this step."""
-        epoch = self.stream.epoch(step)[0] + self.epoch_shift
-        step += self.shift
-        keeper = self.holding.keeper
-        return Need(epoch, step if keeper is None else keeper.at(self.group.uses, step))
-
-    def foretell(self, step: int) -> None:
-        """Tell the group's uses the plan from `step` on."""
-        while step < self.stream.end:
-            epoch, stop = self.stream.epoch(step)
-            a, b = self.stream.start(step), self.stream.start(stop)
-            self.group.uses.extend(
-                epoch + self.epoch_shift,
-                self.clocked(a, b),
-                self.stream.objects(a, b).astype(np.intp),
-                self.rank,
-            )
-            step = stop
-
-    def stretches(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """(epoch, first, last) positions: start..stop-1 cut where the epoch changes."""
-        out = []
-        while start < stop:
-            epoch, until = self.stream.epoch(self.stream.step_at(start))
-            last = min(self.stream.start(until), stop)
-            out.append((epoch + self.epoch_shift, start, last))
-            start = last
-        return out
 
 
 class Holding:
@@ -172,6 +50,7 @@ class Holding:
         self.offset[:] = NOWHERE
         self.space = space
         self.pool: FixedPool | PagedPool = space.pool(length)
+        self.owners = Owners(space.nbytes, self.pool) if isinstance(self.pool, PagedPool) else None
         self.life = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
         self.groups: list[Group] = []
@@ -246,9 +125,17 @@ class Holding:
     def publish(self, ids: Index, offset: Sizes) -> None:
         """These objects lie there now."""
         self.offset[ids] = offset
+        if self.owners is not None:
+            self.owners.put(ids, offset)
         self.life[ids] = RESIDENT
         self.resident += len(ids)
         self.resident_nbytes += int(self.length[ids].sum())
+
+    def hide(self, ids: Index, offset: Sizes) -> None:
+        """These residents are being moved there; the shell publishes them after that."""
+        self.offset[ids] = NOWHERE
+        if self.owners is not None:
+            self.owners.put(ids, offset)
 
     def evict(self, ids: Index, why: str) -> int:
         """These (distinct, resident, unpinned) leave; returns their bytes."""
@@ -314,7 +201,7 @@ class Holding:
             need: bytes wanted; a fixed pool gives a whole slab, which goes back to the space.
             busy: (k,) offsets of fetches under way, which cannot leave.
         """
-        ids = np.flatnonzero(self.life == RESIDENT)
+        ids = np.flatnonzero(self.offset != NOWHERE)  # what is being moved is nowhere for now
         if not len(ids):
             return 0
         place, places = self._places(self.offset[ids], need)

@@ -82,6 +82,8 @@ class Session:
     steps: int = 0
     done: int = 0
     wanted: int = 0
+    ready: int = 0
+    truncates: int = 0
     asked: int = 0  # highest step + 1 that came in a Wait
     waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (who, call) -> step
 
@@ -110,18 +112,19 @@ class Session:
 
     def acknowledge(self) -> None:
         """READY speaks of the new plan from now on."""
-        self.board[TRUNCATED] += 1
+        self.truncates += 1  # the board's own word may have been written by its client
+        self.board[TRUNCATED] = self.truncates
 
     def set_ready(self, ready: int, failed: int) -> list[tuple[bytes, int, int]]:
         """Publish; (who, call, step) of all whose wait is over."""
+        self.ready = ready
         self.board[FAILED] = failed
         self.board[READY] = ready
         return self.over()
 
     def over(self) -> list[tuple[bytes, int, int]]:
         """(who, call, step) of all whose wait is over; they are told once."""
-        ready = self.board[READY]
-        over = [(who, call, s) for (who, call), s in self.waiters.items() if s < ready]
+        over = [(who, call, s) for (who, call), s in self.waiters.items() if s < self.ready]
         for who, call, _ in over:
             del self.waiters[who, call]
         return over

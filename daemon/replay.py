@@ -16,6 +16,7 @@ from creel.daemon.core import (
     Fetch,
     Fetched,
     Ids,
+    Move,
     Opened,
     Progressed,
     Registered,
@@ -50,8 +51,8 @@ class CoreNode:
         self._failed = dict.fromkeys(ranks, 0)
         self._steps = dict.fromkeys(ranks, 0)
         self._fetches: dict[int, Sizes] = {}
-        offset = np.full(len(lengths), -1, np.int64)
-        self._feed(Registered("data", offset, lengths.astype(np.int64)), 0.0)
+        self._offset = np.full(len(lengths), -1, np.int64)
+        self._feed(Registered("data", self._offset, lengths.astype(np.int64)), 0.0)
         for rank, job in zip(ranks, jobs or ["job"] * len(ranks), strict=True):
             self._feed(Opened(rank, "data", job, rank, world), 0.0)
 
@@ -89,4 +90,6 @@ class CoreNode:
         elif isinstance(action, Fetch):
             self._fetches[action.fetch] = action.length
             return [Started(action.fetch, len(action.ids), int(action.length.sum()))]
+        elif isinstance(action, Move):
+            self._offset[action.ids] = action.dst
         return []

@@ -10,13 +10,16 @@ import numpy as np
 from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.space import FixedPool, Space
 from creel.daemon.holding import Holding, Index, Sizes
+from creel.daemon.mover import Mover
 from creel.policies.masks import some
 from creel.policies.retain import EpochKeeper, Need
 
 #: Rounds of evicting for objects that find no room in one piece (paged pools only).
 _ROUNDS = 4
-#: Share of the space that random churn leaves in unusable pieces (tests/unit/test_space.py).
-_SLACK = 0.03
+#: Share of the space kept free, so that moving few objects makes room in one piece.
+_SLACK = 0.005
+#: The same where there is no time to move any (tests/unit/test_space.py).
+_WIDE_SLACK = 0.03
 
 
 class Shares:
@@ -29,6 +32,7 @@ class Shares:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.holdings: dict[str, Holding] = {}
+        self.mover = Mover(space)
         self.expected = 0  # bytes under way whose length is a guess
         #: Offsets that the fetches under way for a dataset write to; set by `Flights`.
         self.busy: Callable[[Holding], tuple[Sizes, Sizes]] = _none
@@ -56,7 +60,8 @@ class Shares:
         """
         if isinstance(h.pool, FixedPool):
             return self._swap(h, sizes, need, stalled=stalled)
-        short = int(sizes.sum()) - self.free_nbytes
+        slack = int(_SLACK * self.space.nbytes)
+        short = int(sizes.sum()) + slack - self.free_nbytes
         if short > 0:
             self._make_room(h, short, need, stalled=stalled)
         out = h.pool.alloc(sizes)
@@ -64,15 +69,26 @@ class Shares:
             lack = (out < 0) & (sizes <= self.space.nbytes)
             if not some(lack):
                 break
+            self._join(h, sizes, out)
+            lack &= out < 0
+            if not some(lack):
+                break
             # what is free lies in pieces too small: keep so much free that there are larger ones
-            slack = max(int(_SLACK * self.space.nbytes) - self.free_nbytes, 0)
-            freed = self._make_room(h, int(sizes[lack].sum()) + slack, need, stalled=stalled)
+            wide = max(int(_WIDE_SLACK * self.space.nbytes) - self.free_nbytes, 0)
+            freed = self._make_room(h, int(sizes[lack].sum()) + wide, need, stalled=stalled)
             if not freed and stalled:
                 freed = h.evict_region(int(sizes[lack].max()), self.busy(h)[0], "stalled")
             if not freed:
                 break
             out[lack] = h.pool.alloc(sizes[lack])
         return out
+
+    def _join(self, h: Holding, sizes: Sizes, out: Sizes) -> None:
+        """Move others for those who find no room in one piece, the largest first."""
+        lack = np.flatnonzero(out < 0)
+        for i in lack[np.argsort(-sizes[lack], kind="stable")].tolist():
+            if self.mover.gather(h, int(sizes[i])):
+                out[i : i + 1] = h.pool.alloc(sizes[i : i + 1])
 
     def _swap(self, h: Holding, sizes: Sizes, need: Need, *, stalled: bool) -> Sizes:
         """`place` where all records are alike: newcomers take the places of those who leave."""

@@ -1,4 +1,4 @@
-"""The training side: what a process that trains imports. Names load when asked for (torch is slow)."""
+"""What a process that trains imports. Names load when asked for (torch is slow)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ the trainer: of the dataset as it is now, and under fork of every global. A livi
 in for a new one when nothing can tell the difference:
 
 - dataset and `collate_fn` are replaced by a fresh unpickle of what the trainer has now
-  (`snapshot`); what does not pickle, or comes out of a pickle otherwise than out of a fork, says no;
+  (`snapshot`); what does not pickle, or would come out of a pickle otherwise than out of a fork,
+  says no;
 - the data that their code can reach by name has the same content in both processes (`world_of`):
   globals, class attributes, closures and defaults of the functions of the user's own modules, and
   some state of the process. Code of installed packages is taken to keep its state to itself.
@@ -14,6 +15,7 @@ in for a new one when nothing can tell the difference:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import pickle
@@ -22,19 +24,19 @@ import sysconfig
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 #: Largest pickle, bytes, by start method. A fork costs about 30 ms, a spawn 3 s and more (importing
 #: torch); pickling and unpickling runs at about 200 MB/s.
 CAP = {"fork": 4 << 20, "spawn": 64 << 20, "forkserver": 64 << 20}
 
+_hash = partial(hashlib.blake2b, digest_size=16)
 _CODE = (types.FunctionType, type)
 _OPAQUE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _BOOKKEEPING = frozenset(
@@ -102,7 +104,7 @@ def snapshot(what: tuple[object, ...], start_method: str) -> Snapshot:
         raise
     except Exception as e:  # pickling runs the user's code
         raise UnlikeError(f"{type(e).__name__}: {e}") from e
-    return Snapshot(blob, xxhash.xxh3_128_digest(body), world)
+    return Snapshot(blob, _hash(body).digest(), world)
 
 
 def steady(what: tuple[object, ...], start_method: str) -> Snapshot:
@@ -127,7 +129,7 @@ def world_of(roots: list[object]) -> bytes:
     Raises:
         UnlikeError: something in reach has no content that could be compared.
     """
-    digest = xxhash.xxh3_128()
+    digest = _hash()
     digest.update(_process_state())
     met: set[int] = set()
     queue = [code for code in roots if _is_users(code)]
@@ -161,7 +163,7 @@ def _name_of(value: object) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
 
 
-def _absorb(value: object, digest: xxhash.xxh3_128) -> list[object]:
+def _absorb(value: object, digest: hashlib.blake2b) -> list[object]:
     """Take the content of a value into the digest; the user's code that it leads to."""
     code = _code_in(value)
     if code is not None:

@@ -86,7 +86,7 @@ class Order:
         raise NotImplementedError
 
     def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> Plan | None:
-        """What this epoch (0), the next one (1) or a later one reads, if nobody else draws meanwhile.
+        """What this epoch (0), the next (1) or a later one reads, if nobody else draws meanwhile.
 
         For a known order this takes microseconds and is valid at any moment. Any other sampler is
         run here and now, on a copy, for at most `budget_s` seconds; ask for epoch 0 before the

@@ -129,6 +129,11 @@ def _lease_of(leaf: object) -> tuple[Lease | None, int]:
     return None, 0
 
 
+def leasing() -> bool:
+    """Whether this thread is inside of a lease."""
+    return _active.lease is not None
+
+
 def leased(leaf: object, object_id: int) -> bytes | None:
     """A copy of the arena's bytes of an object of `leaf`; None without a lease or when absent."""
     lease, base = _lease_of(leaf)

@@ -56,11 +56,16 @@ class Reader:
             start = time.monotonic()
             ready = feed.session.wait(step, self._wait_s)
             self._meter.waited("source", time.monotonic() - start)
-        if ready and self._gatherer is not None:
-            data = self._gatherer.batch(feed.ids(self._course.skipped + i), np.asarray(index))
+        if not ready:
+            # Nothing is pinned: what the table says of these objects may be void at any moment.
+            self._meter.direct(np.size(np.asarray(index)), 0)
+            return self._fetcher.fetch(self._plain(index))
+        ids = feed.ids(self._course.skipped + i)
+        if self._gatherer is not None:
+            data = self._gatherer.batch(ids, np.asarray(index))
             if data is not None:
                 return data
-        with feed.binding.reading(feed.session) as lease:
+        with feed.binding.reading(feed.session, ids) as lease:
             data = self._fetcher.fetch(self._plain(index))
         self._meter.direct(lease.direct_reads, lease.direct_nbytes)
         return data

@@ -280,12 +280,17 @@ class _Worker:
             self._enter(WAITING, batch)
             session.wait(step, self._wait_s)
             self._enter(FETCHING, batch)
-        if self._gatherer is not None and session.ready(step):
-            indices = np.asarray(index, np.int64)
-            data = self._gatherer.batch(binding.objects(indices)[0], indices)
+        if not session.ready(step):
+            # Nothing is pinned: what the table says of these objects may be void at any moment.
+            self._board[self._words + DIRECT_READS] += np.size(np.asarray(index))
+            return self._fetcher.fetch(index)
+        indices = np.asarray(index, np.int64).reshape(-1)
+        ids = binding.objects(indices)[0]
+        if self._gatherer is not None:
+            data = self._gatherer.batch(ids, indices)
             if data is not None:
                 return data
-        with binding.reading(session) as lease:
+        with binding.reading(session, ids) as lease:
             data = self._fetcher.fetch(index)
         self._board[self._words + DIRECT_READS] += lease.direct_reads
         self._board[self._words + DIRECT_NBYTES] += lease.direct_nbytes

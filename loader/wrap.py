@@ -1,4 +1,8 @@
-"""creel.wrap: a dataset behind a proxy, for loaders that are not creel's (accelerate, Trainer)."""
+"""creel.wrap: a dataset behind a proxy, for loaders that are not creel's (accelerate, Trainer).
+
+The proxy reads through the node's daemon in whatever process it is asked for samples (see
+`creel.loader.stepwise`); inside of creel's own loader it only passes on.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from creel.errors import ConfigError
 from creel.loader.base import Sample, fetch_many
+from creel.loader.stepwise import Stepwise, spawning
 
 D = TypeVar("D")
 
@@ -17,26 +22,28 @@ class Wrapped(Dataset[Sample]):
     """Stands for another dataset: its length, samples and attributes; isinstance sees its class."""
 
     _wrapped: Dataset[Sample]
+    _stepwise: Stepwise
 
     def __init__(self, dataset: Dataset[Sample]) -> None:
         object.__setattr__(self, "_wrapped", dataset)
+        object.__setattr__(self, "_stepwise", Stepwise(dataset))
 
     def __len__(self) -> int:
         return len(self._wrapped)  # type: ignore[arg-type]  # torch's Dataset promises no length
 
     def __getitem__(self, index: int) -> Sample:
-        return self._wrapped[index]
+        return self._stepwise.read([index], lambda dataset: dataset[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        return fetch_many(self._wrapped, indices)
+        return self._stepwise.read(indices, lambda dataset: fetch_many(dataset, indices))
 
     @property  # type: ignore[misc]  # a property where object has a plain attribute: meant so
     def __class__(self) -> type:
         return type(self._wrapped)
 
     def __getattr__(self, name: str) -> Sample:
-        # Only for what the proxy lacks; `_wrapped` itself is missing while a copy is being made.
-        if name == "_wrapped":
+        # Only for what the proxy lacks; its own are missing while a copy is being made.
+        if name in {"_wrapped", "_stepwise"}:
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
@@ -47,6 +54,8 @@ class Wrapped(Dataset[Sample]):
         delattr(self._wrapped, name)
 
     def __reduce__(self) -> tuple[object, ...]:
+        if spawning():
+            self._stepwise.hold()
         return Wrapped, (self._wrapped,)
 
     def __repr__(self) -> str:

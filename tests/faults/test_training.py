@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -17,13 +18,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from kit import nothing_left, unique_name, until
 
 import creel
 from creel.errors import CreelError
 from creel.loader.client import Client
+from kit import nothing_left, unique_name, until
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("embedded"),
+]
 
 N, NBYTES, BATCH = 240, 5000, 8
 
@@ -55,10 +60,8 @@ def daemon_of(name: str) -> psutil.Process:
 
 
 def with_daemon(name: str, act: Any) -> None:
-    try:
+    with contextlib.suppress(CreelError, psutil.Error):
         act(daemon_of(name))
-    except (CreelError, psutil.Error):
-        pass
 
 
 def files_of(folder: Path) -> creel.FileDataset:
@@ -68,7 +71,7 @@ def files_of(folder: Path) -> creel.FileDataset:
 def loaders(dataset: Any, **kwargs: Any) -> tuple[Any, Any]:
     """creel's loader and torch's over the same dataset and arguments, and the same seeds.
 
-    torch's has no workers: the batches are the same, and its workers take 10 s to end after an error.
+    torch's has no workers: the batches are the same, and its workers end 10 s after an error.
     """
     common: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": 2, **kwargs}
     ours = creel.DataLoader(dataset, generator=torch.Generator().manual_seed(5), **common)
@@ -123,7 +126,7 @@ def test_a_stopped_daemon_is_passed_by(folder: Path, embedded: str, workers: int
         assert_same_epoch(ours, theirs)
 
 
-def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path, embedded: str) -> None:
+def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> None:
     ours, theirs = loaders(files_of(folder))
     it = iter(ours)
     next(it)
@@ -137,7 +140,7 @@ def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path, embe
     assert_same_epoch(ours, theirs)
 
 
-def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path, embedded: str) -> None:
+def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path) -> None:
     ours, _ = loaders(files_of(folder), timeout=2)
     it = iter(ours)
     next(it)
@@ -188,7 +191,7 @@ def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, bat
     )
 
 
-def test_a_vanished_file_raises_torchs_error_with_its_path(folder: Path, embedded: str) -> None:
+def test_a_vanished_file_raises_torchs_error_with_its_path(folder: Path) -> None:
     data = files_of(folder)
     gone = folder / "0100.bin"
     gone.unlink()
@@ -201,9 +204,7 @@ def test_a_vanished_file_raises_torchs_error_with_its_path(folder: Path, embedde
     assert isinstance(ours_raised.value, FileNotFoundError)
 
 
-def test_a_file_that_shrank_since_it_was_listed_is_never_padded(
-    folder: Path, embedded: str
-) -> None:
+def test_a_file_that_shrank_since_it_was_listed_is_never_padded(folder: Path) -> None:
     paths = sorted(map(str, folder.iterdir()))
     data = creel.FileDataset(paths, nbytes=[NBYTES] * N)
     (folder / "0100.bin").write_bytes(b"short")
@@ -215,9 +216,7 @@ def test_a_file_that_shrank_since_it_was_listed_is_never_padded(
     assert type(ours_raised.value) is type(theirs_raised.value)
 
 
-def test_one_percent_of_memory_is_enough(
-    folder: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_percent_of_memory_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", str(N * NBYTES // 100))
     ours, theirs = loaders(files_of(folder))
     for _ in range(2):
@@ -244,14 +243,14 @@ def assert_says_same(process: Any) -> None:
     assert out.strip() == "same", err
 
 
-def test_256_descriptors_are_enough(folder: Path, embedded: str) -> None:
+def test_256_descriptors_are_enough(folder: Path) -> None:
     assert_says_same(
         script(PARITY, str(folder), prefix=("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"))
     )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
-def test_a_tiny_dev_shm_is_enough(folder: Path, embedded: str) -> None:
+def test_a_tiny_dev_shm_is_enough(folder: Path) -> None:
     mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
     prefix = ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
     assert_says_same(script(PARITY, str(folder), prefix=prefix))
@@ -267,7 +266,7 @@ def test_no_daemon_possible_means_direct_reads(
         daemon_of(embedded)
 
 
-def test_loaders_come_and_go_and_nothing_is_left(folder: Path, embedded: str) -> None:
+def test_loaders_come_and_go_and_nothing_is_left(folder: Path) -> None:
     data = files_of(folder)
     assert_same_epoch(*loaders(data))  # imports, thread pools and the daemon itself are there now
     with nothing_left():

@@ -1,0 +1,138 @@
+"""Who reads a dataset: the ranks of a job and their streams of steps. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.prefetch import Pace, Stream
+from creel.policies.retain import Need
+from creel.policies.uses import Uses
+
+if TYPE_CHECKING:  # each knows the other
+    from creel.daemon.holding import Holding
+
+#: What a read found: a resident, a fetch under way for somebody else, nothing.
+COUNTED = ("hits", "joined", "misses")
+#: A rank that opens when its group is further on than this joins an old job: its steps are shifted.
+_LATE_STEPS = 8
+
+
+@dataclass(eq=False)
+class Group:
+    """The ranks on this node that go through one dataset in step: one `Uses` for all."""
+
+    job: str
+    world: int
+    uses: Uses
+    sessions: dict[int, Session] = field(default_factory=dict)  # by rank
+
+    def clock(self) -> int:
+        """Steps that all ranks have done."""
+        return min((s.done + s.shift for s in self.sessions.values()), default=0)
+
+    def known(self) -> int:
+        """The latest epoch of which every rank has told its plan."""
+        return min((s.last_epoch for s in self.sessions.values()), default=-1)
+
+    def planned(self) -> bool:
+        """Whether any rank still has something to read."""
+        return any(s.stream.end > s.done for s in self.sessions.values())
+
+    def step_s(self) -> float:
+        """Seconds per step of the slowest rank; 0 when unknown."""
+        return max((s.pace.step_s for s in self.sessions.values()), default=0.0)
+
+    def replan(self) -> None:
+        """Build the next uses anew from what the sessions still have to read."""
+        self.uses.clear()
+        for session in self.sessions.values():
+            session.foretell(session.done)
+
+
+class Session:
+    """One rank's stream. Positions before `front` are pinned from step `done` on."""
+
+    def __init__(self, number: int, holding: Holding, group: Group, rank: int, now: float) -> None:
+        self.id = number
+        self.holding = holding
+        self.group = group
+        self.rank = rank
+        self.stream = Stream()
+        late = group.clock() > _LATE_STEPS
+        self.shift = group.clock() if late else 0  # from own steps to the group's
+        self.epoch_shift = max(group.known(), 0) if late else 0
+        self.pace = Pace(now)
+        self.done = 0  # steps
+        self.ready = 0
+        self.wanted = 0
+        self.at = 0  # position of `done`
+        self.checked = 0  # positions before it are settled
+        self.front = 0
+        self.reach = 0  # how far `front` may go for now
+        self.told = 0  # `ready` as last announced
+        self.epoch = 0  # of the last step done, on the group's count
+        self.blocked = -1  # the object that `checked` waits for
+        self.failed = 0
+        self.hits = self.joined = self.misses = self.stalls = 0
+
+    @property
+    def last_epoch(self) -> int:
+        """The latest epoch of the plan, on the group's count."""
+        return self.stream.last_epoch + self.epoch_shift
+
+    @property
+    def stalling(self) -> bool:
+        """Whether somebody waits for the step at `ready`."""
+        return self.wanted > self.ready
+
+    def snapshot(self) -> dict[str, float | str]:
+        """For `creel stats`."""
+        own = ("rank", "done", "ready", "wanted", "epoch", "failed", *COUNTED, "stalls")
+        return {name: getattr(self, name) for name in own} | {
+            "dataset": self.holding.name,
+            "job": self.group.job,
+            "known": self.stream.end,
+            "fetched": self.stream.step_at(self.front),
+            "window": self.stream.step_at(self.reach) - self.done,
+            "step_s": self.pace.step_s,
+        }
+
+    def clocked(self, start: int, stop: int) -> NDArray[np.int32]:
+        """(k,) the step of each of the positions start..stop-1, on the group's clock."""
+        steps = self.stream.steps(start, stop)
+        steps += self.shift
+        return steps
+
+    def need(self, step: int) -> Need:
+        """Epoch and step on the keeper's clock, for room that is wanted for this step."""
+        epoch = self.stream.epoch(step)[0] + self.epoch_shift
+        step += self.shift
+        keeper = self.holding.keeper
+        return Need(epoch, step if keeper is None else keeper.at(self.group.uses, step))
+
+    def foretell(self, step: int) -> None:
+        """Tell the group's uses the plan from `step` on."""
+        while step < self.stream.end:
+            epoch, stop = self.stream.epoch(step)
+            a, b = self.stream.start(step), self.stream.start(stop)
+            self.group.uses.extend(
+                epoch + self.epoch_shift,
+                self.clocked(a, b),
+                self.stream.objects(a, b).astype(np.intp),
+                self.rank,
+            )
+            step = stop
+
+    def stretches(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(epoch, first, last) positions: start..stop-1 cut where the epoch changes."""
+        out = []
+        while start < stop:
+            epoch, until = self.stream.epoch(self.stream.step_at(start))
+            last = min(self.stream.start(until), stop)
+            out.append((epoch + self.epoch_shift, start, last))
+            start = last
+        return out

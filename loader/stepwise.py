@@ -1,0 +1,201 @@
+"""Stepwise: a dataset read through the node's daemon by a loader that is not creel's.
+
+Nobody tells us the order, so there is no look-ahead: each batch is asked for when it is read. What
+is already in the arena costs no message at all; for a batch with anything absent the daemon is told
+one step, reads what is missing (many at a time, once per node), and keeps it for later epochs.
+Everything here may fail at any time: the samples are the same, only read directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing.context
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from creel.cache.board import ABSENT
+from creel.config import Config
+from creel.errors import UnavailableError
+from creel.loader.feed import _client as client_of
+from creel.loader.feed import _rank as rank_and_world
+from creel.loader.feed import job_name
+from creel.loader.reading import leasing
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from creel.loader.base import Sample
+    from creel.loader.client import Client, Session
+    from creel.loader.sources import Binding
+
+T = TypeVar("T")
+_log = logging.getLogger("creel.loader")
+
+#: A step waits this long at most. Only the source can be so slow (a dead or stopped daemon is known
+#: within 2 s), and reading it a second time from here costs no more than it cost the daemon.
+_WAIT_S = 10.0
+#: After a refusal, seconds until the daemon is asked again.
+_RETRY_S = 30.0
+
+
+class Link:
+    """One process's session over a dataset; its steps may be open in several threads at once."""
+
+    def __init__(self, client: Client, session: Session, binding: Binding, wait_s: float) -> None:
+        self.client = client
+        self.session = session
+        self.binding = binding
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._next = 0
+        self._open: set[int] = set()
+
+    def begin(self, indices: Sequence[int]) -> int:
+        """Have the objects of these samples brought into the arena; the step, -1 for none."""
+        try:
+            ids = self.binding.objects(np.asarray(indices, np.int64))[0]
+        except Exception:  # noqa: BLE001  the person learns from the read what is wrong with them
+            return -1
+        if not (self.session.table.offset[ids] == ABSENT).any():
+            return -1
+        with self._lock:
+            step = self._next
+            if not self.session.extend(0, step, ids, np.array([len(ids)])):
+                return -1
+            self._next += 1
+            self._open.add(step)
+        self.session.wait(step, self._wait_s)
+        return step
+
+    def end(self, step: int) -> None:
+        """The step was read. The daemon takes back all steps below the first open one."""
+        if step < 0:
+            return
+        with self._lock:
+            self._open.discard(step)
+            self.session.done(min(self._open, default=self._next))
+
+
+class Stepwise:
+    """A dataset and this process's link to the daemon, made at the first read."""
+
+    def __init__(self, dataset: Dataset[Sample]) -> None:
+        self._dataset = dataset
+        self._config: Config | None = None
+        self._binding: Binding | None = None
+        self._bound = False
+        self._key = ""  # of the binding's manifest, once it was registered
+        self._renew()
+        _alive.add(self)
+
+    def _renew(self) -> None:
+        """What belongs to one process."""
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._link: Link | None = None
+        self._not_before = 0.0
+
+    def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
+        """`fetch(dataset)`, which reads these samples, through the arena where that is possible."""
+        link = None if leasing() else self._linked()  # inside of creel's own loader: as it says
+        if link is None:
+            return fetch(self._dataset)
+        step = link.begin(indices)
+        try:
+            with link.binding.reading(link.session):
+                return fetch(link.binding.dataset)
+        finally:
+            link.end(step)
+
+    def hold(self) -> None:
+        """Before workers are made: keep a daemon alive over epochs, and do once what they need."""
+        try:
+            with self._lock:
+                binding, client = self._bind(), self._client()
+                if binding is not None and client is not None and not self._key:
+                    self._key = client.register(binding.manifest)
+        except UnavailableError as e:
+            _log.info("creel workers see for themselves: %s", e)
+
+    def _linked(self) -> Link | None:
+        if self._pid != os.getpid():
+            self._renew()
+        link = self._link
+        if link is not None and link.session.alive:
+            return link
+        with self._lock:
+            link = self._link
+            if link is not None and link.client.alive:
+                # Stopped for a while, perhaps; or another thread was quicker.
+                return link if link.session.alive else None
+            self._link = None
+            if time.monotonic() < self._not_before:
+                return None
+            self._link = self._connected()
+            if self._link is None:
+                self._not_before = time.monotonic() + _RETRY_S
+            return self._link
+
+    def _connected(self) -> Link | None:
+        binding = self._bind()
+        client = None if binding is None else self._client()
+        if binding is None or client is None:
+            return None
+        try:
+            session = self._session(client, binding)
+        except UnavailableError as e:
+            _log.warning("creel reads directly, without a cache: %s", e)
+            return None
+        return Link(client, session, binding, min(self._settings().loader.wait_s, _WAIT_S))
+
+    def _session(self, client: Client, binding: Binding) -> Session:
+        rank, world = rank_and_world()
+        if self._key:
+            # Another daemon than the one we told: it knows nothing of the dataset.
+            with contextlib.suppress(UnavailableError):
+                return client.open(self._key, job_name(), rank, world)
+        self._key = client.register(binding.manifest)
+        return client.open(self._key, job_name(), rank, world)
+
+    def _bind(self) -> Binding | None:
+        if not self._bound and not self._settings().loader.disable:
+            from creel.loader.sources import bind  # it knows of wrap, too
+
+            self._binding = bind(self._dataset)
+            self._bound = True
+        return self._binding
+
+    def _client(self) -> Client | None:
+        return None if self._settings().loader.disable else client_of(self._settings())
+
+    def _settings(self) -> Config:
+        if self._config is None:
+            self._config = Config.load()[0]
+        return self._config
+
+
+_alive: weakref.WeakSet[Stepwise] = weakref.WeakSet()
+
+
+def spawning() -> bool:
+    """Whether a pickle is being made for a process that multiprocessing is starting."""
+    return multiprocessing.context.get_spawning_popen() is not None
+
+
+def _before_fork() -> None:
+    """torch's loader forks its workers without a word to the dataset."""
+    for stepwise in list(_alive):
+        try:
+            stepwise.hold()
+        except Exception:  # noqa: BLE001  a fork must go on; the first read will raise it
+            _log.debug("cannot prepare for workers", exc_info=True)
+
+
+os.register_at_fork(before=_before_fork)

@@ -1,0 +1,226 @@
+"""Manifests against a list of (uri, offset, length), and against hostile bytes."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from creel.cache.manifest import MAX_OBJECTS, UNKNOWN, Manifest
+from creel.errors import ConfigError, MalformedError
+
+Location = tuple[str, int, int]
+
+
+def some(rng: random.Random, rows: int | None = None) -> tuple[Manifest, list[Location]]:
+    """A manifest of any shape, and what each of its objects is."""
+    rows = rng.randrange(12) if rows is None else rows
+    root = rng.choice(["", "/d", "s3://b/x/"])
+    uris = ["".join(rng.choices("aé/𝄞 ", k=rng.randrange(9))) for _ in range(rows)]
+    files = rng.random() < 0.3
+    offset, length, count, told = [], [], [], []
+    for uri in uris:
+        unknown = rng.random() < 0.2
+        offset.append(0 if unknown or files else rng.randrange(1000))
+        length.append(UNKNOWN if unknown else rng.randrange(50))
+        count.append(1 if unknown or files else rng.randrange(6))
+        full = f"{root.rstrip('/')}/{uri}" if root else uri
+        told += [(full, offset[-1] + i * length[-1], length[-1]) for i in range(count[-1])]
+    if files and rng.random() < 0.5:
+        return Manifest.of_files(uris, root=root, lengths=length), told
+    numbers = [np.array(c, np.int64) for c in (offset, length, count)]
+    return Manifest.of_runs(uris, *numbers, root=root), told
+
+
+def objects(manifest: Manifest) -> list[Location]:
+    """What each object is, by `rows` and `ranges` of all at once."""
+    ids = np.arange(len(manifest))
+    offset, length = manifest.ranges(ids)
+    uris = [manifest.uri(int(row)) for row in manifest.rows(ids)]
+    return list(zip(uris, offset.tolist(), length.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_objects_are_what_the_rows_say(seed: int) -> None:
+    rng = random.Random(seed)
+    manifest, told = some(rng)
+    assert len(manifest) == len(told)
+    assert objects(manifest) == told
+    assert manifest.lengths().tolist() == [length for *_, length in told]
+    for i in rng.sample(range(len(told)), min(3, len(told))):
+        assert manifest.location(i) == told[i]
+    ids = np.array(rng.choices(range(len(told)), k=9 * bool(told)), np.int32)
+    offset, length = manifest.ranges(ids)
+    assert [(o, n) for o, n in zip(offset, length, strict=True)] == [told[i][1:] for i in ids]
+    manifest.check()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_parts_that_are_joined_keep_their_objects(seed: int) -> None:
+    rng = random.Random(seed)
+    parts = [some(rng) for _ in range(rng.randrange(1, 5))]
+    whole = Manifest.concat([manifest for manifest, _ in parts])
+    assert objects(whole) == [one for _, told in parts for one in told]
+    assert objects(Manifest(whole.absolute())) == objects(whole)
+
+
+def test_one_file_of_many_records_is_one_row() -> None:
+    one = np.ones(1, np.int64)
+    manifest = Manifest.of_runs(["r.bin"], 16 * one, 3072 * one, 10**9 * one, root="/d")
+    assert len(manifest) == 10**9
+    assert manifest.location(10**9 - 1) == ("/d/r.bin", 16 + 3072 * (10**9 - 1), 3072)
+    assert len(manifest.to_arrow()) < 2000
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+def cut(table: pa.Table, rng: random.Random) -> pa.Table:
+    """The same rows in other buffers: pieces of a larger table, joined or not."""
+    pad = table.slice(0, rng.randrange(len(table) + 1))
+    larger = pa.concat_tables([pad, table, pad])
+    larger = larger.combine_chunks() if rng.random() < 0.5 else larger
+    middle = rng.randrange(len(table) + 1)
+    pieces = [larger.slice(len(pad), middle), larger.slice(len(pad) + middle, len(table) - middle)]
+    return pa.concat_tables(pieces)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_key_is_of_the_content_alone(seed: int) -> None:
+    rng = random.Random(seed)
+    manifest, told = some(rng)
+    again = Manifest.from_arrow(manifest.to_arrow())
+    assert again.key == manifest.key
+    assert again.root == manifest.root
+    assert objects(again) == told
+    for _ in range(3):
+        other = Manifest(cut(manifest.table, rng), manifest.root)
+        assert other.key == manifest.key
+        assert Manifest.from_arrow(other.to_arrow()).key == manifest.key
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_whatever_differs_changes_the_key(seed: int) -> None:
+    rng = random.Random(seed)
+    manifest, _ = some(rng, rows=rng.randrange(1, 8))
+    rows, root = manifest.table.to_pylist(), manifest.root
+    i, j = rng.randrange(len(rows)), rng.randrange(len(rows))
+    differing = [
+        (rows, root + "x"),
+        (rows[:i] + rows[i + 1 :], root),
+        ([*rows, rows[i]], root),
+        *(
+            ([*rows[:i], {**rows[i], c: rows[i][c] + 1}, *rows[i + 1 :]], root)
+            for c in ("offset", "length", "count")
+        ),
+        ([*rows[:i], {**rows[i], "uri": rows[i]["uri"] + "y"}, *rows[i + 1 :]], root),
+    ]
+    if i != j and rows[i] != rows[j]:
+        swapped = list(rows)
+        swapped[i], swapped[j] = rows[j], rows[i]
+        differing.append((swapped, root))
+    schema = manifest.table.schema
+    keys = {Manifest(pa.Table.from_pylist(r, schema=schema), at).key for r, at in differing}
+    assert len(keys) == len(differing)
+    assert manifest.key not in keys
+
+
+def test_text_that_moves_between_fields_changes_the_key() -> None:
+    same_text = [["ab", "c"], ["a", "bc"], ["", "abc"], ["abc", ""], ["abc"]]
+    keys = {Manifest.of_files(uris).key for uris in same_text}
+    keys |= {Manifest.of_files(["bc"], root="a").key, Manifest.of_files(["c"], root="ab").key}
+    assert len(keys) == 7
+
+
+# --- from others ----------------------------------------------------------------------------------
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    raw = bytearray(data)
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(raw))
+        what = rng.random()
+        if what < 0.7:
+            raw[at] = rng.choice([rng.randrange(256), 0, 255, raw[at] ^ 1 << rng.randrange(8)])
+        elif what < 0.8:
+            del raw[at : at + rng.randrange(1, 9)]
+        elif what < 0.9:
+            raw[at:at] = rng.randbytes(rng.randrange(1, 9))
+        else:
+            raw = raw[: max(at, 1)]
+    return bytes(raw)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_mutated_bytes_are_malformed_or_a_manifest_that_holds(block: int) -> None:
+    for seed in range(60 * block, 60 * block + 60):
+        rng = random.Random(seed)
+        data = mutated(some(rng, rows=rng.randrange(1, 8))[0].to_arrow(), rng)
+        try:
+            manifest = Manifest.from_arrow(data)
+        except (MalformedError, ConfigError):
+            continue
+        manifest.check()
+        assert len(manifest) <= MAX_OBJECTS
+        assert len(manifest.key) == 32
+        few = np.unique(np.linspace(0, max(len(manifest) - 1, 0), 9).astype(np.int64))
+        for i in few[few < len(manifest)].tolist():
+            uri, offset, length = manifest.location(i)
+            assert isinstance(uri, str)
+            assert offset >= 0
+            assert length >= UNKNOWN
+
+
+def table(**columns: pa.Array) -> pa.Table:
+    """One whole file, but for the given columns."""
+    one = {"uri": pa.array(["a"], pa.large_string()), "offset": [0], "length": [5], "count": [1]}
+    return pa.table(one | columns)
+
+
+def ints(*values: int | None) -> pa.Array:
+    return pa.array(values, pa.int64())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        table(offset=ints(-1)),
+        table(length=ints(-2)),
+        table(count=ints(-1)),
+        table(offset=ints(None)),
+        table(uri=pa.array([None], pa.large_string())),
+        table(uri=pa.array(["a"], pa.string())),
+        table(length=pa.array([5], pa.int32())),
+        table(length=ints(UNKNOWN), count=ints(2)),
+        table(length=ints(UNKNOWN), offset=ints(7)),
+        table(offset=ints(2**62)),
+        table(length=ints(2**40), count=ints(2**30)),
+        table(more=ints(1)),
+        table().select(["uri", "offset", "length"]),
+        table().replace_schema_metadata({b"creel.root": b"\xff"}),
+    ],
+    ids=range(14),
+)
+def test_impossible_tables_are_malformed(bad: pa.Table) -> None:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, bad.schema) as writer:
+        writer.write_table(bad)
+    with pytest.raises(MalformedError):
+        Manifest.from_arrow(sink.getvalue())
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"ARROW1", b"x" * 100, b"ARROW1\0\0" + bytes(50) + b"ARROW1"]
+)
+def test_what_is_no_arrow_file_is_malformed(data: bytes) -> None:
+    with pytest.raises(MalformedError):
+        Manifest.from_arrow(data)
+
+
+def test_more_objects_than_ids_are_refused_with_advice() -> None:
+    one = np.ones(1, np.int64)
+    Manifest.of_runs(["a"], 0 * one, one, MAX_OBJECTS * one).check()
+    with pytest.raises(ConfigError, match="split the dataset"):
+        Manifest.of_runs(["a"], 0 * one, one, (MAX_OBJECTS + 1) * one).check()

@@ -1,0 +1,180 @@
+"""The wire: what is sent comes back, and no bytes do any harm."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from creel import messages
+from creel.errors import MalformedError
+from creel.messages import (
+    DeskReply,
+    DeskRequest,
+    Extend,
+    LineReply,
+    LineRequest,
+    Message,
+    Wait,
+    decode,
+    decode_frames,
+    encode,
+)
+
+UNIONS = (DeskRequest, DeskReply, LineRequest, LineReply)
+
+#: Values at the edges of what a field of each type may hold.
+EDGES: dict[Any, list[Any]] = {
+    int: [0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1],
+    float: [0.0, -1.5, 1e300, float("inf")],
+    str: ["", "a", "/d/ä/€/𝄞", "x" * 70_000, "\0"],
+    dict[str, Any]: [{}, {"a": 1, "b": {"c": [None, True, 1.5, "x", b"y"]}}],
+}
+
+
+def kinds() -> list[tuple[Any, type[Message]]]:
+    """Every message, with the union it travels in."""
+    return [(union, kind) for union in UNIONS for kind in typing.get_args(union)]
+
+
+def some(kind: type[Message], rng: np.random.Generator) -> Message:
+    """A message of a kind, with random edges in its fields."""
+    types = typing.get_type_hints(kind)
+    values = {}
+    for name in kind.__struct_fields__:
+        choices = EDGES[types[name]]
+        values[name] = choices[rng.integers(len(choices))]
+    return kind(**values)
+
+
+def mutated(body: bytes, rng: np.random.Generator) -> bytes:
+    """A body with a few bytes changed, or cut, doubled, or with others in between."""
+    raw = bytearray(body)
+    for _ in range(int(rng.integers(1, 4))):
+        at = int(rng.integers(0, len(raw) + 1))
+        match int(rng.integers(0, 5)):
+            case 0 | 1 if at < len(raw):
+                raw[at] = int(rng.integers(256))
+            case 2:
+                del raw[at:]
+            case 3:
+                raw[at:at] = rng.bytes(int(rng.integers(1, 9)))
+            case _:
+                raw += raw[at:]
+    return bytes(raw)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in a decoded field."""
+    yield value
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(key)
+            yield from leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from leaves(inner)
+
+
+def test_every_message_belongs_to_one_union() -> None:
+    everyone = [kind for _, kind in kinds()]
+    assert len(set(everyone)) == len(everyone)
+    assert set(everyone) == set(Message.__subclasses__())
+    tags = [kind.__struct_config__.tag for kind in everyone]
+    assert len(set(tags)) == len(tags)
+
+
+@pytest.mark.parametrize("union, kind", kinds(), ids=lambda v: getattr(v, "__name__", ""))
+def test_what_is_sent_comes_back(union: Any, kind: type[Message]) -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        message = some(kind, rng)
+        again = decode(encode(message), union)
+        assert type(again) is kind
+        assert again == message
+        assert decode(memoryview(encode(message)), union) == message
+
+
+@pytest.mark.parametrize("union, kind", kinds(), ids=lambda v: getattr(v, "__name__", ""))
+def test_a_message_of_another_road_is_malformed(union: Any, kind: type[Message]) -> None:
+    body = encode(some(kind, np.random.default_rng(0)))
+    for other in UNIONS:
+        if other is not union:
+            with pytest.raises(MalformedError):
+                decode(body, other)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_mutated_bodies_are_malformed_or_messages(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for union, kind in kinds():
+        body = mutated(encode(some(kind, rng)), rng)
+        try:
+            message = decode(body, union)
+        except MalformedError:
+            continue
+        assert type(message) in typing.get_args(union)
+        types = typing.get_type_hints(type(message))
+        for name in message.__struct_fields__:
+            wanted = typing.get_origin(types[name]) or types[name]
+            assert type(getattr(message, name)) is wanted
+        assert decode(encode(message), union) == message or any(v != v for v in _all(message))
+
+
+def _all(message: Message) -> Iterator[Any]:
+    for name in message.__struct_fields__:
+        yield from leaves(getattr(message, name))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        b"\x91" * 100_000,
+        b"\x93\xa4Told\x01\x81\xa1a" + b"\x91" * 100_000,  # as deep as a stack
+        b"\x93\xa4Told\x01\x81\xa1a\xdd\xff\xff\xff\xff",  # a list of 4 billion
+        b"\x93\xa4Told\x01\x81\xa1a\xdf\xff\xff\xff\xff",
+        b"\x93\xa4Told\x01\x81\xa1a\xdb\xff\xff\xff\xff",
+        b"\x93\xa4Told\x01\x81\xa1a\x81\x80\x01",  # a key without a hash
+        b"\x93\xa4Told\x01\x81\xa1a\xa1\xff",  # no utf-8
+        b"\x93\xa4Told\x01\x81\xa1a\xc7\x0c\xff" + bytes(4) + b"\x40" + bytes(7),  # a far date
+        encode(Wait("t", 1, 2, 3)) + b"\0",
+        msgspec.msgpack.encode(["Told", 1, {}, "one more"]),
+        msgspec.msgpack.encode(["Told", "1", {}]),
+        msgspec.msgpack.encode({"type": "Told", "call": 1, "body": {}}),
+        bytes(messages.MAX_BODY + 1),
+    ],
+    ids=lambda body: repr(body[:16]),
+)
+def test_hostile_bodies_are_malformed(body: bytes) -> None:
+    with pytest.raises(MalformedError):
+        decode(body, LineReply)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_frames_are_views_or_malformed(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice([0, 1, 3, 4, 8, 12, 16, 4000], int(rng.integers(0, 5)))
+    frames = [memoryview(rng.bytes(int(n))) for n in sizes]
+    fits = len(sizes) == 2 and sizes[0] % 4 == 0 and sizes[1] % 8 == 0
+    try:
+        arrays = decode_frames(Extend, frames)
+    except MalformedError:
+        assert not fits
+        return
+    assert fits
+    for array, frame, dtype in zip(arrays, frames, ("<i4", "<i8"), strict=True):
+        assert array.dtype == np.dtype(dtype)
+        assert array.tobytes() == bytes(frame)
+        assert not array.flags.writeable
+
+
+def test_a_message_without_arrays_takes_none() -> None:
+    assert decode_frames(Wait, []) == []
+    with pytest.raises(MalformedError, match="0 arrays, 1 came"):
+        decode_frames(Wait, [memoryview(b"")])
