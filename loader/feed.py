@@ -7,6 +7,7 @@ same, only read directly from the source.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.board import READY
 from creel.config import Config
 from creel.errors import CreelError, UnavailableError
 from creel.loader.base import CreelDataset
@@ -42,6 +44,11 @@ class Told(NamedTuple):
     origin: int
     objects: NDArray[np.int32]
     ends: NDArray[np.int64]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether some object is read more than once."""
+        return len(self.objects) > 0 and int(np.bincount(self.objects).max()) > 1
 
     @property
     def stop(self) -> int:
@@ -73,7 +80,8 @@ class Feed:
         self.ticket: Ticket = (name, session.token, session.id)
         self._epoch = -1
         self._now: Told | None = None
-        self._ahead: Told | None = None
+        self._ahead: list[Told] = []  # the epochs after this one, in order
+        self._told_at = time.monotonic_ns()
         self._next = 0  # all steps below were given out
 
     @property
@@ -91,21 +99,34 @@ class Feed:
     def begin(self, order: Order, skip: int = 0) -> None:
         """An epoch begins, `skip` batches after its start."""
         self._epoch += 1
-        ahead, self._ahead, self._now = self._ahead, None, None
+        self._now = None
+        first = self._ahead.pop(0) if self._ahead else None
         plan = foreseen(order, 0)
-        fits = ahead is not None and ahead.origin == self._next and not skip
-        if fits and ahead is not None and plan is not None and plan.same(ahead.plan):
-            self._now = ahead
+        fits = first is not None and first.origin == self._next and not skip
+        if fits and first is not None and plan is not None and plan.same(first.plan):
+            self._now = first
             return
-        if ahead is not None:
+        if first is not None:
+            self._ahead.clear()
             self.session.truncate(self._next)
         self.session.done(self._next)
         self._now = self._tell(plan, self._epoch, self._next, skip)
 
     def foresee(self, order: Order) -> None:
-        """Tell the daemon of the epoch after this one, where it can be known."""
-        if self._ahead is None and self._now is not None:
-            self._ahead = self._tell(foreseen(order, 1), self._epoch + 1, self._now.stop)
+        """Tell the daemon of the epochs after this one, where they can be known.
+
+        One is enough where every epoch reads everything once (law L1). Where it reads some samples
+        more often than others, the best choice of what to keep needs two (reference T4c, law L4).
+        """
+        if self._now is None:
+            return
+        while len(self._ahead) < (2 if self._now.repeats else 1):
+            last = self._ahead[-1] if self._ahead else self._now
+            number = len(self._ahead) + 1
+            told = self._tell(foreseen(order, number), self._epoch + number, last.stop)
+            if told is None:
+                return
+            self._ahead.append(told)
 
     def _tell(self, plan: Plan | None, epoch: int, first: int, skip: int = 0) -> Told | None:
         if plan is None or len(plan.ends) <= skip:
@@ -133,7 +154,7 @@ class Feed:
 
     def step_ahead(self, i: int) -> int:
         """The step of batch i of the next epoch; -1 where that is not known."""
-        return -1 if self._ahead is None else self._ahead.origin + i
+        return self._ahead[0].origin + i if self._ahead else -1
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """(k,) objects of batch i, for which `give` gave a step."""
@@ -148,8 +169,26 @@ class Feed:
         """The epoch is over, or was left: nobody reads more of it."""
         if self._now is not None and self._next < self._now.stop:
             self.session.truncate(self._next)
-            self._ahead = None
+            self._ahead.clear()
         self.session.done(self._next)
+
+    def count(self, first: int, last: int, more: dict[str, int]) -> None:
+        """Batches [first, last) of the epoch were delivered: for `creel stats`."""
+        board, now = self.session.board, self._now
+        before, self._told_at = self._told_at, time.monotonic_ns()
+        for name, value in more.items():
+            board.add(name, value)
+        if now is None or last <= first or last > len(now.ends):
+            return
+        board.add("batches", last - first)
+        begin = now.ends[first - 1] if first else 0
+        ids = now.objects[begin : now.ends[last - 1]]
+        board.add("nbytes", int(self.session.table.length.take(ids).clip(0).sum()))
+        samples = now.plan.ends[last - 1] - (now.plan.ends[first - 1] if first else 0)
+        board.add("samples", int(samples))
+        # How long a ready batch waits to be taken: as many as are ready, at the last ones' pace.
+        ahead = max(board[READY] - (now.origin + last), 0)
+        board.add("lead_ns", ahead * (self._told_at - before))
 
     def close(self) -> None:
         """End the session."""
@@ -230,4 +269,12 @@ def _renew_lock() -> None:
     _lock = threading.Lock()
 
 
+def _close_all() -> None:
+    for (pid, _), client in _clients.items():
+        if pid == os.getpid() and client is not None:
+            client.close()
+    _clients.clear()
+
+
 os.register_at_fork(after_in_child=_renew_lock)
+atexit.register(_close_all)

@@ -21,6 +21,8 @@ from creel.loader.sources import Binding, bind
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
 
+#: Batches between two looks of the daemon's statistics: counting costs as much as ten words do.
+_COUNT_EVERY = 16
 #: Of `Progress`; a state of another version is refused.
 VERSION = 1
 
@@ -110,6 +112,7 @@ class Course:
         self.feed = home.take_feed(loader)
         self.skipped = 0
         self.delivered = 0
+        self._counted = 0  # of these, batches that the daemon's statistics know of
         self.finished = False
         self.slices = False  # an array of the order stands for a list of ints
         self.order: Order | None = None
@@ -132,7 +135,9 @@ class Course:
         home.epoch = home.epoch + 1 if resume is None else resume["epoch"]
         home.order, home.course = order, self
         self.order, self.epoch = order, home.epoch
+        self._count()
         self.delivered, self.finished, self._foreseen = self.skipped, False, False
+        self._counted = self.skipped
         if self.feed is not None:
             self.feed.begin(order, self.skipped)
         if self.skipped:
@@ -157,6 +162,19 @@ class Course:
                 self._foreseen = True
                 self.feed.foresee(self.order)
 
+    def deliver(self) -> None:
+        """A batch goes to the caller."""
+        self._home.meter.batches += 1
+        self.delivered += 1
+        if self.feed is not None and self.delivered - self._counted >= _COUNT_EVERY:
+            self._count()
+
+    def _count(self) -> None:
+        """Tell the daemon's statistics of the batches since the last time."""
+        first, self._counted = self._counted, self.delivered
+        if self.feed is not None:
+            self.feed.count(first, self.delivered, self._home.meter.unsaid())
+
     def finish(self) -> None:
         """The epoch is over, and its iterator ends."""
         self.finished = True
@@ -164,6 +182,7 @@ class Course:
 
     def leave(self) -> None:
         """The iterator ends."""
+        self._count()
         feed, self.feed = self.feed, None
         if feed is not None:
             feed.left()

@@ -28,6 +28,7 @@ from creel.loader.home import Course, Home, collates_plainly
 from creel.loader.pinner import Pinner
 from creel.loader.pool import Pool
 from creel.loader.samplers import before
+from creel.loader.step import Step
 from creel.loader.worker import Outfit
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class StallWarning(UserWarning):
     """A batch does not come, and this is where it hangs."""
 
 
-class OwnIter(_MultiProcessingDataLoaderIter):
+class OwnIter(Step, _MultiProcessingDataLoaderIter):
     """Batches from creel's own workers, one epoch of a map-style dataset.
 
     Subclasses torch's iterator so that whoever asks for its class, or its `_shutdown_workers`,
@@ -283,8 +284,7 @@ class OwnIter(_MultiProcessingDataLoaderIter):
         data = self._pool.open(event)
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
-        self._meter.batches += 1
-        self._course.delivered += 1
+        self._course.deliver()
         return data
 
     # --- waiting ----------------------------------------------------------------------------
@@ -353,9 +353,9 @@ class OwnIter(_MultiProcessingDataLoaderIter):
         self._shutdown = True
         if os.getpid() != self._pool.pid:
             return
-        self._course.leave()
         self._meter.busy_s += self._pool.busy_s()
         self._meter.direct(*self._pool.direct())
+        self._course.leave()
         if self._persistent_workers:
             self._pool.close()
         else:

@@ -13,6 +13,8 @@ _CAUSE = {
     STARTING: "start",
     WAITING: "source",
 }
+#: The board's word for a cause; what is not here is time that creel itself takes.
+_TOLD_AS = {"decode": "decode", "handover": "collate", "source": "source"}
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Meter:
     foreseen: int = 0  # epochs whose first batches were there before they were asked for
     mistaken: int = 0  # epochs whose first batches were made in vain
     stall_s: dict[str, float] = field(default_factory=dict)
+    _told: dict[str, int] = field(default_factory=dict)
 
     def stalled(self, stage: int, seconds: float) -> None:
         """The training waited for a batch whose worker was in `stage` when the wait began."""
@@ -40,6 +43,21 @@ class Meter:
         """Reads that the arena could not serve."""
         self.direct_reads += reads
         self.direct_nbytes += nbytes
+
+    def unsaid(self) -> dict[str, int]:
+        """What was counted since the last call, by the names of `cache.board.COUNTER_NAMES`."""
+        now = {
+            "direct_reads": self.direct_reads,
+            "direct_nbytes": self.direct_nbytes,
+            "stall_sampler_ns": self.sampler_ns,
+            "worker_busy_ns": int(1e9 * self.busy_s),
+        }
+        for cause, seconds in self.stall_s.items():
+            name = f"stall_{_TOLD_AS.get(cause, 'daemon')}_ns"
+            now[name] = now.get(name, 0) + int(1e9 * seconds)
+        news = {k: n - self._told.get(k, 0) for k, n in now.items() if n != self._told.get(k, 0)}
+        self._told = now
+        return news
 
     def stats(self) -> dict[str, object]:
         """All counters as plain values; stable names."""

@@ -19,14 +19,15 @@ from torch.utils.data.dataloader import (
 from creel.loader.gather import Gatherer
 from creel.loader.home import Course, Home, collates_plainly
 from creel.loader.samplers import before
+from creel.loader.step import Step
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
 
 
-#: Batches below this are assembled by the trainer whatever `num_workers`: 1 MB is copied in about
-#: 0.1 ms, less than handing it over from another process costs.
-_HERE_NBYTES = 1 << 20
+#: Batches up to this are assembled by the trainer whatever `num_workers`: 2 MB are copied in
+#: 0.2 ms; having another process do it took 0.9 ms (benchmarks/cost_per_batch.py, tokens x 256).
+_HERE_NBYTES = 4 << 20
 
 
 class Reader:
@@ -75,7 +76,7 @@ class Reader:
         return index.tolist() if self._course.slices and isinstance(index, np.ndarray) else index
 
 
-class SoloIter(_SingleProcessDataLoaderIter):
+class SoloIter(Step, _SingleProcessDataLoaderIter):
     """`num_workers=0`: torch's own iterator, with its samples read through the daemon."""
 
     _course: Course  # not there until an epoch has begun
@@ -105,8 +106,7 @@ class SoloIter(_SingleProcessDataLoaderIter):
             course.done(i + 1)
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._meter.batches += 1
-        course.delivered += 1
+        course.deliver()
         return data
 
     def __del__(self) -> None:
@@ -114,7 +114,7 @@ class SoloIter(_SingleProcessDataLoaderIter):
             self._course.leave()
 
 
-class GatherIter(_MultiProcessingDataLoaderIter):
+class GatherIter(Step, _MultiProcessingDataLoaderIter):
     """`num_workers>0` where no worker is needed: small batches of rows that lie in the arena.
 
     Pulls the sampler when torch would. No code of the person's runs in a worker in such a case, so
@@ -185,8 +185,7 @@ class GatherIter(_MultiProcessingDataLoaderIter):
             course.done(i + 1)
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        self._meter.batches += 1
-        course.delivered += 1
+        course.deliver()
         return data
 
     def _shutdown_workers(self) -> None:

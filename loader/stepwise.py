@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from creel.cache.board import ABSENT
 from creel.config import Config
@@ -56,6 +57,8 @@ class Link:
         self._lock = threading.Lock()
         self._next = 0
         self._open: set[int] = set()
+        self._epoch = 0
+        self._told = np.zeros(len(session.table.offset), np.bool_)  # in this epoch
 
     def begin(self, indices: Sequence[int]) -> int:
         """Have the objects of these samples brought into the arena; the step, -1 for none."""
@@ -66,13 +69,21 @@ class Link:
         if not (self.session.table.offset[ids] == ABSENT).any():
             return -1
         with self._lock:
+            self._turn(ids)
             step = self._next
-            if not self.session.extend(0, step, ids, np.array([len(ids)])):
+            if not self.session.extend(self._epoch, step, ids, np.array([len(ids)])):
                 return -1
             self._next += 1
             self._open.add(step)
         self.session.wait(step, self._wait_s)
         return step
+
+    def _turn(self, ids: NDArray[np.int32]) -> None:
+        """A sample that comes again begins an epoch, as far as we can see."""
+        if self._told[ids].any():
+            self._epoch += 1
+            self._told[:] = False
+        self._told[ids] = True
 
     def end(self, step: int) -> None:
         """The step was read. The daemon takes back all steps below the first open one."""
@@ -102,6 +113,10 @@ class Stepwise:
         self._link: Link | None = None
         self._not_before = 0.0
 
+    def _renew_if_forked(self) -> None:
+        if self._pid != os.getpid():
+            self._renew()
+
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """`fetch(dataset)`, which reads these samples, through the arena where that is possible."""
         link = None if leasing() else self._linked()  # inside of creel's own loader: as it says
@@ -116,6 +131,7 @@ class Stepwise:
 
     def hold(self) -> None:
         """Before workers are made: keep a daemon alive over epochs, and do once what they need."""
+        self._renew_if_forked()
         try:
             with self._lock:
                 binding, client = self._bind(), self._client()
@@ -125,8 +141,7 @@ class Stepwise:
             _log.info("creel workers see for themselves: %s", e)
 
     def _linked(self) -> Link | None:
-        if self._pid != os.getpid():
-            self._renew()
+        self._renew_if_forked()
         link = self._link
         if link is not None and link.session.alive:
             return link
@@ -191,11 +206,11 @@ def spawning() -> bool:
 
 def _before_fork() -> None:
     """torch's loader forks its workers without a word to the dataset."""
-    for stepwise in list(_alive):
-        try:
+    try:
+        for stepwise in list(_alive):
             stepwise.hold()
-        except Exception:  # noqa: BLE001  a fork must go on; the first read will raise it
-            _log.debug("cannot prepare for workers", exc_info=True)
+    except Exception:  # noqa: BLE001  a fork must go on; the first read will raise it
+        _log.debug("cannot prepare for workers", exc_info=True)
 
 
 os.register_at_fork(before=_before_fork)
