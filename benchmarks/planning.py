@@ -77,7 +77,7 @@ def batch_s() -> float:
 
 
 def core_s() -> tuple[float, list[float]]:
-    """An epoch's Extended, and each Progressed of the second epoch: half of the records are held."""
+    """Extended of an epoch; each Progressed of the second epoch, with half of the records held."""
     rng = np.random.default_rng(0)
     core = Core(Space(IMAGENET // 2 * 1000))
     core.handle(Registered("d", np.empty(IMAGENET, np.int64), np.full(IMAGENET, 1000)), 0.0)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from kit import nothing_left, unique_name
+
+
+def pytest_collection_finish() -> None:
+    """What imports made stays for good: a collection in a test takes 1 ms instead of 300."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def script(text: str, *args: str, prefix: tuple[str, ...] = (), **env: str) -> A
 
 @pytest.mark.parametrize("batches", [1, 13, 45])
 def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, batches: int) -> None:
-    trainer = script(TRAINER, str(folder))
+    trainer = script(TRAINER, str(folder), CREEL_DAEMON__LINGER_S="0.5")
     for _ in itertools.repeat(None, batches):
         assert trainer.stdout.readline().strip() == "8"
     family = [daemon_of(embedded), *psutil.Process(trainer.pid).children(recursive=True)]
@@ -216,11 +216,19 @@ def test_a_file_that_shrank_since_it_was_listed_is_never_padded(folder: Path) ->
     assert type(ours_raised.value) is type(theirs_raised.value)
 
 
-def test_one_percent_of_memory_is_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CREEL_MEMORY__BUDGET", str(N * NBYTES // 100))
-    ours, theirs = loaders(files_of(folder))
-    for _ in range(2):
-        assert_same_epoch(ours, theirs)
+def test_one_percent_of_memory_is_enough(
+    tmp_path: Path, embedded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
+    nbytes = 256 << 10
+    for i in range(400):
+        with (tmp_path / f"{i:03}").open("wb") as file:
+            file.write(i.to_bytes(2, "little"))
+            file.truncate(nbytes)  # the rest costs no disk
+    ours, theirs = loaders(files_of(tmp_path), batch_size=2)
+    assert_same_epoch(ours, theirs)
+    with Client.connect(embedded, "cli") as client:
+        assert client.ask("status")["memory"]["budget_nbytes"] == 4 * nbytes
 
 
 PARITY = """

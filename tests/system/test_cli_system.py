@@ -42,6 +42,14 @@ g = torch.Generator().manual_seed(3)
 plain = DataLoader(Squares(), batch_size=5, shuffle=True, generator=g)
 unbatched = DataLoader(Squares(), batch_size=None)
 drifting = DataLoader(Drifting(), batch_size=4)
+
+class Broken(Squares):
+    def __getitem__(self, i):
+        if i == 9:
+            raise ValueError("sample 9 is broken")
+        return i
+
+broken = DataLoader(Broken(), batch_size=4, num_workers=1)
 number = 7
 """
 SCRIPT = """
@@ -197,6 +205,14 @@ def test_a_difference_is_named_and_ends_with_1(project: Path) -> None:
     assert (difference["step"], difference["where"]) == (0, "['x']")
     out = creel("verify", "loaders:drifting", cwd=project, code=1)
     assert "different after 0 equal batches: loader 0, epoch 0, batch 0, at ['x']" in out
+    assert "A second run with torch's DataLoader differs from the first as well" in out
+    assert not told["torch_repeats"]
+
+
+def test_an_error_is_compared_like_a_batch(project: Path) -> None:
+    told = json.loads(creel("verify", "--json", "loaders:broken", cwd=project))
+    assert (told["equal"], told["batches"]) == (True, 2)
+    assert told["raised"] == "ValueError: sample 9 is broken"
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
@@ -211,7 +227,7 @@ def test_a_script_is_verified(project: Path, workers: str, home: str) -> None:
 
 def test_steps_end_a_script_early(project: Path) -> None:
     out = creel("verify", "--steps", "3", "train.py", "0", cwd=project)
-    assert out.startswith("equal: 3 batches of 1 loaders, bit for bit")
+    assert out.startswith("equal: 3 batches of 1 loader, bit for bit")
 
 
 @pytest.mark.parametrize(
@@ -221,6 +237,7 @@ def test_steps_end_a_script_early(project: Path) -> None:
         (["gone.py"], 2, "there is no script gone.py"),
         (["gone:x"], 2, "No module named 'gone'"),
         (["loaders:gone"], 2, "has no attribute 'gone'"),
+        (["loaders:plain", "--steps", "3"], 2, "options come before loaders:plain"),
         (["loaders:number"], 2, "is of type int: neither a DataLoader nor a function"),
         (["train.py", "0", "fail"], 1, "train.py failed with torch's loader"),
     ],

@@ -34,6 +34,7 @@ SESSION: dict[str, Any] = {
     "name": "",
     "rank": 3,
     "world": 8,
+    "pid": 70,
     "dataset": "d",
     "done": 100,
     "ready": 164,
@@ -44,7 +45,8 @@ SESSION: dict[str, Any] = {
     "direct_reads": 2,
     "direct_nbytes": 300_000,
     "stall_s": {"source": 0.5, "decode": 12.0, "collate": 0.0, "daemon": 0.0, "sampler": 0.0},
-    "lead_s": 4.0,
+    "lead_s": 3.0,
+    "lead_now_s": 4.0,
 }
 STATS: dict[str, Any] = {
     "memory": STATUS["memory"],
@@ -85,6 +87,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NoDaemonError("nobody listens")
 
     monkeypatch.setattr(Client, "connect", connect)
+    monkeypatch.delenv("CREEL_SOCKET", raising=False)
 
 
 @pytest.mark.parametrize("command", ["status", "stats", "stop", "warm ."])
@@ -138,21 +141,45 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
     assert max(map(len, out.splitlines())) <= 80
     assert "16.0 GiB of 64.0 GiB used (25 %)" in out
     assert "hits in memory       900 of 1,000 (90.0 %)" in out
-    assert "read from            /data: 100 reads, 100 opens, 10.0 MiB, 3 retries" in out
-    assert out.splitlines()[-1].split() == [
+    assert "read from            /data: 100 reads, 100 opens, 10.0 MiB\n" in out
+    assert "  trouble there      3 retries\n" in out
+    row, header, stalls = (line.split() for line in out.splitlines()[-3:])
+    assert row == [
         "resnet",
         "3",
         "100",
         "64",
+        "4.0",
+        "s",
         "25,600",
         "3.58",
         "GiB",
         "2",
         "12.5",
         "s",
-        "decode",
     ]
+    assert header == ["stall", "rank", *SESSION["stall_s"]]
+    assert stalls == ["resnet", "3", "0.5", "s", "12.0", "s", "0.0", "s", "0.0", "s", "0.0", "s"]
     assert daemon.closed
+
+
+@pytest.mark.parametrize(("word", "coloured"), [("", True), ("1", False)])
+def test_no_color_is_heeded_on_a_terminal(
+    word: str, *, coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pty
+
+    monkeypatch.setenv("NO_COLOR", word)
+    ours, theirs = pty.openpty()
+    code = "from creel.cli import main; main(['--name', 'nobody-at-all', 'status'])"
+    try:
+        subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, check=True)
+        said = os.read(ours, 4096)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert b"no daemon named 'nobody-at-all'" in said
+    assert (b"\x1b[" in said) == coloured
 
 
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:

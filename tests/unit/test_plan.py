@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_what_is_no_generator_state_is_refused() -> None:
         plan.TorchRandom.from_state(bytes(5056))
 
 
-@pytest.mark.parametrize("case", range(200))
+@pytest.mark.parametrize("case", range(100))
 def test_permutations_and_their_prefixes_are_torch_s(case: int) -> None:
     rng = random.Random(case)
     n = rng.choice([0, 1, 2, 3, rng.randrange(50), rng.randrange(3000), rng.randrange(200_000)])
@@ -73,11 +73,15 @@ def test_permutations_and_their_prefixes_are_torch_s(case: int) -> None:
     np.testing.assert_array_equal(plan.permutation_prefix(n, seed, k), want[:k])
 
 
-def test_the_head_of_a_huge_permutation_comes_at_once() -> None:
-    n, seed = 14_200_000, 5
-    start = time.perf_counter()
-    head = plan.permutation_prefix(n, seed, 2000)
-    assert time.perf_counter() - start < 0.05
+def test_the_head_of_a_huge_permutation_costs_its_own_draws_only() -> None:
+    n, seed = 3_000_000, 5
+    rng = plan.TorchRandom(seed)
+    tracemalloc.start()
+    head = plan.permutation_prefix(n, rng, 2000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < n // 4  # nothing has a place for each entry
+    assert rng.random(1) == plan.TorchRandom(seed).random(2001)[-1]
     whole = torch.randperm(n, generator=torch_generator(seed), dtype=torch.int32)
     np.testing.assert_array_equal(head, whole[:2000].numpy())
 
@@ -106,7 +110,7 @@ def test_a_shuffled_subset_is_torch_s(case: int) -> None:
     assert got.tolist() == list(SubsetRandomSampler(chosen, torch_generator(case)))
 
 
-@pytest.mark.parametrize("case", range(150))
+@pytest.mark.parametrize("case", range(80))
 def test_every_rank_reads_what_the_distributed_sampler_says(case: int) -> None:
     rng = random.Random(case)
     n, world = rng.choice([1, 2, 5, rng.randrange(1, 400)]), rng.randrange(1, 12)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import json
 import pickle
 import random
-import time
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +28,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader import recipes, samplers
+from creel.loader import draws, recipes, samplers
 from creel.loader.orders import index_sampler
 from creel.loader.samplers import Order, observe, restore
 
@@ -74,7 +73,7 @@ def states(loader: Loader) -> list[bytes]:
     seen = [torch.default_generator, *(g for g in own if g is not None)]
     return [
         *(g.get_state().numpy().tobytes() for g in seen),
-        repr(np.random.get_state()).encode(),  # noqa: NPY002  (what users draw from)
+        pickle.dumps(np.random.get_state()),  # noqa: NPY002  (what users draw from)
         repr(hash(random.getstate())).encode(),
     ]
 
@@ -203,9 +202,9 @@ class Watched(Iterator[Any]):
 
 
 @pytest.mark.parametrize("look", [False, True], ids=["plain", "predicting"])
-@pytest.mark.parametrize("block", range(20))
+@pytest.mark.parametrize("block", range(15))
 def test_three_epochs_are_torch_s_at_every_moment(block: int, look: bool) -> None:
-    for case in range(30 * block, 30 * block + 30):
+    for case in range(10 * block, 10 * block + 10):
         theirs, mine = any_loader(case), any_loader(case)
         want = epochs(theirs, functools.partial(iter, theirs), case)
         got = epochs(mine, ours(mine, look=look), case)
@@ -215,7 +214,7 @@ def test_three_epochs_are_torch_s_at_every_moment(block: int, look: bool) -> Non
             assert w[-1] == g[-1], (case, step)
 
 
-@pytest.mark.parametrize("case", range(400))
+@pytest.mark.parametrize("case", range(150))
 def test_a_prediction_is_what_comes(case: int) -> None:
     loader = any_loader(case)
     torch.manual_seed(case)
@@ -429,9 +428,7 @@ class Reaching(Sampler[int]):
 def test_what_cannot_be_foreseen_is_said_to_be_so(sampler: Any) -> None:
     before = _module_rng.bit_generator.state
     order = observe(DataLoader(Echo(9), batch_sampler=sampler))
-    start = time.monotonic()
-    foreseen = order.predict(0)
-    assert time.monotonic() - start < 5
+    foreseen = order.predict(0, budget_s=0.3)  # the endless one comes back too
     assert foreseen is None or len(foreseen.ends) == 0
     assert _module_rng.bit_generator.state == before
     assert next(order) in (0, 1, 2, 3, [1])
@@ -471,7 +468,7 @@ def test_batches_in_a_list_are_the_user_s_own_objects() -> None:
 
 # --- large orders ------------------------------------------------------------------------------
 
-_LARGE = 14_200_000
+_LARGE, BATCH = 2_000_000, 256
 
 
 def large(kind: str) -> Loader:
@@ -482,26 +479,28 @@ def large(kind: str) -> Loader:
         "generator": {"shuffle": True, "generator": generator},
         "distributed": {"sampler": DistributedSampler(data, 8, 3)},  # type: ignore[arg-type]  # sized
     }
-    return DataLoader(data, batch_size=256, **every[kind])  # type: ignore[arg-type]  # sized
+    return DataLoader(data, batch_size=BATCH, **every[kind])  # type: ignore[arg-type]  # sized
 
 
-@pytest.mark.parametrize(
-    "kind, limit_s", [("seeded", 0.05), ("generator", 0.15), ("distributed", 0.05)]
-)
-def test_the_first_batches_of_a_large_epoch_come_at_once(kind: str, limit_s: float) -> None:
-    observe(large(kind)).predict(0)  # warm
-    gc.collect()
-    loader = large(kind)
-    order = observe(loader)
-    start = time.perf_counter()
+@pytest.mark.parametrize("kind", ["seeded", "generator", "distributed"])
+def test_the_first_batches_of_a_large_epoch_do_not_wait_for_the_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    randperm, go_on = draws._randperm, threading.Event()
+
+    def late(n: int, generator: torch.Generator) -> Any:
+        assert go_on.wait(30)
+        return randperm(n, generator)
+
+    monkeypatch.setattr(draws, "_randperm", late)
+    order = observe(large(kind))
     first: list[Any] = [next(order) for _ in range(8)]
-    took = time.perf_counter() - start
+    go_on.set()
     whole: Any = order.predict(0)
     assert np.array_equal(np.concatenate(first), whole.indices[:2048])
-    order.skip(20_000 // (8 if kind == "distributed" else 1))
+    order.skip(_LARGE // BATCH // (16 if kind == "distributed" else 2))
     k = order.pulled
     assert whole.matches(k, next(order))
-    assert took < limit_s, took
 
 
 def test_a_large_permutation_that_was_foreseen_is_not_drawn_again() -> None:
@@ -509,7 +508,7 @@ def test_a_large_permutation_that_was_foreseen_is_not_drawn_again() -> None:
     order = observe(loader)
     foreseen: Any = order.predict(1)
     indices = foreseen.indices
-    order.skip(len(range(0, _LARGE, 256)))
+    order.skip(len(range(0, _LARGE, BATCH)))
     assert next(order, None) is None  # all draws of the epoch's end are made
     order = observe(loader, previous=order)
     now: Any = order.predict(0)
@@ -541,25 +540,21 @@ def test_large_permutations_in_a_row_leave_the_generator_as_torch_does() -> None
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
 
 
-def test_an_epoch_takes_microseconds_a_batch_and_little_memory() -> None:
-    loader: Loader = DataLoader(range(1_281_167), 256, shuffle=True)  # type: ignore[arg-type]  # sized
-    order = observe(loader)
-    next(order)
-    start = time.perf_counter()
-    count = sum(1 for _ in order)
-    assert (time.perf_counter() - start) / count < 50e-6  # 2 us on an idle machine
+def test_an_epoch_takes_little_memory() -> None:
+    n = 1_281_167
+    order = observe(DataLoader(range(n), BATCH, shuffle=True))  # type: ignore[arg-type]  # sized
     tracemalloc.start()
-    for _ in observe(loader, previous=order):
+    for _ in order:
         pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 16 << 20
+    assert peak < 12 * n  # a list of ints would take 40 bytes each
 
 
 # --- saving and restoring ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", range(300))
+@pytest.mark.parametrize("case", range(120))
 def test_an_epoch_goes_on_in_another_process(case: int) -> None:
     rng = random.Random(case)
     first = any_loader(case)

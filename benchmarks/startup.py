@@ -1,0 +1,101 @@
+"""What starting costs: the command line, the daemon, and the first batch of every epoch.
+
+python benchmarks/startup.py [--rounds N] [--json]
+
+The gap between epochs: a training that two workers can just feed (32 ms a batch, steps of 20 ms)
+waits so many steps for the first batch of epochs 2..; torch with and without `persistent_workers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from measure import median, report
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+from creel.loader.client import Client
+from creel.loader.embed import connect_or_start
+
+SAMPLE_S = 0.002
+STEP_S = 0.02
+
+
+class Decoding(Dataset[torch.Tensor]):
+    """Samples that cost 2 ms of waiting each, as a decoder in another thread would."""
+
+    def __len__(self) -> int:
+        return 320
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(SAMPLE_S)
+        return torch.full((16,), index)
+
+
+def help_s() -> float:
+    began = time.perf_counter()
+    creel_script = Path(sys.executable).with_name("creel")
+    subprocess.run([creel_script, "--help"], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def daemon_s() -> tuple[float, float]:
+    """(seconds until an embedded daemon serves, MB resident without data)."""
+    os.environ["CREEL_SOCKET"] = f"startup-{os.getpid()}-{time.monotonic_ns()}"
+    began = time.perf_counter()
+    client = connect_or_start()
+    seconds = time.perf_counter() - began
+    assert isinstance(client, Client)
+    process = psutil.Process(int(client.ask("status")["pid"]))
+    rss = process.memory_info().rss / 1e6
+    client.ask("stop")
+    client.close()
+    return seconds, rss
+
+
+def gap(loader: DataLoader[Any], epochs: int = 5) -> float:
+    """Median wait for the first batch of epochs 2.., in training steps of STEP_S."""
+    waits: list[float] = []
+    for epoch in range(epochs):
+        began = time.perf_counter()
+        for i, _ in enumerate(loader):
+            if epoch and not i:
+                waits.append(time.perf_counter() - began)
+            time.sleep(STEP_S)
+    return median(waits) / STEP_S
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    starts = [daemon_s() for _ in range(o.rounds)]
+    rows: list[dict[str, object]] = [
+        {"what": "creel --help, s", "value": round(median([help_s() for _ in range(o.rounds)]), 3)},
+        {"what": "embedded daemon ready, s", "value": round(median([s for s, _ in starts]), 3)},
+        {"what": "daemon resident, MB", "value": round(median([m for _, m in starts]), 1)},
+    ]
+    kwargs: dict[str, Any] = {"batch_size": 16, "shuffle": True, "num_workers": 2}
+    ways: dict[str, DataLoader[Any]] = {
+        "torch": DataLoader(Decoding(), **kwargs),
+        "torch, persistent": DataLoader(Decoding(), persistent_workers=True, **kwargs),
+        "creel": creel.DataLoader(Decoding(), **kwargs),
+    }
+    for name, loader in ways.items():
+        rows.append({"what": f"epoch gap in steps: {name}", "value": round(gap(loader), 2)})
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,493 @@
+"""What people, networks and strangers do to a training: no wrong batch, no hang, nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import creel
+from creel.cache.board import COUNTER, COUNTER_NAMES, DONE, READY, TRUNCATED, WANTED
+from creel.cache.manifest import Manifest
+from creel.errors import CreelError, NoDaemonError, SourceError, UnavailableError
+from creel.loader.client import Client, Session
+from creel.messages import PROTOCOL, Hello, Register, Truncate, desk_address, encode
+from kit import nothing_left, unique_name, until
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
+
+N = 600
+
+
+def content(i: int) -> bytes:
+    """What file i holds: its number, then noise of its own, of a length of its own."""
+    rng = np.random.default_rng(i)
+    return i.to_bytes(4, "little") + rng.bytes(int(rng.lognormal(8.5, 1)))
+
+
+@pytest.fixture(scope="module")
+def contents() -> list[bytes]:
+    return [content(i) for i in range(N)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory, contents: list[bytes]) -> list[str]:
+    home = tmp_path_factory.mktemp("files")
+    for i, data in enumerate(contents):
+        (home / f"{i:04}.bin").write_bytes(data)
+    return [f"{home}/{i:04}.bin" for i in range(N)]
+
+
+@pytest.fixture
+def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a daemon, with room for a fifth of the files, that the first loader starts."""
+    name = unique_name()
+    monkeypatch.setenv("CREEL_SOCKET", name)
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
+    yield name
+    with contextlib.suppress(CreelError, psutil.Error):
+        daemon = daemon_of(name)
+        daemon.send_signal(signal.SIGCONT)
+        daemon.terminate()
+
+
+def daemon_of(name: str) -> psutil.Process:
+    with Client.connect(name, "cli") as client:
+        return psutil.Process(int(client.ask("status")["pid"]))
+
+
+def as_they_are(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+    return samples
+
+
+def loader(paths: list[str], seed: int = 0, workers: int = 2, **kwargs: Any) -> Any:
+    return creel.DataLoader(
+        creel.FileDataset(paths),
+        batch_size=12,
+        shuffle=True,
+        num_workers=workers,
+        collate_fn=as_they_are,
+        generator=torch.Generator().manual_seed(seed),
+        **kwargs,
+    )
+
+
+def numbers(batch: list[torch.Tensor], contents: list[bytes]) -> list[int]:
+    """Which files a batch holds; each must be whole and right."""
+    found = []
+    for sample in batch:
+        data = sample.numpy().tobytes()
+        found.append(int.from_bytes(data[:4], "little"))
+        assert data == contents[found[-1]], f"file {found[-1]}"
+    return found
+
+
+def epoch(batches: Any, contents: list[bytes]) -> list[int]:
+    return [i for batch in batches for i in numbers(batch, contents)]
+
+
+# --- wrong bytes --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("embedded")
+def test_an_iterator_that_was_never_used_costs_no_session(paths: list[str]) -> None:
+    batches = loader(paths, persistent_workers=True)
+    iter(batches)
+    for _ in iter(batches):
+        pass
+    assert batches.stats()["direct_reads"] == 0
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_no_byte_is_wrong_while_processes_are_stopped(
+    paths: list[str], contents: list[bytes], embedded: str, seed: int
+) -> None:
+    rng = random.Random(seed)
+    train, val = loader(paths, seed), loader(paths[::3], seed + 100, persistent_workers=True)
+    next(iter(val))
+    stop = threading.Event()
+    chaos = threading.Thread(target=_stop_and_go, args=(embedded, rng.random(), stop))
+    chaos.start()
+    try:
+        for most in (10**6, rng.randrange(3, 30), 10**6):
+            seen = []
+            for step, batch in enumerate(train):
+                seen += numbers(batch, contents)
+                if step == 9:
+                    assert len(epoch(val, contents)) == len(paths[::3])
+                if step == most:
+                    break
+            assert len(set(seen)) == (N if most == 10**6 else 12 * (most + 1))
+    finally:
+        stop.set()
+        chaos.join()
+
+
+def _stop_and_go(name: str, seed: float, stop: threading.Event) -> None:
+    rng = random.Random(seed)
+    daemon = daemon_of(name)
+    while not stop.wait(rng.uniform(0, 0.2)):
+        victim = rng.choice([daemon, *psutil.Process().children()])
+        with contextlib.suppress(psutil.Error):
+            victim.suspend()
+            stop.wait(rng.choice([0.005, 0.05, 0.2]))
+            victim.resume()
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_file_changed_under_us_is_old_or_new_and_never_both(tmp_path: Path) -> None:
+    nbytes, n = 40_000, 60
+    for i in range(n):
+        (tmp_path / f"{i:02}").write_bytes(bytes([i]) * nbytes)
+    data = creel.FileDataset(sorted(map(str, tmp_path.iterdir())), nbytes=[nbytes] * n)
+    batches = creel.DataLoader(data, batch_size=4, shuffle=True, num_workers=2)
+    for turn in range(3):
+        for batch in batches:
+            first = batch[:, :1]
+            assert (batch == first).all()
+            assert (first % 100 < n).all()
+            assert (first // 100 <= turn).all()
+        for i in range(n):
+            new = tmp_path / ".new"
+            new.write_bytes(bytes([i + 100 * min(turn + 1, 1)]) * nbytes)
+            new.rename(tmp_path / f"{i:02}")
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_file_that_grew_is_refused_as_torch_would(tmp_path: Path) -> None:
+    for i in range(40):
+        (tmp_path / f"{i:02}").write_bytes(bytes([i]) * 1000)
+    files = sorted(map(str, tmp_path.iterdir()))
+    known = creel.FileDataset(files, nbytes=[1000] * 40)
+    (tmp_path / "07").write_bytes(b"x" * 1001)
+    theirs = torch.utils.data.DataLoader(known, batch_size=1)
+    ours = creel.DataLoader(known, batch_size=1, num_workers=1)
+    assert _story(ours) == _story(theirs)
+
+
+def _story(batches: Any) -> object:
+    try:
+        return [bytes(b[0].numpy()) for b in batches]
+    except SourceError as e:
+        return type(e)
+
+
+# --- storage ------------------------------------------------------------------------------------
+
+needs_fuse = pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
+)
+
+
+@pytest.fixture
+def slow(paths: list[str], tmp_path: Path) -> Iterator[Any]:
+    from testbed.slowfs import SlowFS
+
+    with SlowFS(str(Path(paths[0]).parent), str(tmp_path / "mount"), seed=1) as mount:  # type: ignore[no-untyped-call]
+        yield mount
+
+
+def below(mount: Any, count: int) -> list[str]:
+    return [f"{mount.mountpoint}/{i:04}.bin" for i in range(count)]
+
+
+@needs_fuse
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("embedded")
+def test_errors_that_pass_are_never_seen(slow: Any, contents: list[bytes], workers: int) -> None:
+    slow.set(fail_rate=0.05)
+    assert sorted(epoch(loader(below(slow, 120), 0, workers), contents)) == list(range(120))
+
+
+@needs_fuse
+@pytest.mark.usefixtures("embedded")
+def test_an_error_that_stays_names_its_file(slow: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CREEL_FETCH__ATTEMPTS", "2")
+    slow.set(fail_rate=1.0, fail_match="0050.bin")
+    with pytest.raises(SourceError, match=r"0050\.bin"):
+        list(loader(below(slow, 120)))
+
+
+@needs_fuse
+def test_a_read_that_never_ends_runs_into_the_timeout_and_holds_up_no_end(
+    slow: Any, embedded: str
+) -> None:
+    slow.set(stall=30, stall_match="0050.bin")
+    before = set(psutil.Process().children())
+    batches = loader(below(slow, 120), timeout=1)
+    with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
+        list(batches)
+    daemon = daemon_of(embedded)
+    daemon.terminate()
+    until(lambda: not daemon.is_running() or daemon.status() == "zombie", 8, "the daemon ends")
+    slow.set(stall=0)
+    del batches
+    until(lambda: set(psutil.Process().children()) <= before, 10, "the workers end")
+
+
+# --- strangers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def session(paths: list[str], embedded: str) -> Iterator[Session]:
+    """A client of the daemon that the others use, with bad intentions."""
+    batches = loader(paths, workers=0)
+    next(iter(batches))
+    with Client.connect(embedded) as client:
+        key = client.register(Manifest.of_files(paths))
+        session = client.open(key)
+        session.extend(0, 0, np.arange(8), np.arange(1, 9))
+        assert session.wait(7, 10)
+        yield session
+
+
+def test_no_word_on_the_board_ends_the_daemon(session: Session, embedded: str) -> None:
+    daemon = daemon_of(embedded)
+    for value in (2**63 - 1, -(2**63)):
+        for word in (DONE, WANTED, READY, TRUNCATED, *(COUNTER[n] for n in COUNTER_NAMES)):
+            session.board[word] = value
+        with Client.connect(embedded, "cli") as client:
+            client.ask("stats")
+    session._client.send(Truncate(session.token, session.id, 8))
+    time.sleep(0.1)
+    with Client.connect(embedded, "cli") as client:
+        assert client.ask("status")["pid"] == daemon.pid
+
+
+def test_a_manifest_of_more_objects_than_memory_is_refused(session: Session) -> None:
+    huge = Manifest.of_runs(["/x"], np.array([0]), np.array([0]), np.array([2**31 - 1]))
+    with pytest.raises(UnavailableError, match="split the data set"):
+        session._client.register(huge)
+
+
+def test_a_full_backlog_is_no_missing_daemon(embedded: str, paths: list[str]) -> None:
+    next(iter(loader(paths, workers=0)))
+    daemon = daemon_of(embedded)
+    daemon.suspend()
+    held = []
+    try:
+        while True:
+            knock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            held.append(knock)
+            if knock.connect_ex(desk_address(os.getuid(), embedded)):
+                break
+        threading.Timer(0.3, daemon.resume).start()
+        with Client.connect(embedded, "cli") as client:
+            assert client.ask("status")["pid"] == daemon.pid
+    finally:
+        daemon.resume()
+        for knock in held:
+            knock.close()
+
+
+def test_a_training_goes_on_amid_noise(
+    paths: list[str], contents: list[bytes], embedded: str
+) -> None:
+    train = loader(paths)
+    next(iter(train))
+    daemon = daemon_of(embedded)
+    stop = threading.Event()
+    noise = threading.Thread(target=_noise, args=(embedded, stop))
+    noise.start()
+    try:
+        for _ in range(2):
+            assert sorted(epoch(train, contents)) == list(range(N))
+    finally:
+        stop.set()
+        noise.join()
+    assert daemon_of(embedded).pid == daemon.pid
+
+
+def _noise(name: str, stop: threading.Event) -> None:
+    import zmq
+
+    rng = random.Random(3)
+    where = desk_address(os.getuid(), name)
+    context = zmq.Context()
+    with Client.connect(name, "trainer") as client, context.socket(zmq.DEALER) as line:
+        line.linger = 0
+        line.connect(client._line_address)
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                _talk_nonsense(where, rng)
+            body = encode(Truncate(client.token, rng.randrange(-9, 99), rng.randrange(99)))
+            frames = [
+                rng.choice([body, rng.randbytes(50), b""]) for _ in range(rng.randrange(1, 4))
+            ]
+            with contextlib.suppress(zmq.Again):
+                line.send_multipart(frames, zmq.DONTWAIT)
+            time.sleep(0.001)
+    context.term()
+
+
+def _talk_nonsense(where: str, rng: random.Random) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as desk:
+        desk.settimeout(1)
+        desk.connect(where)
+        if rng.random() < 0.5:
+            desk.send(encode(Hello(PROTOCOL, "trainer", 1)))
+            desk.recv(4096)
+            _shrinking_manifest(desk, rng)
+        else:
+            desk.send(rng.randbytes(rng.randrange(1, 3000)))
+
+
+def _shrinking_manifest(desk: socket.socket, rng: random.Random) -> None:
+    """Not sealed, and shorter a moment later than it was said to be."""
+    data = Manifest.of_files(["/etc/passwd"] * 50).to_arrow()
+    fd = os.memfd_create("shrinks")
+    try:
+        os.write(fd, data)
+        socket.send_fds(desk, [encode(Register(len(data)))], [fd])
+        os.ftruncate(fd, rng.randrange(len(data)))
+    finally:
+        os.close(fd)
+
+
+# --- the trainer's own ways ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("embedded")
+def test_after_a_fork_both_go_on(paths: list[str], contents: list[bytes]) -> None:
+    batches = iter(loader(paths, workers=0))
+    begun = numbers(next(batches), contents)
+    pid = os.fork()
+    if not pid:  # the child; whatever happens, nothing of pytest's may run here
+        with contextlib.suppress(BaseException):
+            rest = epoch(batches, contents)
+            os._exit(int(sorted(begun + rest) != list(range(N))))
+        os._exit(2)
+    rest = epoch(batches, contents)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert sorted(begun + rest) == list(range(N))
+
+
+@pytest.mark.usefixtures("embedded")
+def test_threads_train_side_by_side(paths: list[str], contents: list[bytes]) -> None:
+    seen: list[list[int]] = []
+    work = [
+        threading.Thread(target=lambda s=s: seen.append(epoch(loader(paths, s, 1), contents)))
+        for s in range(3)
+    ]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join(50)
+    assert [sorted(one) for one in seen] == [list(range(N))] * 3
+
+
+def test_a_drained_daemon_is_replaced(
+    paths: list[str], contents: list[bytes], embedded: str
+) -> None:
+    train = loader(paths)
+    seen = []
+    for step, batch in enumerate(train):
+        seen += numbers(batch, contents)
+        if step == 5:
+            daemon = daemon_of(embedded)
+            daemon.terminate()
+    assert sorted(seen) == list(range(N))
+    until(lambda: not daemon.is_running() or daemon.status() == "zombie", 8, "it drains")
+    assert sorted(epoch(train, contents)) == list(range(N))
+
+
+TRAINER = """
+    import sys, creel
+    data = creel.FileDataset(sys.argv[1:])
+    loader = creel.DataLoader(data, batch_size=8, shuffle=True, num_workers=2, collate_fn=len)
+    while True:
+        for batch in loader:
+            print(batch, flush=True)
+"""
+
+
+def trainer(paths: list[str], text: str = TRAINER, *prefix: str) -> Any:
+    command = [*prefix, sys.executable, "-c", textwrap.dedent(text), *paths]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def test_ctrl_c_is_one_short_story_and_leaves_nothing(
+    paths: list[str], embedded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.2")
+    both = {number: trainer(paths) for number in (signal.SIGINT, signal.SIGTERM)}
+    for process in both.values():
+        for _ in range(30):
+            process.stdout.readline()
+    family = [daemon_of(embedded)]
+    for number, process in both.items():
+        family += psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, number)
+    for number, process in both.items():
+        _, said = process.communicate(timeout=10)
+        assert said.count("Traceback") == (number == signal.SIGINT), said
+        assert "Exception ignored" not in said
+    until(
+        lambda: not any(p.is_running() and p.status() != "zombie" for p in family),
+        15,
+        f"all end: {family}",
+    )
+
+
+@pytest.mark.usefixtures("embedded")
+def test_an_iterator_alive_at_the_end_says_nothing(paths: list[str]) -> None:
+    text = """
+        import sys, creel
+        data = creel.FileDataset(sys.argv[1:])
+        its = [iter(creel.DataLoader(data, num_workers=w, batch_size=None)) for w in (0, 1)]
+        print(len([next(it) for it in its]))
+    """
+    out, err = trainer(paths, text).communicate(timeout=40)
+    assert (out.strip(), err) == ("2", "")
+
+
+MANY = """
+    import sys, creel, os
+    data = creel.FileDataset(sys.argv[1:31])
+    loaders = [creel.DataLoader(data, batch_size=10, collate_fn=len) for _ in range(64)]
+    its = [iter(loader) for loader in loaders]
+    assert [next(it) for it in its] == [10] * 64
+    del its, loaders
+    print("same")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="name spaces need root")
+@pytest.mark.usefixtures("embedded")
+def test_64_sessions_with_256_descriptors_no_home_and_a_read_only_folder(paths: list[str]) -> None:
+    setup = 'mount -t tmpfs -o ro tmpfs /mnt && cd /mnt && unset HOME && ulimit -n 256 && exec "$@"'
+    prefix = ("unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-c", setup, "sh")
+    out, err = trainer(paths, MANY, *prefix).communicate(timeout=40)
+    assert out.strip() == "same", err
+
+
+def test_nothing_is_left_after_the_daemon_was_killed(
+    paths: list[str], contents: list[bytes], embedded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(epoch(loader(paths), contents)) == N
+    with nothing_left():
+        train = loader(paths)
+        it = iter(train)
+        next(it)
+        daemon_of(embedded).kill()
+        assert len(epoch(it, contents)) == N - 12
+        monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+        del it, train
+    with pytest.raises(NoDaemonError):
+        daemon_of(embedded)

@@ -1,0 +1,125 @@
+"""A dataset that declares nothing: what it reads is learnt in the first epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from daemons import Running
+from test_wrap import BATCH, HOW, N, batches, folder, hang_up
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(90)]
+
+
+class Own(Dataset[bytes]):
+    """A person's own: two files a sample, one of them shared by all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __len__(self) -> int:
+        return N - 1
+
+    def __getitem__(self, i: int) -> bytes:
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        with creel.open(self.path / f"{i + 1:03}.raw") as f:
+            return f.read() + creel.read(self.path / "000.raw")
+
+
+class Batched(Own):
+    """It cannot be heard which sample reads what."""
+
+    def __getitems__(self, indices: list[int]) -> list[bytes]:
+        return [self[i] for i in indices]
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    with Running(daemon_name, memory="16MB") as daemon:
+        yield daemon
+        hang_up(daemon_name)
+
+
+def reads(daemon: Running) -> list[int]:
+    """By the daemon, of each data set."""
+    with daemon.client("cli") as client:
+        datasets = client.ask("stats")["core"]["datasets"]
+    return [d["reads"] for d in datasets.values()]
+
+
+@pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
+def test_from_the_second_epoch_on_the_cache_serves(
+    daemon: Running, tmp_path: Path, how: str
+) -> None:
+    bare = Own(folder(tmp_path / "data"))
+    same = HOW["fork, persistent"] if "persistent_workers" in HOW[how] else {}
+    ours, theirs = batches(creel.wrap(bare), **HOW[how]), batches(bare, **same)
+    assert list(ours) == list(theirs)
+    assert reads(daemon) in ([], [0])  # a map may be known, nothing was read by it
+    assert list(ours) == list(theirs)
+    (first,) = reads(daemon)
+    assert 0.85 * N < first <= N
+    assert list(ours) == list(theirs)
+    assert list(ours) == list(theirs)
+    assert reads(daemon) == [N]
+    for path in tmp_path.glob("data/*.raw"):
+        path.write_bytes(b"never read again")
+    assert len(next(iter(ours))[0]) > 16 * 2
+
+
+def test_a_loader_that_drops_the_last_batch_is_learnt_too(daemon: Running, tmp_path: Path) -> None:
+    ours = DataLoader(
+        creel.wrap(Own(folder(tmp_path / "data"))), BATCH, collate_fn=list, drop_last=True
+    )
+    for _ in range(3):
+        for _ in ours:
+            pass
+    assert reads(daemon) == [(N - 1) // BATCH * BATCH + 1]
+
+
+def test_looking_at_one_sample_often_is_no_epoch(daemon: Running, tmp_path: Path) -> None:
+    ours = creel.wrap(Own(folder(tmp_path / "data")))
+    assert len({ours[3] for _ in range(N // 2)}) == 1
+    for _ in range(2):
+        for _ in batches(ours):
+            pass
+    assert reads(daemon) == [N]
+
+
+def test_a_sample_that_reads_differently_later_is_right(daemon: Running, tmp_path: Path) -> None:
+    bare = Own(folder(tmp_path / "data"))
+    ours = creel.wrap(bare)
+    for _ in range(2):
+        for _ in batches(ours):
+            pass
+    (tmp_path / "other").mkdir()
+    bare.path = folder(tmp_path / "other", N + 1)
+    assert ours[5] == bare[5]
+    assert reads(daemon) == [N]
+
+
+def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:
+    bare = Batched(folder(tmp_path / "data"))
+    ours = batches(creel.wrap(bare))
+    assert [list(ours) for _ in range(2)] == [list(b) for b in [batches(bare)] for _ in range(2)]
+    assert reads(daemon) == []
+
+
+@pytest.mark.usefixtures("daemon")
+def test_nothing_is_kept_open(tmp_path: Path) -> None:
+    before = psutil.Process().num_fds()
+    dataset: Any = creel.wrap(Own(folder(tmp_path / "data")))
+    with pytest.raises(IndexError):
+        dataset[N]
+    assert len(dataset[3]) > 0
+    assert psutil.Process().num_fds() == before + 1
+    del dataset
+    assert psutil.Process().num_fds() == before
