@@ -128,7 +128,7 @@ class Batched(Plain):
 class Unpicklable(Plain):
     def __init__(self, n: int) -> None:
         super().__init__(n)
-        self.f = lambda i: i * 2 + self.touched
+        self.f: Callable[[int], int] = lambda i: i * 2 + self.touched
 
     def __getitem__(self, i: int) -> Any:
         self.touched += 1
@@ -140,7 +140,7 @@ class SharedTensor(Plain):
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
-        self.hits = torch.zeros(max(n, 1), dtype=torch.int64).share_memory_()
+        self.hits = torch.zeros(max(n, 1), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getitem__(self, i: int) -> Any:
         self.hits[i] += 1
@@ -323,7 +323,7 @@ class Case:
         samplers: dict[str, Callable[[], Any]] = {
             "list": lambda: [i for i in range(n) if i % 3],
             "replacement": lambda: RandomSampler(dataset, True, n + 3, generator=generator),
-            "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, n + 1), 15),
+            "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, n + 1).tolist(), 15),
             "subset": lambda: SubsetRandomSampler(range(0, n, 2), generator=generator),
             "numpy": lambda: NumpySampler(n),
             "distributed": lambda: DistributedSampler(dataset, 2, 1, shuffle=True, seed=3),
@@ -453,7 +453,7 @@ def _states(loader: Any) -> Any:
     return (
         "rng",
         hash(torch.get_rng_state().numpy().tobytes()),
-        hash((state[1].tobytes(), state[2])),  # type: ignore[index,union-attr]
+        hash((state[1].tobytes(), state[2])),  # type: ignore[index]
         hash(random.getstate()),
         hash(generator.get_state().numpy().tobytes()) if generator is not None else 0,
     )

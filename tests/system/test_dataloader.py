@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import creel
 from creel.errors import ConfigError
@@ -29,7 +29,7 @@ from creel.loader.iterate import OwnIter, StallWarning
 pytestmark = pytest.mark.timeout(60)
 
 
-class Squares:
+class Squares(Dataset[Any]):
     def __init__(self, n: int = 40) -> None:
         self.n = n
 
@@ -54,12 +54,13 @@ class Act(Squares):
 
     def __getitem__(self, i: int) -> Any:
         if i == 5:
-            {
+            acts: dict[str, Callable[[], object]] = {
                 "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
                 "exit": lambda: os._exit(3),
                 "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
                 "sleep": lambda: time.sleep(3),
-            }[self.what]()
+            }
+            acts[self.what]()
         return i
 
 
@@ -275,7 +276,7 @@ def test_a_forked_child_may_drop_or_use_the_loader() -> None:
     if child == 0:
         ok = [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
         del iterator
-        loader._creel_home.close()
+        loader._home().close()
         os._exit(0 if ok else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert int(next(iterator)[0]) == 16
@@ -489,7 +490,7 @@ def test_set_epoch_reaches_sampler_and_dataset_once() -> None:
         def set_epoch(self, epoch: int) -> None:
             self.n += epoch
 
-    sampler = torch.utils.data.DistributedSampler(Squares(), 2, 0)  # type: ignore[arg-type, var-annotated]
+    sampler = torch.utils.data.DistributedSampler(Squares(), 2, 0)  # type: ignore[var-annotated]
     loader = creel.DataLoader(Told(), 4, sampler=sampler)
     loader.set_epoch(6)
     assert (sampler.epoch, loader.dataset.n) == (6, 46)  # type: ignore[attr-defined]
