@@ -98,6 +98,11 @@ class Extents:
         """Take [at, at + nbytes) out of the free range that begins at `start`."""
         self._cut(start, self._size[start], at, nbytes)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest free range."""
+        return self._sizes[-1] if self._sizes else 0
+
     def beside(self, start: Sizes, end: Sizes) -> tuple[Sizes, Sizes]:
         """(n,) starts, ascending, and (n,) sizes of the free ranges that end or begin at these."""
         before, after = self._start, self._size
@@ -179,7 +184,37 @@ def evacuate(
     Returns:
         (m,) indices of the objects that move and (m,) where to; None where no way was found.
     """
+    few = (sizes <= extents.largest).nonzero()[0]  # no hole holds any of the others
+    at, size, which = _row(extents, offsets[few], sizes[few])
+    first, last, spent = _windows(at, size, which, need)
+    best = spent.argsort(kind="stable")[:_TRIES]
+    for i in best[spent[best] <= most].tolist():
+        window = slice(int(first[i]), int(last[i]) + 1)
+        moved = _rehouse(extents, at[window], size[window], which[window], page)
+        if moved is not None:
+            return few[moved[0]], moved[1]
+    return None
+
+
+def cheapest(extents: Extents, offsets: Sizes, sizes: Sizes, need: int) -> NDArray[np.intp]:
+    """Which objects must leave so that `need` bytes are free in one piece: as few bytes as may be.
+
+    Args:
+        offsets, sizes: (n,) objects that may leave; ascending.
+    Returns:
+        (m,) indices of neighbours; none where all of them do not make so much room.
+    """
     at, size, which = _row(extents, offsets, sizes)
+    first, last, spent = _windows(at, size, which, need)
+    if not len(first):
+        return np.empty(0, np.intp)
+    best = int(spent.argmin())
+    inside = which[first[best] : last[best] + 1]
+    return inside[inside >= 0]
+
+
+def _windows(at: Sizes, size: Sizes, which: Sizes, need: int) -> tuple[Sizes, Sizes, Sizes]:
+    """The shortest runs of touching ranges with `need` bytes: first, last, bytes of objects."""
     total = np.append(0, np.cumsum(size))
     last = np.searchsorted(total, total[:-1] + need) - 1  # the item that completes `need`
     first = np.flatnonzero(last < len(at))
@@ -188,14 +223,7 @@ def evacuate(
     one = run[first] == run[last]
     first, last = first[one], last[one]
     cost = np.append(0, np.cumsum(np.where(which < 0, 0, size)))
-    spent = cost[last + 1] - cost[first]
-    best = spent.argsort(kind="stable")[:_TRIES]
-    for i in best[spent[best] <= most].tolist():
-        window = slice(int(first[i]), int(last[i]) + 1)
-        moved = _rehouse(extents, at[window], size[window], which[window], page)
-        if moved is not None:
-            return moved
-    return None
+    return first, last, cost[last + 1] - cost[first]
 
 
 def slide(
@@ -209,6 +237,8 @@ def slide(
     # whole pages only: what alignment cuts off a hole does not count
     whole = (at + size) // page - -(-at // page)
     freed = np.append(0, np.cumsum(np.where(which < 0, np.maximum(whole, 0) * page, 0)))
+    if freed[-1] < need:
+        return None
     first = np.flatnonzero(which < 0)
     last = np.searchsorted(freed, freed[first] + need) - 1
     enough = last < len(at)

@@ -185,6 +185,8 @@ class Source:
     ) -> NDArray[np.int64]:
         """Fill buffers[i] with object ids[i]; each is exactly as long as the manifest says.
 
+        Where the manifest does not say, it is as long as its buffer (learnt by an earlier read).
+
         Neighbours in one file become one read. A file of its own that is longer or shorter than
         the manifest says has failed: it is not the file that was listed.
 
@@ -194,6 +196,8 @@ class Source:
         nbytes = np.full(len(ids), -1, np.int64)
         rows = self.manifest.rows(ids)
         offset, length = self.manifest.ranges(ids)
+        if (length < 0).any():
+            length = np.where(length < 0, [b.nbytes for b in buffers], length)
         for file in _files(self._file_of_row[rows], offset, length):
             runs = [Run(r.offset, r.length, [buffers[i] for i in r.members]) for r in file]
             place = self._place(int(rows[file[0].members[0]]))

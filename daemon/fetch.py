@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from creel.cache.board import ABSENT
 from creel.cache.source import Source
-from creel.daemon.core import Discard, Fetch, Fetched, Store
+from creel.daemon.core import Discard, Fetch, Fetched, Move, Store
 
 log = logging.getLogger("creel.fetch")
 
@@ -110,6 +110,14 @@ class Fetcher:
             np.copyto(target, np.frombuffer(data, np.uint8))
         if not held:
             del self._held[action.fetch]
+
+    def move(self, action: Move, offset: NDArray[np.int64]) -> None:
+        """Copy within the arena, now, then say in the data set's table where the objects are."""
+        arena = np.frombuffer(self._arena, np.uint8)
+        places = (action.src.tolist(), action.dst.tolist(), action.nbytes.tolist())
+        for src, dst, nbytes in zip(*places, strict=True):
+            arena[dst : dst + nbytes] = arena[src : src + nbytes]  # numpy minds overlaps
+        offset[action.ids] = action.dst
 
     def discard(self, action: Discard) -> None:
         """Forget what is still held for a fetch."""

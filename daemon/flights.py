@@ -124,6 +124,8 @@ class Flights:
             chosen = ids[:fit][placed], offset[placed], length[placed]
             out += self.start(h, *chosen, Need(0, 0), now, now + _WHENEVER_S)
             if fit < k or not every(placed):
+                if self._shares.expected:  # a guess holds room that the truth may not need
+                    return out
                 break  # no room
             if k < len(ids):
                 return out  # enough under way

@@ -23,6 +23,7 @@ from creel.policies.retain import (
     EpochKeeper,
     FarKeeper,
     Keeper,
+    RecentKeeper,
 )
 from creel.policies.uses import Uses
 
@@ -30,6 +31,7 @@ Index = NDArray[np.intp]
 Sizes = NDArray[np.int64]
 
 ONE = np.int32(1)
+_POLICIES: dict[type, str] = {EpochKeeper: "epoch", FarKeeper: "far", RecentKeeper: "recent"}
 #: Before any length is known: about an ImageNet file.
 _GUESS_NBYTES = 128 << 10
 #: Repeats up to this share of an epoch's reads are padding (DistributedSampler), no replacement.
@@ -179,7 +181,7 @@ class Holding:
             "resident_objects": self.resident,
             "resident_nbytes": self.resident_nbytes,
             "used_nbytes": self.pool.used,
-            "policy": {EpochKeeper: "epoch", FarKeeper: "far"}.get(type(self.keeper), "none"),
+            "policy": _POLICIES.get(type(self.keeper), "none"),
             "fetch_latency_s": self.latency.seconds,
             **self.counts,
             **evicted,
@@ -262,6 +264,11 @@ class Holding:
                 self.keeper = None
             return
         uses = [g.uses for g in groups]
+        if all(s.blind for g in groups for s in g.sessions.values()):
+            if not isinstance(self.keeper, RecentKeeper):
+                self.keeper = RecentKeeper(self.life, self.pins, uses)
+            self.keeper.all_uses = uses
+            return
         if len(groups) == 1 and _is_permutation(groups[0]):
             if isinstance(self.keeper, EpochKeeper) and self.keeper.uses is uses[0]:
                 return

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from creel.cache.board import DONE, FAILED, READY
+from creel.cache.board import COUNTER_NAMES, DONE, FAILED, READY
 from creel.cache.source import SECONDS
 from creel.errors import ConfigError
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from creel.daemon.node import Node
     from creel.daemon.registry import Dataset, Session
 
-_CAUSES = ("source", "decode", "collate", "daemon", "sampler")
+_CAUSES = tuple(n[len("stall_") : -len("_ns")] for n in COUNTER_NAMES if n.startswith("stall_"))
+_MAX_RANKS = 1024  # series of a page, at most
 _PAGE_S = 2.0  # how long a scrape waits for the loop
 
 
@@ -79,9 +80,13 @@ def source(one: Dataset) -> dict[str, Any]:
     }
 
 
-def session(one: Session, pid: int) -> dict[str, Any]:
-    """One stream of batches: what was asked, where it is, what its trainer counted."""
+def session(one: Session, pid: int, step_s: float) -> dict[str, Any]:
+    """One stream of batches: what was asked, where it is, what its trainer counted.
+
+    `step_s` is the mean time of a step of late, seconds.
+    """
     counters = one.board.counters()
+    ahead = max(one.board[READY] - one.board[DONE], 0)
     return {
         "session": one.id,
         "dataset": one.dataset.key,
@@ -97,6 +102,7 @@ def session(one: Session, pid: int) -> dict[str, Any]:
         "waiting": len(one.waiters),
         "stall_s": {cause: counters[f"stall_{cause}_ns"] / 1e9 for cause in _CAUSES},
         "lead_s": counters["lead_ns"] / 1e9 / max(counters["batches"], 1),
+        "lead_now_s": ahead * step_s,
         "worker_busy_s": counters["worker_busy_ns"] / 1e9,
         **{k: n for k, n in counters.items() if not k.endswith("_ns")},
     }
@@ -106,12 +112,16 @@ def stats(node: Node) -> dict[str, Any]:
     """The answer to `stats`."""
     core = node.core.snapshot()
     pids = node.pids()
+    sessions = [
+        session(s, pids.get(s.token, 0), float(core["sessions"][str(s.id)]["step_s"]))
+        for s in node.registry.sessions.values()
+    ]
     return {
         "memory": memory(node),
         "tiers": tiers(core),
         "core": core,
         "sources": [source(d) for d in node.registry.datasets.values()],
-        "sessions": [session(s, pids.get(s.token, 0)) for s in node.registry.sessions.values()],
+        "sessions": sessions,
         "fetch": {"pending": node.fetcher.pending, "bugs": node.bugs},
     }
 
@@ -151,6 +161,7 @@ class Page:
 class _Collector:
     def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
         self._take = take
+        self._totals = Totals()
 
     def describe(self) -> list[Metric]:
         return []
@@ -160,7 +171,7 @@ class _Collector:
         yield _build_info(told)
         yield from _of_tiers(told)
         yield from _of_sources(told)
-        yield from _of_sessions(told)
+        yield from _of_sessions(told, self._totals)
 
 
 def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], Any]) -> Any:
@@ -242,25 +253,39 @@ def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     return buckets, seconds["sum"]
 
 
-def _of_sessions(told: dict[str, Any]) -> Iterator[Metric]:
+def _of_sessions(told: dict[str, Any], totals: Totals) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     who = ["job", "rank"]
     stall = CounterMetricFamily(
         "creel_stall_seconds", "Time a training process waited.", labels=[*who, "cause"]
     )
-    samples = CounterMetricFamily("creel_samples", "Samples delivered.", labels=who)
-    direct = CounterMetricFamily(
-        "creel_direct_reads", "Objects that a training process read itself.", labels=who
-    )
-    ahead = GaugeMetricFamily("creel_ready_steps", "Steps ready and not yet read.", labels=who)
-    for (job, rank), ones in _by_rank(told["sessions"]).items():
+    counters = {
+        "samples": CounterMetricFamily("creel_samples", "Samples delivered.", labels=who),
+        "nbytes": CounterMetricFamily(
+            "creel_sample_bytes", "Bytes of samples delivered.", labels=who
+        ),
+        "direct_reads": CounterMetricFamily(
+            "creel_direct_reads", "Objects that a training process read itself.", labels=who
+        ),
+        "worker_busy_s": CounterMetricFamily(
+            "creel_worker_busy_seconds", "Time workers spent on batches.", labels=who
+        ),
+    }
+    for (job, rank), sums in totals.add(told["sessions"]).items():
+        for name, family in counters.items():
+            family.add_metric([job, rank], sums[name])
         for cause in _CAUSES:
-            stall.add_metric([job, rank, cause], sum(s["stall_s"][cause] for s in ones))
-        samples.add_metric([job, rank], sum(s["samples"] for s in ones))
-        direct.add_metric([job, rank], sum(s["direct_reads"] for s in ones))
+            stall.add_metric([job, rank, cause], sums[cause])
+    yield from (stall, *counters.values())
+    ahead = GaugeMetricFamily("creel_ready_steps", "Steps ready and not yet read.", labels=who)
+    lead = GaugeMetricFamily(
+        "creel_prefetch_lead_seconds", "How far ahead of use samples are ready.", labels=who
+    )
+    for (job, rank), ones in _by_rank(told["sessions"]).items():
         ahead.add_metric([job, rank], sum(max(s["ready"] - s["done"], 0) for s in ones))
-    yield from (stall, samples, direct, ahead)
+        lead.add_metric([job, rank], min(s["lead_now_s"] for s in ones))
+    yield from (ahead, lead)
 
 
 def _by_rank(sessions: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -269,3 +294,37 @@ def _by_rank(sessions: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[
     for one in sessions:
         found.setdefault((one["job"], str(one["rank"])), []).append(one)
     return found
+
+
+class Totals:
+    """Counters by job and rank that never go down, though a session's own go with it.
+
+    What a session counted after the last scrape of its life is lost.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # each scrape has a thread of its own
+        self._seen: dict[int, dict[str, float]] = {}
+        self._sums: dict[tuple[str, str], dict[str, float]] = {}
+
+    def add(self, sessions: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
+        """Sums over all sessions so far, given those that are open; of the latest ranks only."""
+        with self._lock:
+            seen = {s["session"]: _counted(s) for s in sessions}
+            for one in sessions:
+                before = self._seen.get(one["session"], {})
+                who = one["job"], str(one["rank"])
+                sums = self._sums.pop(who, {})
+                self._sums[who] = sums  # the latest ones last
+                for name, value in seen[one["session"]].items():
+                    new = max(value - before.get(name, 0.0), 0.0)
+                    sums[name] = sums.get(name, 0.0) + new
+            self._seen = seen
+            while len(self._sums) > _MAX_RANKS:
+                del self._sums[next(iter(self._sums))]
+            return {who: dict(sums) for who, sums in self._sums.items()}
+
+
+def _counted(one: dict[str, Any]) -> dict[str, float]:
+    own = ("samples", "nbytes", "direct_reads", "worker_busy_s")
+    return {**{k: float(one[k]) for k in own}, **one["stall_s"]}

@@ -7,15 +7,16 @@ import numpy as np
 from creel.cache.space import PagedPool, Space
 from creel.daemon.events import Move
 from creel.daemon.holding import Holding, Index
+from creel.policies.retain import Need
 
 #: Bytes of addresses looked at for one object: some hundred images, planned in about 0.2 ms.
-_STRETCH_NBYTES = 32 << 20
-_STRETCHES = 3  # looked at for one object, at most
-#: At most so much is moved at once (2 ms at 4 GB/s), and this much per second (a quarter of a core).
+_STRETCH_NBYTES = 16 << 20
+_STRETCHES = 2  # looked at for one object, at most
+#: At most so much is moved at once (2 ms at 4 GB/s), and so much per second (a quarter of a core).
 _BURST_NBYTES = 8 << 20
 _RATE_BPS = 1 << 30
 #: What planning costs, as bytes that could be moved in that time.
-_PLAN_NBYTES = 1 << 20
+_PLAN_NBYTES = 1 << 19
 
 
 class Mover:
@@ -36,17 +37,25 @@ class Mover:
         self._credit = min(self._credit + earned, _BURST_NBYTES)
         self._last = now
 
-    def gather(self, h: Holding, need: int) -> bool:
-        """Move objects of a dataset until an object of `need` bytes has room; False: not now."""
-        if h.owners is None or need > self._space.extents.nbytes:
+    def gather(self, h: Holding, nbytes: int, need: Need) -> bool:
+        """Make room in one piece for an object of so many bytes; False: not now.
+
+        Others are moved into holes that suit them. Where that is too much, or no hole suits, some
+        that may leave anyway leave side by side. (Always to do so would cost no copying, but favour
+        large objects: after four epochs 15 % more opens.)
+        """
+        if h.owners is None:
             return False
+        ids = np.empty(0, np.intp)
         for _ in range(_STRETCHES):
+            if self._credit > 0 or not len(ids):
+                ids = self._next(h)
             if self._credit <= 0:
-                return False
+                break
             self._credit -= _PLAN_NBYTES
-            if self._plan(h, self._next(h), need):
+            if self._plan(h, ids, nbytes):
                 return True
-        return False
+        return self._leave(h, ids, nbytes, need)
 
     def take(self) -> list[Move]:
         """The moves planned since the last call, to be done before anything planned after them."""
@@ -65,8 +74,11 @@ class Mover:
         start = self._cursor
         stop = min(start + _STRETCH_NBYTES, self._space.nbytes)
         self._cursor = stop if stop < self._space.nbytes else 0
-        ids = h.owners.between(start, stop, h.offset) if h.owners is not None else np.empty(0, np.intp)
-        return ids[h.pins[ids] == 0]
+        if h.owners is None:
+            return np.empty(0, np.intp)
+        ids = h.owners.between(start, stop, h.offset)
+        loose: Index = ids[h.pins[ids] == 0]
+        return loose
 
     def _plan(self, h: Holding, ids: Index, need: int) -> bool:
         if not len(ids) or not isinstance(h.pool, PagedPool):
@@ -84,3 +96,11 @@ class Mover:
         self.nbytes += moved
         self._credit -= moved
         return True
+
+    def _leave(self, h: Holding, ids: Index, nbytes: int, need: Need) -> bool:
+        """Evict neighbours among `ids`."""
+        if h.keeper is None or not isinstance(h.pool, PagedPool):
+            return False
+        ids = ids[h.keeper.dispensable(ids, need)]
+        gone = h.pool.neighbours(h.offset[ids], h.length[ids], nbytes)
+        return h.evict(ids[gone], "due_later") > 0

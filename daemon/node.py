@@ -117,6 +117,8 @@ class Node:
                 self.fetcher.submit(action)
         elif isinstance(action, mind.Store):
             self.fetcher.store(action)
+        elif isinstance(action, mind.Move):
+            self.fetcher.move(action, self.registry.datasets[action.dataset].table.offset)
         else:
             self.fetcher.discard(action)
 

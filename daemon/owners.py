@@ -22,6 +22,7 @@ class Owners:
     """
 
     def __init__(self, nbytes: int, pool: PagedPool) -> None:
+        self._pool = pool
         self._grain = max(_GRAIN, pool.page)
         self._ids = np.zeros(nbytes // self._grain + 1, np.int32)  # lazily touched by the system
 
@@ -30,13 +31,12 @@ class Owners:
         self._ids[offset // self._grain] = ids
 
     def between(self, start: int, stop: int, offset: Sizes) -> Index:
-        """(k,) distinct objects that begin in [start, stop), ascending by address.
+        """(k,) objects that begin in [start, stop), ascending by address.
 
         Args:
             offset: (n,) where each object begins, or a negative number.
         """
-        first = start // self._grain
-        ids = self._ids[first : stop // self._grain]
-        there = offset[ids] // self._grain == np.arange(first, first + len(ids))
-        found: Index = ids[there].astype(np.intp)
+        starts = self._pool.starts(start, stop)
+        ids = self._ids[starts // self._grain]
+        found: Index = ids[offset[ids] == starts].astype(np.intp)
         return found

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from creel import limits
 from creel.cache.board import (
     ABSENT,
     BOARD_NBYTES,
@@ -31,11 +32,14 @@ from creel.cache.manifest import Manifest
 from creel.cache.source import Source
 from creel.errors import UnavailableError
 from creel.messages import Open
+from creel.units import format_size
 
 DRAINING, CLOSED = 1, 2
 #: Linux 5.1: whoever maps the descriptor from now on maps it read-only. `fcntl` has no name for it.
 _F_SEAL_FUTURE_WRITE = 0x0010
 _MAX_WAITERS = 4096  # of one session; workers x threads stays far below
+#: What an object costs in the table and in the core's columns, about.
+_OBJECT_NBYTES = 32
 
 
 @dataclass(eq=False)
@@ -50,7 +54,12 @@ class Dataset:
 
     @classmethod
     def create(cls, manifest: Manifest, source: Source) -> Dataset:
-        """Make the shared table: nothing is resident, lengths are as the manifest says."""
+        """Make the shared table: nothing is resident, lengths are as the manifest says.
+
+        Raises:
+            UnavailableError: so many objects that their table alone would fill the memory.
+        """
+        _check_size(len(manifest))
         fd = sealed_memfd("creel-table", Table.nbytes(len(manifest)))
         try:
             table = Table(fd, len(manifest), write=True)
@@ -67,6 +76,16 @@ class Dataset:
         self.source.close()
         self.table.close()
         os.close(self.table_fd)
+
+
+def _check_size(objects: int) -> None:
+    """A manifest of a hundred bytes may claim two billion objects."""
+    needed, free = objects * _OBJECT_NBYTES, limits.memory().available
+    if needed > free // 2:
+        raise UnavailableError(
+            f"the table of {objects} objects needs {format_size(needed)} of memory,"
+            f" {format_size(free)} are free: make records longer, or split the data set"
+        )
 
 
 @dataclass(eq=False)

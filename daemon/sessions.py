@@ -77,6 +77,7 @@ class Session:
         self.epoch = 0  # of the last step done, on the group's count
         self.blocked = -1  # the object that `checked` waits for
         self.failed = 0
+        self.blind = True  # told one step at a time, so far: nobody knows what comes next
         self.hits = self.joined = self.misses = self.stalls = 0
 
     @property

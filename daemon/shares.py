@@ -17,7 +17,7 @@ from creel.policies.retain import EpochKeeper, Need
 #: Rounds of evicting for objects that find no room in one piece (paged pools only).
 _ROUNDS = 4
 #: Share of the space kept free, so that moving few objects makes room in one piece.
-_SLACK = 0.005
+_SLACK = 0.0075
 #: The same where there is no time to move any (tests/unit/test_space.py).
 _WIDE_SLACK = 0.03
 
@@ -69,7 +69,7 @@ class Shares:
             lack = (out < 0) & (sizes <= self.space.nbytes)
             if not some(lack):
                 break
-            self._join(h, sizes, out)
+            self._join(h, sizes, out, need)
             lack &= out < 0
             if not some(lack):
                 break
@@ -83,11 +83,11 @@ class Shares:
             out[lack] = h.pool.alloc(sizes[lack])
         return out
 
-    def _join(self, h: Holding, sizes: Sizes, out: Sizes) -> None:
+    def _join(self, h: Holding, sizes: Sizes, out: Sizes, need: Need) -> None:
         """Move others for those who find no room in one piece, the largest first."""
         lack = np.flatnonzero(out < 0)
         for i in lack[np.argsort(-sizes[lack], kind="stable")].tolist():
-            if self.mover.gather(h, int(sizes[i])):
+            if self.mover.gather(h, int(sizes[i]), need):
                 out[i : i + 1] = h.pool.alloc(sizes[i : i + 1])
 
     def _swap(self, h: Holding, sizes: Sizes, need: Need, *, stalled: bool) -> Sizes:

@@ -10,6 +10,7 @@ False) and its descriptors are closed, so that the daemon sees the parent's deat
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import select
@@ -128,7 +129,7 @@ class Client:
         desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             desk.settimeout(timeout_s)
-            desk.connect(where)
+            _knock(desk, where, timeout_s)
             check_owner(desk, where)
             hello = Hello(PROTOCOL, role, os.getpid(), token)
             welcome, fds = exchange(desk, hello, Welcome)
@@ -337,6 +338,15 @@ class Client:
                 self._answers[message.call] = message
                 while len(self._answers) > 1024:  # nobody waits for these any more
                     self._answers.pop(next(iter(self._answers)))
+
+
+def _knock(desk: socket.socket, where: str, timeout_s: float) -> None:
+    """Connect; a daemon with a full backlog is there, so that is waited for and no failure."""
+    deadline = time.monotonic() + timeout_s
+    while error := desk.connect_ex(where):
+        if error != errno.EAGAIN or time.monotonic() > deadline:
+            raise OSError(error, os.strerror(error))
+        time.sleep(0.005)
 
 
 class Session:

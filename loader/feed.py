@@ -99,14 +99,15 @@ class Feed:
     def begin(self, order: Order, skip: int = 0) -> None:
         """An epoch begins, `skip` batches after its start."""
         self._epoch += 1
-        self._now = None
+        before, self._now = self._now, None
         first = self._ahead.pop(0) if self._ahead else None
         plan = foreseen(order, 0)
         fits = first is not None and first.origin == self._next and not skip
         if fits and first is not None and plan is not None and plan.same(first.plan):
             self._now = first
             return
-        if first is not None:
+        # An iterator that begins anew has not left what it never read.
+        if first is not None or (before is not None and self._next < before.stop):
             self._ahead.clear()
             self.session.truncate(self._next)
         self.session.done(self._next)
@@ -146,7 +147,9 @@ class Feed:
         if now is None:
             return -1
         if not now.reads(i, index):
-            self.left()
+            # Steps given out before may still be read by workers: only what comes after is void.
+            self._ahead.clear()
+            self.session.truncate(self._next)
             self._now = None
             return -1
         self._next = now.origin + i + 1
@@ -197,10 +200,10 @@ class Feed:
 
 def open_feed(binding: Binding, config: Config) -> Feed | None:
     """A session of this node's daemon for a dataset; None where there is no daemon."""
-    client = _client(config)
+    client = client_of(config)
     if client is None:
         return None
-    rank, world = _rank()
+    rank, world = rank_and_world()
     try:
         dataset = client.register(binding.manifest)
         session = client.open(dataset, job_name(), rank, world)
@@ -219,7 +222,7 @@ def job_name() -> str:
     return f"{job}.{env['SLURM_STEP_ID']}" if job and "SLURM_STEP_ID" in env else job
 
 
-def _rank() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """(rank, world) as torch.distributed or torchrun's environment has them."""
     import torch.distributed as dist
 
@@ -238,7 +241,7 @@ _clients: dict[tuple[int, str], Client | None] = {}
 _lock = threading.Lock()
 
 
-def _client(config: Config) -> Client | None:
+def client_of(config: Config) -> Client | None:
     """This process's connection to the daemon of that name; tried again when it was lost."""
     key = (os.getpid(), config.daemon.name)
     with _lock:

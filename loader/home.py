@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Batches between two looks of the daemon's statistics: counting costs as much as ten words do.
 _COUNT_EVERY = 16
+#: But no longer than this, seconds: `creel top` looks once a second.
+_COUNT_S = 0.25
 #: Of `Progress`; a state of another version is refused.
 VERSION = 1
 
@@ -113,6 +116,7 @@ class Course:
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # of these, batches that the daemon's statistics know of
+        self._counted_at = 0.0
         self.finished = False
         self.slices = False  # an array of the order stands for a list of ints
         self.order: Order | None = None
@@ -166,12 +170,21 @@ class Course:
         """A batch goes to the caller."""
         self._home.meter.batches += 1
         self.delivered += 1
-        if self.feed is not None and self.delivered - self._counted >= _COUNT_EVERY:
+        if self.due():
             self._count()
+
+    def due(self) -> bool:
+        """Whether the daemon's statistics should hear of us: often, but not for each batch."""
+        if self.feed is None or self.delivered == self._counted:
+            return False
+        if self.delivered - self._counted >= _COUNT_EVERY:
+            return True
+        return time.monotonic() - self._counted_at >= _COUNT_S
 
     def _count(self) -> None:
         """Tell the daemon's statistics of the batches since the last time."""
         first, self._counted = self._counted, self.delivered
+        self._counted_at = time.monotonic()
         if self.feed is not None:
             self.feed.count(first, self.delivered, self._home.meter.unsaid())
 

@@ -284,6 +284,8 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         data = self._pool.open(event)
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
+        if self._course.due():
+            self._meter.workers(*self._pool.news())
         self._course.deliver()
         return data
 
@@ -353,8 +355,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         self._shutdown = True
         if os.getpid() != self._pool.pid:
             return
-        self._meter.busy_s += self._pool.busy_s()
-        self._meter.direct(*self._pool.direct())
+        self._meter.workers(*self._pool.news())
         self._course.leave()
         if self._persistent_workers:
             self._pool.close()

@@ -23,7 +23,7 @@ class Meter:
 
     batches: int = 0
     sampler_ns: int = 0
-    busy_s: float = 0.0
+    busy_ns: int = 0
     direct_reads: int = 0
     direct_nbytes: int = 0
     foreseen: int = 0  # epochs whose first batches were there before they were asked for
@@ -44,13 +44,18 @@ class Meter:
         self.direct_reads += reads
         self.direct_nbytes += nbytes
 
+    def workers(self, busy_ns: int, reads: int, nbytes: int) -> None:
+        """What `Pool.news` tells."""
+        self.busy_ns += busy_ns
+        self.direct(reads, nbytes)
+
     def unsaid(self) -> dict[str, int]:
         """What was counted since the last call, by the names of `cache.board.COUNTER_NAMES`."""
         now = {
             "direct_reads": self.direct_reads,
             "direct_nbytes": self.direct_nbytes,
             "stall_sampler_ns": self.sampler_ns,
-            "worker_busy_ns": int(1e9 * self.busy_s),
+            "worker_busy_ns": self.busy_ns,
         }
         for cause, seconds in self.stall_s.items():
             name = f"stall_{_TOLD_AS.get(cause, 'daemon')}_ns"
@@ -66,7 +71,7 @@ class Meter:
             "stall_seconds": dict(self.stall_s),
             "stall_seconds_total": sum(self.stall_s.values()),
             "sampler_seconds": self.sampler_ns / 1e9,
-            "worker_busy_seconds": self.busy_s,
+            "worker_busy_seconds": self.busy_ns / 1e9,
             "direct_reads": self.direct_reads,
             "direct_bytes": self.direct_nbytes,
             "epochs_foreseen": self.foreseen,

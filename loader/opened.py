@@ -12,7 +12,7 @@ import os
 from typing import IO
 
 from creel.errors import ConfigError
-from creel.loader.reading import declared, take_address
+from creel.loader.reading import declared, hear, take_address
 from creel.loader.storage import absolute, read_all, scheme_of
 
 
@@ -51,5 +51,6 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
         raise ConfigError(f"creel.open reads bytes: its mode is 'rb', not {mode!r}")
     address = absolute(uri)
     if not scheme_of(address) and not declared(address):
+        hear(address)
         return builtins.open(address, "rb")  # noqa: PTH123 - the caller closes it
     return Opened(take_address(address, read_all), address)

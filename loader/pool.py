@@ -17,6 +17,8 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Protocol
 
+import numpy as np
+
 from creel.loader.alike import Snapshot
 from creel.loader.events import Ahead, Batch, Death, Event, Fit
 from creel.loader.parcel import Inbox, Parcel
@@ -91,6 +93,7 @@ class Pool:
         self._watched: dict[int, tuple[Member, int, bool]] = {}
         self._leaving: list[Member] = []
         self._open_board()
+        self._heard = np.zeros(WORDS, np.int64)
         _pools.add(self)
         for i in range(workers):
             self.members.append(self._hire(i, outfit))
@@ -333,14 +336,11 @@ class Pool:
         since = (time.monotonic_ns() - self.board[words + SINCE_NS]) / 1e9
         return self.board[words + STAGE], self.board[words + BATCH], since
 
-    def busy_s(self) -> float:
-        """Time all workers spent on batches so far."""
-        return sum(self.board[FIRST + WORDS * i + BUSY_NS] for i in range(self._workers)) / 1e9
-
-    def direct(self) -> tuple[int, int]:
-        """(reads, bytes) that all workers took from the source itself so far."""
-        words = [FIRST + WORDS * i for i in range(self._workers)]
-        return tuple(sum(self.board[w + k] for w in words) for k in (DIRECT_READS, DIRECT_NBYTES))  # type: ignore[return-value]
+    def news(self) -> tuple[int, int, int]:
+        """(ns busy, direct reads, their bytes) of all workers since this was asked last."""
+        words = np.array(self.board[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
+        new, self._heard = words - self._heard, words
+        return int(new[BUSY_NS]), int(new[DIRECT_READS]), int(new[DIRECT_NBYTES])
 
     def describe(self, worker: int) -> str:
         """One sentence on what a worker is doing, for warnings."""

@@ -53,6 +53,7 @@ class Named(Protocol):
 
 class _Active(threading.local):
     lease: Lease | None = None
+    hearing: Hearing | None = None
 
 
 _active = _Active()
@@ -129,6 +130,28 @@ def _lease_of(leaf: object) -> tuple[Lease | None, int]:
     return None, 0
 
 
+class Hearing:
+    """Inside of the `with`, the addresses that this thread asks for, each once, in order."""
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self._outer: Hearing | None = None
+
+    def __enter__(self) -> Hearing:
+        self._outer, _active.hearing = _active.hearing, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _active.hearing = self._outer
+
+
+def hear(address: str) -> None:
+    """Somebody asks for the bytes at an address."""
+    hearing = _active.hearing
+    if hearing is not None and address not in hearing.addresses:
+        hearing.addresses.append(address)
+
+
 def leasing() -> bool:
     """Whether this thread is inside of a lease."""
     return _active.lease is not None
@@ -162,6 +185,7 @@ def take(
 
 def take_address(address: str, direct: Callable[[str], bytes]) -> bytes:
     """The bytes at an address: from the arena when an active lease's dataset declares it."""
+    hear(address)
     lease = _active.lease
     while lease is not None:
         for leaf in lease.named:

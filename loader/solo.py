@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -109,8 +111,9 @@ class SoloIter(Step, _SingleProcessDataLoaderIter):
         course.deliver()
         return data
 
-    def __del__(self) -> None:
-        if "_course" in self.__dict__:
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's end the modules that leaving needs may be gone; the process is, too.
+        if "_course" in self.__dict__ and not ends():
             self._course.leave()
 
 

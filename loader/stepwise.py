@@ -1,9 +1,10 @@
 """Stepwise: a dataset read through the node's daemon by a loader that is not creel's.
 
-Nobody tells us the order, so there is no look-ahead: each batch is asked for when it is read. What
-is already in the arena costs no message at all; for a batch with anything absent the daemon is told
-one step, reads what is missing (many at a time, once per node), and keeps it for later epochs.
-Everything here may fail at any time: the samples are the same, only read directly.
+Nobody tells us the order, so there is no look-ahead: each batch is asked for when it is read. The
+daemon is told of one step, reads what is missing (many at a time, once per node), pins the step's
+objects while they are read, and keeps them for later epochs. Nothing is read that is not pinned:
+an object that moves during a copy could come out torn. Everything here may fail at any time: the
+samples are the same, only read directly.
 """
 
 from __future__ import annotations
@@ -16,17 +17,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.board import ABSENT
 from creel.config import Config
 from creel.errors import UnavailableError
-from creel.loader.feed import _client as client_of
-from creel.loader.feed import _rank as rank_and_world
-from creel.loader.feed import job_name
+from creel.loader.feed import client_of, job_name, rank_and_world
 from creel.loader.reading import leasing
 
 if TYPE_CHECKING:
@@ -34,6 +32,7 @@ if TYPE_CHECKING:
 
     from creel.loader.base import Sample
     from creel.loader.client import Client, Session
+    from creel.loader.learn import Learner
     from creel.loader.sources import Binding
 
 T = TypeVar("T")
@@ -60,23 +59,29 @@ class Link:
         self._epoch = 0
         self._told = np.zeros(len(session.table.offset), np.bool_)  # in this epoch
 
-    def begin(self, indices: Sequence[int]) -> int:
-        """Have the objects of these samples brought into the arena; the step, -1 for none."""
+    def begin(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32] | None]:
+        """Have the objects of these samples brought into the arena and pinned.
+
+        Returns:
+            The step, for `end`, or -1; the (k,) objects that may be read from the arena until
+            then, or None when all are to be read directly.
+        """
         try:
             ids = self.binding.objects(np.asarray(indices, np.int64))[0]
         except Exception:  # noqa: BLE001  the person learns from the read what is wrong with them
-            return -1
-        if not (self.session.table.offset[ids] == ABSENT).any():
-            return -1
+            return -1, None
         with self._lock:
             self._turn(ids)
             step = self._next
             if not self.session.extend(self._epoch, step, ids, np.array([len(ids)])):
-                return -1
+                return -1, None
             self._next += 1
             self._open.add(step)
-        self.session.wait(step, self._wait_s)
-        return step
+        if self.session.wait(step, self._wait_s):
+            return step, ids
+        if self.session.alive:
+            _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
+        return step, None
 
     def _turn(self, ids: NDArray[np.int32]) -> None:
         """A sample that comes again begins an epoch, as far as we can see."""
@@ -102,6 +107,7 @@ class Stepwise:
         self._config: Config | None = None
         self._binding: Binding | None = None
         self._bound = False
+        self._learner: Learner | None = None  # where nothing else is known
         self._key = ""  # of the binding's manifest, once it was registered
         self._renew()
         _alive.add(self)
@@ -119,12 +125,17 @@ class Stepwise:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """`fetch(dataset)`, which reads these samples, through the arena where that is possible."""
-        link = None if leasing() else self._linked()  # inside of creel's own loader: as it says
-        if link is None:
+        if leasing():  # inside of creel's own loader: as it says
             return fetch(self._dataset)
-        step = link.begin(indices)
+        link = self._linked()
+        listening = cast("Dataset[Sample] | None", self._learner)
+        if link is None:
+            return fetch(listening or self._dataset)
+        step, pinned = link.begin(indices)
         try:
-            with link.binding.reading(link.session):
+            if pinned is None:
+                return fetch(self._dataset)
+            with link.binding.reading(link.session, pinned):
                 return fetch(link.binding.dataset)
         finally:
             link.end(step)
@@ -151,7 +162,7 @@ class Stepwise:
                 # Stopped for a while, perhaps; or another thread was quicker.
                 return link if link.session.alive else None
             self._link = None
-            if time.monotonic() < self._not_before:
+            if time.monotonic() < self._not_before or self._bind() is None:
                 return None
             self._link = self._connected()
             if self._link is None:
@@ -181,10 +192,15 @@ class Stepwise:
 
     def _bind(self) -> Binding | None:
         if not self._bound and not self._settings().loader.disable:
-            from creel.loader.sources import bind  # it knows of wrap, too
+            from creel.loader.learn import learner_of  # these know of wrap, too
+            from creel.loader.sources import bind
 
             self._binding = bind(self._dataset)
             self._bound = True
+            if self._binding is None:
+                self._learner = learner_of(self._dataset)
+        if self._binding is None and self._learner is not None:
+            self._binding = self._learner.binding()
         return self._binding
 
     def _client(self) -> Client | None:

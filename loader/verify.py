@@ -11,28 +11,25 @@ import copy
 import importlib
 import json
 import os
-import pickle
 import random
 import runpy
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, zip_longest
+from collections.abc import Iterator, Sequence
+from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 import torch.utils.data
-import xxhash
 
 from creel.errors import ConfigError, CreelError
 from creel.loader.dataloader import DataLoader as CreelLoader
+from creel.loader.digest import Leaf, digest
 
-#: One leaf of a batch: where it is, what it is, and the hash of its bytes.
-Leaf: TypeAlias = tuple[str, str, str]
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
 Told: TypeAlias = dict[str, Any]
 
@@ -43,6 +40,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 _SEED = 0
+_RAISES = "raises "  # the type of a leaf that stands for an error
 _ARGUMENTS = (
     "num_workers",
     "collate_fn",
@@ -60,18 +58,23 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
     """Compare both loaders on `target`, a script or MODULE:LOADER.
 
     Returns:
-        equal, batches, loaders, torch_s, creel_s, difference (see docs/cli.md).
+        equal, batches, loaders, torch_s, creel_s, difference, torch_repeats, raised: see
+        docs/cli.md.
 
     Raises:
         ConfigError: there is no such script, module or loader, or it made no batch.
     """
     if target.endswith(".py") or Path(target).is_file():
         told = _verify_script(target, arguments, steps)
-    elif ":" in target:
-        told = _verify_loader(target, steps)
-    else:
+    elif ":" not in target:
         raise ConfigError(f"{target!r} is neither a script (x.py) nor a loader (module:loader)")
-    if told["equal"] and not told["batches"]:
+    elif arguments:
+        raise ConfigError(
+            f"{' '.join(arguments)!r} after a loader means nothing: options come before {target}"
+        )
+    else:
+        told = _verify_loader(target, steps)
+    if told["equal"] and not told["batches"] and not told["raised"]:
         raise ConfigError(f"{target} made no batch: nothing was compared")
     return told
 
@@ -80,71 +83,26 @@ def sentence(told: Told) -> str:
     """The verdict in one or a few lines."""
     times = f"torch {told['torch_s']:.1f} s, creel {told['creel_s']:.1f} s"
     if told["equal"]:
-        return (
-            f"equal: {told['batches']} batches of {told['loaders']} loaders, bit for bit ({times})"
-        )
+        what = f"{_count(told['batches'], 'batch', 'es')} of {_count(told['loaders'], 'loader')}"
+        then = f"; then both raise {told['raised']}" if told["raised"] else ""
+        return f"equal: {what}, bit for bit{then} ({times})"
     d = told["difference"]
     where = f"loader {d['loader']}, epoch {d['epoch']}, batch {d['step']}"
     if d["where"]:
         where += f", at {d['where']}"
-    head = f"different after {told['batches']} equal batches: {where}"
-    return f"{head}\n  torch  {d['torch']}\n  creel  {d['creel']}"
+    head = f"different after {_count(told['batches'], 'equal batch', 'es')}: {where}"
+    tail = "" if told["torch_repeats"] else f"\n{_UNSTEADY}"
+    return f"{head}\n  torch  {d['torch']}\n  creel  {d['creel']}{tail}"
 
 
-# --- digests ----------------------------------------------------------------------------------
+_UNSTEADY = (
+    "A second run with torch's DataLoader differs from the first as well: this dataset gives other"
+    " data on each call (the clock? a counter? an unseeded generator?), whoever loads it."
+)
 
 
-def digest(batch: object) -> list[Leaf]:
-    """The leaves of a batch, in order.
-
-    >>> digest([torch.zeros(2), "a"])[2]
-    ('[1]', 'str', "'a'")
-    """
-    return list(_leaves(batch, ""))
-
-
-def _leaves(value: Any, where: str) -> Iterator[Leaf]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        yield where, type(value).__name__, str(len(value))
-        for i, item in enumerate(value):
-            yield from _leaves(item, f"{where}[{i}]")
-    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
-        for name, item in vars(value).items():
-            yield from _leaves(item, f"{where}.{name}")
-    else:
-        yield where, *_value(value)
-
-
-def _value(value: Any) -> tuple[str, str]:
-    """(type and shape, hash or the value itself) of what has no parts."""
-    if isinstance(value, torch.Tensor):
-        return _tensor_kind(value), _hash(_tensor_bytes(value))
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return f"{value.dtype} {list(value.shape)}", _hash(np.ascontiguousarray(value).tobytes())
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return f"bytes [{len(value)}]", _hash(bytes(value))
-    if isinstance(value, (str, int, float, complex, bool, type(None))):
-        return type(value).__name__, repr(value)
-    return type(value).__name__, _hash(pickle.dumps(value))
-
-
-def _tensor_kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach()
-    if plain.layout != torch.strided:
-        plain = plain.to_dense()
-    flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def _hash(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
+def _count(n: int, word: str, plural: str = "s") -> str:
+    return f"{n} {word}{'' if n == 1 else plural}"
 
 
 # --- one loader -------------------------------------------------------------------------------
@@ -157,7 +115,14 @@ def _verify_loader(target: str, steps: int | None) -> Told:
     middle = time.monotonic()
     with_creel = list(_batches(given, CreelLoader, steps))
     times = {"torch_s": middle - start, "creel_s": time.monotonic() - middle}
-    return compare([with_torch], [with_creel]) | times
+    told = compare([with_torch], [with_creel]) | times
+    last = with_torch[-1].leaves[0] if with_torch else ("", "", "")
+    if told["equal"] and last[1].startswith(_RAISES):
+        told |= {"batches": told["batches"] - 1, "raised": f"{last[1][len(_RAISES) :]}: {last[2]}"}
+    if not told["equal"]:
+        again = list(_batches(given, _TorchDataLoader, steps))
+        told["torch_repeats"] = again == with_torch
+    return told
 
 
 def _find(target: str) -> Any:
@@ -182,8 +147,21 @@ def _batches(given: Any, kind: type[TorchLoader], steps: int | None) -> Iterator
     loader = given if isinstance(given, _TorchDataLoader) else given()
     if not isinstance(loader, _TorchDataLoader):
         raise ConfigError(f"the function returned a {type(loader).__name__}, not a DataLoader")
-    for step, batch in enumerate(islice(rebuilt(loader, kind), steps)):
+    batches = islice(rebuilt(loader, kind), steps)
+    for step in count():
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except Exception as e:  # noqa: BLE001  the person's code; both sides must raise the same
+            yield Record(0, 0, step, [("", _RAISES + type(e).__name__, _last_line(e))])
+            return
         yield Record(0, 0, step, digest(batch))
+
+
+def _last_line(error: Exception) -> str:
+    """What an error says, without the traceback that comes with it from a worker."""
+    return str(error).strip().rpartition("\n")[2].removeprefix(f"{type(error).__name__}: ")
 
 
 def rebuilt(loader: TorchLoader, kind: type[TorchLoader]) -> TorchLoader:
@@ -235,14 +213,20 @@ def compare(ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
         for a, b in zip_longest(a_side, b_side):
             if a != b:
                 difference = _difference(a, b)
-                return {
-                    "equal": False,
-                    "batches": equal,
-                    "loaders": len(ours),
-                    "difference": difference,
-                }
+                return _verdict(equal, len(ours), difference)
             equal += 1
-    return {"equal": True, "batches": equal, "loaders": len(ours), "difference": None}
+    return _verdict(equal, len(ours), None)
+
+
+def _verdict(equal: int, loaders: int, difference: Told | None) -> Told:
+    return {
+        "equal": difference is None,
+        "batches": equal,
+        "loaders": loaders,
+        "difference": difference,
+        "torch_repeats": True,
+        "raised": None,
+    }
 
 
 def _difference(a: Record | None, b: Record | None) -> Told:
@@ -278,7 +262,10 @@ def _verify_script(script: str, arguments: Sequence[str], steps: int | None) -> 
         start = time.monotonic()
         sides[kind] = _run_script(kind, script, arguments, steps)
         times[f"{kind}_s"] = time.monotonic() - start
-    return compare(sides["torch"], sides["creel"]) | times
+    told = compare(sides["torch"], sides["creel"]) | times
+    if not told["equal"]:
+        told["torch_repeats"] = _run_script("torch", script, arguments, steps) == sides["torch"]
+    return told
 
 
 def _run_script(

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 
 #: Longest packet; what is longer goes through a memfd. A socket's buffer is 208 KiB by default.
 _INLINE = 16 << 10
-_MAX_FDS = 8
-_PLAIN, _SPILLED = b"p", b"s"
+#: Most descriptors of one packet (the kernel's SCM_MAX_FD); more of them go ahead in packets of
+#: their own.
+_MAX_FDS = 253
+_PLAIN, _SPILLED, _AHEAD = b"p", b"s", b"a"
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -33,6 +35,7 @@ class Wire:
         """Take over `sock` and close it in `close`."""
         self._sock = sock
         self._backlog: deque[tuple[bytes, list[int]]] = deque()
+        self._ahead: list[int] = []  # descriptors of the message that comes next
         # A finaliser may post while this thread is inside `post`: hence the reentrant kind.
         self._lock = threading.RLock()
 
@@ -56,7 +59,7 @@ class Wire:
         # Descriptors are duplicated: the caller may close its own before the packet leaves.
         owned += [os.dup(fd) for fd in fds]
         with self._lock:
-            self._backlog.append((packet, owned))
+            self._backlog += _packets(packet, owned)
             self.flush()
 
     def flush(self) -> bool:
@@ -81,7 +84,8 @@ class Wire:
         """
         packet, owned = _packed(message)
         try:
-            socket.send_fds(self._sock, [packet], [*owned, *fds])
+            for piece, some in _packets(packet, [*owned, *fds]):
+                socket.send_fds(self._sock, [piece], some)
         finally:
             _close(owned)
 
@@ -101,6 +105,10 @@ class Wire:
             raise EOFError("the other end is gone") from e
         if not packet:
             raise EOFError("the other end is gone")
+        if packet[:1] == _AHEAD:
+            self._ahead += fds
+            return self.get(timeout_s)
+        fds, self._ahead = self._ahead + fds, []
         if packet[:1] == _SPILLED:
             return _spilled(fds)
         return pickle.loads(memoryview(packet)[1:]), fds  # noqa: S301  our own child's words
@@ -115,6 +123,13 @@ class Wire:
             while self._backlog:
                 _close(self._backlog.popleft()[1])
             self._sock.close()
+
+
+def _packets(packet: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
+    """The packets of a message; the message itself is the last one."""
+    cut = max(len(fds) - 1, 0) // _MAX_FDS * _MAX_FDS
+    ahead = [(_AHEAD, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
+    return [*ahead, (packet, fds[cut:])]
 
 
 def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:

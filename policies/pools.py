@@ -50,9 +50,10 @@ class Spread:
 
     def __init__(self, bucket: NDArray[np.integer], buckets: int) -> None:
         """bucket: (n,) each object's bucket, or -1 where it has none."""
-        place = (np.arange(buckets) * _coprime(buckets) % buckets).astype(np.int16)
-        self._bucket = np.where(bucket < 0, np.int16(-1), place[bucket])
-        room = np.bincount(self._bucket[self._bucket >= 0], minlength=buckets)
+        place = np.full(buckets + 1, -1, np.int16)  # the last for those without a bucket
+        place[:-1] = np.arange(buckets) * _coprime(buckets) % buckets
+        self._bucket = place[np.where(bucket < 0, buckets, bucket)]
+        room = np.bincount(self._bucket + np.int16(1), minlength=buckets + 1)[1:]
         self._room = np.append(room, 0)  # the last for those without a bucket
         self._start = np.append(np.cumsum(room) - room, 0)
         self._count = np.zeros(buckets + 1, np.int32)
@@ -68,10 +69,13 @@ class Spread:
         base, ranks = int(known.min()), int(rank.max()) + 1
         steps = int(known.max()) + 1 - base
         width = -(-steps * ranks // _BUCKETS)
-        bucket = (first - base) // width
+        bucket = first - np.int32(base)
+        bucket //= np.int32(width)
         if ranks > 1:
-            bucket = bucket * ranks + rank
-        return cls(np.where(read, bucket, -1), -(-steps // width) * ranks)
+            bucket *= np.int32(ranks)
+            bucket += rank
+        bucket[~read] = -1
+        return cls(bucket, -(-steps // width) * ranks)
 
     @classmethod
     def by_chance(cls, objects: int) -> Spread:
@@ -82,9 +86,9 @@ class Spread:
 
     def add(self, ids: Index) -> Index:
         """Enter candidates (each once); returns those that no bucket has a place for."""
-        bucket = self._bucket[ids].astype(np.intp)
-        order = bucket.argsort()
-        bucket, ids = bucket[order], ids[order]
+        small = self._bucket[ids]
+        order = small.argsort(kind="stable")  # 16 bits: by radix, 10 times as fast on all residents
+        bucket, ids = small[order].astype(np.intp), ids[order]
         level = np.arange(len(ids))
         level -= _run_starts(bucket)
         level += self._count[bucket]
@@ -94,7 +98,10 @@ class Spread:
             lost, fits = ids[full], ~full
             bucket, ids, level = bucket[fits], ids[fits], level[fits]
         self._slots[self._start[bucket] + level] = ids
-        np.add.at(self._count, bucket, _ONE)
+        if len(bucket) < _BUCKETS:
+            np.add.at(self._count, bucket, _ONE)
+        else:
+            self._count += np.bincount(bucket, minlength=len(self._count)).astype(np.int32)
         return lost
 
     def take(self, k: int) -> Index:

@@ -1,12 +1,13 @@
 """Which residents leave when room is needed. Pure: arrays in, object ids out.
 
-Two cases, told apart by the plans themselves (laws L1, L2 and L4 in DESIGN.md):
+Three cases, told apart by the plans themselves (laws L1, L2 and L4 in DESIGN.md):
 
 - Every epoch reads each object at most once: `EpochKeeper`. What the epoch still has to read stays
   (L1); of the rest, an even share of each (step, rank) of the next epoch is kept (L2), so that the
   source is read at a steady pace.
 - All else (replacement, weights, several jobs on one dataset): `FarKeeper`, the farthest next use
   first, and never for something that is due later than the victim (MIN with bypass, Belady 1966).
+- Nothing is known beyond the step that is being read (creel.wrap): `RecentKeeper`.
 
 Lists are lazy: an entry counts while the object's stamp is the one it was entered under, the object
 is resident and nobody has pinned it.
@@ -83,6 +84,10 @@ class Keeper:
             ids, due = ids[best], due[best]
         return ids[due > need.step] if len(self.all_uses) == 1 else ids
 
+    def dispensable(self, ids: Index, need: Need) -> NDArray[np.bool_]:  # noqa: ARG002
+        """(k,) which of these may leave for `need` as well as any other that may."""
+        return np.zeros(len(ids), np.bool_)
+
     def at(self, uses: Uses, step: int) -> int:  # noqa: ARG002  (one job: its own clock)
         """A job's step on the clock of `Need.step`."""
         return step
@@ -96,6 +101,8 @@ class Keeper:
 
 
 _LISTED_IDLE = 1
+#: Residents listed at a time after `relist`: 1 ms, where all of an ImageNet at once took 50.
+_PART = 32_768
 
 
 class EpochKeeper(Keeper):
@@ -126,6 +133,7 @@ class EpochKeeper(Keeper):
         self._stamp = np.zeros(len(life), np.int32)
         self._stamps = _LISTED_IDLE
         self._idle: list[Index] = []  # no known plan reads them
+        self._unlisted: list[Index] = []  # even samples of the residents, since `relist`
         self._now: Pool = Sorted(0, lambda ids: ids)  # read in `epoch`: may leave
         self._past: tuple[Pool, int] | None = None  # read in the epoch before: only for loans
         self._now_stamp = self._new_stamp()
@@ -151,7 +159,9 @@ class EpochKeeper(Keeper):
         self._now, self._now_stamp = self._pool(), self._new_stamp()
         self._stamp[self._stamp == _LISTED_IDLE] = 0
         self._idle = []
-        self.released(self._unpinned())
+        ids = self._unpinned()
+        parts = -(-len(ids) // _PART)
+        self._unlisted = [ids[i::parts] for i in range(parts)]
 
     def released(self, ids: Index) -> None:
         """Nobody has pinned these residents any more (an object may come twice)."""
@@ -185,6 +195,21 @@ class EpochKeeper(Keeper):
         """Up to k distinct objects to evict for `need`; they are in no list after this."""
         if self.stale:
             self.relist()
+        self._list_some()
+        ids = self._draw(k, need)
+        while len(ids) < k and self._unlisted:
+            self._list_some()
+            ids = np.concatenate([ids, self._draw(k - len(ids), need)])
+        return ids
+
+    def _list_some(self) -> None:
+        """Enter one more part of the residents there were when all lists were made anew."""
+        if self._unlisted:
+            ids = self._unlisted.pop()
+            self.released(ids[self._leaving(ids)])
+
+    def _draw(self, k: int, need: Need) -> Index:
+        """Up to k of those in the lists."""
         out = [self._from_idle(k)] if self._idle else []
         k -= sum(map(len, out))
         if k > 0 and need.epoch <= self.epoch:
@@ -193,6 +218,13 @@ class EpochKeeper(Keeper):
         if k > 0:
             out.append(self._loan(k, need))
         return _joined(out)
+
+    def dispensable(self, ids: Index, need: Need) -> NDArray[np.bool_]:
+        """(k,) which of these may leave for `need`: what the present epoch reads no more."""
+        if need.epoch > self.epoch:
+            return np.zeros(len(ids), np.bool_)
+        idle: NDArray[np.bool_] = self.uses.due[ids] >= self.uses.start(self.epoch + 1)
+        return idle
 
     def _loan(self, k: int, need: Need) -> Index:
         """Objects that `need.epoch` reads later than `need.step`."""
@@ -264,6 +296,59 @@ class EpochKeeper(Keeper):
     def _new_stamp(self) -> int:
         self._stamps += 1
         return self._stamps
+
+
+class RecentKeeper(Keeper):
+    """For readers who tell one step at a time: what was read last leaves first.
+
+    Nothing is known but the past. The best guess is an epoch that reads all once before anything
+    twice: then the latest reads are due last, and a share f of the data gives f hits (L1).
+    """
+
+    def __init__(self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[Uses]) -> None:
+        super().__init__(life, pins, uses)
+        self._stamp = np.zeros(len(life), np.int64)  # of the latest release
+        self._last = 0
+        self._stack: list[tuple[int, Index]] = []  # (stamp, objects)
+        self._listed = 0
+
+    def relist(self) -> None:
+        """Put all residents in the order of their latest release."""
+        self.stale = False
+        ids = self._unpinned()
+        ids = ids[self._stamp[ids].argsort(kind="stable")]
+        stamps, starts = np.unique(self._stamp[ids], return_index=True)
+        parts = np.split(ids, starts[1:]) if len(ids) else []
+        self._stack = list(zip(stamps.tolist(), parts, strict=True))
+        self._listed = len(ids)
+
+    def released(self, ids: Index) -> None:
+        """Nobody has pinned these residents any more (an object may come twice)."""
+        self._last += 1
+        self._stamp[ids] = self._last
+        if self.stale:
+            return
+        self._stack.append((self._last, np.unique(ids)))
+        self._listed += len(ids)
+        if self._listed > 2 * len(self._life):  # most entries are of no use any more
+            self.stale = True
+
+    def victims(self, k: int, need: Need) -> Index:  # noqa: ARG002  (nobody knows what is due)
+        """Up to k distinct objects to evict, read last; they are in no list after this."""
+        if self.stale:
+            self.relist()
+        out = []
+        while k > 0 and self._stack:
+            stamp, ids = self._stack.pop()
+            self._listed -= len(ids)
+            ids = ids[(self._stamp[ids] == stamp) & self._leaving(ids)]
+            if len(ids) > k:
+                self._stack.append((stamp, ids[:-k]))
+                self._listed += len(ids) - k
+                ids = ids[-k:]
+            out.append(ids)
+            k -= len(ids)
+        return _joined(out)
 
 
 class FarKeeper(Keeper):

@@ -81,12 +81,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One epoch: objects read by the daemons and directly by readers, its time and its waiting."""
+    """One epoch: objects read by the daemons and directly by readers, its time and its waiting.
+
+    `nbytes` is what the daemons read.
+    """
 
     reads: int
     direct: int
     time_s: float
     stall_s: float
+    nbytes: int
 
 
 class Replay:
@@ -107,6 +111,7 @@ class Replay:
         self._landings: list[tuple[float, int, int, int]] = []  # time, number, node, fetch
         self._number = 0
         self._reads = 0
+        self._nbytes = 0
         self._told = 0
         self._step = 0
         self._now = 0.0
@@ -118,6 +123,7 @@ class Replay:
     def _epoch(self, epoch: int) -> Outcome:
         job = self._job
         reads, direct, begun, stall = self._reads, self._failed(), self._now, 0.0
+        nbytes = self._nbytes
         while self._told < min(epoch + 1 + job.ahead, len(job.epochs)):
             self._tell(self._told)
             self._told += 1
@@ -126,7 +132,8 @@ class Replay:
             self._step += 1
             self._until(self._now + job.step_s)
             self._progress(wanted=0)
-        return Outcome(self._reads - reads, self._failed() - direct, self._now - begun, stall)
+        took, direct = self._now - begun, self._failed() - direct
+        return Outcome(self._reads - reads, direct, took, stall, self._nbytes - nbytes)
 
     def _tell(self, epoch: int) -> None:
         ids = self._job.epochs[epoch]
@@ -164,6 +171,7 @@ class Replay:
     def _began(self, node: int, started: list[Started]) -> None:
         for fetch, objects, nbytes in started:
             self._reads += objects
+            self._nbytes += nbytes
             self._free = max(self._free, self._now) + nbytes / self._job.bandwidth_Bps
             self._number += 1
             landing = self._free + self._job.latency_s, self._number, node, fetch

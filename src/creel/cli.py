@@ -22,8 +22,9 @@ _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (docs/cli.md)."""
+    color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
     try:
-        code = creel.main(args, prog_name="creel", standalone_mode=False)
+        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color)
     except click.ClickException as e:
         e.show()
         return e.exit_code
@@ -33,7 +34,7 @@ def main(args: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except CreelError as e:
-        click.secho(f"creel: {e}", err=True, fg="red")
+        click.secho(f"creel: {e}", err=True, fg="red", color=color)
         return _exit_code(e)
     return code if isinstance(code, int) else 0
 
@@ -170,6 +171,7 @@ def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
     if told["sessions"]:
         rows = [cli_view.session_row(s) for s in told["sessions"]]
         cli_view.table(cli_view.SESSION_HEADER, rows)
+        cli_view.table(*cli_view.stall_table(told["sessions"]))
 
 
 @creel.command()
@@ -213,7 +215,8 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     """Compare every batch with torch's, bit for bit.
 
     TARGET is a SCRIPT (with ARGUMENTS), or MODULE:LOADER: a DataLoader or a function that returns
-    one. Both sides run from equal seeds. Ends with 1 at the first difference, and names it.
+    one. Options come before it. Both sides run from equal seeds. Ends with 1 at the first
+    difference, and names it.
     """
     from creel import cli_view
     from creel.loader import verify as verification

@@ -138,8 +138,8 @@ def _daemon(ask: Callable[[str], dict[str, object]]) -> Check:
         remedy = "it may hang or be of another version: creel stop --now, or end its process"
         return Check("daemon", "bad", str(e), remedy)
     found = f"{told['name']} (pid {told['pid']}, creel {told['version']})"
-    if told["version"] != version("creel"):
-        remedy = f"this is creel {version('creel')}: creel stop, and let a new one start"
+    if told["version"] != _version("creel"):
+        remedy = f"this is creel {_version('creel')}: creel stop, and let a new one start"
         return Check("daemon", "warn", found, remedy)
     return Check("daemon", "ok", found)
 
@@ -169,7 +169,7 @@ def environment() -> dict[str, str]:
     """Versions and limits, to paste into an issue."""
     have = limits.memory()
     told = {
-        "creel": version("creel"),
+        "creel": _version("creel"),
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpus": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",

@@ -42,7 +42,10 @@ def screen(about: Told, told: Told, before: Told | None, seconds: float) -> Rend
         f"{about['name']}  pid {about['pid']}  up {format_seconds(about['uptime_s'])}",
         ("   q ends", "dim"),
     )
-    lines = [Text.assemble((f"{name:<20} ", "dim"), value) for name, value in summary_pairs(told)]
+    lines = [
+        Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
+        for name, value in summary_pairs(told)
+    ]
     old = {s["session"]: s for s in before["sessions"]} if before else {}
     rows = [top_row(s, old.get(s["session"], s), seconds) for s in told["sessions"]]
     below = rich_table(TOP_HEADER, rows) if rows else Text("\nno sessions: nobody trains", "dim")

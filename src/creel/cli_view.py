@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
@@ -19,7 +19,6 @@ Told: TypeAlias = Mapping[str, Any]
 
 _SCHEMA = 1
 _NAME = 32  # characters of a source's name; the end says more than the start
-_CAUSES = ("source", "decode", "collate", "daemon", "sampler")
 
 
 def print_json(told: Told, *, line: bool = False) -> None:
@@ -142,34 +141,55 @@ def summary_pairs(told: Told) -> list[tuple[str, str]]:
             f"{format_count(n)} {why}" for why, n in tier.get("evictions", {}).items() if n
         )
         rows.append((f"evicted from {name}", gone or "none"))
-    return rows + [("read from", _source_line(s)) for s in told.get("sources", ())]
+    return rows + [row for s in told.get("sources", ()) for row in _source_rows(s)]
 
 
-def _source_line(source: Told) -> str:
+def _source_rows(source: Told) -> Iterator[tuple[str, str]]:
     name = source["source"]
     line = (
         f"{name if len(name) <= _NAME else '...' + name[3 - _NAME :]}:"
         f" {format_count(source['reads'])} reads, {format_count(source['opens'])} opens,"
         f" {format_size(source['nbytes'])}"
     )
-    trouble = [f"{source[k]} {k}" for k in ("errors", "retries") if source.get(k)]
-    return ", ".join([line, *trouble])
+    yield "read from", line
+    trouble = [f"{format_count(source[k])} {k}" for k in ("errors", "retries") if source.get(k)]
+    if trouble:
+        last = source.get("last_error", "")
+        yield "  trouble there", ", ".join(trouble) + (f"; last: {last}" if last else "")
 
 
-SESSION_HEADER = ("job", "rank", "step", "ahead", "samples", "read", "direct", "stall", "mostly")
+SESSION_HEADER = ("job", "rank", "step", "ahead", "lead", "samples", "bytes", "direct", "stall")
 TOP_HEADER = ("job", "rank", "step", "ahead", "samples/s", "B/s", "direct", "stall", "mostly")
+#: Causes of stall in the order of the way of a byte; a daemon may know more.
+CAUSES = ("source", "decode", "collate", "daemon", "sampler", "other")
 
 
 def session_row(session: Told) -> tuple[str, ...]:
     """One stream of batches since its start."""
     return (
         *_whose(session),
+        short_seconds(session["lead_now_s"]),
         format_count(session["samples"]),
         format_size(session["nbytes"]),
         format_count(session["direct_reads"]),
         short_seconds(sum(session["stall_s"].values())),
-        worst_cause(session["stall_s"]),
     )
+
+
+def stall_table(sessions: Sequence[Told]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows: seconds that each stream of batches was waited for, by cause.
+
+    >>> one = {"job": "a", "name": "", "pid": 7, "rank": 3, "stall_s": {"source": 0.5, "decode": 2}}
+    >>> stall_table([one])
+    (('stall', 'rank', 'source', 'decode'), [('a', '3', '0.5 s', '2.0 s')])
+    """
+    known = {cause for s in sessions for cause in s["stall_s"]}
+    causes = [c for c in CAUSES if c in known] + sorted(known.difference(CAUSES))
+    rows = [
+        (_job(s), str(s["rank"]), *(short_seconds(s["stall_s"].get(c, 0.0)) for c in causes))
+        for s in sessions
+    ]
+    return ("stall", "rank", *causes), rows
 
 
 def top_row(session: Told, before: Told | None, seconds: float) -> tuple[str, ...]:
@@ -198,8 +218,14 @@ def worst_cause(stall_s: Mapping[str, float]) -> str:
 
 def _whose(session: Told) -> tuple[str, ...]:
     return (
-        (session["job"] or session["name"] or "-")[:12],
+        _job(session),
         str(session["rank"]),
         format_count(session["done"]),
         str(max(session["ready"] - session["done"], 0)),
     )
+
+
+def _job(session: Told) -> str:
+    """What names a job: the scheduler's word for it, else its process."""
+    name: str = session["job"] or session["name"]
+    return name[:12] or f"pid {session['pid']}"

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from creel.loader.client import Client
 
 _POLL_S = 0.1
-_IDLE_S = 10.0  # no new object for so long: the budget is full, or the source is gone
+_IDLE_S = 10.0  # no new object for so long: the source is gone
+_SETTLED_S = 1.0  # nor one under way: all is done
 
 
 def warm(client: Client, path: str, *, quiet: bool) -> Told:
     """Load what lies below `path` and follow it.
 
     Returns:
-        dataset, objects, resident, nbytes, seconds.
+        dataset, objects, resident, failed, nbytes, seconds.
     """
-    manifest = folder_manifest(path)
-    dataset = client.register(manifest)
+    with _looking(path, quiet=quiet):
+        manifest = folder_manifest(path)
+        dataset = client.register(manifest)
     start = time.monotonic()
     client.ask("warm", dataset=dataset)
     with _bar(len(manifest), quiet=quiet) as advance:
@@ -37,6 +39,7 @@ def warm(client: Client, path: str, *, quiet: bool) -> Told:
         "dataset": dataset,
         "objects": len(manifest),
         "resident": told["resident_objects"],
+        "failed": told["failed"],
         "nbytes": told["resident_nbytes"],
         "seconds": time.monotonic() - start,
     }
@@ -79,9 +82,29 @@ def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int],
         advance(resident)
         if resident != seen:
             seen, since = resident, time.monotonic()
-        if resident >= objects or time.monotonic() - since > _IDLE_S:
+        idle = time.monotonic() - since
+        if resident >= objects or idle > _IDLE_S or (idle > _SETTLED_S and _settled(client)):
             return dict(told)
         time.sleep(_POLL_S)
+
+
+def _settled(client: Client) -> bool:
+    """Whether the daemon reads nothing now."""
+    return not client.ask("stats")["core"]["memory"]["node"]["inflight_objects"]
+
+
+@contextmanager
+def _looking(path: str, *, quiet: bool) -> Iterator[None]:
+    """A word on a terminal while the files are listed: a far folder may take minutes."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    with console.status(f"looking through {escape(path)}"):
+        yield
 
 
 @contextmanager
@@ -114,6 +137,9 @@ def sentence(told: Told) -> str:
         f"{format_count(told['resident'])} of {format_count(told['objects'])} files"
         f" ({format_size(told['nbytes'])}) in memory after {format_seconds(seconds)}"
     )
+    if told["failed"]:
+        failed = f"  -> {format_count(told['failed'])} failed: `creel stats` says how"
+        return line + click.style(failed, dim=True)
     if told["resident"] < told["objects"]:
         return line + click.style("  -> the rest does not fit: raise memory.budget", dim=True)
     return line

@@ -146,10 +146,6 @@ def test_half_the_memory_gives_nearly_half_the_hits(node: Node, how: str) -> Non
     assert 0.5 * N <= node.reads() / 3 <= 0.62 * N
 
 
-@pytest.mark.xfail(
-    reason="Source.read_into refuses to read again what had no length in the manifest",
-    strict=False,
-)
 @pytest.mark.parametrize("node", [0.5], indirect=True)
 def test_what_does_not_fit_is_read_by_the_daemon_all_the_same(node: Node) -> None:
     loader = batches(creel.wrap(node.files()))
