@@ -364,6 +364,7 @@ class Session:
         self._closed = False
         self._lost = False
         self._truncates = 0
+        _sessions.add(self)
 
     @property
     def token(self) -> str:
@@ -450,8 +451,12 @@ class Session:
 
     def done(self, step: int) -> None:
         """All steps < `step` were read: their bytes may go. Never goes back."""
-        if not self._closed and step > self.board[DONE]:
+        if not self._closed and not self._lost and step > self.board[DONE]:
             self.board[DONE] = step
+
+    def forget(self) -> None:
+        """This is a forked child's copy: the board is the parent's, whose bytes we must not free."""
+        self._lost = True
 
     def view(self, object_id: int) -> memoryview | None:
         """The object's bytes, read-only, while its step is in [DONE, READY); None when absent."""
@@ -483,7 +488,12 @@ class Session:
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
 def _after_fork_in_child() -> None:
+    for session in list(_sessions):
+        session.forget()
     for client in list(_clients):
         client.forget()
     _clients.clear()

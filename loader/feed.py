@@ -177,6 +177,8 @@ class Feed:
 
     def count(self, first: int, last: int, more: dict[str, int]) -> None:
         """Batches [first, last) of the epoch were delivered: for `creel stats`."""
+        if not self.alive:
+            return
         board, now = self.session.board, self._now
         before, self._told_at = self._told_at, time.monotonic_ns()
         for name, value in more.items():

@@ -130,7 +130,7 @@ def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> N
     ours, theirs = loaders(files_of(folder))
     it = iter(ours)
     next(it)
-    victim = min(c.pid for c in psutil.Process().children())
+    victim = int(it._workers[0].pid or 0)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid\(s\) {victim}\) exited"):
         for _ in it:
@@ -144,7 +144,7 @@ def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path) -> None:
     ours, _ = loaders(files_of(folder), timeout=2)
     it = iter(ours)
     next(it)
-    victim = psutil.Process(min(c.pid for c in psutil.Process().children()))
+    victim = psutil.Process(it._workers[0].pid)
     victim.suspend()
     try:
         with pytest.raises(RuntimeError, match="timed out after 2 seconds"):

@@ -241,7 +241,7 @@ def test_an_unpicklable_index_is_an_error_in_the_trainer() -> None:
 
 def test_workers_end_when_the_trainer_is_killed() -> None:
     code = (
-        "import creel, os, sys, time; sys.path.insert(0, 'tests/unit')\n"
+        "import creel, os, sys, time; sys.path.insert(0, 'tests/system')\n"
         "from test_dataloader import Squares\n"
         "it = iter(creel.DataLoader(Squares(), 4, num_workers=2)); next(it)\n"
         "print(*[w.pid for w in it._workers], flush=True); os.kill(os.getpid(), 9)"
@@ -257,7 +257,7 @@ def test_workers_end_when_the_trainer_is_killed() -> None:
 
 def test_an_interpreter_with_live_workers_exits_quietly() -> None:
     code = (
-        "import creel, sys; sys.path.insert(0, 'tests/unit')\n"
+        "import creel, sys; sys.path.insert(0, 'tests/system')\n"
         "from test_dataloader import Squares\n"
         "loader = creel.DataLoader(Squares(), 4, num_workers=2)\n"
         "list(loader); it = iter(loader); next(it); print('end')"
