@@ -124,7 +124,7 @@ def jpegs(folder: Path, count: int) -> list[str]:
         if not path.exists():
             y, x = int(rng.integers(0, 427 - 375)), int(rng.integers(0, 640 - 500))
             crop = photos[i % 2][y : y + 375, x : x + 500]
-            Image.fromarray(crop).save(path, quality=93)
+            Image.fromarray(crop).save(path, quality=97)
     return sorted(str(p) for p in home.iterdir())
 
 

@@ -29,8 +29,7 @@ log = logging.getLogger("creel.fetch")
 _PART_S = 0.002
 _PART_OBJECTS = 256
 _FIRST_GUESS_S = 0.0001  # per object, before anything was measured
-_CPU_S = 2e-5  # interpreter time of one object, about: so many threads fit into its waiting
-_COPY_BPS = 3e9  # what the page cache gives one thread; copying is no waiting
+_OF_WAIT = 0.7  # the part of a thread's waiting that other threads' computing may fill
 _HUNG_S = 1.0  # a part that takes longer is not counted on
 
 
@@ -233,7 +232,10 @@ class _Lane:
         self._closed = False
         self._ready = threading.Condition()
         self._object_s = _FIRST_GUESS_S
-        self._wait_s = _FIRST_GUESS_S
+        # Few threads until reads are seen to wait: many threads on a quick source make each other
+        # wait for the interpreter, which looks like a slow source and would keep them all.
+        self._wait_s = 0.0
+        self._cpu_s = _FIRST_GUESS_S
 
     def objects_per_part(self) -> int:
         """So many objects take about _PART_S."""
@@ -264,7 +266,9 @@ class _Lane:
         """How many more threads should be reading now."""
         hung = time.monotonic() - _HUNG_S
         busy = sum(began > hung for began in self._began.values())
-        return min(len(self._heap), max(2, int(self._wait_s / _CPU_S)) - busy)
+        # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
+        useful = int(_OF_WAIT * self._wait_s / self._cpu_s)
+        return min(len(self._heap), max(2, useful) - busy)
 
     def _grow(self) -> None:
         """Wake or start threads for what waits; the lock is held."""
@@ -283,16 +287,16 @@ class _Lane:
         me = threading.get_ident()
         while (work := self._take(me)) is not None:
             job, part = work
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.thread_time()
             self._run(self.source, job, part)
-            self._measure(job, part, time.perf_counter() - start)
+            cpu = time.thread_time() - cpu
+            self._measure(part.stop - part.start, time.perf_counter() - start, cpu)
 
-    def _measure(self, job: _Job, part: slice, seconds: float) -> None:
+    def _measure(self, objects: int, seconds: float, cpu: float) -> None:
         """Learn from a part; that threads may lose an update harms nobody."""
-        objects = part.stop - part.start
         self._object_s += (seconds / objects - self._object_s) * 0.1
-        nbytes = int(np.maximum(job.nbytes[part], 0).sum())
-        wait = max(seconds - nbytes / _COPY_BPS, 0.0) / objects
+        self._cpu_s += (cpu / objects - self._cpu_s) * 0.1
+        wait = max(seconds - cpu, 0.0) / objects
         # A low quantile: a thread that waits for the interpreter must not look like a slow disk.
         self._wait_s += (wait - self._wait_s) * (0.3 if wait < self._wait_s else 0.03)
 
