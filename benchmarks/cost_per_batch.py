@@ -1,17 +1,21 @@
 """What a warm batch costs: wall and CPU of the whole process tree, creel and torch in turn.
 
-    python benchmarks/cost_per_batch.py [WORKLOAD ...] [--rounds N] [--json]
+    python benchmarks/cost_per_batch.py [WORKLOAD ...] [--rounds N] [--cold] [--json]
 
 Both read the same bytes: torch from the page cache with `num_workers=2` (memory-mapped records, or
 files opened one by one), creel with `num_workers=2` through the embedded daemon, everything in
 memory. The loop does nothing with the batches. `memcpy` is numpy's gather alone, into one buffer.
+With --cold it is the first epoch instead, start of the daemon included, over warm page cache: the
+worst case for a cache that has to be filled.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +164,23 @@ def epochs(loader: DataLoader[Any], min_s: float) -> Callable[[Round], None]:
     return way
 
 
+def first_epoch(make: Callable[[], DataLoader[Any]]) -> Callable[[Round], None]:
+    """One epoch of a new loader with a new daemon: nothing in the arena, all in the page cache."""
+
+    def way(into: Round) -> None:
+        name = os.environ.get("CREEL_SOCKET")
+        os.environ["CREEL_SOCKET"] = f"cold-{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            with measured(into):
+                into.batches += sum(1 for _ in make())
+        finally:
+            os.environ.pop("CREEL_SOCKET")
+            if name is not None:
+                os.environ["CREEL_SOCKET"] = name
+
+    return way
+
+
 def memcpy(work: Workload) -> Callable[[Round], None] | None:
     """numpy's gather of the same rows out of one array into one buffer, on one core."""
     first = work.theirs[0]
@@ -187,6 +208,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", help=", ".join(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="least time of a round")
+    parser.add_argument("--cold", action="store_true", help="first epochs, with a new daemon each")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
@@ -200,7 +222,12 @@ def main() -> None:
                 "torch": epochs(DataLoader(work.theirs, **kwargs), options.seconds),
                 "creel": epochs(creel.DataLoader(work.ours, **kwargs), options.seconds),
             }
-            limit = memcpy(work)
+            if options.cold:
+                ways = {
+                    "torch": first_epoch(lambda w=work, k=kwargs: DataLoader(w.theirs, **k)),  # type: ignore[misc]
+                    "creel": first_epoch(lambda w=work, k=kwargs: creel.DataLoader(w.ours, **k)),  # type: ignore[misc]
+                }
+            limit = None if options.cold else memcpy(work)
             if limit is not None:
                 ways["memcpy"] = limit
             rows.append(Comparison(name).run(ways, options.rounds).summary())

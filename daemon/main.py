@@ -102,7 +102,7 @@ class Daemon:
         """Serve until stopped."""
         self._serve_metrics()
         self._notify.ready(self._status())
-        log.info("serving %s", self._status())
+        log.info("ready: %s", self._status())
         more = False
         while not self._finished(time.monotonic()):
             ready = self._epoll.poll(0 if more else self._pace(time.monotonic()), 64)
