@@ -455,7 +455,7 @@ class Session:
             self.board[DONE] = step
 
     def forget(self) -> None:
-        """This is a forked child's copy: the board is the parent's, whose bytes we must not free."""
+        """In a forked child: the board is the parent's, and its bytes are not ours to free."""
         self._lost = True
 
     def view(self, object_id: int) -> memoryview | None:
