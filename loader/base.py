@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from creel.cache.manifest import Manifest
 from creel.cache.source import Source
-from creel.errors import ConfigError
+from creel.errors import ConfigError, SourceError
 from creel.loader.reading import take
 
 #: A sample is whatever the person's transform makes of it.
@@ -118,7 +118,12 @@ class CreelDataset(Dataset[Sample]):
         return take(self, object_id, self._read_direct, bytes)
 
     def _read_direct(self, object_id: int) -> bytes:
-        return self._source().read(object_id)
+        try:
+            return self._source().read(object_id)
+        except SourceError as e:
+            # The path is there already; of a million files the number is what a person can act on.
+            reason = f"{e.strerror} (object {object_id} of this {type(self).__name__})"
+            raise type(e)(e.errno or 0, reason, e.uri) from e
 
     def _tensor(self, object_id: int) -> torch.Tensor:
         """(nbytes,) uint8, in memory of its own."""

@@ -202,6 +202,7 @@ def test_a_vanished_file_raises_torchs_error_with_its_path(folder: Path) -> None
         list(theirs)
     assert type(ours_raised.value) is type(theirs_raised.value)
     assert isinstance(ours_raised.value, FileNotFoundError)
+    assert "object 100 of this FileDataset" in str(ours_raised.value)
 
 
 def test_a_file_that_shrank_since_it_was_listed_is_never_padded(folder: Path) -> None:
