@@ -47,18 +47,18 @@ def help_s() -> float:
     return time.perf_counter() - began
 
 
-def daemon_s() -> tuple[float, float]:
-    """(seconds until an embedded daemon serves, MB resident without data)."""
+def daemon_s() -> tuple[float, float, float]:
+    """(seconds until an embedded daemon serves, MB resident without data, MB of its own)."""
     os.environ["CREEL_SOCKET"] = f"startup-{os.getpid()}-{time.monotonic_ns()}"
     began = time.perf_counter()
     client = connect_or_start()
     seconds = time.perf_counter() - began
     assert isinstance(client, Client)
     process = psutil.Process(int(client.ask("status")["pid"]))
-    rss = process.memory_info().rss / 1e6
+    memory = process.memory_full_info()
     client.ask("stop")
     client.close()
-    return seconds, rss
+    return seconds, memory.rss / 1e6, memory.uss / 1e6
 
 
 def gap(loader: DataLoader[Any], epochs: int = 5) -> float:
@@ -83,8 +83,9 @@ def main() -> None:
     starts = [daemon_s() for _ in range(o.rounds)]
     rows: list[dict[str, object]] = [
         {"what": "creel --help, s", "value": round(median([help_s() for _ in range(o.rounds)]), 3)},
-        {"what": "embedded daemon ready, s", "value": round(median([s for s, _ in starts]), 3)},
-        {"what": "daemon resident, MB", "value": round(median([m for _, m in starts]), 1)},
+        {"what": "embedded daemon ready, s", "value": round(median([s[0] for s in starts]), 3)},
+        {"what": "daemon resident, MB", "value": round(median([s[1] for s in starts]), 1)},
+        {"what": "of these its own, MB", "value": round(median([s[2] for s in starts]), 1)},
     ]
     kwargs: dict[str, Any] = {"batch_size": 16, "shuffle": True, "num_workers": 2}
     ways: dict[str, DataLoader[Any]] = {

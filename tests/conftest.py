@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from kit import nothing_left, unique_name
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and children inherit that; ours are tested for it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
