@@ -12,7 +12,7 @@ from kit import nothing_left, unique_name
 
 
 def pytest_configure() -> None:
-    """A shell's background jobs ignore Ctrl-C, and children inherit that; ours are tested for it."""
+    """A shell's background jobs ignore Ctrl-C, and so do their children: ours must not."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
