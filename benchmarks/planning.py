@@ -21,7 +21,8 @@ from torch import Generator
 from torch.utils.data import DataLoader, DistributedSampler
 
 from creel.cache.space import Space
-from creel.daemon.core import Core, Extended, Fetch, Fetched, Opened, Progressed, Registered
+from creel.daemon.core import Core
+from creel.daemon.events import Extended, Fetch, Fetched, Opened, Progressed, Registered
 from creel.loader.samplers import observe
 from creel.policies import plan
 

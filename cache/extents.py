@@ -98,6 +98,14 @@ class Extents:
         """Take [at, at + nbytes) out of the free range that begins at `start`."""
         self._cut(start, self._size[start], at, nbytes)
 
+    def absorb(self, start: int, least: int, align: int) -> int:
+        """Take the free range that begins at `start` where it is below `least`; bytes taken."""
+        size = self._size.get(start, 0)
+        nbytes = size // align * align if size < least else 0
+        if nbytes:
+            self._cut(start, size, start, nbytes)
+        return nbytes
+
     @property
     def largest(self) -> int:
         """Bytes of the largest free range."""
@@ -196,16 +204,18 @@ def evacuate(
     return None
 
 
-def cheapest(extents: Extents, offsets: Sizes, sizes: Sizes, need: int) -> NDArray[np.intp]:
-    """Which objects must leave so that `need` bytes are free in one piece: as few bytes as may be.
+def cheapest(
+    extents: Extents, offsets: Sizes, sizes: Sizes, need: int, cost: Sizes | None = None
+) -> NDArray[np.intp]:
+    """Which objects must leave so that `need` bytes are free in one piece, at the least cost.
 
     Args:
-        offsets, sizes: (n,) objects that may leave; ascending.
+        offsets, sizes: (n,) objects that may leave; ascending. cost: (n,), or their sizes.
     Returns:
         (m,) indices of neighbours; none where all of them do not make so much room.
     """
     at, size, which = _row(extents, offsets, sizes)
-    first, last, spent = _windows(at, size, which, need)
+    first, last, spent = _windows(at, size, which, need, cost)
     if not len(first):
         return np.empty(0, np.intp)
     best = int(spent.argmin())
@@ -213,8 +223,10 @@ def cheapest(extents: Extents, offsets: Sizes, sizes: Sizes, need: int) -> NDArr
     return inside[inside >= 0]
 
 
-def _windows(at: Sizes, size: Sizes, which: Sizes, need: int) -> tuple[Sizes, Sizes, Sizes]:
-    """The shortest runs of touching ranges with `need` bytes: first, last, bytes of objects."""
+def _windows(
+    at: Sizes, size: Sizes, which: Sizes, need: int, cost: Sizes | None = None
+) -> tuple[Sizes, Sizes, Sizes]:
+    """The shortest runs of touching ranges with `need` bytes: first, last, cost of objects."""
     total = np.append(0, np.cumsum(size))
     last = np.searchsorted(total, total[:-1] + need) - 1  # the item that completes `need`
     first = np.flatnonzero(last < len(at))
@@ -222,8 +234,9 @@ def _windows(at: Sizes, size: Sizes, which: Sizes, need: int) -> tuple[Sizes, Si
     run = _runs(at, size)
     one = run[first] == run[last]
     first, last = first[one], last[one]
-    cost = np.append(0, np.cumsum(np.where(which < 0, 0, size)))
-    return first, last, cost[last + 1] - cost[first]
+    each = size if cost is None or not len(cost) else cost[which]
+    spent = np.append(0, np.cumsum(np.where(which < 0, 0, each)))
+    return first, last, spent[last + 1] - spent[first]
 
 
 def slide(

@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from creel.cache.extents import ABSENT, Extents, Sizes, cheapest, evacuate, must, slide
 from creel.errors import IllegalEventError
+from creel.policies.masks import every
 
 _SLAB_NBYTES = 64 << 20  # a slab costs about 20 us to make: nothing beside 64 MiB of reading
 _SLABS = 64  # at least this many slabs in a space, so that several pools can share a small one
-_PAGE_SHARE = 128  # pages are at most mean / 128: half a page is lost per object, so 0.4 % at most
+_PAGE_SHARE = 128  # pages are at most mean / 128, and one cell per page is 0.9 % of it at most
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
-_MANY = 255  # a page cell says "255 pages or more"
+_GRAINS = 128  # at most so many grains in a page: a cell says in which of them an object begins
 
 _FREE, _USED = 1, 2
 
@@ -59,6 +60,11 @@ class Space:
         return pool
 
     @property
+    def pools(self) -> int:
+        """How many pools share this space."""
+        return len(self._pools)
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that no object holds. They may be in pieces, or in a slab of one pool."""
         return self.nbytes - sum(pool.used for pool in self._pools)
@@ -91,7 +97,7 @@ class Space:
         start, size, owner = start[order], size[order], owner[order]
         end = np.append(start[1:], self.nbytes)
         must(not len(start) or start[0] == 0, "the first bytes have no owner")
-        many = size < 0  # a cell that says "many pages": up to where the next range begins
+        many = size < 0  # rooms of a paged pool: up to where the next range begins
         size = np.where(many, end - start, size)
         must((start + size == end).all(), "ranges overlap or leave a gap")
         for i, pool in enumerate(self._pools, 1):
@@ -99,7 +105,7 @@ class Space:
 
 
 def page_size(mean: float) -> int:
-    """Page for objects of `mean` bytes: a power of two that wastes at most 0.4 % of them.
+    """Page for objects of `mean` bytes: a power of two, about a hundredth of them.
 
     >>> page_size(110_000), page_size(0), page_size(1e12)
     (512, 64, 65536)
@@ -244,14 +250,19 @@ class FixedPool:
 
 
 class PagedPool:
-    """Objects of any size, each in a row of pages at a multiple of the page."""
+    """Objects of any size, each in a room of its own: whole grains, and no less than a page.
+
+    So in each page at most one object begins, and a byte says where. Who holds a room knows how
+    large it is: it may be larger than the object.
+    """
 
     def __init__(self, space: Space, page: int) -> None:
         self.page = page
-        self.used = 0  # bytes, rounded up to pages
+        self.grain = max(_PAGES[0], page // _GRAINS)
+        self.used = 0  # bytes of all rooms
         self._space = space
         self._shift = page.bit_length() - 1
-        # per page: 0, or that an object of so many pages (_MANY: or more) begins here
+        # per page: 0, or 1 + the grain of the page in which an object begins
         self._cells = np.zeros((space.nbytes >> self._shift) + 1, np.uint8)
 
     def alloc(self, nbytes: Sizes) -> Sizes:
@@ -259,26 +270,47 @@ class PagedPool:
 
         In order: a large object may find none and a small one after it some.
         """
-        sizes = self._rounded(nbytes).tolist()
-        extents, page = self._space.extents, self.page
-        out = [extents.take(n, page) for n in sizes]
-        if ABSENT in out and self._other_slabs():
+        return self.settle(nbytes, 0)[0]
+
+    def settle(self, nbytes: Sizes, least: int) -> tuple[Sizes, Sizes]:
+        """Like `alloc`; with the (k,) bytes of each room, which leave no hole below `least` bytes.
+
+        (A hole that is too small for anybody would be lost until its neighbours leave.)
+        """
+        rooms = self.rounded(nbytes)
+        offsets = np.full(len(rooms), ABSENT, np.int64)
+        self._take(offsets, rooms, least)
+        if self._other_slabs() and not every(offsets != ABSENT):
             self._space.trim(self)
-            out = [
-                extents.take(n, page) if at == ABSENT else at
-                for n, at in zip(sizes, out, strict=True)
-            ]
-        offsets = np.array(out, np.int64)
-        self._mark(offsets, np.array(sizes, np.int64))
-        return offsets
+            self._take(offsets, rooms, least)
+        self._mark(offsets, rooms)
+        return offsets, rooms
+
+    def _take(self, offsets: Sizes, rooms: Sizes, least: int) -> None:
+        """Take what there is for those who have nothing yet."""
+        extents, grain = self._space.extents, self.grain
+        for i in ((offsets == ABSENT) & (rooms <= extents.largest)).nonzero()[0].tolist():
+            nbytes = int(rooms[i])
+            at = extents.take(nbytes, grain)
+            if at != ABSENT:
+                offsets[i] = at
+                if least:
+                    rooms[i] += extents.absorb(at + nbytes, least, grain)
+
+    def shrink(self, offsets: Sizes, rooms: Sizes, kept: Sizes) -> None:
+        """Give the ends of rooms back: of each only `kept` bytes, whole grains, stay."""
+        self.used -= int((rooms - kept).sum())
+        ends = (offsets + kept).tolist()
+        for at, n in zip(ends, (rooms - kept).tolist(), strict=True):
+            self._space.extents.put(at, n)
 
     def free(self, offsets: Sizes, nbytes: Sizes) -> None:
-        """Give objects back; `nbytes` as at `alloc`.
+        """Give objects back; `nbytes` as at `alloc`, or of their rooms.
 
         Raises:
-            IllegalEventError: an offset or size that no object in use has (nothing was freed).
+            IllegalEventError: an offset that no object in use has (nothing was freed).
         """
-        offsets, sizes = np.asarray(offsets, np.int64), self._rounded(nbytes)
+        offsets, sizes = np.asarray(offsets, np.int64), self.rounded(nbytes)
         self._refuse_strangers(offsets, sizes)
         self._cells[offsets >> self._shift] = 0
         self.used -= int(sizes.sum())
@@ -296,7 +328,7 @@ class PagedPool:
         a later move.
 
         Args:
-            offsets, nbytes: (n,) objects of this pool that may move (unpinned), in any order.
+            offsets, nbytes: (n,) rooms of this pool that may move (unpinned), in any order.
                 Neighbours matter: of very many, give those of one stretch of addresses.
             need: bytes of the object; most: bytes that may be moved for it.
         Returns:
@@ -305,13 +337,13 @@ class PagedPool:
             IllegalEventError: an object that is not in use.
         """
         offsets, nbytes = np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64)
-        self._refuse_strangers(offsets, self._rounded(nbytes))
+        self._refuse_strangers(offsets, self.rounded(nbytes))
         order = np.argsort(offsets)
         offsets, nbytes = offsets[order], nbytes[order]
-        sizes, extents = self._rounded(nbytes), self._space.extents
-        want = int(self._rounded(np.array([need]))[0])
-        plan = evacuate(extents, offsets, sizes, want, self.page, most)
-        plan = plan or slide(extents, offsets, sizes, want, self.page, most)
+        sizes, extents = self.rounded(nbytes), self._space.extents
+        want = int(self.rounded(np.array([need]))[0])
+        plan = evacuate(extents, offsets, sizes, want, self.grain, most)
+        plan = plan or slide(extents, offsets, sizes, want, self.grain, most)
         if plan is None:
             return _empty(), _empty(), _empty()
         moved, target = plan
@@ -321,47 +353,57 @@ class PagedPool:
         far = offsets[moved] != target
         return offsets[moved][far], target[far], nbytes[moved][far]
 
-    def neighbours(self, offsets: Sizes, nbytes: Sizes, need: int) -> NDArray[np.intp]:
+    def neighbours(
+        self, offsets: Sizes, nbytes: Sizes, need: int, cost: Sizes | None = None
+    ) -> NDArray[np.intp]:
         """Which objects must leave so that an object of `need` bytes has room.
 
         Args:
-            offsets, nbytes: (n,) objects of this pool that may leave, ascending by address.
+            offsets, nbytes: (n,) rooms of this pool that may become free, ascending by address.
+            cost: (n,) of freeing each, where that is not its bytes.
         Returns:
             (m,) indices; empty where all of them together do not make so much room in one piece.
         """
-        want = int(self._rounded(np.array([need]))[0])
-        return cheapest(self._space.extents, offsets, self._rounded(nbytes), want)
+        want = int(self.rounded(np.array([need]))[0])
+        return cheapest(self._space.extents, offsets, self.rounded(nbytes), want, cost)
 
     def trim(self) -> None:
         """Nothing to do: a page goes back to the space with its object."""
 
     def starts(self, start: int, stop: int) -> Sizes:
         """(k,) offsets of the objects that begin in [start, stop), ascending."""
-        first = -(-start // self.page)
-        return (first + np.flatnonzero(self._cells[first : -(-stop // self.page)])) << self._shift
+        first = start >> self._shift
+        cells = self._cells[first : -(-stop // self.page)]
+        pages = cells.nonzero()[0]
+        starts: Sizes = (first + pages) << self._shift
+        starts += (cells[pages].astype(np.int64) - 1) * self.grain
+        return starts
 
     def ranges(self) -> tuple[Sizes, Sizes]:
-        """(n,) starts and (n,) sizes of all objects; -1 for a size of many pages."""
-        start = np.flatnonzero(self._cells)
-        size = self._cells[start].astype(np.int64) << self._shift
-        return start << self._shift, np.where(self._cells[start] == _MANY, -1, size)
+        """(n,) starts and (n,) sizes of all rooms: -1, up to where the next range begins."""
+        start = self.starts(0, self._space.nbytes)
+        return start, np.full(len(start), -1)
 
     def check(self, held: Sizes) -> None:
-        """Raise IllegalEventError unless the objects' sizes `held` (n,) add up."""
-        cells = self._cells[np.flatnonzero(self._cells)]
+        """Raise IllegalEventError unless the sizes `held` (n,) of all rooms add up."""
         must(int(held.sum()) == self.used, "used bytes do not add up")
-        must((np.minimum(held >> self._shift, _MANY) == cells).all(), "an object has another size")
+        must((held >= self.page).all(), "an object has less room than a page")
 
-    def _rounded(self, nbytes: Sizes) -> Sizes:
-        pages = (np.asarray(nbytes, np.int64) + self.page - 1) >> self._shift
-        rounded: Sizes = np.maximum(pages, 1) << self._shift
-        return rounded
+    def rounded(self, nbytes: Sizes) -> Sizes:
+        """(k,) bytes of the least rooms for objects of these sizes."""
+        rounded: Sizes = (np.asarray(nbytes, np.int64) + (self.grain - 1)) & -self.grain
+        return np.maximum(rounded, self.page)
 
     def _mark(self, offsets: Sizes, sizes: Sizes) -> None:
         got = offsets != ABSENT
-        pages = np.minimum(sizes[got] >> self._shift, _MANY)
-        self._cells[offsets[got] >> self._shift] = pages
-        self.used += int(sizes[got].sum())
+        if not every(got):
+            offsets, sizes = offsets[got], sizes[got]
+        self._cells[offsets >> self._shift] = self._begin(offsets)
+        self.used += int(sizes.sum())
+
+    def _begin(self, offsets: Sizes) -> Sizes:
+        begin: Sizes = 1 + (offsets & (self.page - 1)) // self.grain
+        return begin
 
     def _other_slabs(self) -> bool:
         return self._space.extents.nbytes < self._space.free_bytes
@@ -376,8 +418,8 @@ class PagedPool:
             raise IllegalEventError("freed bytes outside of the space")
         cells = self._cells[offsets >> self._shift]
         if (
-            (offsets & (self.page - 1)).any()
-            or (cells != np.minimum(sizes >> self._shift, _MANY)).any()
+            (offsets & (self.grain - 1)).any()
+            or (cells != self._begin(offsets)).any()
             or (ordered[1:] == ordered[:-1]).any()
         ):
-            raise IllegalEventError("freed objects that are not in use, or not of this size")
+            raise IllegalEventError("freed objects that are not in use")

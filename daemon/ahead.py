@@ -83,18 +83,21 @@ class Ahead:
         h, start = s.holding, s.front
         urgent, stop = self._stretch(s)
         ids = s.stream.objects(start, stop).astype(np.intp)
+        # all of one epoch
+        epoch = s.stream.epoch(s.stream.step_at(start))[0] + s.epoch_shift
+        distinct = s.group.uses.distinct(epoch)
         life = h.life[ids]
         absent = (life <= FAILED).nonzero()[0]
         if len(absent):
-            absent = self._worth(h, ids, life, absent)
-        h.pin(ids)
+            absent = self._worth(h, ids, life, absent, distinct=distinct)
+        h.pin(ids, distinct=distinct)
         taken = len(ids)
         if len(absent):
             k = self._fetch(s, ids[absent], now, out, urgent=urgent)
             if k < len(absent):
                 taken = int(absent[k])
                 absent = absent[:k]
-                h.unpin(ids[taken:])
+                h.unpin(ids[taken:], distinct=distinct)
                 h.release(ids[taken:])
         s.front += taken
         h.count(s, life[:taken], len(absent))
@@ -113,19 +116,24 @@ class Ahead:
         last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
         return False, min(s.reach, s.front + _CHUNK, stream.start(last))
 
-    def _worth(self, h: Holding, ids: Index, life: NDArray[np.uint8], absent: Index) -> Index:
+    def _worth(
+        self, h: Holding, ids: Index, life: NDArray[np.uint8], absent: Index, *, distinct: bool
+    ) -> Index:
         """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
         if life[absent].any():
             absent = absent[(life[absent] == ABSENT) | (h.pins[ids[absent]] == 0)]
+        if distinct:
+            return absent
         wanted = np.sort(ids[absent])
         if some(wanted[1:] == wanted[:-1]):
             absent = absent[np.sort(np.unique(ids[absent], return_index=True)[1])]
         return absent
 
     def _fetch(self, s: Session, ids: Index, now: float, out: list[Fetch], *, urgent: bool) -> int:
-        """Fetch objects as far as possible, in order; returns how many are taken care of.
+        """Fetch objects as far as possible; returns how many, from the first on, are taken care of.
 
-        What somebody stalls for and finds no room is given up: its reader goes to the source.
+        Those after one that finds no room are fetched all the same: their turn comes soon. What
+        somebody stalls for and finds no room is given up: its reader goes to the source.
         """
         h = s.holding
         length = h.length[ids]
@@ -136,32 +144,30 @@ class Ahead:
             ids, length = ids[:k], length[:k]
         step = s.stream.step_at(s.front)
         need = s.need(step)
-        offset, lack = self._room(h, length, need, stalled=urgent)
+        offset, lack = self._room(h, ids, length, need, stalled=urgent)
         if some(lack):
-            keep: slice | NDArray[np.bool_] = ~lack
             if urgent:
                 h.fail(ids[lack])
             else:
                 k = int(lack.argmax())
                 self.stuck.add(s.id)
-                given = offset[k:] != NOWHERE
-                h.pool.free(offset[k:][given], length[k:][given])
-                keep = slice(k)
-            ids, offset, length = ids[keep], offset[keep], length[keep]
+            ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         due = now + (step - s.done) * s.pace.step_s
         out += self._flights.start(h, ids, offset, length, need, now, due)
         return k
 
     def _room(
-        self, h: Holding, length: Sizes, need: Need, *, stalled: bool
+        self, h: Holding, ids: Index, length: Sizes, need: Need, *, stalled: bool
     ) -> tuple[Sizes, NDArray[np.bool_]]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) which find no room."""
         strange = length < 0
         if not some(strange):
-            offset = self._shares.place(h, length, need, stalled=stalled)
+            offset = self._shares.place(h, ids, length, need, stalled=stalled)
             return offset, offset == NOWHERE
         offset = np.full(len(length), NOWHERE, np.int64)
-        offset[~strange] = self._shares.place(h, length[~strange], need, stalled=stalled)
+        offset[~strange] = self._shares.place(
+            h, ids[~strange], length[~strange], need, stalled=stalled
+        )
         lack = offset == NOWHERE
         where = np.flatnonzero(strange)
         lack[where[: self._shares.reserve(h, len(where), need, stalled=stalled)]] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.extents import must
-from creel.cache.space import Space
+from creel.cache.space import FixedPool, Space
 from creel.daemon.ahead import Ahead
 from creel.daemon.events import (
     Action,
@@ -19,10 +20,7 @@ from creel.daemon.events import (
     Dropped,
     Event,
     Extended,
-    Fetch,
     Fetched,
-    Ids,
-    Move,
     Opened,
     Progressed,
     Registered,
@@ -31,6 +29,7 @@ from creel.daemon.events import (
     Store,
     Tick,
     Truncated,
+    Unregistered,
     Warm,
 )
 from creel.daemon.flights import Flight, Flights
@@ -41,30 +40,6 @@ from creel.errors import IllegalEventError, MalformedError
 from creel.policies.masks import every, some
 from creel.policies.prefetch import Window
 from creel.policies.retain import FAILED, EpochKeeper
-
-__all__ = [
-    "Action",
-    "Closed",
-    "Core",
-    "Discard",
-    "Dropped",
-    "Event",
-    "Extended",
-    "Fetch",
-    "Fetched",
-    "Ids",
-    "Move",
-    "Opened",
-    "Progressed",
-    "Registered",
-    "SetReady",
-    "Sizes",
-    "Store",
-    "Tick",
-    "Truncated",
-    "Warm",
-    "Window",
-]
 
 #: A relisting of all residents is due when this part of the dataset was planned anew.
 _NEWS = 16
@@ -85,6 +60,7 @@ class Core:
         self._ahead = Ahead(self._shares, self._flights, self._window)
         self._holdings = self._shares.holdings
         self._sessions: dict[int, Session] = {}
+        self._past: Counter[str] = Counter()  # what datasets counted that are known no more
         self._out: list[Action] = []
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -208,7 +184,7 @@ class Core:
         h.life[flight.ids] = FAILED
         h.landed(flight.ids[good & known], flight.offset[good & known])
         bad = known & ~good
-        h.pool.free(flight.offset[bad], flight.length[bad])
+        h.give_back(flight.ids[bad], flight.offset[bad])
         h.unlearn(flight.ids[bad & (e.nbytes >= 0)])
         if not every(known):
             self._store(e.fetch, flight, good & ~known, e.nbytes)
@@ -219,13 +195,14 @@ class Core:
         h, ids, nbytes = flight.holding, flight.ids[good], nbytes[good]
         h.learn(ids, nbytes)
         stalled = any(s.stalling for s in self._sessions.values() if s.holding is h)
-        offset = self._shares.place(h, nbytes, flight.need, stalled=stalled)
+        offset = self._shares.place(h, ids, nbytes, flight.need, stalled=stalled)
         self._out += self._shares.mover.take()
         placed = offset != NOWHERE
         if some(placed):
             stored = ids[placed]
-            self._out.append(Store(fetch, stored.astype(np.int32), offset[placed]))
-            h.landed(stored, offset[placed])
+            self._out.append(Store(fetch, h.name, stored.astype(np.int32), offset[placed]))
+            h.landed(stored, offset[placed], seen=False)
+            self._shares.mover.copied(h, stored, offset[placed])
         if not every(placed):
             self._out.append(Discard(fetch))
 
@@ -241,6 +218,16 @@ class Core:
             holding.warming = -1
             holding.evict(holding.loose(), "dropped")
 
+    def _unregistered(self, e: Unregistered, now: float) -> None:
+        del now
+        if e.dataset not in self._holdings or self.busy(e.dataset):
+            raise IllegalEventError(f"data set {e.dataset!r} cannot go")
+        holding = self._holdings[e.dataset]
+        holding.evict(holding.loose(), "dropped")
+        self._shares.space.discard(holding.pool)
+        self._past.update(holding.counted())
+        del self._holdings[e.dataset]
+
     def _ticked(self, e: Tick, now: float) -> None:
         """Nothing: whatever waits for room or for its turn is looked at after every event."""
 
@@ -254,7 +241,7 @@ class Core:
         h.news += len(ids)
         if isinstance(keeper, EpochKeeper):
             keeper.known = s.group.known()
-            self._shares.set_loans(h, self._window.lend_share)
+            self._set_loans(s)
             if epoch <= keeper.epoch:
                 keeper.protect(ids)
                 return
@@ -281,9 +268,11 @@ class Core:
         s.done, s.at = done, stop
         for epoch, a, b in s.stretches(start, stop):
             ids = stream.objects(a, b).astype(np.intp)
-            h.unpin(ids if b <= s.front else ids[: max(s.front - a, 0)])
             uses = s.group.uses
-            uses.consume(epoch, ids, s.clocked(a, b) if uses.repeated(epoch) else None)
+            repeated = uses.repeated(epoch)
+            pinned = ids if b <= s.front else ids[: max(s.front - a, 0)]
+            h.unpin(pinned, distinct=uses.distinct(epoch))
+            uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
             self._turn(s, epoch)
             h.release(ids)
         if s.front < stop:  # read directly, before they could be fetched
@@ -302,7 +291,12 @@ class Core:
         if isinstance(keeper, EpochKeeper) and keeper.uses is s.group.uses:
             if epoch > keeper.epoch:
                 keeper.turn(epoch)
-            self._shares.set_loans(s.holding, self._window.lend_share)
+            self._set_loans(s)
+
+    def _set_loans(self, s: Session) -> None:
+        h = s.holding
+        ahead = (x.pace.horizon(h.latency.seconds, self._window) for x in s.group.sessions.values())
+        self._shares.set_loans(h, self._window.lend_share, max(ahead, default=0))
 
     def _survey(self) -> None:
         """Sessions came, went or were told more: all windows change."""
@@ -310,6 +304,11 @@ class Core:
             self._ahead.look(session, len(self._sessions))
 
     # --- what others may see -------------------------------------------------------------------
+
+    def busy(self, dataset: str) -> bool:
+        """Whether anybody reads this dataset, or something is being read for it."""
+        h = self._holdings[dataset]
+        return h.active or h.warming >= 0 or len(self._flights.ids(h)) > 0
 
     def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
         """Counters of all datasets and sessions, by name and number; what `creel stats` shows."""
@@ -324,6 +323,7 @@ class Core:
             "memory": {"node": node},
             "datasets": {n: h.snapshot() for n, h in self._holdings.items()},
             "sessions": {str(n): s.snapshot() for n, s in self._sessions.items()},
+            "past": {"datasets": dict(self._past)},
         }
 
     def check(self) -> None:
@@ -331,10 +331,15 @@ class Core:
         space = self._shares.space
         space.check()
         self._flights.check()
+        under_way = sum(len(self._flights.ids(h)) for h in self._holdings.values())
+        must(under_way == self._flights.objects, "something is under way for nobody")
+        must(space.pools == len(self._holdings), "a pool without a dataset")
         offset, length = [], []
         for h in self._holdings.values():
             h.check(self._flights.ids(h))
             resident = h.offset != NOWHERE
+            held = np.append(np.flatnonzero(resident), self._flights.placed(h))
+            must(isinstance(h.pool, FixedPool) or h.pool.used == h.room[held].sum(), "lost room")
             offset += [h.offset[resident], self._flights.offsets(h)[0]]
             length += [h.length[resident], self._flights.offsets(h)[1]]
         if offset:
@@ -357,5 +362,6 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     Fetched: Core._fetched,
     Warm: Core._warmed,
     Dropped: Core._dropped,
+    Unregistered: Core._unregistered,
     Tick: Core._ticked,
 }

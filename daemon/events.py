@@ -99,6 +99,16 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Unregistered:
+    """Forget a dataset that nobody reads and nothing is under way for (`Core.busy`).
+
+    Its columns are not touched after this event.
+    """
+
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed and nothing else happened."""
 
@@ -113,6 +123,7 @@ Event: TypeAlias = (
     | Fetched
     | Warm
     | Dropped
+    | Unregistered
     | Tick
 )
 
@@ -137,9 +148,13 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """Copy objects `ids` of fetch `fetch`, held in private memory, to these arena offsets, now."""
+    """Copy objects `ids` of fetch `fetch` from private memory to the arena, now, then publish them.
+
+    To publish is to write table.offset[id] = offset; as with `Move`, it says ABSENT until then.
+    """
 
     fetch: int
+    dataset: str
     ids: Ids
     offset: Sizes
 

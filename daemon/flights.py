@@ -119,7 +119,8 @@ class Flights:
             fit = min(k, affordable(guess, self._shares.free_nbytes))
             length = h.length[ids[:fit]]
             offset = np.full(fit, NOWHERE, np.int64)
-            offset[length >= 0] = h.pool.alloc(length[length >= 0])
+            known = length >= 0
+            offset[known] = h.place(ids[:fit][known], length[known])
             placed = (offset != NOWHERE) | (length < 0)
             chosen = ids[:fit][placed], offset[placed], length[placed]
             out += self.start(h, *chosen, Need(0, 0), now, now + _WHENEVER_S)
@@ -136,6 +137,11 @@ class Flights:
     def ids(self, h: Holding) -> Index:
         """(k,) objects of a dataset that are under way."""
         own = [f.ids for f in self._flights.values() if f.holding is h]
+        return np.concatenate([np.empty(0, np.intp), *own])
+
+    def placed(self, h: Holding) -> Index:
+        """(k,) objects of a dataset that are under way and have room."""
+        own = [f.ids[f.offset != NOWHERE] for f in self._flights.values() if f.holding is h]
         return np.concatenate([np.empty(0, np.intp), *own])
 
     def offsets(self, h: Holding) -> tuple[Sizes, Sizes]:

@@ -39,6 +39,7 @@ _PADDING = 0.01
 #: A region is taken from another dataset at once: this share of the space, but no more bytes.
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
+_CRUMB = 0.1  # of the mean: with a larger one residents grow, with a smaller one they shrink
 
 
 class Holding:
@@ -52,6 +53,8 @@ class Holding:
         self.offset[:] = NOWHERE
         self.space = space
         self.pool: FixedPool | PagedPool = space.pool(length)
+        # bytes each takes up, from when it is placed until it leaves; a record takes its length
+        self.room = length if isinstance(self.pool, FixedPool) else np.zeros(n, np.int64)
         self.owners = Owners(space.nbytes, self.pool) if isinstance(self.pool, PagedPool) else None
         self.life = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
@@ -95,13 +98,19 @@ class Holding:
 
     # --- objects -------------------------------------------------------------------------------
 
-    def pin(self, ids: Index) -> None:
-        """One more reader for each (an object may come twice)."""
-        np.add.at(self.pins, ids, ONE)
+    def pin(self, ids: Index, *, distinct: bool = False) -> None:
+        """One more reader for each (an object may come twice, unless they are `distinct`)."""
+        if distinct:
+            self.pins[ids] += ONE
+        else:
+            np.add.at(self.pins, ids, ONE)
 
-    def unpin(self, ids: Index) -> None:
+    def unpin(self, ids: Index, *, distinct: bool = False) -> None:
         """One reader less for each; whatever nobody has pinned then may leave."""
-        np.subtract.at(self.pins, ids, ONE)
+        if distinct:
+            self.pins[ids] -= ONE
+        else:
+            np.subtract.at(self.pins, ids, ONE)
 
     def release(self, ids: Index) -> None:
         """Tell the keeper of those among `ids` that are resident and unpinned."""
@@ -124,9 +133,40 @@ class Holding:
             self._known_nbytes -= int(self.length[ids].sum())
             self.length[ids] = -1
 
-    def publish(self, ids: Index, offset: Sizes) -> None:
-        """These objects lie there now."""
-        self.offset[ids] = offset
+    def place(self, ids: Index, nbytes: Sizes) -> Sizes:
+        """(k,) offsets for objects of these sizes in free room; NOWHERE where there is none."""
+        if isinstance(self.pool, FixedPool):
+            return self.pool.alloc(nbytes)
+        offset, self.room[ids] = self.pool.settle(nbytes, self.crumb)
+        return offset
+
+    def give_back(self, ids: Index, offset: Sizes) -> None:
+        """These places are free again."""
+        self.pool.free(offset, self.room[ids])
+
+    def inherit(self, ids: Index, wants: Sizes, victims: Index) -> Sizes:
+        """(k,) offsets: these objects take the rooms of those who leave, or as much as they want.
+
+        wants: (k,) whole grains, no more than the victims' rooms.
+        """
+        rooms = self.room[victims]
+        offset = self.vacate(victims, "due_later")
+        large = rooms - wants >= self.crumb
+        if some(large) and isinstance(self.pool, PagedPool):
+            self.pool.shrink(offset[large], rooms[large], wants[large])
+            rooms[large] = wants[large]
+        self.room[ids] = rooms
+        return offset
+
+    @property
+    def crumb(self) -> int:
+        """A hole of fewer bytes is not worth keeping apart (nearly all images are larger)."""
+        return int(self.mean * _CRUMB)
+
+    def publish(self, ids: Index, offset: Sizes, *, seen: bool) -> None:
+        """These objects lie there now; `seen`: and clients are told so."""
+        if seen:
+            self.offset[ids] = offset
         if self.owners is not None:
             self.owners.put(ids, offset)
         self.life[ids] = RESIDENT
@@ -143,7 +183,7 @@ class Holding:
         """These (distinct, resident, unpinned) leave; returns their bytes."""
         if not len(ids):
             return 0
-        nbytes = self.length[ids]
+        nbytes = self.room[ids]
         self.pool.free(self.vacate(ids, why), nbytes)
         return int(nbytes.sum())
 
@@ -157,9 +197,9 @@ class Holding:
         self.evicted[why] += len(ids)
         return offset
 
-    def landed(self, ids: Index, offset: Sizes) -> bool:
+    def landed(self, ids: Index, offset: Sizes, *, seen: bool = True) -> bool:
         """These objects arrived; whether nobody wants some of them any more."""
-        self.publish(ids, offset)
+        self.publish(ids, offset, seen=seen)
         unwanted = bool(np.count_nonzero(self.pins[ids]) < len(ids))
         if unwanted:
             self.release(ids)
@@ -174,7 +214,6 @@ class Holding:
 
     def snapshot(self) -> dict[str, float | str]:
         """For `creel stats`."""
-        evicted = {f"evicted_{why}": n for why, n in self.evicted.items()}
         return {
             "objects": len(self),
             "nbytes": self.nbytes,
@@ -183,9 +222,12 @@ class Holding:
             "used_nbytes": self.pool.used,
             "policy": _POLICIES.get(type(self.keeper), "none"),
             "fetch_latency_s": self.latency.seconds,
-            **self.counts,
-            **evicted,
+            **self.counted(),
         }
+
+    def counted(self) -> dict[str, int]:
+        """All that only grows, by name."""
+        return {**self.counts, **{f"evicted_{why}": n for why, n in self.evicted.items()}}
 
     def fail(self, ids: Index) -> None:
         """No room for these though somebody stalls: their readers go to the source."""
@@ -273,7 +315,9 @@ class Holding:
             if isinstance(self.keeper, EpochKeeper) and self.keeper.uses is uses[0]:
                 return
             size = self.length if window.opens_dominate else None
-            self.keeper = EpochKeeper(self.life, self.pins, uses[0], size)
+            alike = window.opens_dominate or isinstance(self.pool, FixedPool)
+            room = None if alike else self.room
+            self.keeper = EpochKeeper(self.life, self.pins, uses[0], size, room)
             first = next(iter(groups[0].sessions.values()))
             self.keeper.epoch = first.stream.epoch(first.done)[0] + first.epoch_shift
             self.keeper.known = groups[0].known()
@@ -293,6 +337,7 @@ class Holding:
         resident, known = self.life == RESIDENT, self.length >= 0
         must(bool(((self.offset >= 0) == resident).all()), "published is not resident")
         must(bool(known[resident].all()), "a resident of unknown length")
+        must(bool((self.room >= self.length)[resident].all()), "a resident without enough room")
         must(int(resident.sum()) == self.resident, "residents are miscounted")
         must(int(self.length[resident].sum()) == self.resident_nbytes, "resident bytes")
         fetching = np.flatnonzero(self.life == FETCHING)

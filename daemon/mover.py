@@ -6,17 +6,18 @@ import numpy as np
 
 from creel.cache.space import PagedPool, Space
 from creel.daemon.events import Move
-from creel.daemon.holding import Holding, Index
-from creel.policies.retain import Need
+from creel.daemon.holding import Holding, Index, Sizes
+from creel.policies.masks import every
+from creel.policies.retain import Keeper, Need
 
 #: Bytes of addresses looked at for one object: some hundred images, planned in about 0.2 ms.
 _STRETCH_NBYTES = 16 << 20
-_STRETCHES = 2  # looked at for one object, at most
-#: At most so much is moved at once (2 ms at 4 GB/s), and so much per second (a quarter of a core).
-_BURST_NBYTES = 8 << 20
+_SHORT_NBYTES = 4 << 20  # the same where whatever nobody has pinned can make way
+#: At most so much is moved at once (1 ms at 4 GB/s), and so much per second (a quarter of a core).
+_BURST_NBYTES = 4 << 20
 _RATE_BPS = 1 << 30
-#: What planning costs, as bytes that could be moved in that time.
-_PLAN_NBYTES = 1 << 19
+#: What planning for one object costs, as bytes that could be moved in that time.
+_PLAN_NBYTES = 1 << 20
 
 
 class Mover:
@@ -37,30 +38,36 @@ class Mover:
         self._credit = min(self._credit + earned, _BURST_NBYTES)
         self._last = now
 
-    def gather(self, h: Holding, nbytes: int, need: Need) -> bool:
+    def gather(self, h: Holding, nbytes: int, need: Need, *, stalled: bool) -> bool:
         """Make room in one piece for an object of so many bytes; False: not now.
 
-        Others are moved into holes that suit them. Where that is too much, or no hole suits, some
-        that may leave anyway leave side by side. (Always to do so would cost no copying, but favour
-        large objects: after four epochs 15 % more opens.)
+        Others are moved where they fit. Where that is too much, or they fit nowhere, some that may
+        leave anyway leave side by side. (Always to do so would cost no copying, but favour large
+        objects: after four epochs 15 % more opens.)
         """
-        if h.owners is None:
+        if not self.willing and not stalled:
             return False
-        ids = np.empty(0, np.intp)
-        for _ in range(_STRETCHES):
-            if self._credit > 0 or not len(ids):
-                ids = self._next(h)
-            if self._credit <= 0:
-                break
-            self._credit -= _PLAN_NBYTES
-            if self._plan(h, ids, nbytes):
-                return True
-        return self._leave(h, ids, nbytes, need)
+        self._credit -= _PLAN_NBYTES
+        if h.keeper is not None and h.keeper.fits:
+            return self._clear(h, h.keeper, nbytes, need, stalled=stalled)
+        ids = self._next(h, _STRETCH_NBYTES)
+        return self._plan(h, ids, nbytes) or self._leave(h, ids, nbytes, need)
+
+    @property
+    def willing(self) -> bool:
+        """Whether there is time left for one more object."""
+        return self._credit > _PLAN_NBYTES
 
     def take(self) -> list[Move]:
         """The moves planned since the last call, to be done before anything planned after them."""
         moves, self._moves = self._moves, []
         return moves
+
+    def copied(self, h: Holding, ids: Index, offset: Sizes) -> None:
+        """The shell copies these residents there, then publishes them; until `done` they stay."""
+        h.hide(ids, offset)
+        h.pin(ids)
+        self._moved.append((h, ids))
 
     def done(self) -> None:
         """All that was decided about this event is on its way; moved objects are like others."""
@@ -69,10 +76,53 @@ class Mover:
             h.release(ids)
         self._moved.clear()
 
-    def _next(self, h: Holding) -> Index:
-        """(k,) objects that may move, in the next stretch of addresses."""
+    def _clear(self, h: Holding, keeper: Keeper, nbytes: int, need: Need, *, stalled: bool) -> bool:
+        """Empty a stretch: who may leave leaves, the others take places of such elsewhere."""
+        if not isinstance(h.pool, PagedPool):
+            return False
+        ids = self._next(h, _SHORT_NBYTES + 2 * nbytes)
+        stays = ~keeper.dispensable(ids, need)
+        rooms = h.room[ids]
+        inside = h.pool.neighbours(h.offset[ids], rooms, nbytes, np.where(stays, rooms, 0))
+        if not len(inside):
+            return False
+        leaving, staying = ids[inside[~stays[inside]]], ids[inside[stays[inside]]]
+        h.pin(leaving)  # so that nobody moves there
+        victims = keeper.fitting(h.room[staying], need)
+        h.unpin(leaving)
+        found = victims >= 0
+        if every(found):
+            self._swap(h, staying, victims)
+        elif stalled:
+            h.release(victims[found])
+            h.evict(staying, "stalled")
+        else:
+            h.release(np.concatenate([victims[found], leaving]))
+            return False
+        h.evict(leaving, "due_later")
+        return True
+
+    def _swap(self, h: Holding, ids: Index, victims: Index) -> None:
+        """These take the places of others, and leave their own."""
+        if not len(ids):
+            return
+        src, rooms = h.offset[ids], h.room[ids]
+        dst = h.inherit(ids, rooms, victims)
+        h.pool.free(src, rooms)
+        self._move(h, ids, src, dst)
+
+    def _move(self, h: Holding, ids: Index, src: Sizes, dst: Sizes) -> None:
+        nbytes = h.length[ids]
+        self.copied(h, ids, dst)
+        self._moves.append(Move(h.name, ids.astype(np.int32), src, dst, nbytes))
+        moved = int(nbytes.sum())
+        self.nbytes += moved
+        self._credit -= moved
+
+    def _next(self, h: Holding, nbytes: int) -> Index:
+        """(k,) objects that may move, in the next stretch of so many addresses."""
         start = self._cursor
-        stop = min(start + _STRETCH_NBYTES, self._space.nbytes)
+        stop = min(start + nbytes, self._space.nbytes)
         self._cursor = stop if stop < self._space.nbytes else 0
         if h.owners is None:
             return np.empty(0, np.intp)
@@ -84,17 +134,11 @@ class Mover:
         if not len(ids) or not isinstance(h.pool, PagedPool):
             return False
         offset = h.offset[ids]
-        src, dst, nbytes = h.pool.compact(offset, h.length[ids], need, int(self._credit))
+        src, dst, _ = h.pool.compact(offset, h.room[ids], need, int(self._credit))
         if not len(src):
             return False
         ids = ids[np.searchsorted(offset, src)]
-        h.hide(ids, dst)
-        h.pin(ids)
-        self._moved.append((h, ids))
-        self._moves.append(Move(h.name, ids.astype(np.int32), src, dst, nbytes))
-        moved = int(nbytes.sum())
-        self.nbytes += moved
-        self._credit -= moved
+        self._move(h, ids, src, dst)
         return True
 
     def _leave(self, h: Holding, ids: Index, nbytes: int, need: Need) -> bool:
@@ -102,5 +146,5 @@ class Mover:
         if h.keeper is None or not isinstance(h.pool, PagedPool):
             return False
         ids = ids[h.keeper.dispensable(ids, need)]
-        gone = h.pool.neighbours(h.offset[ids], h.length[ids], nbytes)
+        gone = h.pool.neighbours(h.offset[ids], h.room[ids], nbytes)
         return h.evict(ids[gone], "due_later") > 0

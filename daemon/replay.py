@@ -8,21 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.space import Space
-from creel.daemon.core import (
-    Action,
-    Core,
-    Event,
-    Extended,
-    Fetch,
-    Fetched,
-    Ids,
-    Move,
-    Opened,
-    Progressed,
-    Registered,
-    SetReady,
-    Sizes,
-)
+from creel.daemon import events
+from creel.daemon.core import Core
 from creel.policies.prefetch import Window
 from creel.policies.simulate import Started
 
@@ -39,7 +26,7 @@ class CoreNode:
 
     def __init__(
         self,
-        lengths: Sizes,
+        lengths: events.Sizes,
         capacity: int,
         ranks: range,
         world: int,
@@ -50,27 +37,27 @@ class CoreNode:
         self._ready = dict.fromkeys(ranks, 0)
         self._failed = dict.fromkeys(ranks, 0)
         self._steps = dict.fromkeys(ranks, 0)
-        self._fetches: dict[int, Sizes] = {}
+        self._fetches: dict[int, events.Sizes] = {}
         self._offset = np.full(len(lengths), -1, np.int64)
-        self._feed(Registered("data", self._offset, lengths.astype(np.int64)), 0.0)
+        self._feed(events.Registered("data", self._offset, lengths.astype(np.int64)), 0.0)
         for rank, job in zip(ranks, jobs or ["job"] * len(ranks), strict=True):
-            self._feed(Opened(rank, "data", job, rank, world), 0.0)
+            self._feed(events.Opened(rank, "data", job, rank, world), 0.0)
 
     def extend(
-        self, rank: int, epoch: int, objects: Ids, ends: NDArray[np.int64], now: float
+        self, rank: int, epoch: int, objects: events.Ids, ends: NDArray[np.int64], now: float
     ) -> list[Started]:
         """A rank will read these next."""
         step = self._steps[rank]
         self._steps[rank] += len(ends)
-        return self._feed(Extended(rank, epoch, step, objects, ends), now)
+        return self._feed(events.Extended(rank, epoch, step, objects, ends), now)
 
     def progress(self, rank: int, done: int, wanted: int, now: float) -> list[Started]:
         """A rank has done so many steps and waits for step wanted-1 (or does not)."""
-        return self._feed(Progressed(rank, done, wanted), now)
+        return self._feed(events.Progressed(rank, done, wanted), now)
 
     def landed(self, fetch: int, now: float) -> list[Started]:
         """A fetch is through."""
-        return self._feed(Fetched(fetch, self._fetches.pop(fetch)), now)
+        return self._feed(events.Fetched(fetch, self._fetches.pop(fetch)), now)
 
     def ready(self, rank: int) -> int:
         """Steps that a rank may read."""
@@ -80,16 +67,16 @@ class CoreNode:
         """Objects given up so far."""
         return sum(self._failed.values())
 
-    def _feed(self, event: Event, now: float) -> list[Started]:
+    def _feed(self, event: events.Event, now: float) -> list[Started]:
         return [s for a in self.core.handle(event, now) for s in self._did(a)]
 
-    def _did(self, action: Action) -> list[Started]:
-        if isinstance(action, SetReady):
+    def _did(self, action: events.Action) -> list[Started]:
+        if isinstance(action, events.SetReady):
             self._ready[action.session] = action.ready
             self._failed[action.session] = action.failed
-        elif isinstance(action, Fetch):
+        elif isinstance(action, events.Fetch):
             self._fetches[action.fetch] = action.length
             return [Started(action.fetch, len(action.ids), int(action.length.sum()))]
-        elif isinstance(action, Move):
+        elif isinstance(action, events.Move):
             self._offset[action.ids] = action.dst
         return []

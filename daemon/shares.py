@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from creel.cache.extents import ABSENT as NOWHERE
-from creel.cache.space import FixedPool, Space
+from creel.cache.space import FixedPool, PagedPool, Space
 from creel.daemon.holding import Holding, Index, Sizes
 from creel.daemon.mover import Mover
 from creel.policies.masks import some
@@ -20,6 +20,8 @@ _ROUNDS = 4
 _SLACK = 0.0075
 #: The same where there is no time to move any (tests/unit/test_space.py).
 _WIDE_SLACK = 0.03
+#: Share of what is kept that an epoch may begin with.
+_BEGIN = 0.2
 
 
 class Shares:
@@ -53,42 +55,65 @@ class Shares:
         """Bytes that are neither held nor expected."""
         return self.space.free_bytes - self.expected
 
-    def place(self, h: Holding, sizes: Sizes, need: Need, *, stalled: bool) -> Sizes:
+    def place(self, h: Holding, ids: Index, sizes: Sizes, need: Need, *, stalled: bool) -> Sizes:
         """(k,) offsets for objects of these sizes; ABSENT (-1) where no room can be made.
 
         Others leave as far as retention allows; for those who stall, whatever is not pinned.
         """
         if isinstance(h.pool, FixedPool):
             return self._swap(h, sizes, need, stalled=stalled)
-        slack = int(_SLACK * self.space.nbytes)
+        fits = h.keeper is not None and h.keeper.fits
+        slack = 0 if fits else int(_SLACK * self.space.nbytes)
         short = int(sizes.sum()) + slack - self.free_nbytes
         if short > 0:
-            self._make_room(h, short, need, stalled=stalled)
-        out = h.pool.alloc(sizes)
+            if fits:
+                self._claim(h, short)
+            else:
+                self._make_room(h, short, need, stalled=stalled)
+        out = h.place(ids, sizes)
+        if fits:
+            self._fit(h, ids, sizes, out, need)
         for _ in range(_ROUNDS):
             lack = (out < 0) & (sizes <= self.space.nbytes)
             if not some(lack):
                 break
-            self._join(h, sizes, out, need)
+            self._join(h, ids, sizes, out, need, stalled=stalled)
             lack &= out < 0
-            if not some(lack):
+            if not some(lack) or not self._force(h, sizes[lack], need, stalled=stalled):
                 break
-            # what is free lies in pieces too small: keep so much free that there are larger ones
-            wide = max(int(_WIDE_SLACK * self.space.nbytes) - self.free_nbytes, 0)
-            freed = self._make_room(h, int(sizes[lack].sum()) + wide, need, stalled=stalled)
-            if not freed and stalled:
-                freed = h.evict_region(int(sizes[lack].max()), self.busy(h)[0], "stalled")
-            if not freed:
-                break
-            out[lack] = h.pool.alloc(sizes[lack])
+            out[lack] = h.place(ids[lack], sizes[lack])
         return out
 
-    def _join(self, h: Holding, sizes: Sizes, out: Sizes, need: Need) -> None:
-        """Move others for those who find no room in one piece, the largest first."""
+    def _force(self, h: Holding, sizes: Sizes, need: Need, *, stalled: bool) -> int:
+        """Evict more than is short, for those who find no room in one piece; bytes freed."""
+        freed = 0
+        if h.keeper is None or not h.keeper.fits:
+            # what is free lies in pieces too small: keep so much free that there are larger ones
+            wide = max(int(_WIDE_SLACK * self.space.nbytes) - self.free_nbytes, 0)
+            freed = self._make_room(h, int(sizes.sum()) + wide, need, stalled=stalled)
+        if not freed and stalled:
+            freed = h.evict_region(int(sizes.max()), self.busy(h)[0], "stalled")
+        return freed
+
+    def _fit(self, h: Holding, ids: Index, sizes: Sizes, out: Sizes, need: Need) -> None:
+        """Give newcomers the places of others whose rooms fit."""
         lack = np.flatnonzero(out < 0)
-        for i in lack[np.argsort(-sizes[lack], kind="stable")].tolist():
-            if self.mover.gather(h, int(sizes[i]), need):
-                out[i : i + 1] = h.pool.alloc(sizes[i : i + 1])
+        if not len(lack) or h.keeper is None or not isinstance(h.pool, PagedPool):
+            return
+        wants = h.pool.rounded(sizes[lack])
+        victims = h.keeper.fitting(wants, need)
+        found = victims >= 0
+        lack = lack[found]
+        out[lack] = h.inherit(ids[lack], wants[found], victims[found])
+
+    def _join(
+        self, h: Holding, ids: Index, sizes: Sizes, out: Sizes, need: Need, *, stalled: bool
+    ) -> None:
+        """Move others for those who find no room in one piece, in order, while it is worth it."""
+        for i in np.flatnonzero(out < 0).tolist():
+            if not self.mover.gather(h, int(sizes[i]), need, stalled=stalled):
+                break
+            out[i : i + 1] = h.place(ids[i : i + 1], sizes[i : i + 1])
 
     def _swap(self, h: Holding, sizes: Sizes, need: Need, *, stalled: bool) -> Sizes:
         """`place` where all records are alike: newcomers take the places of those who leave."""
@@ -155,12 +180,20 @@ class Shares:
             freed += taken
         return freed
 
-    def set_loans(self, h: Holding, lend_share: float) -> None:
-        """Say how much may be fetched across an epoch's turn: nothing where everything fits."""
+    def set_loans(self, h: Holding, lend_share: float, ahead: int) -> None:
+        """Say how much may be fetched across an epoch's turn: nothing where everything fits.
+
+        ahead: steps that may be pinned at the turn.
+        """
         keeper = h.keeper
         if isinstance(keeper, EpochKeeper):
-            objects = max(lend_share * len(h), 2 * keeper.uses.per_step)
-            keeper.lend = math.ceil(self.missing(h) * objects)
+            each = max(keeper.uses.per_step, 1.0)
+            few = _BEGIN * min(len(h), self.share(h) / h.mean) / each
+            keeper.begin = int(min(ahead, few))
+            missing, share = self.missing(h), lend_share * len(h)
+            keeper.lend = math.ceil(missing * max(share, 2 * each))
+            share = 0.0 if keeper.fits else share
+            keeper.lend_more = math.ceil(missing * max(share, (2 - keeper.begin) * each))
 
 
 def _none(holding: Holding) -> tuple[Sizes, Sizes]:

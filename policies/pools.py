@@ -21,7 +21,6 @@ Index = NDArray[np.intp]
 #: finer than any prefetch window.
 _BUCKETS = 4096
 _NOBODY = np.empty(0, np.intp)
-_ONE = np.int32(1)
 
 
 class Pool(Protocol):
@@ -98,10 +97,7 @@ class Spread:
             lost, fits = ids[full], ~full
             bucket, ids, level = bucket[fits], ids[fits], level[fits]
         self._slots[self._start[bucket] + level] = ids
-        if len(bucket) < _BUCKETS:
-            np.add.at(self._count, bucket, _ONE)
-        else:
-            self._count += np.bincount(bucket, minlength=len(self._count)).astype(np.int32)
+        self._count[bucket] = level + 1  # of several the last counts: the highest
         return lost
 
     def take(self, k: int) -> Index:
@@ -116,6 +112,61 @@ class Spread:
             out.append(self._slots[self._start[bucket] + (top - 1)])
             k -= len(bucket)
         return np.concatenate(out).astype(np.intp) if out else _NOBODY
+
+
+class Tray:
+    """Some candidates, by the room each would leave: the tightest fits are found at once.
+
+    >>> tray = Tray(np.array([50, 20, 30]))
+    >>> tray.add(np.arange(3))
+    >>> tray.fit(np.array([20, 25, 60])).tolist(), len(tray)
+    ([1, 2, -1], 1)
+    """
+
+    def __init__(self, room: NDArray[np.int64]) -> None:
+        """room: (n,) bytes each object takes up, a live view."""
+        self._room = room
+        self._rooms = np.empty(0, np.int64)  # ascending
+        self._ids = _NOBODY
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of room of all."""
+        return int(self._rooms.sum())
+
+    def add(self, ids: Index) -> None:
+        """Enter candidates."""
+        if len(ids):
+            rooms = np.concatenate([self._rooms, self._room[ids]])
+            order = rooms.argsort(kind="stable")
+            self._rooms, self._ids = rooms[order], np.concatenate([self._ids, ids])[order]
+
+    def fit(self, wants: NDArray[np.int64]) -> Index:
+        """Remove and return (k,) candidates with as much room as is wanted, or -1; wants ascend."""
+        out = np.full(len(wants), -1, np.intp)
+        # each the smallest that is large enough, and beyond the one of the want before
+        number = np.arange(len(wants))
+        at = np.maximum.accumulate(self._rooms.searchsorted(wants) - number) + number
+        at = at[: at.searchsorted(len(self._ids))]
+        out[: len(at)] = self._ids[at]
+        self._keep(at)
+        return out
+
+    def take(self, k: int) -> Index:
+        """Remove and return up to k candidates, all sizes alike."""
+        k = min(k, len(self._ids))
+        at = np.arange(k) * len(self._ids) // max(k, 1)
+        out = self._ids[at]
+        self._keep(at)
+        return out
+
+    def _keep(self, gone: Index) -> None:
+        keep = np.ones(len(self._ids), np.bool_)
+        keep[gone] = False
+        self._rooms, self._ids = self._rooms[keep], self._ids[keep]
 
 
 def _run_starts(ordered: Index) -> Index:

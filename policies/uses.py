@@ -23,7 +23,7 @@ class _Epoch:
     `rank` (n,) is that of the first read, modulo 256.
     """
 
-    __slots__ = ("accesses", "base", "end", "first", "rank", "repeats")
+    __slots__ = ("accesses", "base", "end", "first", "rank", "repeats", "twice")
 
     def __init__(self, objects: int, base: int) -> None:
         self.first = np.full(objects, NEVER, np.int32)
@@ -32,6 +32,7 @@ class _Epoch:
         self.end = base  # one past the last known step
         self.accesses = 0
         self.repeats = np.empty(0, np.int64)
+        self.twice = False  # whether an object may come twice, be it in one step
 
     def add(self, steps: NDArray[np.int32], ids: NDArray[np.intp], rank: int) -> None:
         fresh = not self.accesses or every(self.first[ids] == NEVER)
@@ -41,10 +42,15 @@ class _Epoch:
         if fresh:
             if rank:
                 self.rank[ids] = rank & 255
+            order = np.arange(len(ids), dtype=np.int32)
+            self.first[ids] = order
+            once = every(self.first[ids] == order)
             self.first[ids] = steps
-            if every(self.first[ids] == steps):
+            self.twice |= not once
+            if once or every(self.first[ids] == steps):
                 return
             self.first[ids] = NEVER
+        self.twice = True
         self._merge(steps, ids)
 
     def _merge(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
@@ -89,6 +95,7 @@ class Uses:
     def __init__(self, objects: int) -> None:
         self.due = np.full(objects, NEVER, np.int32)
         self._epochs: dict[int, _Epoch] = {}
+        self._forgotten = 0
 
     def extend(
         self, epoch: int, steps: NDArray[np.int32], ids: NDArray[np.intp], rank: int = 0
@@ -99,6 +106,7 @@ class Uses:
         table = self._epochs.get(epoch)
         if table is None:
             table = _Epoch(len(self.due), int(steps[0]))
+            table.twice = epoch < self._forgotten  # it was known before, who knows with what
             self._epochs[epoch] = table
             self._epochs = dict(sorted(self._epochs.items()))
         table.add(steps, ids, rank)
@@ -109,6 +117,11 @@ class Uses:
         """Whether any object is read twice in `epoch`: then `consume` asks for the steps."""
         known = self._epochs.get(epoch)
         return known is not None and len(known.repeats) > 0
+
+    def distinct(self, epoch: int) -> bool:
+        """Whether it is known that no object is read twice in `epoch`, not even in one step."""
+        known = self._epochs.get(epoch)
+        return known is not None and not known.twice
 
     def consume(
         self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None
@@ -130,6 +143,7 @@ class Uses:
 
     def forget(self, epoch: int) -> None:
         """No rank is in an epoch before `epoch` any more."""
+        self._forgotten = max(self._forgotten, epoch)
         for old in [e for e in self._epochs if e < epoch]:
             del self._epochs[old]
 

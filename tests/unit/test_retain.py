@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.pools import Sorted, Spread
-from creel.policies.retain import FETCHING, RESIDENT, EpochKeeper, FarKeeper, Need
+from creel.policies.pools import Sorted, Spread, Tray
+from creel.policies.retain import (
+    ABSENT,
+    FETCHING,
+    RESIDENT,
+    EpochKeeper,
+    FarKeeper,
+    Need,
+    RecentKeeper,
+)
 from creel.policies.uses import NEVER, Uses
 
 
@@ -149,7 +157,7 @@ def test_loans_across_the_turn_are_limited() -> None:
     numbers = np.repeat(np.arange(steps, dtype=np.int32), 10)
     for epoch in (0, 1):
         uses.extend(epoch, numbers + epoch * steps, np.arange(n))
-    keeper.known, keeper.lend = 1, 7
+    keeper.known, keeper.lend_more = 1, 7
     uses.consume(0, np.arange(10, 100))
     keeper.released(np.arange(10, 100))
     assert len(keeper.victims(50, Need(1, 10))) == 7
@@ -166,3 +174,148 @@ def test_what_no_plan_reads_leaves_first() -> None:
     keeper.known = 1
     uses.consume(0, np.arange(n))
     assert sorted(keeper.victims(10, Need(0, 0)).tolist()) == list(range(30, 40))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int) -> None:
+    """RecentKeeper against a list in order of the latest release."""
+    rng = np.random.default_rng(seed)
+    n = 60
+    life, pins = np.full(n, ABSENT, np.uint8), np.zeros(n, np.int32)
+    keeper = RecentKeeper(life, pins, [Uses(n)])
+    release = np.zeros(n, np.int64)  # when each was released last
+    for now in range(1, 200):
+        ids = rng.integers(0, n, rng.integers(1, 8))
+        life[ids] = RESIDENT
+        pins[ids] = 0
+        release[ids] = now
+        keeper.released(ids)
+        pins[rng.integers(0, n, 3)] = 1
+        keeper.stale = bool(rng.random() < 0.05) or keeper.stale
+        out = keeper.victims(int(rng.integers(0, 7)), Need(0, now))
+        assert len(set(out.tolist())) == len(out)
+        assert ((life[out] == RESIDENT) & (pins[out] == 0)).all()
+        life[out] = ABSENT
+        for x in np.flatnonzero(pins).tolist():  # read again at once: they are released anew
+            if life[x] == RESIDENT and rng.random() < 0.5:
+                pins[x] = 0
+                release[x] = now
+                keeper.released(np.array([x]))
+        left = np.flatnonzero((life == RESIDENT) & (pins == 0) & (release < now))
+        if len(out) and len(left):
+            assert release[out].min() >= release[left].max() or (release[out] == now).any()
+
+
+def test_a_reader_of_one_step_at_a_time_loses_the_latest_first() -> None:
+    n = 10
+    life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
+    keeper = RecentKeeper(life, pins, [Uses(n)])
+    for x in range(n):
+        keeper.released(np.array([x]))
+    keeper.released(np.array([3, 3]))
+    pins[9] = 1
+    assert keeper.victims(3, Need(0, 0)).tolist() == [3, 8, 7]
+    life[[3, 8, 7]] = ABSENT
+    pins[9] = 0
+    keeper.stale = True
+    assert sorted(keeper.victims(2, Need(0, 0)).tolist()) == [6, 9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
+    """FarKeeper over two plans against a scan of all residents."""
+    rng = np.random.default_rng(seed)
+    n = 80
+    life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
+    jobs, lines = [Uses(n), Uses(n)], [(1.0, 0.0), (float(rng.integers(1, 4)), 7.0)]
+    for uses in jobs:
+        uses.extend(0, np.arange(n, dtype=np.int32), rng.permutation(n))
+    keeper = FarKeeper(life, pins, jobs, lambda: lines)
+
+    def due(x: int) -> float:
+        found = []
+        for uses, (a, b) in zip(jobs, lines, strict=True):
+            step = int(uses.due[x])
+            found.append(a * (uses.beyond if step == NEVER else step) + b)
+        return min(found)
+
+    ends = [uses.beyond for uses in jobs]
+    for step in range(40):
+        for uses in jobs:
+            ids = np.flatnonzero(uses.due == step)
+            uses.consume(0, ids)
+            keeper.released(ids[life[ids] == RESIDENT])
+        assert [uses.beyond for uses in jobs] == ends
+        need = Need(0, int(rng.integers(step, 3 * n)))
+        out = keeper.victims(int(rng.integers(0, 4)), need).tolist()
+        rest = [x for x in np.flatnonzero(life == RESIDENT).tolist() if x not in out]
+        assert all(due(x) > need.step for x in out)
+        if out:
+            assert min(int(due(x)) for x in out) >= max((int(due(x)) for x in rest), default=0)
+        life[out] = ABSENT
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_tray_gives_the_tightest_fits_there_are(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    room = rng.integers(1, 100, 200)
+    tray, held = Tray(room), list[int]()
+    for _ in range(30):
+        new = [x for x in set(rng.integers(0, 200, 12).tolist()) if x not in held]
+        tray.add(np.array(new, np.intp))
+        held += new
+        wants = np.sort(rng.integers(1, 110, rng.integers(0, 9)))
+        got = tray.fit(wants).tolist()
+        for want, x in zip(wants.tolist(), got, strict=True):  # ascending: greedy is best
+            fits = sorted(int(room[y]) for y in held if room[y] >= want)
+            assert (x >= 0) == bool(fits)
+            if fits:
+                assert room[x] == fits[0]
+                held.remove(x)
+        assert len(tray) == len(held)
+        assert tray.nbytes == sum(int(room[x]) for x in held)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_makes_room_for_another_has_it_and_is_read_no_more_in_this_epoch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, steps, batch = 120, 20, 6
+    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), Uses(n)
+    room = rng.integers(10, 100, n)
+    keeper = EpochKeeper(life, pins, uses, room=room)
+    plans = [rng.permutation(n).reshape(steps, batch) for _ in range(4)]
+    for epoch in range(4):
+        numbers = np.repeat(np.arange(steps, dtype=np.int32) + epoch * steps, batch)
+        uses.extend(epoch, numbers, plans[epoch].ravel())
+    keeper.known, keeper.begin = 3, 2
+    for epoch in range(4):
+        for step, ids in enumerate(plans[epoch]):
+            life[ids] = RESIDENT
+            uses.consume(epoch, ids)
+            if epoch > keeper.epoch:
+                keeper.turn(epoch)
+            keeper.released(ids)
+            pins[:] = rng.random(n) < 0.1
+            wants = rng.integers(10, 110, rng.integers(0, 5))
+            out = keeper.fitting(wants, Need(epoch, epoch * steps + step))
+            got = out[out >= 0]
+            assert len(set(got.tolist())) == len(got)
+            assert (room[got] >= wants[out >= 0]).all()
+            assert ((life[got] == RESIDENT) & (pins[got] == 0)).all()
+            assert (uses.due[got] >= (epoch + 1) * steps).all()  # law L1
+            life[got] = ABSENT
+            room[got] = rng.integers(10, 100, len(got))
+
+
+def test_what_the_next_epoch_begins_with_leaves_last() -> None:
+    n = 100
+    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), Uses(n)
+    keeper = EpochKeeper(life, pins, uses)
+    numbers = np.repeat(np.arange(10, dtype=np.int32), 10)
+    for epoch in (0, 1):
+        uses.extend(epoch, numbers + 10 * epoch, np.arange(n))
+    keeper.known, keeper.begin = 1, 3
+    uses.consume(0, np.arange(n))
+    keeper.released(np.arange(n))
+    assert keeper.victims(70, Need(0, 9)).min() == 30
+    assert sorted(keeper.victims(99, Need(0, 9)).tolist()) == list(range(30))
