@@ -5,8 +5,9 @@
 Both read the same bytes: torch from the page cache with `num_workers=2` (memory-mapped records, or
 files opened one by one), creel with `num_workers=2` through the embedded daemon, everything in
 memory. The loop does nothing with the batches. `memcpy` is numpy's gather alone, into one buffer.
-With --cold it is the first epoch instead, start of the daemon included, over warm page cache: the
-worst case for a cache that has to be filled.
+With --cold it is the first epoch instead, over warm page cache: the worst case for a cache that has
+to be filled. `creel` makes a loader and reads it at once, daemon start included; `served` has
+an (empty) daemon already, as with creeld or after the seconds that making a model takes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import io
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from measure import Comparison, Round, measured, report
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.loader.embed import connect_or_start
 
 
 class MappedRecords(Dataset[torch.Tensor]):
@@ -164,21 +168,31 @@ def epochs(loader: DataLoader[Any], min_s: float) -> Callable[[Round], None]:
     return way
 
 
-def first_epoch(make: Callable[[], DataLoader[Any]]) -> Callable[[Round], None]:
+def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callable[[Round], None]:
     """One epoch of a new loader with a new daemon: nothing in the arena, all in the page cache."""
 
     def way(into: Round) -> None:
-        name = os.environ.get("CREEL_SOCKET")
-        os.environ["CREEL_SOCKET"] = f"cold-{os.getpid()}-{time.monotonic_ns()}"
-        try:
+        with fresh_name():
+            client = connect_or_start() if served else None
             with measured(into):
                 into.batches += sum(1 for _ in make())
-        finally:
-            os.environ.pop("CREEL_SOCKET")
-            if name is not None:
-                os.environ["CREEL_SOCKET"] = name
+            if client is not None:
+                client.close()
 
     return way
+
+
+@contextmanager
+def fresh_name() -> Iterator[None]:
+    """Loaders meet no daemon that was there before."""
+    name = os.environ.get("CREEL_SOCKET")
+    os.environ["CREEL_SOCKET"] = f"cold-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        yield
+    finally:
+        os.environ.pop("CREEL_SOCKET")
+        if name is not None:
+            os.environ["CREEL_SOCKET"] = name
 
 
 def memcpy(work: Workload) -> Callable[[Round], None] | None:
@@ -223,9 +237,12 @@ def main() -> None:
                 "creel": epochs(creel.DataLoader(work.ours, **kwargs), options.seconds),
             }
             if options.cold:
+                theirs = partial(DataLoader, work.theirs, **kwargs)
+                ours = partial(creel.DataLoader, work.ours, **kwargs)
                 ways = {
-                    "torch": first_epoch(lambda w=work, k=kwargs: DataLoader(w.theirs, **k)),  # type: ignore[misc]
-                    "creel": first_epoch(lambda w=work, k=kwargs: creel.DataLoader(w.ours, **k)),  # type: ignore[misc]
+                    "torch": first_epoch(theirs, served=False),
+                    "creel": first_epoch(ours, served=False),
+                    "served": first_epoch(ours, served=True),
                 }
             limit = None if options.cold else memcpy(work)
             if limit is not None:

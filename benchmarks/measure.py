@@ -24,7 +24,7 @@ import psutil
 from creel.errors import CreelError
 from creel.loader.client import Client
 
-_daemon: psutil.Process | None = None
+_daemons: dict[str, psutil.Process] = {}
 
 
 @dataclass
@@ -56,14 +56,15 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def daemon_process() -> psutil.Process | None:
     """The daemon of CREEL_SOCKET; it is nobody's child, so the tree does not show it."""
-    global _daemon  # noqa: PLW0603  one per run, and asking costs
-    if _daemon is None or not _daemon.is_running():
+    name = os.environ.get("CREEL_SOCKET", "default")
+    known = _daemons.get(name)  # asking costs
+    if known is None or not known.is_running():
         try:
-            with Client.connect(os.environ.get("CREEL_SOCKET", "default"), "cli") as client:
-                _daemon = psutil.Process(int(client.ask("status")["pid"]))
+            with Client.connect(name, "cli") as client:
+                known = _daemons[name] = psutil.Process(client.daemon_pid)
         except (CreelError, psutil.Error):
-            _daemon = None
-    return _daemon
+            return None
+    return known
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
 
 import numpy as np
@@ -16,21 +17,23 @@ from creel.cache.board import sealed_memfd
 from creel.errors import MalformedError
 
 _F_SEAL_SHRINK = 0x2
-_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module has no name for it
 _PIECE = 16 << 20  # bytes prefaulted per system call: 4 ms at 4.4 GB/s (reference/performance.md)
 
 
 class Arena:
-    """The daemon's side: creates the memory, maps it read-write, owns the descriptor `fd`.
+    """The daemon's side: creates the memory, maps it read-write, owns the descriptors.
 
-    `view` is a writable memoryview of all `nbytes`, `array` the same as (nbytes,) uint8.
+    `fd` is for clients: read-only, and nobody but root can open it anew for writing. `view` is a
+    writable memoryview of all `nbytes`, `array` the same as (nbytes,) uint8.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map `fd` (a sealed memfd of `nbytes`) read-write and own it from now on."""
-        self.fd = fd
+        self._fd = fd
         self.nbytes = nbytes
         self._map = mmap.mmap(fd, nbytes)
+        os.fchmod(fd, stat.S_IRUSR)
+        self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         _advise(self._map, "MADV_HUGEPAGE", "MADV_DONTDUMP")
         self.view = memoryview(self._map)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
@@ -43,12 +46,23 @@ class Arena:
         """
         fd = sealed_memfd("creel-arena", nbytes)
         try:
-            arena = cls(fd, nbytes)
+            return cls(fd, nbytes)
         except BaseException:
             os.close(fd)
             raise
-        _seal_future_write(fd)
-        return arena
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Put bytes into the arena through its descriptor, not through the mapping.
+
+        Half the price for memory that was never touched: the mapping would take a fault per page,
+        1.5 us each. And a machine out of memory says so here; there it would kill.
+
+        Raises:
+            OSError: ENOSPC or ENOMEM.
+        """
+        done = os.pwrite(self._fd, data, offset)
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], offset + done)
 
     def prefault(self, stop: threading.Event) -> int:
         """Have the system reserve and zero all pages, in small pieces, until done or `stop` is set.
@@ -60,7 +74,7 @@ class Arena:
         while done < self.nbytes and not stop.is_set():
             piece = min(_PIECE, self.nbytes - done)
             try:
-                os.posix_fallocate(self.fd, done, piece)
+                os.posix_fallocate(self._fd, done, piece)
             except OSError as e:
                 if e.errno in {errno.ENOSPC, errno.ENOMEM, errno.EBADF, errno.EOPNOTSUPP}:
                     break
@@ -69,10 +83,11 @@ class Arena:
         return done
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes when the last mapping and view of it do."""
+        """Close the descriptors; the memory goes when the last mapping and view of it do."""
         if self.fd >= 0:
             os.close(self.fd)
-            self.fd = -1
+            os.close(self._fd)
+            self.fd = self._fd = -1
         _release(self)
 
     def __enter__(self) -> Arena:
@@ -132,9 +147,3 @@ def _seals(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # no memfd at all
         return 0
-
-
-def _seal_future_write(fd: int) -> None:
-    """No new writable mapping from now on; before Linux 5.1 clients are merely trusted."""
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)

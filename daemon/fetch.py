@@ -19,15 +19,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.arena import Arena
 from creel.cache.board import ABSENT
 from creel.cache.source import Source
-from creel.daemon.core import Discard, Fetch, Fetched, Move, Store
+from creel.daemon.events import Discard, Fetch, Fetched, Ids, Move, Store
 
 log = logging.getLogger("creel.fetch")
 
 #: A part shorter than this is eaten by hand-over costs (about 30 us), a longer one by poor spread.
 _PART_S = 0.002
 _PART_OBJECTS = 256
+#: Read before it is written to the arena; stays within a core's cache.
+_SCRATCH_NBYTES = 512 << 10
 _FIRST_GUESS_S = 0.0001  # per object, before anything was measured
 _OF_WAIT = 0.7  # the part of a thread's waiting that other threads' computing may fill
 _HUNG_S = 1.0  # a part that takes longer is not counted on
@@ -54,7 +57,7 @@ class Fetcher:
     """All lanes of a daemon.
 
     Args:
-        arena: the writable bytes of the arena.
+        arena: where objects go.
         post: takes each `Fetched`; called from any thread.
         threads: most threads over all lanes (a lane always gets one).
         per_source: most threads of one lane.
@@ -62,13 +65,14 @@ class Fetcher:
 
     def __init__(
         self,
-        arena: memoryview,
+        arena: Arena,
         post: Callable[[Fetched], None],
         *,
         threads: int = 32,
         per_source: int = 32,
     ) -> None:
         self._arena = arena
+        self._scratch = _Scratch()
         self._post = post
         self._room = _Room(threads)
         self._per_source = per_source
@@ -79,6 +83,12 @@ class Fetcher:
     def add(self, dataset: str, source: Source) -> None:
         """Fetches of `dataset` read from `source` from now on."""
         self._lanes[dataset] = _Lane(dataset, source, self._run, self._per_source, self._room)
+
+    def remove(self, dataset: str) -> None:
+        """No fetch of `dataset` is under way, and none will come."""
+        lane = self._lanes.pop(dataset)
+        lane.close()
+        self._room.give(len(lane.threads) - 1)
 
     def source(self, dataset: str) -> Source:
         """The source of a data set."""
@@ -100,19 +110,18 @@ class Fetcher:
         del event
         self.pending -= 1
 
-    def store(self, action: Store) -> None:
-        """Copy held bytes into the arena, now."""
+    def store(self, action: Store, offset: NDArray[np.int64]) -> None:
+        """Copy held bytes into the arena, now, then say in the data set's table where they are."""
         held = self._held[action.fetch]
-        for object_id, offset in zip(action.ids.tolist(), action.offset.tolist(), strict=True):
-            data = held.pop(object_id)
-            target = np.frombuffer(self._arena[offset : offset + len(data)], np.uint8)
-            np.copyto(target, np.frombuffer(data, np.uint8))
+        for object_id, at in zip(action.ids.tolist(), action.offset.tolist(), strict=True):
+            self._arena.write(at, memoryview(held.pop(object_id)))
+        offset[action.ids] = action.offset
         if not held:
             del self._held[action.fetch]
 
     def move(self, action: Move, offset: NDArray[np.int64]) -> None:
         """Copy within the arena, now, then say in the data set's table where the objects are."""
-        arena = np.frombuffer(self._arena, np.uint8)
+        arena = self._arena.array
         places = (action.src.tolist(), action.dst.tolist(), action.nbytes.tolist())
         for src, dst, nbytes in zip(*places, strict=True):
             arena[dst : dst + nbytes] = arena[src : src + nbytes]  # numpy minds overlaps
@@ -163,20 +172,52 @@ class Fetcher:
         nbytes = job.nbytes[part]
         known = offset != ABSENT
         if known.all():
-            nbytes[:] = source.read_into(ids, self._buffers(offset, job.fetch.length[part]))
+            nbytes[:] = self._fill(source, ids, offset, job.fetch.length[part])
             return
         lengths = job.fetch.length[part][known]
-        nbytes[known] = source.read_into(ids[known], self._buffers(offset[known], lengths))
+        nbytes[known] = self._fill(source, ids[known], offset[known], lengths)
         for i in np.flatnonzero(~known).tolist():
             data = source.read_whole(ids[i : i + 1])[0]
             if data is not None:
                 nbytes[i] = len(data)
                 job.held[int(ids[i])] = data
 
-    def _buffers(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> list[memoryview]:
-        arena = self._arena
-        ends = (offset + length).tolist()
-        return [arena[a:b] for a, b in zip(offset.tolist(), ends, strict=True)]
+    def _fill(
+        self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Read objects to their places, small ones by way of a private buffer; (k,) bytes or -1."""
+        ends = length.cumsum()
+        if not len(ids):
+            return ends
+        if int(ends[-1]) > _SCRATCH_NBYTES:
+            if len(ids) == 1:
+                view = self._arena.view[int(offset[0]) : int(offset[0] + length[0])]
+                return source.read_into(ids, [view])
+            cut = max(int(ends.searchsorted(_SCRATCH_NBYTES, side="right")), 1)
+            some = [slice(cut), slice(cut, None)]
+            return np.concatenate([self._fill(source, ids[s], offset[s], length[s]) for s in some])
+        scratch = self._scratch.view()
+        begins = ends - length
+        places = zip(begins.tolist(), ends.tolist(), strict=True)
+        nbytes = source.read_into(ids, [scratch[a:b] for a, b in places])
+        self._put(scratch, begins, offset, np.where(nbytes < 0, 0, length))
+        return nbytes
+
+    def _put(
+        self,
+        scratch: memoryview,
+        begins: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+    ) -> None:
+        """Write objects that were read to their places; neighbours in both at once."""
+        ends = begins + length
+        joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
+        first = np.flatnonzero(np.append(True, ~joined))
+        last = np.append(first[1:], len(begins)) - 1
+        runs = (begins[first].tolist(), ends[last].tolist(), offset[first].tolist())
+        for begin, end, to in zip(*runs, strict=True):
+            self._arena.write(to, scratch[begin:end])
 
 
 def _parts(k: int, step: int) -> Iterator[slice]:
@@ -186,6 +227,18 @@ def _parts(k: int, step: int) -> Iterator[slice]:
     [slice(0, 2, None), slice(2, 3, None)]
     """
     return (slice(i, min(i + step, k)) for i in range(0, k, step))
+
+
+class _Scratch(threading.local):
+    """A buffer for each thread, made when it is first used."""
+
+    _view: memoryview | None = None
+
+    def view(self) -> memoryview:
+        """_SCRATCH_NBYTES of memory that this thread alone uses."""
+        if self._view is None:
+            self._view = memoryview(bytearray(_SCRATCH_NBYTES))
+        return self._view
 
 
 class _Room:
@@ -201,6 +254,10 @@ class _Room:
                 return False
             self._free -= 1
             return True
+
+    def give(self, threads: int) -> None:
+        with self._lock:
+            self._free += max(threads, 0)
 
 
 class _Lane:

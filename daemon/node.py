@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
@@ -22,11 +22,13 @@ from creel import limits
 from creel.cache.arena import Arena
 from creel.cache.board import Table
 from creel.cache.manifest import Manifest
-from creel.cache.source import Patience, Source
+from creel.cache.patience import Patience
+from creel.cache.source import Source
 from creel.cache.space import Space
 from creel.config import Config, memory_budget
-from creel.daemon import core as mind
+from creel.daemon import events as mind
 from creel.daemon import metrics
+from creel.daemon.core import Core
 from creel.daemon.fetch import Fetcher
 from creel.daemon.host import Answer
 from creel.daemon.registry import Dataset, Registry, Session
@@ -41,6 +43,9 @@ from creel.messages import (
     Registered,
     Welcome,
 )
+from creel.policies.prefetch import Window
+
+T = TypeVar("T")
 
 log = logging.getLogger("creel.node")
 
@@ -83,9 +88,10 @@ class Node:
         self.registry = Registry(
             max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
         )
-        self.core = mind.Core(Space(self.arena.nbytes), config=_window(config))
+        self.ranks = metrics.Ranks()
+        self.core = Core(Space(self.arena.nbytes), config=_window(config))
         self.fetcher = Fetcher(
-            self.arena.view,
+            self.arena,
             lambda event: call_soon(lambda: self._fetched(event)),
             threads=config.fetch.threads,
             per_source=config.fetch.per_source,
@@ -116,7 +122,7 @@ class Node:
             if self.state != "draining":
                 self.fetcher.submit(action)
         elif isinstance(action, mind.Store):
-            self.fetcher.store(action)
+            self.fetcher.store(action, self.registry.datasets[action.dataset].table.offset)
         elif isinstance(action, mind.Move):
             self.fetcher.move(action, self.registry.datasets[action.dataset].table.offset)
         else:
@@ -155,35 +161,57 @@ class Node:
         welcome = Welcome(PROTOCOL, token, self.line_address, self.arena.nbytes, os.getpid())
         return welcome, self.arena.fd
 
-    def register(self, read: Callable[[], Manifest], reply: Callable[[Answer], None]) -> None:
+    def register(
+        self, token: str, read: Callable[[], Manifest], reply: Callable[[Answer], None]
+    ) -> None:
         """Read and check a manifest in the registrar's thread, enter it here."""
 
-        def work() -> None:
+        def keyed() -> Manifest:
+            manifest = read()
+            _ = manifest.key  # kept from now on: a pass over all addresses, not for the loop
+            return manifest
+
+        def enter(dataset: Dataset) -> None:
+            reply(self._enter(token, dataset))
+
+        def look(manifest: Manifest) -> None:
+            known = self.registry.datasets.get(manifest.key)
+            if known is not None:
+                enter(known)
+            else:
+                self._elsewhere(lambda: self._prepare(manifest), enter, reply)
+
+        self._elsewhere(keyed, look, reply)
+
+    def _elsewhere(
+        self, work: Callable[[], T], then: Callable[[T], None], reply: Callable[[Answer], None]
+    ) -> None:
+        """`work` in the registrar's thread, `then` with its result here; or a refusal."""
+
+        def attempt() -> None:
             try:
-                dataset = self._prepare(read())
+                done = work()
             except CreelError as e:
                 self._call_soon(partial(reply, Answer(Refused(str(e)))))
             except Exception:
                 log.exception("a manifest could not be read")
                 self._call_soon(partial(reply, Answer(Refused("the manifest cannot be read"))))
             else:
-                self._call_soon(lambda: reply(self._enter(dataset)))
+                self._call_soon(partial(then, done))
 
-        self._registrar.put(work)
+        self._registrar.put(attempt)
 
     def _prepare(self, manifest: Manifest) -> Dataset:
         """All that costs time in proportion to the number of objects; in the registrar's thread."""
-        known = self.registry.datasets.get(manifest.key)
-        if known is not None:
-            return known
         fetch = self.config.fetch
         patience = Patience(fetch.attempts, fetch.deadline_s, fetch.backoff_s, fetch.backoff_max_s)
         source = Source(manifest, patience, files=_KEPT_FILES, relative=False)
         return Dataset.create(manifest, source)
 
-    def _enter(self, dataset: Dataset) -> Answer:
+    def _enter(self, token: str, dataset: Dataset) -> Answer:
         known = self.registry.datasets.get(dataset.key)
         if known is None:
+            self.forget_idle(room=1)
             try:
                 self.registry.check_room()
             except UnavailableError as e:
@@ -196,6 +224,9 @@ class Node:
         elif known is not dataset:  # two clients registered the same thing at once
             dataset.close()
             dataset = known
+        dataset.claim(token)
+        if token not in self.pids():  # it left meanwhile
+            dataset.unclaim(token)
         objects = len(dataset.manifest)
         message = Registered(dataset.key, objects, Table.nbytes(objects))
         return Answer(message, (dataset.table_fd,))
@@ -214,6 +245,7 @@ class Node:
 
     def close_session(self, session: Session) -> None:
         """End a session; the core takes back all it had pinned."""
+        self.ranks.closes(session)
         self.registry.remove(session)
         self.feed(mind.Closed(session.id))
 
@@ -221,6 +253,23 @@ class Node:
         """A client is gone: end its sessions."""
         for session in self.registry.of(token):
             self.close_session(session)
+        self.registry.left(token)
+
+    def forget_idle(self, *, room: int = 0) -> None:
+        """Give back what data sets hold that nobody uses, beyond time and number of the settings.
+
+        Args:
+            room: so many more must find a place within `daemon.max_datasets`.
+        """
+        limits_ = self.config.daemon
+        spare = self.registry.spare(
+            time.monotonic(), limits_.idle_s, limits_.max_idle_datasets, room=room
+        )
+        for dataset in spare:
+            if not self.core.busy(dataset.key):
+                self.feed(mind.Unregistered(dataset.key))
+                self.fetcher.remove(dataset.key)
+                self.registry.forget(dataset)
 
     def extended(self, session: Session, message: Extend, arrays: list[NDArray[Any]]) -> None:
         """A session's plan goes on."""
@@ -346,8 +395,8 @@ _COMMANDS: dict[str, Callable[[Node, dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _window(config: Config) -> mind.Window:
-    return mind.Window(
+def _window(config: Config) -> Window:
+    return Window(
         min_steps=config.window.min_steps,
         max_steps=config.window.max_steps,
         nbytes=config.window.bytes,

@@ -14,12 +14,16 @@ import torch
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from creel.loader.client import Client, Session
+    from creel.loader.client import Client
+    from creel.loader.session import Session
     from creel.loader.sources import Gather
 
 #: Buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
 _KEEP = 8
 _ALIGN = 4096
+#: Rows of so many bytes, in so many pages together, are touched before they are copied.
+_TOUCHED_NBYTES = 1024
+_TOUCHED_PAGES = 2048
 
 
 class Ring:
@@ -72,6 +76,9 @@ class Gatherer:
         self._gather = gather
         self._offset = session.table.offset
         self._rows = client.arena.rows(gather.nbytes)
+        self._arena = client.arena.array
+        # (p, 1): one byte in every page of a row, wherever it begins.
+        self._pages = np.append(np.arange(0, gather.nbytes, _ALIGN), gather.nbytes - 1)[:, None]
         self._memory = memory or Ring().take
 
     def batch(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Any | None:
@@ -84,11 +91,16 @@ class Gatherer:
             indices: (n,) numbers of the samples.
         """
         n, nbytes = len(ids), self._gather.nbytes
-        row, rest = np.divmod(self._offset.take(ids), nbytes)
+        offset = self._offset.take(ids)
+        row, rest = np.divmod(offset, nbytes)
         if (
             rest.any() or row.min(initial=0) < 0
         ):  # pages of mixed sizes; an absent one's is negative
             return None
+        if nbytes >= _TOUCHED_NBYTES and n * len(self._pages) <= _TOUCHED_PAGES:
+            # Scattered rows cost a page-table walk and a memory latency each, one after the other
+            # as they are copied. Independent loads overlap: a fifth less time for 3 KB x 256.
+            self._arena.take(offset + self._pages, mode="clip")
         rows = self._memory(n * nbytes).view(n, nbytes)
         np.take(self._rows, row, axis=0, out=rows.numpy(), mode="clip")
         return self._gather.collate(rows, indices)

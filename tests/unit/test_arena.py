@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ import pytest
 from creel.cache.arena import Arena, ArenaView
 from creel.cache.board import sealed_memfd
 from creel.errors import MalformedError
+from kit import descriptors
 
 
 @pytest.fixture
@@ -36,14 +38,24 @@ def test_a_client_cannot_write(arena: Arena) -> None:
     assert not client.array.flags.writeable
     with pytest.raises(PermissionError):
         mmap.mmap(arena.fd, arena.nbytes)
-    with pytest.raises(PermissionError):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(arena.fd, b"x")
+    assert stat.S_IMODE(os.fstat(arena.fd).st_mode) == stat.S_IRUSR  # nor open it anew for that
     client.close()
+
+
+def test_what_is_written_by_descriptor_is_what_the_mapping_shows(arena: Arena) -> None:
+    data = bytes(range(256)) * 40
+    for offset in (0, 4095, arena.nbytes - len(data)):
+        arena.write(offset, memoryview(data))
+        assert bytes(arena.view[offset : offset + len(data)]) == data
+    with pytest.raises(OSError, match="not permitted"):  # it cannot grow
+        arena.write(arena.nbytes - 1, memoryview(b"xy"))
 
 
 def test_nobody_can_change_its_size(arena: Arena) -> None:
     for nbytes in (0, arena.nbytes * 2):
-        with pytest.raises(PermissionError):
+        with pytest.raises(OSError, match=r"Invalid argument|not permitted"):
             os.ftruncate(arena.fd, nbytes)
 
 
@@ -90,9 +102,9 @@ def test_views_outlive_a_close(arena: Arena) -> None:
 
 
 def test_nothing_stays_open() -> None:
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  as a path it opens more
+    before = descriptors()
     arena = Arena.create(1 << 16)
     client = ArenaView.attach(arena.fd, arena.nbytes)
     client.close()
     arena.close()
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert not descriptors() - before
