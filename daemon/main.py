@@ -31,6 +31,7 @@ from creel.daemon.local import Desk
 from creel.daemon.logs import set_up_logging
 from creel.daemon.node import Node
 from creel.daemon.notify import Notify
+from creel.daemon.takeover import made_way
 from creel.errors import ConfigError, CreelError, UnavailableError
 from creel.messages import desk_address, line_address
 
@@ -41,7 +42,6 @@ _QUICK_S = 0.001  # a client is not held up longer than this by a board nobody l
 _TICK_S = 0.25
 _DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm are patient for longer
 _LAST_WORD_S = 0.1  # so that who asked for the end gets an answer
-_FIRST_CLIENT_S = 15.0  # an embedded daemon's parent may be busy importing torch
 _CALLS = 256  # results taken a turn, so that clients and heartbeat get their turn too
 _SWITCH_S = 0.0005  # fetch threads hold the interpreter for microseconds; never let them for 5 ms
 
@@ -49,8 +49,12 @@ _SWITCH_S = 0.0005  # fetch threads hold the interpreter for microseconds; never
 class Daemon:
     """Everything of one process. `run` serves until it is told to stop."""
 
-    def __init__(self, config: Config, *, embedded: bool = False) -> None:
+    def __init__(self, config: Config, *, embedded: bool = False, ready_fd: int = -1) -> None:
         """Take the address and the memory.
+
+        Args:
+            embedded: whether to go with the last client.
+            ready_fd: as long as its other end is open somebody means to become one.
 
         Raises:
             UnavailableError: another daemon of this name serves this user already.
@@ -59,6 +63,7 @@ class Daemon:
         name, uid = config.daemon.name, os.getuid()
         self._config = config
         self._embedded = embedded
+        self._ready_fd = ready_fd
         self._calls: deque[Callable[[], None]] = deque()
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -71,16 +76,27 @@ class Daemon:
         self._reload = False
         self._moved = self._beaten = self._ticked = time.monotonic()
         self._alone_since: float | None = None
-        self._had_client = False
         self._watched = 0.0
         self.node = Node(config, call_soon=self.call_soon, send=self._send, embedded=embedded)
-        self.desk = _bind(desk_address(uid, name), self.node, self._epoll, config)
+        self.desk = self._bind(desk_address(uid, name))
         self.line = Line(line_address(uid, name), self.node, self.desk, self._context)
         self._epoll.register(self.line.fd, select.EPOLLIN)
         self.node.line_address = self.line.address
         self.node.stop = self.stop
         self.node.clients = lambda: self.desk.clients
         self.node.pids = self.desk.pids
+
+    def _bind(self, address: str) -> Desk:
+        limit, name = self._config.daemon.max_connections, self._config.daemon.name
+        try:
+            if not self._embedded and made_way(address):
+                log.info("an embedded daemon named %r made way; it goes with its last client", name)
+            return Desk(address, self.node, self._epoll, limit=limit)
+        except OSError as e:
+            self.node.close()
+            if e.errno != errno.EADDRINUSE:
+                raise
+            raise UnavailableError(f"a daemon named {name!r} serves you already") from e
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Have the loop thread run this; callable from any thread."""
@@ -97,6 +113,12 @@ class Daemon:
             self.node.registry.drain()
             self._notify.stopping()
             self._drain_by = time.monotonic() + _DRAIN_S
+
+    def say_ready(self) -> None:
+        """Clients may come; whoever started us is waited for until it lets go of the pipe."""
+        if self._ready_fd >= 0:
+            _write(self._ready_fd, "1")
+            self._epoll.register(self._ready_fd, 0)  # tells of an error, always
 
     def run(self) -> None:
         """Serve until stopped."""
@@ -118,6 +140,8 @@ class Daemon:
         self.line.close()
         self._context.term()
         self._notify.close()
+        if self._ready_fd >= 0:
+            self._unexpect()
         self._epoll.close()
         os.close(self._wake)
 
@@ -126,7 +150,9 @@ class Daemon:
     def _turn(self, ready: list[int], now: float) -> bool:
         """One round; whether there is more to do at once."""
         for fd in ready:
-            if fd == self._wake:
+            if fd == self._ready_fd:
+                self._unexpect()
+            elif fd == self._wake:
                 os.eventfd_read(fd)  # before the calls are taken: none is missed
             elif self.desk.handles(fd):
                 self.desk.ready(fd, now)
@@ -162,8 +188,10 @@ class Daemon:
             return
         self._ticked = now
         self.desk.sweep(now)
-        if self.node.registry.sessions and self.node.state == "serving":
-            self.node.tick()
+        if self.node.state == "serving":
+            self.node.forget_idle()
+            if self.node.registry.sessions:
+                self.node.tick()
         if self._reload:
             self._reload = False
             self._read_settings_again()
@@ -173,21 +201,26 @@ class Daemon:
 
     def _finished(self, now: float) -> bool:
         if self.desk.clients:
-            self._had_client, self._alone_since = True, None
+            self._alone_since = None
             if self.node.state != "draining":
                 return False
             quiet = not self.node.fetcher.pending and now > self._drain_by - _DRAIN_S + _LAST_WORD_S
             return quiet or now > self._drain_by
         if self._leaving:
             return True
-        if not self._embedded:
+        if not self._embedded or self._ready_fd >= 0:
             return False
         self._alone_since = self._alone_since or now
-        linger = self._config.daemon.linger_s if self._had_client else _FIRST_CLIENT_S
-        if now - self._alone_since > linger:
+        if now - self._alone_since > self._config.daemon.linger_s:
             log.info("no client left")
             return True
         return False
+
+    def _unexpect(self) -> None:
+        """Whoever started us has come, or will not."""
+        self._epoll.unregister(self._ready_fd)
+        os.close(self._ready_fd)
+        self._ready_fd = -1
 
     def _send(self, who: bytes, message: Any) -> None:
         self.line.send(who, message)
@@ -195,8 +228,8 @@ class Daemon:
     def _status(self) -> str:
         node = self.node
         return (
-            f"{node.state} as {self._config.daemon.name!r}: {self.desk.clients} clients,"
-            f" {len(node.registry.sessions)} sessions, {node.arena.nbytes >> 20} MiB"
+            f"{node.state} as {self._config.daemon.name!r}: clients {self.desk.clients},"
+            f" sessions {len(node.registry.sessions)}, memory {node.arena.nbytes >> 20} MiB"
         )
 
     # --- settings and signals -----------------------------------------------------------------
@@ -244,18 +277,10 @@ class Daemon:
         self._notify.ready(self._status())
 
 
-_AT_ONCE = frozenset({"daemon.log_level", "daemon.log_json", "daemon.linger_s"})
-
-
-def _bind(address: str, node: Node, epoll: select.epoll, config: Config) -> Desk:
-    try:
-        return Desk(address, node, epoll, limit=config.daemon.max_connections)
-    except OSError as e:
-        node.close()
-        if e.errno != errno.EADDRINUSE:
-            raise
-        name = config.daemon.name
-        raise UnavailableError(f"a daemon named {name!r} serves you already") from e
+_AT_ONCE = frozenset(
+    f"daemon.{name}"
+    for name in ("log_level", "log_json", "linger_s", "idle_s", "max_idle_datasets")
+)
 
 
 def serve(config: Config, *, embedded: bool = False, ready_fd: int = -1) -> int:
@@ -268,7 +293,7 @@ def serve(config: Config, *, embedded: bool = False, ready_fd: int = -1) -> int:
     set_up_logging(config.daemon.log_level, as_json=config.daemon.log_json)
     sys.setswitchinterval(_SWITCH_S)
     try:
-        daemon = Daemon(config, embedded=embedded)
+        daemon = Daemon(config, embedded=embedded, ready_fd=ready_fd)
     except (CreelError, OSError) as e:
         _tell(ready_fd, f"0{e}")
         log.log(logging.DEBUG if embedded else logging.ERROR, "%s", e)
@@ -276,7 +301,7 @@ def serve(config: Config, *, embedded: bool = False, ready_fd: int = -1) -> int:
     os.chdir("/")  # keep no mount busy; relative paths mean nothing here
     try:
         daemon.install_signals()
-        _tell(ready_fd, "1")
+        daemon.say_ready()
         daemon.run()
     finally:
         daemon.close()
@@ -285,11 +310,15 @@ def serve(config: Config, *, embedded: bool = False, ready_fd: int = -1) -> int:
 
 def _tell(fd: int, text: str) -> None:
     if fd >= 0:
-        try:
-            os.write(fd, text.encode())
-        except OSError:
-            log.debug("nobody waits for this daemon any more")
+        _write(fd, text)
         os.close(fd)
+
+
+def _write(fd: int, text: str) -> None:
+    try:
+        os.write(fd, text.encode())
+    except OSError:
+        log.debug("nobody waits for this daemon any more")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

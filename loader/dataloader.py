@@ -14,7 +14,7 @@ from torch.utils.data import MapDataPipe
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from creel.errors import ConfigError
-from creel.loader.home import VERSION, Course, Home, Progress, prepare_resume
+from creel.loader.home import VERSION, Course, Home, Progress, prepare_resume, settings
 from creel.loader.iterate import OwnIter
 from creel.loader.solo import GatherIter, SoloIter
 
@@ -72,6 +72,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.on_error = on_error
         _check("workers", workers, "own")
         _check("on_error", on_error, "raise")
+        if creel:
+            settings(creel)  # what is wrong with it is said here, not at the first epoch
         if "in_order" in torch.utils.data.DataLoader.__init__.__annotations__:
             kwargs["in_order"] = in_order
         else:  # torch < 2.6
@@ -95,6 +97,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             **kwargs,
         )
+        if _may_take(self):
+            self._home().expect(self)
 
     # --- torch's hooks ------------------------------------------------------------------------
 
@@ -133,7 +137,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         A state taken before the first epoch, or at the end of one, begins the next epoch. The order
         is resumed to the bit, with any `num_workers`; random augmentation made in workers is not:
         their generators begin anew. With `in_order=False` batches count as if they came in order.
+
+        Raises:
+            ConfigError: `delivered` is negative.
         """
+        if delivered is not None and delivered < 0:
+            raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
         home = self._home()
         if home.resume is not None:
             return home.resume
@@ -145,7 +154,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Let the next `iter()` go on from a `state_dict`; those after it are whole epochs again.
 
         Raises:
-            ConfigError: the state is of another version or kind of loader.
+            ConfigError: the state is of another version or kind of loader, or not whole.
         """
         prepare_resume(self._home(), self, state)
 
@@ -189,7 +198,7 @@ def _warn_platform() -> None:
     global _warned  # noqa: PLW0603  once per process
     if not _warned:
         _warned = True
-        warnings.warn("creel needs Linux; this DataLoader is torch's", stacklevel=3)
+        warnings.warn("creel needs Linux; this DataLoader is torch's", stacklevel=4)
 
 
 _warned = False

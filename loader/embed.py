@@ -8,10 +8,11 @@ everybody connects to the winner.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import logging
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ import msgspec
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client import Client
+from creel.loader.packets import resolve
 
 log = logging.getLogger("creel.embed")
 
@@ -29,8 +31,13 @@ _RETRY_S = 0.02
 _MOST_LOG = 2000  # characters of a failed daemon's last words
 
 
-def connect_or_start(config: Config | None = None, *, role: str = "trainer") -> Client | None:
+def connect_or_start(
+    config: Config | None = None, *, role: str = "trainer", start: Start | None = None
+) -> Client | None:
     """A connection to this node's daemon, starting one when there is none.
+
+    Args:
+        start: a daemon that is on its way already.
 
     Returns None, after one warning that says why, when no daemon can be had: the caller reads
     directly. `config.loader.embed` False means that only a running daemon is used.
@@ -40,27 +47,81 @@ def connect_or_start(config: Config | None = None, *, role: str = "trainer") -> 
     if config.loader.disable:
         return None
     try:
-        return _connect_or_start(config, role)
+        return _connect_or_start(config, role, start)
     except (UnavailableError, OSError) as e:
         log.warning("creel reads directly, without a cache: %s", e)
         return None
+    finally:
+        if start is not None:
+            start.close()
 
 
-def _connect_or_start(config: Config, role: str) -> Client:
+def _answers(name: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as desk:
+        desk.setblocking(False)
+        return desk.connect_ex(resolve(name)) in (0, errno.EAGAIN)
+
+
+def _connect_or_start(config: Config, role: str, start: Start | None) -> Client:
     name = config.daemon.name
     try:
         return Client.connect(name, role)
     except NoDaemonError:
         if not config.loader.embed:
             raise
-    deadline = time.monotonic() + _START_S
-    with contextlib.ExitStack() as stack:
-        log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
-        stack.callback(os.close, log_fd)
-        ready_fd = _spawn(config, log_fd)
-        stack.callback(os.close, ready_fd)
-        word = _first_word(ready_fd, deadline)
-        return _connect(name, role, deadline, word, log_fd)
+    start = start or Start(config)
+    try:
+        deadline = time.monotonic() + _START_S
+        return _connect(name, role, deadline, start.word(deadline), start.log_fd)
+    finally:
+        start.close()
+
+
+class Start:
+    """A daemon on its way up. It stays, without any client, for as long as this is not closed."""
+
+    def __init__(self, config: Config) -> None:
+        """Start the process; OSError when that cannot be done."""
+        self.log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
+        try:
+            self._process, self._ready_fd = _spawn(config, self.log_fd)
+        except BaseException:
+            os.close(self.log_fd)
+            raise
+
+    def word(self, deadline: float) -> str:
+        """What the daemon says when it is ready or fails; "" if nothing in time or it died."""
+        poll = select.poll()
+        poll.register(self._ready_fd, select.POLLIN)
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            return ""
+        return os.read(self._ready_fd, 4096).decode(errors="replace")
+
+    def close(self) -> None:
+        """Let go of it."""
+        if self.log_fd >= 0:
+            self._process.wait()  # it forks the daemon off at once (daemon/__main__.py)
+            os.close(self._ready_fd)
+            os.close(self.log_fd)
+            self.log_fd = -1
+
+    def disown(self) -> None:
+        """Forget it in a forked child: it is the parent's."""
+        os.close(self._ready_fd)
+        os.close(self.log_fd)
+        self.log_fd = -1
+
+
+def start_early(config: Config) -> Start | None:
+    """A daemon on its way up, when one will be needed and none answers; None otherwise."""
+    if config.loader.disable or not config.loader.embed:
+        return None
+    if _answers(config.daemon.name):
+        return None
+    try:
+        return Start(config)
+    except OSError:
+        return None  # whoever needs it will hear why
 
 
 def _connect(name: str, role: str, deadline: float, word: str, log_fd: int) -> Client:
@@ -79,8 +140,8 @@ def _connect(name: str, role: str, deadline: float, word: str, log_fd: int) -> C
         time.sleep(_RETRY_S)
 
 
-def _spawn(config: Config, log_fd: int) -> int:
-    """Start the process; the end of a pipe on which it will say "1", or "0" and why not."""
+def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
+    """The process, and the end of a pipe on which it will say "1", or "0" and why not."""
     config_fd = os.memfd_create("creel-config", 0)
     ready, write = os.pipe2(os.O_CLOEXEC)
     try:
@@ -105,17 +166,7 @@ def _spawn(config: Config, log_fd: int) -> int:
     finally:
         os.close(write)
         os.close(config_fd)
-    process.wait()  # it forks the daemon off at once (daemon/__main__.py)
-    return ready
-
-
-def _first_word(ready_fd: int, deadline: float) -> str:
-    """What the daemon says when it is ready or fails; "" when it says nothing in time or dies."""
-    poll = select.poll()
-    poll.register(ready_fd, select.POLLIN)
-    if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-        return ""
-    return os.read(ready_fd, 4096).decode(errors="replace")
+    return process, ready
 
 
 def _last_words(log_fd: int) -> str:

@@ -22,8 +22,9 @@ from creel.cache.board import READY
 from creel.config import Config
 from creel.errors import CreelError, UnavailableError
 from creel.loader.base import CreelDataset
-from creel.loader.client import Client, Session
-from creel.loader.embed import connect_or_start
+from creel.loader.client import Client
+from creel.loader.embed import Start, connect_or_start, start_early
+from creel.loader.session import Session
 
 if TYPE_CHECKING:
     from creel.loader.foresee import Plan
@@ -81,6 +82,7 @@ class Feed:
         self._epoch = -1
         self._now: Told | None = None
         self._ahead: list[Told] = []  # the epochs after this one, in order
+        self._past: Told | None = None  # this epoch's, until it turned out to be wrong
         self._told_at = time.monotonic_ns()
         self._next = 0  # all steps below were given out
 
@@ -100,6 +102,7 @@ class Feed:
         """An epoch begins, `skip` batches after its start."""
         self._epoch += 1
         before, self._now = self._now, None
+        self._past = None
         first = self._ahead.pop(0) if self._ahead else None
         plan = foreseen(order, 0)
         fits = first is not None and first.origin == self._next and not skip
@@ -150,7 +153,7 @@ class Feed:
             # Steps given out before may still be read by workers: only what comes after is void.
             self._ahead.clear()
             self.session.truncate(self._next)
-            self._now = None
+            self._now, self._past = None, now
             return -1
         self._next = now.origin + i + 1
         return self._next - 1
@@ -165,8 +168,9 @@ class Feed:
 
     def done(self, i: int) -> None:
         """All batches below i have arrived."""
-        if self._now is not None:
-            self.session.done(min(self._now.origin + i, self._next))
+        now = self._now or self._past
+        if now is not None:
+            self.session.done(min(now.origin + i, self._next))
 
     def left(self) -> None:
         """The epoch is over, or was left: nobody reads more of it."""
@@ -176,10 +180,8 @@ class Feed:
         self.session.done(self._next)
 
     def count(self, first: int, last: int, more: dict[str, int]) -> None:
-        """Batches [first, last) of the epoch were delivered: for `creel stats`."""
-        if not self.alive:
-            return
-        board, now = self.session.board, self._now
+        """Batches [first, last) of the epoch, as foreseen, were delivered: for `creel stats`."""
+        board, now = self.session.board, self._now or self._past
         before, self._told_at = self._told_at, time.monotonic_ns()
         for name, value in more.items():
             board.add(name, value)
@@ -240,6 +242,7 @@ def rank_and_world() -> tuple[int, int]:
 _RETRY_S = 30.0
 _not_before: dict[tuple[int, str], float] = {}
 _clients: dict[tuple[int, str], Client | None] = {}
+_starts: dict[tuple[int, str], Start] = {}
 _lock = threading.Lock()
 
 
@@ -254,10 +257,24 @@ def client_of(config: Config) -> Client | None:
             if client is not None:
                 _log.warning("the creel daemon is gone; looking for another")
                 client.close()
-            client = _clients[key] = connect_or_start(config)
+            client = _clients[key] = connect_or_start(config, start=_starts.pop(key, None))
             if client is None:
                 _not_before[key] = time.monotonic() + _RETRY_S
         return client
+
+
+def expect_daemon(config: Config) -> None:
+    """A loader was made: have a daemon come up beside what the person does before reading.
+
+    Importing a model and moving it to a device takes longer than the 0.3 s of a daemon's start.
+    """
+    key = (os.getpid(), config.daemon.name)
+    with _lock:
+        if key in _clients or key in _starts:
+            return
+        start = start_early(config)
+        if start is not None:
+            _starts[key] = start
 
 
 def foreseen(order: Order, epochs: int) -> Plan | None:
@@ -272,6 +289,8 @@ def foreseen(order: Order, epochs: int) -> Plan | None:
 def _renew_lock() -> None:
     global _lock  # noqa: PLW0603  another thread of the parent may have held it
     _lock = threading.Lock()
+    while _starts:
+        _starts.popitem()[1].disown()
 
 
 def _close_all() -> None:
@@ -279,6 +298,8 @@ def _close_all() -> None:
         if pid == os.getpid() and client is not None:
             client.close()
     _clients.clear()
+    while _starts:
+        _starts.popitem()[1].close()
 
 
 os.register_at_fork(after_in_child=_renew_lock)

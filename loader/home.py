@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.bench import Bench
-from creel.loader.feed import Feed, open_feed
+from creel.loader.feed import Feed, expect_daemon, foreseen, open_feed
 from creel.loader.meter import Meter
 from creel.loader.samplers import Begun, Order, State, adopt, restore
 from creel.loader.sources import Binding, bind
@@ -73,6 +74,14 @@ class Home:
             self._bound = (loader.dataset, bind(loader.dataset))
         return self._bound[1]
 
+    def expect(self, loader: DataLoader[Any]) -> None:
+        """The loader was made, and will want a daemon if there is anything to cache.
+
+        Binds anew when it is read first: until then the dataset may be changed in place.
+        """
+        if loader.creel is not False and bind(loader.dataset) is not None:
+            expect_daemon(self.config)
+
     def take_feed(self, loader: DataLoader[Any]) -> Feed | None:
         """A session for an iterator: one that is free, or a new one; None without a daemon."""
         binding = self.binding(loader)
@@ -113,10 +122,13 @@ class Course:
     def __init__(self, home: Home, loader: DataLoader[Any]) -> None:
         self._home = home
         self.feed = home.take_feed(loader)
+        self._fed = self.feed is not None  # whether its readers were made for a daemon
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # of these, batches that the daemon's statistics know of
         self._counted_at = 0.0
+        self._unforeseen: dict[int, int] = {}  # samples of batches that the daemon knows not of
+        self._many = True  # samples in a batch
         self.finished = False
         self.slices = False  # an array of the order stands for a list of ints
         self.order: Order | None = None
@@ -128,6 +140,8 @@ class Course:
         home = self._home
         if self.feed is not None and not self.feed.alive:
             self.feed.close()
+            self.feed = None
+        if self.feed is None and self._fed:
             self.feed = home.take_feed(loader)
         resume, home.resume = home.resume, None
         begun = Begun(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
@@ -142,7 +156,12 @@ class Course:
         self._count()
         self.delivered, self.finished, self._foreseen = self.skipped, False, False
         self._counted = self.skipped
+        self._unforeseen.clear()
+        self._many = loader._auto_collation  # noqa: SLF001  torch's
         if self.feed is not None:
+            start = time.monotonic_ns()
+            foreseen(order, 0)  # the person's own sampler runs here; the order keeps what it gave
+            home.meter.sampler_ns += time.monotonic_ns() - start
             self.feed.begin(order, self.skipped)
         if self.skipped:
             order.skip(self.skipped)
@@ -152,19 +171,33 @@ class Course:
 
     def give(self, i: int, index: object) -> int:
         """The session's step of the i-th batch from here on, about to be read; -1: direct."""
-        return -1 if self.feed is None else self.feed.give(self.skipped + i, index)
+        if self.feed is None:
+            return -1
+        step = self.feed.give(self.skipped + i, index)
+        if step < 0:
+            samples = len(index) if self._many and isinstance(index, Sized) else 1
+            self._unforeseen[self.skipped + i] = samples
+        return step
 
     def step_ahead(self, i: int) -> int:
         """The session's step of the next epoch's batch i, where the daemon has been told of it."""
-        return -1 if self.feed is None else self.feed.step_ahead(i)
+        if self.feed is None:
+            return -1
+        self._foresee(self.feed)
+        return self.feed.step_ahead(i)
 
     def done(self, i: int) -> None:
         """All batches below the i-th from here on have arrived."""
         if self.feed is not None:
             self.feed.done(self.skipped + i)
-            if not self._foreseen and self.order is not None:
-                self._foreseen = True
-                self.feed.foresee(self.order)
+            self._foresee(self.feed)
+
+    def _foresee(self, feed: Feed) -> None:
+        if not self._foreseen and self.order is not None:
+            self._foreseen = True
+            start = time.monotonic_ns()
+            feed.foresee(self.order)
+            self._home.meter.sampler_ns += time.monotonic_ns() - start
 
     def deliver(self) -> None:
         """A batch goes to the caller."""
@@ -182,11 +215,21 @@ class Course:
         return time.monotonic() - self._counted_at >= _COUNT_S
 
     def _count(self) -> None:
-        """Tell the daemon's statistics of the batches since the last time."""
-        first, self._counted = self._counted, self.delivered
+        """Tell the daemon's statistics of the batches since the last time.
+
+        A daemon that does not serve at the moment is told later: it may only be stopped.
+        """
         self._counted_at = time.monotonic()
-        if self.feed is not None:
-            self.feed.count(first, self.delivered, self._home.meter.unsaid())
+        if self.feed is None or not self.feed.alive:
+            return
+        first, self._counted = self._counted, self.delivered
+        more = self._home.meter.unsaid()
+        sizes = [
+            self._unforeseen.pop(i) for i in range(first, self._counted) if i in self._unforeseen
+        ]
+        if sizes:
+            more |= {"batches": len(sizes), "samples": sum(sizes)}
+        self.feed.count(first, self._counted - len(sizes), more)
 
     def finish(self) -> None:
         """The epoch is over, and its iterator ends."""
@@ -223,8 +266,15 @@ def prepare_resume(home: Home, loader: DataLoader[Any], state: Progress) -> None
     """
     if not state:
         return
-    if state.get("version") != VERSION:
-        raise ConfigError(f"this state_dict has version {state.get('version')}, not {VERSION}")
+    given: object = state
+    if not isinstance(given, Mapping) or "version" not in given:
+        raise ConfigError("this is no state_dict of a creel.DataLoader: begin without it")
+    if state["version"] != VERSION:
+        raise ConfigError(f"this state_dict has version {state['version']}, not {VERSION}")
+    lacks = {"epoch", "batches", "finished"} - state.keys()
+    if lacks or ("order" not in state and state["epoch"] >= 0):
+        # As torch.distributed.checkpoint does, which fills in only what a fresh state has.
+        raise ConfigError("this state_dict has lost keys: save and load it as one value (pickle)")
     home.epoch = state["epoch"]
     if "order" not in state:
         home.resume = None
@@ -246,8 +296,11 @@ def settings(given: bool | str | dict[str, Any] | None) -> Config:
         ConfigError: an unknown key or a value of the wrong type.
     """
     if isinstance(given, str):
-        return Config.load({"daemon.name": given})[0]
-    return Config.load(given if isinstance(given, dict) else None)[0]
+        given = {"daemon.name": given}
+    if not isinstance(given, (dict, bool, type(None))):
+        raise ConfigError(f"creel={given!r}: give None, False, an address or a dict of settings")
+    flags = given if isinstance(given, dict) else None
+    return Config.load(flags, origin="DataLoader(creel=...)")[0]
 
 
 def collates_plainly(loader: DataLoader[Any]) -> bool:

@@ -25,6 +25,9 @@ from creel.loader.step import Step
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
+    from creel.loader.feed import Feed
+    from creel.loader.reading import Lease
+    from creel.loader.session import Session
 
 
 #: Batches up to this are assembled by the trainer whatever `num_workers`: 2 MB are copied in
@@ -41,41 +44,84 @@ class Reader:
         self._fetcher = fetcher
         self._meter = home.meter
         self._wait_s = home.config.loader.wait_s
-        self._gatherer = None
+        self._gatherer: Gatherer | None = None
+        self._gathers: Feed | None = None  # whose rows
         feed = course.feed
+        self._collating = [0]  # when the batch's collation began
+        fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
         if feed is not None:
             fetcher.dataset = feed.binding.dataset
-            gather = feed.binding.gather() if collates_plainly(loader) else None
-            if gather is not None:
-                self._gatherer = Gatherer(gather, feed.client, feed.session)
+        self._plainly = collates_plainly(loader)
 
     def read(self, i: int, step: int, index: Any) -> Any:
         """Batch i of the epoch from here on; `step` is the session's, -1 to read directly."""
         feed = self._course.feed
-        if step < 0 or feed is None:
-            return self._fetcher.fetch(self._plain(index))
-        ready = feed.session.ready(step)
-        if not ready:
-            start = time.monotonic()
-            ready = feed.session.wait(step, self._wait_s)
-            self._meter.waited("source", time.monotonic() - start)
-        if not ready:
-            # Nothing is pinned: what the table says of these objects may be void at any moment.
-            self._meter.direct(np.size(np.asarray(index)), 0)
-            return self._fetcher.fetch(self._plain(index))
+        if feed is None:
+            return self._fetch(index, None)
+        if step < 0 or not (feed.session.ready(step) or self._wait(feed.session, step)):
+            return self._fetch(index, feed.binding.counting())
         ids = feed.ids(self._course.skipped + i)
-        if self._gatherer is not None:
-            data = self._gatherer.batch(ids, np.asarray(index))
+        gatherer = self._gatherer_of(feed)
+        if gatherer is not None:
+            start = time.monotonic_ns()
+            data = gatherer.batch(ids, np.asarray(index))
+            self._meter.collate_ns += time.monotonic_ns() - start
             if data is not None:
                 return data
-        with feed.binding.reading(feed.session, ids) as lease:
-            data = self._fetcher.fetch(self._plain(index))
-        self._meter.direct(lease.direct_reads, lease.direct_nbytes)
-        return data
+        return self._fetch(index, feed.binding.reading(feed.session, ids))
+
+    def _gatherer_of(self, feed: Feed) -> Gatherer | None:
+        """What builds batches from this session's rows; a lost one's are no longer true."""
+        if self._gathers is not feed:
+            self._gathers = feed
+            gather = feed.binding.gather() if self._plainly else None
+            made = None if gather is None else Gatherer(gather, feed.client, feed.session)
+            self._gatherer = made
+        return self._gatherer
+
+    def _wait(self, session: Session, step: int) -> bool:
+        """Whether the step's objects are pinned; if not, what the table says may be void."""
+        start = time.monotonic_ns()
+        ready = session.wait(step, self._wait_s)
+        waited = time.monotonic_ns() - start
+        if ready or session.alive:
+            self._meter.source_ns += waited
+        else:
+            self._meter.daemon_ns += waited
+        return ready
+
+    def _fetch(self, index: Any, lease: Lease | None) -> Any:
+        """As torch does, and counted."""
+        start = time.monotonic_ns()
+        self._collating[0] = 0
+        try:
+            if lease is None:
+                return self._fetcher.fetch(self._plain(index))
+            with lease:
+                return self._fetcher.fetch(self._plain(index))
+        finally:
+            end = time.monotonic_ns()
+            collating = self._collating[0] or end
+            direct_ns = 0 if lease is None else lease.direct_ns
+            self._meter.source_ns += direct_ns
+            self._meter.decode_ns += collating - start - direct_ns
+            self._meter.collate_ns += end - collating
+            if lease is not None:
+                self._meter.direct(lease.direct_reads, lease.direct_nbytes)
 
     def _plain(self, index: Any) -> Any:
         """The index as torch would have it: an array of the order stands for a list of ints."""
         return index.tolist() if self._course.slices and isinstance(index, np.ndarray) else index
+
+
+def _noting(collate: Callable[[Any], Any], when: list[int]) -> Callable[[Any], Any]:
+    """The same function, noting when it is called; in a cell, as a reader in a cycle would stay."""
+
+    def noted(samples: Any) -> Any:
+        when[0] = time.monotonic_ns()
+        return collate(samples)
+
+    return noted
 
 
 class SoloIter(Step, _SingleProcessDataLoaderIter):
@@ -95,11 +141,14 @@ class SoloIter(Step, _SingleProcessDataLoaderIter):
 
     def _next_data(self) -> Any:
         course = self._course
+        start = time.monotonic_ns()
         try:
             index = next(self._order)
         except StopIteration:
             course.finish()
             raise
+        finally:
+            self._meter.sampler_ns += time.monotonic_ns() - start
         i = self._given
         self._given = i + 1
         try:
@@ -165,7 +214,9 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
             self._pull()
 
     def _pull(self) -> None:
+        start = time.monotonic_ns()
         index = next(self._sampler_iter, self)
+        self._meter.sampler_ns += time.monotonic_ns() - start
         if index is not self:
             self._queue.append(index)
 
@@ -195,5 +246,6 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
         if "_course" in self.__dict__:
             self._course.leave()
 
-    def __del__(self) -> None:
-        self._shutdown_workers()
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ends():  # as above
+            self._shutdown_workers()

@@ -1,0 +1,116 @@
+"""A loader has its daemon come up beside what the person does before the first batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import creel
+from creel.config import Config
+from creel.errors import NoDaemonError
+from creel.loader import feed
+from creel.loader.client import Client
+from creel.loader.embed import connect_or_start, start_early
+from kit import until
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("clean")]
+
+
+def config(name: str, **more: object) -> Config:
+    settings = {"daemon.name": name, "daemon.linger_s": 0.2, "memory.budget": "32MiB"}
+    return Config.load(settings | more)[0]
+
+
+def pid_of(name: str) -> int:
+    """Of the daemon that answers to a name."""
+    found: list[int] = []
+
+    def answers() -> bool:
+        try:
+            with Client.connect(name) as client:
+                found.append(client.daemon_pid)
+        except NoDaemonError:
+            return False
+        return True
+
+    until(answers, 20, "a daemon serves")
+    return found[0]
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
+    start = start_early(config(daemon_name))
+    assert start is not None
+    pid = pid_of(daemon_name)  # a client, and gone again: that alone would end it in 0.2 s
+    with pytest.raises(AssertionError):
+        until(lambda: gone(pid), 1.0)
+    start.close()
+    until(lambda: gone(pid), 10, "the daemon ends")
+
+
+def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
+    start = start_early(config(daemon_name))
+    client = connect_or_start(config(daemon_name), start=start)
+    assert client is not None
+    pid = client.daemon_pid
+    assert client.ask("status")["clients"] == 1
+    client.close()
+    until(lambda: gone(pid), 10, "the daemon ends")
+
+
+def test_none_is_started_where_one_serves_or_none_is_wanted(daemon_name: str) -> None:
+    assert start_early(config(daemon_name, **{"loader.embed": False})) is None
+    assert start_early(config(daemon_name, **{"loader.disable": True})) is None
+    client = connect_or_start(config(daemon_name))
+    assert client is not None
+    assert start_early(config(daemon_name)) is None
+    pid = client.daemon_pid
+    client.close()
+    until(lambda: gone(pid), 10, "the daemon ends")
+
+
+def test_a_loader_of_what_cannot_be_cached_starts_none(
+    daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(feed, "start_early", lambda c: asked.append(c.daemon.name))
+    creel.DataLoader(list(range(10)))  # type: ignore[arg-type]  # as people do
+    (tmp_path / "x").write_bytes(bytes(100))
+    records = creel.RecordDataset(tmp_path / "x", torch.uint8, (10,))
+    creel.DataLoader(records, creel=False)
+    assert asked == []
+    creel.DataLoader(records)
+    assert asked == [daemon_name]
+
+
+def test_it_ends_with_a_process_that_never_read(daemon_name: str, tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint8).tofile(tmp_path / "x")
+    code = (
+        "import sys, torch, creel\n"
+        f"loader = creel.DataLoader(creel.RecordDataset({str(tmp_path / 'x')!r}, torch.uint8,"
+        " (10,)), creel={'daemon.linger_s': 0.2})\n"
+        "print('made', flush=True); sys.stdin.read()"
+    )
+    person = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"CREEL_SOCKET": daemon_name},
+    )
+    assert person.stdin is not None
+    assert person.stdout is not None
+    with person, person.stdin, person.stdout:
+        assert person.stdout.readline() == b"made\n"
+        pid = pid_of(daemon_name)
+        person.kill()
+    until(lambda: gone(pid), 10, "the daemon ends")
