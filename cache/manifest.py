@@ -13,21 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from mmap import mmap
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
 from creel.errors import ConfigError, MalformedError
 
-_SCHEMA = pa.schema(
-    [("uri", pa.large_string()), *((name, pa.int64()) for name in ("offset", "length", "count"))]
-)
+if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data never pays
+    import pyarrow as pa
+
 _ROOT = b"creel.root"
 UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
+
+
+@cache
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    numbers = ((name, pa.int64()) for name in ("offset", "length", "count"))
+    return pa.schema([("uri", pa.large_string()), *numbers])
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Manifest:
         >>> Manifest.of_files(["a", "b"], root="/d").location(1)
         ('/d/b', 0, -1)
         """
-        column = uris if isinstance(uris, pa.Array) else pa.array(uris, pa.large_string())
+        column = _text_column(uris)
         n = len(column)
         length = np.full(n, UNKNOWN, np.int64) if lengths is None else np.asarray(lengths, np.int64)
         return cls.of_runs(column, np.zeros(n, np.int64), length, np.ones(n, np.int64), root=root)
@@ -72,13 +81,16 @@ class Manifest:
         root: str = "",
     ) -> Manifest:
         """`count[i]` objects of `length[i]` bytes each, dense from `offset[i]` of `uris[i]`."""
-        column = pa.array(uris, pa.large_string()) if not isinstance(uris, pa.Array) else uris
+        import pyarrow as pa
+
         numbers = (pa.array(np.asarray(c, np.int64)) for c in (offset, length, count))
-        return cls(pa.table([column.cast(pa.large_string()), *numbers], schema=_SCHEMA), root)
+        return cls(pa.table([_text_column(uris), *numbers], schema=_schema()), root)
 
     @classmethod
     def concat(cls, parts: Sequence[Manifest]) -> Manifest:
         """The objects of all parts, in order; ids of part i go on where part i-1 ended."""
+        import pyarrow as pa
+
         roots = {p.root for p in parts}
         if len(roots) == 1:
             return cls(pa.concat_tables([p.table for p in parts]).combine_chunks(), roots.pop())
@@ -104,6 +116,8 @@ class Manifest:
         """The table with full addresses, as under an empty root."""
         if not self.root:
             return self.table
+        import pyarrow as pa
+
         uris = [self._join(u) for u in self.table.column("uri").to_pylist()]
         return self.table.set_column(0, "uri", pa.array(uris, pa.large_string()))
 
@@ -179,6 +193,8 @@ class Manifest:
 
     def to_arrow(self) -> bytes:
         """An Arrow IPC file."""
+        import pyarrow as pa
+
         sink = pa.BufferOutputStream()
         table = self.table.replace_schema_metadata({_ROOT: self.root.encode()})
         with pa.ipc.new_file(sink, table.schema) as writer:
@@ -186,12 +202,14 @@ class Manifest:
         return bytes(sink.getvalue())
 
     @classmethod
-    def from_arrow(cls, data: bytes | memoryview | pa.Buffer) -> Manifest:
+    def from_arrow(cls, data: bytes | memoryview | mmap | pa.Buffer) -> Manifest:
         """Read what `to_arrow` wrote, checking everything a hostile sender could have changed.
 
         Raises:
             MalformedError: no such file, another schema, nulls, negative or overflowing numbers.
         """
+        import pyarrow as pa
+
         try:
             with pa.ipc.open_file(pa.py_buffer(data)) as reader:
                 table = reader.read_all().combine_chunks()
@@ -199,8 +217,9 @@ class Manifest:
             root = (table.schema.metadata or {}).get(_ROOT, b"").decode()
         except (pa.ArrowException, OSError, ValueError) as e:
             raise MalformedError(f"not a manifest: {e}") from e
-        if not table.schema.equals(_SCHEMA):
-            raise MalformedError(f"a manifest has the columns {_SCHEMA.names}, not {table.schema}")
+        if not table.schema.equals(_schema()):
+            names = _schema().names
+            raise MalformedError(f"a manifest has the columns {names}, not {table.schema}")
         if any(column.null_count for column in table.columns):
             raise MalformedError("a manifest has no nulls")
         manifest = cls(table.replace_schema_metadata(None), root)
@@ -219,3 +238,10 @@ class Manifest:
             raise ConfigError(f"{total:.0f} objects are more than {MAX_OBJECTS}: split the dataset")
         if (offset.astype(np.float64) + length * count.astype(np.float64) >= 2.0**62).any():
             raise MalformedError("a manifest's ranges end below 2**62")
+
+
+def _text_column(uris: Sequence[str] | pa.Array) -> pa.Array:
+    import pyarrow as pa
+
+    text = pa.large_string()
+    return uris.cast(text) if isinstance(uris, pa.Array) else pa.array(uris, text)

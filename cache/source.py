@@ -16,15 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from creel.cache.manifest import Manifest
+from creel.cache.patience import Patience, source_error
 from creel.cache.stores import LocalStore, Place, Run, Store, open_store
-from creel.errors import SourceError, SourceNotFoundError
+from creel.errors import SourceError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 T = TypeVar("T")
 
@@ -34,38 +37,6 @@ _VECTOR = 512
 _COMPARE = 1 << 15
 #: Upper ends of the histogram's buckets, in seconds: page cache to a struggling object store.
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-_AGAIN = frozenset(
-    {
-        errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
-        errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH,
-        errno.ENETDOWN, errno.ENETRESET, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO,
-    }
-)  # fmt: skip
-#: What the AWS SDK behind pyarrow says of errors that pass; it gives no errno.
-_AGAIN_WORDS = ("SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_")
-
-
-def transient(error: BaseException) -> bool:
-    """Whether the same read may succeed a moment later.
-
-    True for EIO, ESTALE, time-outs, broken connections, HTTP 429 and 5xx. False for a missing
-    file, a refused permission, a file that is too short.
-
-    >>> transient(OSError(errno.EIO, "")), transient(FileNotFoundError(errno.ENOENT, ""))
-    (True, False)
-    """
-    if isinstance(error, SourceError):
-        return False
-    status = getattr(error, "status", None)
-    if isinstance(status, int) and status:
-        return status in {408, 429} or status >= 500
-    if isinstance(error, (ConnectionError, TimeoutError)):
-        return True
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _AGAIN
-    if type(error).__module__.partition(".")[0] == "aiohttp":
-        return "Invalid" not in type(error).__name__
-    return any(word in str(error).upper() for word in _AGAIN_WORDS)
 
 
 @dataclass
@@ -112,16 +83,6 @@ class Counters:
                 seconds=list(self.seconds),
                 _lock=threading.Lock(),
             )
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a failing read is tried again: `deadline_s` in all, with pauses that double."""
-
-    attempts: int = 6
-    deadline_s: float = 30.0
-    backoff_s: float = 0.1
-    backoff_max_s: float = 5.0
 
 
 class Source:
@@ -258,30 +219,15 @@ class Source:
                     return job(self._store(place.uri))
                 except Exception as e:  # noqa: BLE001  stores raise what they like
                     error = e
-            return self._again(place, job, error)
+            return self._patience.again(lambda: self._once_more(place, job), error, place.uri)
         except Exception as e:
-            told = _source_error(e, place.uri)
+            told = source_error(e, place.uri)
             self.counters.count_error(told)
             raise told from e
 
-    def _again(self, place: Place, job: Callable[[Store], T], error: Exception) -> T:
-        p = self._patience
-        if p.attempts <= 1 or not transient(error):
-            raise error
-        from stamina import retry_context
-
-        for attempt in retry_context(
-            on=transient,
-            attempts=p.attempts - 1,
-            timeout=p.deadline_s,
-            wait_initial=p.backoff_s,
-            wait_max=p.backoff_max_s,
-            wait_jitter=p.backoff_s,
-        ):
-            with attempt:
-                self.counters.count_retry()
-                return job(self._store(place.uri))
-        raise AssertionError("stamina ends by a result or by raising")
+    def _once_more(self, place: Place, job: Callable[[Store], T]) -> T:
+        self.counters.count_retry()
+        return job(self._store(place.uri))
 
     def _store(self, uri: str) -> Store:
         scheme, found, rest = uri.partition("://")
@@ -380,13 +326,3 @@ def _files(
             runs.append(_Neighbours(starts[i], ends[j - 1] - starts[i], members[i:j]))
     if runs:
         yield runs
-
-
-def _source_error(error: Exception, uri: str) -> SourceError:
-    if isinstance(error, SourceError):
-        return error
-    missing = errno.ENOENT if isinstance(error, FileNotFoundError) else 0
-    number = getattr(error, "errno", None) or missing
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    kind = SourceNotFoundError if number == errno.ENOENT else SourceError
-    return kind(number, reason, uri)

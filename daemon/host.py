@@ -27,7 +27,9 @@ class Host(Protocol):
     def welcome(self, token: str) -> tuple[Welcome, int]:
         """The greeting and the arena's descriptor."""
 
-    def register(self, read: Callable[[], Manifest], reply: Callable[[Answer], None]) -> None:
+    def register(
+        self, token: str, read: Callable[[], Manifest], reply: Callable[[Answer], None]
+    ) -> None:
         """Have a manifest read and checked elsewhere; `reply` is called by the loop, later."""
 
     def open(self, token: str, request: Open) -> Session:

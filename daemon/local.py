@@ -21,8 +21,6 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-
 from creel.cache.manifest import Manifest
 from creel.daemon.host import Answer, Host
 from creel.daemon.registry import Session
@@ -289,7 +287,7 @@ class Desk:
                 self._epoll.modify(connection.socket.fileno(), events)
                 self._send(connection, answer)
 
-        self._host.register(lambda: read_manifest(fd, request.nbytes), reply)
+        self._host.register(connection.token, lambda: read_manifest(fd, request.nbytes), reply)
 
 
 def _whole(body: bytes, flags: int) -> Any:
@@ -316,7 +314,7 @@ def read_manifest(fd: int, nbytes: int) -> Manifest:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             raise MalformedError(f"not a file of {nbytes} bytes")
-        data = _mapped(fd, nbytes) if _is_sealed(fd) else pa.py_buffer(_copied(fd, nbytes))
+        data = _mapped(fd, nbytes) if _is_sealed(fd) else _copied(fd, nbytes)
         return Manifest.from_arrow(data)
     except OSError as e:
         raise MalformedError(f"the manifest cannot be read: {e}") from e
@@ -332,8 +330,8 @@ def _is_sealed(fd: int) -> bool:
         return False
 
 
-def _mapped(fd: int, nbytes: int) -> pa.Buffer:
-    return pa.py_buffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
 
 
 def _copied(fd: int, nbytes: int) -> bytes:

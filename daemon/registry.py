@@ -10,6 +10,7 @@ import fcntl
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -51,6 +52,8 @@ class Dataset:
     source: Source
     table: Table
     table_fd: int
+    claims: set[str] = field(default_factory=set)  # owners that registered it and opened nothing
+    used_at: float = 0.0  # when the last claim or session on it ended or began, monotonic seconds
 
     @classmethod
     def create(cls, manifest: Manifest, source: Source) -> Dataset:
@@ -70,6 +73,17 @@ class Dataset:
             os.close(fd)
             raise
         return cls(manifest.key, manifest, source, table, fd)
+
+    def claim(self, token: str) -> None:
+        """The owner of `token` means to open a session; until then the data set stays."""
+        self.claims.add(token)
+        self.used_at = time.monotonic()
+
+    def unclaim(self, token: str) -> None:
+        """The owner of `token` has opened a session, or is gone."""
+        if token in self.claims:
+            self.claims.remove(token)
+            self.used_at = time.monotonic()
 
     def close(self) -> None:
         """Give back descriptor and mapping."""
@@ -161,6 +175,8 @@ class Registry:
     def __init__(self, *, max_datasets: int, max_sessions: int) -> None:
         self.datasets: dict[str, Dataset] = {}
         self.sessions: dict[int, Session] = {}
+        #: Failed reads by kind, of data sets that are known no more.
+        self.past_errors: Counter[str] = Counter()
         self._max_datasets = max_datasets
         self._max_sessions = max_sessions
         self._ids = itertools.count(1)
@@ -176,6 +192,29 @@ class Registry:
     def add(self, dataset: Dataset) -> None:
         """Enter a data set that is not yet known."""
         self.datasets[dataset.key] = dataset
+
+    def idle(self) -> list[Dataset]:
+        """Data sets that nobody uses, those longest unused first."""
+        used = {s.dataset.key for s in self.sessions.values()}
+        idle = [d for d in self.datasets.values() if not d.claims and d.key not in used]
+        return sorted(idle, key=lambda d: d.used_at)
+
+    def spare(self, now: float, linger_s: float, most: int, *, room: int = 0) -> list[Dataset]:
+        """Idle data sets that should go: unused for `linger_s`, or more than `most` of them.
+
+        Args:
+            room: so many more must find a place within the limit on all.
+        """
+        idle = self.idle()
+        most = min(most, self._max_datasets - room - (len(self.datasets) - len(idle)))
+        over = max(len(idle) - most, 0)
+        return idle[:over] + [d for d in idle[over:] if now - d.used_at > linger_s]
+
+    def forget(self, dataset: Dataset) -> None:
+        """Strike a data set out and give its memory back."""
+        del self.datasets[dataset.key]
+        self.past_errors.update(dataset.source.counters.snapshot().errors)
+        dataset.close()
 
     def open(self, token: str, request: Open) -> Session:
         """Enter a session.
@@ -197,6 +236,7 @@ class Registry:
         board[HEARTBEAT] = time.monotonic_ns()
         session = Session(next(self._ids), token, dataset, request, board, fd)
         self.sessions[session.id] = session
+        dataset.unclaim(token)
         return session
 
     def owned(self, token: str, session_id: int) -> Session:
@@ -214,9 +254,15 @@ class Registry:
         """All sessions of the owner of `token`."""
         return [s for s in self.sessions.values() if s.token == token]
 
+    def left(self, token: str) -> None:
+        """The owner of `token` is gone and means to open nothing more."""
+        for dataset in self.datasets.values():
+            dataset.unclaim(token)
+
     def remove(self, session: Session) -> None:
         """Strike a session out."""
         del self.sessions[session.id]
+        session.dataset.used_at = time.monotonic()
         session.close()
 
     def beat(self) -> None:

@@ -21,21 +21,10 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.arena import ArenaView
-from creel.cache.board import (
-    ABSENT,
-    DONE,
-    HEARTBEAT,
-    READY,
-    STATE,
-    TRUNCATED,
-    WANTED,
-    Board,
-    Table,
-)
+from creel.cache.board import Board, Table
 from creel.cache.manifest import Manifest
 from creel.errors import (
     ConfigError,
@@ -52,13 +41,13 @@ from creel.loader.packets import (
     resolve,
     sealed_copy,
 )
+from creel.loader.session import SLICE_S, Session
 from creel.messages import (
     PROTOCOL,
     Ask,
     Attach,
     Close,
     DeskRequest,
-    Extend,
     Failed,
     Hello,
     LineReply,
@@ -68,8 +57,6 @@ from creel.messages import (
     Register,
     Registered,
     Told,
-    Truncate,
-    Wait,
     Welcome,
     decode,
     encode,
@@ -78,12 +65,8 @@ from creel.messages import (
 if TYPE_CHECKING:
     import zmq
 
-#: A heartbeat older than this means a stopped or swapped-out daemon; it beats every 0.1 s.
-STALE_NS = 2_000_000_000
 _DESK_S = 10.0  # a desk answer takes well below 10 ms; the daemon may be starting on a busy node
 _REGISTER_S = 120.0  # checking a manifest of 10 million files takes seconds
-_SLICE_S = 0.05  # how late, at worst, a waiting thread notices a stale heartbeat
-_PIECE = 1 << 20  # objects of one Extend: 4 MB, so that no message holds up the daemon for long
 
 
 class Client:
@@ -195,7 +178,7 @@ class Client:
             left = deadline - time.monotonic()
             if left <= 0 or not self.alive:
                 raise DaemonLostError(f"the daemon did not answer {what!r} within {timeout_s:g} s")
-            self.listen(min(left, _SLICE_S))
+            self.listen(min(left, SLICE_S))
         answer = self._answers.pop(call)
         if isinstance(answer, Failed):
             raise ConfigError(answer.reason)
@@ -349,151 +332,10 @@ def _knock(desk: socket.socket, where: str, timeout_s: float) -> None:
         time.sleep(0.005)
 
 
-class Session:
-    """One stream of steps. The trainer extends and completes it; its workers only read."""
-
-    def __init__(
-        self, client: Client, opened: Opened, board: Board, table: Table, trainer: bool
-    ) -> None:
-        self.id = opened.session
-        self.dataset = opened.dataset
-        self.board = board
-        self.table = table
-        self._client = client
-        self._trainer = trainer
-        self._closed = False
-        self._lost = False
-        self._truncates = 0
-        _sessions.add(self)
-
-    @property
-    def token(self) -> str:
-        """What a worker needs, besides `id`, to attach to this session."""
-        return self._client.token
-
-    @property
-    def alive(self) -> bool:
-        """Whether the daemon serves: connected, beating, not draining."""
-        if self._closed or self._lost or not self._client.alive or self.board[STATE] != 0:
-            return False
-        return time.monotonic_ns() - self.board[HEARTBEAT] < STALE_NS
-
-    def _gone(self) -> bool:
-        return not self.alive
-
-    def extend(
-        self, epoch: int, step: int, objects: NDArray[np.integer], ends: NDArray[np.integer]
-    ) -> bool:
-        """Add the plan of steps `step, step+1, ...`; see `messages.Extend`.
-
-        Args:
-            objects: (k,) object ids in order of reading.
-            ends: (b,) step+i reads objects[ends[i-1]:ends[i]]; ends[-1] == k.
-
-        Returns:
-            False when the daemon is lost: the plan does not matter any more.
-        """
-        objects = np.asarray(objects, np.dtype("<i4"))
-        ends = np.asarray(ends, np.dtype("<i8"))
-        first = 0
-        while first < len(ends):
-            start = int(ends[first - 1]) if first else 0
-            last = max(int(np.searchsorted(ends, start + _PIECE, side="right")), first + 1)
-            message = Extend(self.token, self.id, epoch, step + first)
-            piece = objects[start : int(ends[last - 1])]
-            if not self._say(message, piece, ends[first:last] - start):
-                return False
-            first = last
-        return True
-
-    def truncate(self, step: int) -> bool:
-        """Forget the plan from `step` on; False when the daemon is lost.
-
-        Nobody may be reading a step from `step` on any more: its bytes may go at once. Returns
-        when READY speaks of the new plan (a round trip); a daemon that does not say so in time is
-        lost for good, since its READY could mean either.
-        """
-        self._truncates += 1
-        if not self._say(Truncate(self.token, self.id, step)):
-            return False
-        pause = 2e-5
-        while self.board[TRUNCATED] < self._truncates:
-            if self._gone():
-                self._lost = True
-                return False
-            time.sleep(pause)
-            pause = min(pause * 2, 0.001)
-        return True
-
-    def ready(self, step: int) -> bool:
-        """Whether the objects of `step` can be read from the arena (or have failed) now."""
-        return not (self._closed or self._lost) and self.board[READY] > step
-
-    def wait(self, step: int, timeout_s: float) -> bool:
-        """Wait until `step` is ready; False when it is not in time or the daemon is lost."""
-        if self.ready(step):
-            return True
-        if not self.alive:
-            return False
-        if self._trainer:
-            self.board[WANTED] = max(self.board[WANTED], step + 1)
-        client = self._client
-        call = next(client.calls)
-        if not self._say(Wait(self.token, call, self.id, step)):
-            return False
-        deadline = time.monotonic() + timeout_s
-        while not self.ready(step):
-            left = deadline - time.monotonic()
-            if left <= 0 or self._gone() or client.refused(call):
-                return self.ready(step)
-            client.listen(min(left, _SLICE_S))
-        return True
-
-    def done(self, step: int) -> None:
-        """All steps < `step` were read: their bytes may go. Never goes back."""
-        if not self._closed and not self._lost and step > self.board[DONE]:
-            self.board[DONE] = step
-
-    def forget(self) -> None:
-        """In a forked child: the board is the parent's, and its bytes are not ours to free."""
-        self._lost = True
-
-    def view(self, object_id: int) -> memoryview | None:
-        """The object's bytes, read-only, while its step is in [DONE, READY); None when absent."""
-        offset = int(self.table.offset[object_id])
-        if offset == ABSENT:
-            return None
-        return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
-
-    def close(self) -> None:
-        """End the session; a worker only lets go of it."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._trainer:
-            self._client.tell(Close(self.id))
-        self.board.close()
-        self.table.close()
-
-    def _say(self, message: LineRequest, *arrays: NDArray[Any]) -> bool:
-        if self._closed or self._lost:
-            return False
-        try:
-            self._client.send(message, *arrays)
-        except DaemonLostError:
-            return False
-        return True
-
-
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
 def _after_fork_in_child() -> None:
-    for session in list(_sessions):
-        session.forget()
     for client in list(_clients):
         client.forget()
     _clients.clear()

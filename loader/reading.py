@@ -31,7 +31,7 @@ class Places(Protocol):
 
 
 class Session(Protocol):
-    """The part of `loader.client.Session` that a reader needs."""
+    """The part of `loader.session.Session` that a reader needs."""
 
     @property
     def table(self) -> Places:
@@ -79,12 +79,15 @@ class Lease:
 
     def __init__(
         self,
-        session: Session,
+        session: Session | None,
         bases: Mapping[int, int],
         named: Sequence[Named],
         allowed: frozenset[int] | None,
     ) -> None:
-        """`bases`: first object id by `id(leaf)`; `allowed`: the only ids to take, None for all."""
+        """Without a session nothing is taken, and reads are only counted.
+
+        `bases`: first object id by `id(leaf)`; `allowed`: the only ids to take, None for all.
+        """
         self._session = session
         self.bases = bases
         self.named = named
@@ -102,12 +105,18 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         _active.lease = self.outer
 
+    @property
+    def serves(self) -> bool:
+        """Whether anything may be taken."""
+        return self._session is not None
+
     def copy(self, object_id: int, kind: Callable[[memoryview], Copied]) -> Copied | None:
-        if self._allowed is not None and object_id not in self._allowed:
+        session = self._session
+        if session is None or (self._allowed is not None and object_id not in self._allowed):
             return None
-        offset = self._session.table.offset
+        offset = session.table.offset
         before = offset[object_id]
-        view = self._session.view(object_id)
+        view = session.view(object_id)
         if view is None:
             return None
         data = kind(view)
@@ -153,8 +162,9 @@ def hear(address: str) -> None:
 
 
 def leasing() -> bool:
-    """Whether this thread is inside of a lease."""
-    return _active.lease is not None
+    """Whether this thread is inside of a lease that serves it."""
+    lease = _active.lease
+    return lease is not None and lease.serves
 
 
 def leased(leaf: object, object_id: int) -> bytes | None:

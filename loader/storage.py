@@ -11,15 +11,16 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.manifest import UNKNOWN
-from creel.cache.source import Patience, transient
+from creel.cache.patience import Patience, source_error
 from creel.cache.stores import Place, Store, open_store
-from creel.errors import ConfigError, NotFoundError, SourceError
+from creel.errors import ConfigError, CreelError, NotFoundError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,7 +49,12 @@ def absolute(address: str | os.PathLike[str]) -> str:
 
     >>> absolute("file:///data/a%20b"), absolute("s3://bucket/a/")
     ('/data/a b', 's3://bucket/a')
+
+    Raises:
+        ConfigError: no string and no path.
     """
+    if not isinstance(address, (str, os.PathLike)):
+        raise ConfigError(f"a path is a string or a Path, not {address!r}")
     text = os.fspath(address)
     scheme = scheme_of(text)
     if scheme == "file":
@@ -57,6 +63,19 @@ def absolute(address: str | os.PathLike[str]) -> str:
         return text.rstrip("/")
     # Not resolve(): a symbolic link is followed when it is read, as open() would do.
     return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+
+
+def several(given: object) -> list[str | os.PathLike[str]]:
+    """One address or many, as a list.
+
+    Raises:
+        ConfigError: neither.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"give a path or a list of paths, not {given!r}")
+    return list(given)
 
 
 def is_folder(address: str) -> bool:
@@ -96,7 +115,8 @@ def nbytes_of(address: str) -> int:
 
     Raises:
         NotFoundError: nothing is there, or it is a folder.
-        ConfigError: the storage does not tell.
+        ConfigError: the storage does not tell, or not to us.
+        SourceError: the storage fails.
     """
     scheme = scheme_of(address)
     if not scheme:
@@ -104,13 +124,29 @@ def nbytes_of(address: str) -> int:
         if not path.is_file():
             raise NotFoundError(f"there is no file {address}")
         return path.stat().st_size
-    try:
+    with _plainly(address):
         size = _arrow_nbytes(address) if scheme in _ARROW else _fsspec_nbytes(address)
-    except FileNotFoundError as e:
-        raise NotFoundError(f"there is no {address}") from e
     if size is None:
         raise ConfigError(f"the storage does not tell the size of {address}")
     return size
+
+
+@contextmanager
+def _plainly(address: str) -> Iterator[None]:
+    """Whatever a storage raises when it is asked about `address`, in one sentence."""
+    try:
+        yield
+    except CreelError:
+        raise
+    except Exception as e:
+        told = source_error(e, address)
+        if told.errno == errno.ENOENT:
+            why = told.strerror or ""
+            more = f": {why}" if "bucket" in why else ""
+            raise NotFoundError(f"there is no {told.uri}{more}") from e
+        if told.errno == errno.EACCES:
+            raise ConfigError(f"{told.uri}: {told.strerror}") from e
+        raise told from e
 
 
 def _store(address: str) -> Store:
@@ -123,22 +159,16 @@ def _store(address: str) -> Store:
 
 
 def _patiently(address: str, offset: int, length: int) -> bytes:
-    from stamina import retry_context
+    def read() -> bytes:
+        return _store(address).read(Place(address), offset, length)
 
-    patience = Patience()
     try:
-        for attempt in retry_context(
-            on=transient, attempts=patience.attempts, timeout=patience.deadline_s
-        ):
-            with attempt:
-                return _store(address).read(Place(address), offset, length)
-    except SourceError:
-        raise
-    except Exception as e:  # stores raise what they like: aiohttp's errors, pyarrow's
-        missing = errno.ENOENT if isinstance(e, FileNotFoundError) else 0
-        number = getattr(e, "errno", None) or missing
-        raise SourceError(number, str(e) or type(e).__name__, address) from e
-    raise AssertionError("stamina ends by a result or by raising")
+        try:
+            return read()
+        except Exception as e:  # noqa: BLE001  stores raise what they like
+            return Patience().again(read, e, address)
+    except Exception as e:
+        raise source_error(e, address) from e
 
 
 def _arrow_nbytes(address: str) -> int | None:
@@ -202,12 +232,12 @@ def list_remote(root: str) -> Listed:
 
     Raises:
         NotFoundError: nothing is there.
+        ConfigError: the storage does not let us.
+        SourceError: it fails.
     """
     scheme = scheme_of(root)
-    try:
+    with _plainly(root):
         return in_walk_order(_list_arrow(root) if scheme in _ARROW else _list_fsspec(root))
-    except FileNotFoundError as e:
-        raise NotFoundError(f"there is no {root}") from e
 
 
 def in_walk_order(found: Iterable[tuple[str, int]]) -> Listed:

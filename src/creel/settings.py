@@ -112,6 +112,17 @@ class Daemon(_Section, frozen=True):
         1024
     )
     max_datasets: Annotated[int, Meta(ge=1, description="datasets known at once, at most")] = 256
+    max_idle_datasets: Annotated[
+        int, Meta(ge=0, description="datasets kept warm that nobody reads, at most")
+    ] = 32
+    idle_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            extra=_SECONDS,
+            description="a dataset that nobody reads is kept warm this long, for the next run",
+        ),
+    ] = 3600.0
 
 
 class Loader(_Section, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socketserver
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,12 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import stamina
 from numpy.typing import NDArray
+from stamina import instrumentation
 
+from creel.cache import patience
 from creel.cache.manifest import Manifest
-from creel.cache.source import Patience, Source, transient
+from creel.cache.patience import Patience, source_error, transient
+from creel.cache.source import Source
 from creel.cache.stores import LocalStore, Place, Run
 from creel.errors import SourceError
+from kit import descriptors
 
 pytestmark = pytest.mark.timeout(60)
 _QUICK = Patience(attempts=3, deadline_s=5.0, backoff_s=0.001, backoff_max_s=0.002)
@@ -211,21 +217,17 @@ def test_patience_ends(tmp_path: Path) -> None:
     assert source.counters.snapshot().retries == _QUICK.attempts - 1
 
 
-def _fds() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_kept_descriptors_are_bounded_and_given_back(tmp_path: Path) -> None:
-    before = _fds()
+    before = descriptors()
     parts = []
     for i in range(40):
         (tmp_path / str(i)).mkdir()
         parts.append(records(tmp_path / str(i), 10, 10)[0])
     source = Source(Manifest.concat(parts), files=8)
     read_into(source, list(range(0, 400, 10)))
-    assert _fds() - before == 8
+    assert len(descriptors() - before) == 8
     source.close()
-    assert _fds() == before
+    assert not descriptors() - before
 
 
 def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
@@ -400,3 +402,54 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
         store.read(place, 8, 5)
     with pytest.raises(SourceError):
         list(store.fill(place, [Run(9, 2, [memoryview(first)])]))
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    """A source whose every read fails in a way that may pass."""
+
+    def fail(_: LocalStore, place: Place, *__: int) -> bytes:
+        raise OSError(errno.EIO, "the disk coughs", place.uri)
+
+    monkeypatch.setattr(LocalStore, "read", fail)
+    monkeypatch.setattr(patience, "_told", {})
+    return Source(folder(tmp_path, [1, 1])[0], _QUICK)
+
+
+def test_retries_make_one_line_of_ours_and_none_of_staminas(
+    failing: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in (0, 1):
+        with pytest.raises(SourceError):
+            failing.read(i)
+    (line,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
+    assert line.name == "creel.source"
+    assert "000: the disk coughs: trying again for up to 5 s" in line.getMessage()
+
+
+def test_the_persons_own_stamina_is_left_alone(
+    failing: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nothing() -> None:
+        raise KeyError
+
+    seen: list[str] = []
+    before = instrumentation.get_on_retry_hooks()
+    instrumentation.set_on_retry_hooks([lambda d: seen.append(d.name), *before])
+    try:
+        hooks = instrumentation.get_on_retry_hooks()
+        with pytest.raises(SourceError):
+            failing.read(0)
+        with pytest.raises(KeyError):
+            stamina.retry(on=KeyError, attempts=2, wait_initial=0, wait_jitter=0)(nothing)()
+        assert instrumentation.get_on_retry_hooks() == hooks
+    finally:
+        instrumentation.set_on_retry_hooks(None)
+    assert [name.startswith("creel.cache.patience") for name in seen] == [True, False]
+    assert [r.message for r in caplog.records if r.name == "stamina"] == ["stamina.retry_scheduled"]
+
+
+def test_no_key_in_an_address_is_told() -> None:
+    told = source_error(ConnectionError("no"), "s3://AKIA:hush@bucket/x?sig=hush&version=2")
+    assert "hush" not in str(told)
+    assert told.uri == "s3://bucket/x?sig=...&version=2"

@@ -1,0 +1,154 @@
+"""Patience: which errors of a storage may pass, and trying again until they have."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from creel.errors import SourceError, SourceNotFoundError
+
+T = TypeVar("T")
+
+log = logging.getLogger("creel.source")
+
+_AGAIN = frozenset(
+    {
+        errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
+        errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH,
+        errno.ENETDOWN, errno.ENETRESET, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO,
+    }
+)  # fmt: skip
+#: What the AWS SDK behind pyarrow says of errors that pass; it gives no errno.
+_AGAIN_WORDS = ("SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_")
+#: And of credentials that are wrong, too old, or not enough.
+_DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
+_QUIET_S = 60.0  # between two lines about one storage: a server that is down fails every read
+_SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&]*")
+
+_told: dict[str, float] = {}  # when each storage was last spoken of
+
+
+def transient(error: BaseException) -> bool:
+    """Whether the same read may succeed a moment later.
+
+    True for EIO, ESTALE, time-outs, broken connections, HTTP 429 and 5xx. False for a missing
+    file, a refused permission, a file that is too short.
+
+    >>> transient(OSError(errno.EIO, "")), transient(FileNotFoundError(errno.ENOENT, ""))
+    (True, False)
+    """
+    if isinstance(error, SourceError):
+        return False
+    status = getattr(error, "status", None)
+    if isinstance(status, int) and status:
+        return status in {408, 429} or status >= 500
+    if isinstance(error, (ConnectionError, TimeoutError)):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _AGAIN
+    if type(error).__module__.partition(".")[0] == "aiohttp":
+        return "Invalid" not in type(error).__name__
+    return any(word in str(error).upper() for word in _AGAIN_WORDS)
+
+
+def public(uri: str) -> str:
+    """An address as it may be logged: without keys and passwords.
+
+    >>> public("s3://AKIA:secret@bucket/x"), public("https://h/x?id=1&X-Amz-Signature=f00")
+    ('s3://bucket/x', 'https://h/x?id=1&X-Amz-Signature=...')
+    """
+    scheme, found, rest = uri.partition("://")
+    if not found:
+        return uri
+    host, slash, path = rest.partition("/")
+    host, path = host.rpartition("@")[2], _SECRET.sub(r"\1...", path)
+    return f"{scheme}://{host}{slash}{path}"
+
+
+def source_error(error: Exception, uri: str) -> SourceError:
+    """What a storage raised, as the one kind of error that readers of a source meet."""
+    if isinstance(error, SourceError):
+        return error
+    number, reason = _reason(error)
+    kind = SourceNotFoundError if number == errno.ENOENT else SourceError
+    return kind(number, reason, public(uri))
+
+
+def _reason(error: Exception) -> tuple[int, str]:
+    """(errno or 0, what went wrong); pyarrow's object stores say it in words alone."""
+    text = str(error)
+    if "NO_SUCH_BUCKET" in text:
+        return errno.ENOENT, "there is no such bucket"
+    if any(word in text for word in _DENIED) or getattr(error, "status", 0) in {401, 403}:
+        return errno.EACCES, "access denied: check the credentials in the environment"
+    number = getattr(error, "errno", None) or 0
+    if number == errno.ENOENT or isinstance(error, FileNotFoundError):
+        return errno.ENOENT, os.strerror(errno.ENOENT)
+    return number, getattr(error, "strerror", None) or text or type(error).__name__
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a failing read is tried again: `deadline_s` in all, with pauses that double."""
+
+    attempts: int = 6
+    deadline_s: float = 30.0
+    backoff_s: float = 0.1
+    backoff_max_s: float = 5.0
+
+    def again(self, job: Callable[[], T], error: Exception, uri: str) -> T:
+        """Do `job`, whose first try ended in `error`, as often as patience lasts.
+
+        Raises:
+            Exception: the last try's; `error` itself where it is of no use to try again.
+        """
+        if self.attempts <= 1 or not transient(error):
+            raise error
+        _tell(error, uri, self.deadline_s)
+
+        def once_more() -> T:
+            return job()
+
+        retried: Callable[[], T] = _retry()(
+            on=transient,
+            attempts=self.attempts - 1,
+            timeout=self.deadline_s,
+            wait_initial=self.backoff_s,
+            wait_max=self.backoff_max_s,
+            wait_jitter=self.backoff_s,
+        )(once_more)
+        return retried()
+
+
+@cache
+def _retry() -> Callable[..., Any]:
+    """stamina's; its default hook logs each try of everybody's, of which ours are said above.
+
+    Hooks belong to the whole process, that is to the training script: they are left as they are,
+    and one that the person put there sees our retries under their name.
+    """
+    from stamina import retry
+
+    logging.getLogger("stamina").addFilter(_not_ours)
+    return retry
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    return not str(getattr(record, "stamina.callable", "")).startswith(__name__)
+
+
+def _tell(error: Exception, uri: str, deadline_s: float) -> None:
+    """One line about each storage, however many of its reads fail."""
+    now, storage = time.monotonic(), "/".join(uri.split("/", 3)[:3]) if "://" in uri else ""
+    level = logging.DEBUG
+    if now - _told.get(storage, -_QUIET_S) >= _QUIET_S:
+        _told[storage], level = now, logging.WARNING
+    why = _reason(error)[1]
+    log.log(level, "%s: %s: trying again for up to %g s", public(uri), why, deadline_s)

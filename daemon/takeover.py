@@ -1,0 +1,78 @@
+"""Taking over: a service that finds an embedded daemon in its place asks it to make way.
+
+A training process starts a daemon where none listens, so also in the second that a service needs to
+start again. Without this the service could not come back before that training ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any
+
+import zmq
+
+from creel.errors import MalformedError
+from creel.messages import (
+    MAX_BODY,
+    PROTOCOL,
+    Ask,
+    DeskReply,
+    Hello,
+    LineReply,
+    Told,
+    Welcome,
+    decode,
+    encode,
+)
+
+_PATIENCE_S = 2.0
+
+
+def made_way(address: str) -> bool:
+    """Whether the embedded daemon at this desk freed its address; it goes with its last client.
+
+    False for a service, for somebody else's daemon, and for one that does not answer or cannot be
+    understood.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as desk:
+        desk.settimeout(_PATIENCE_S)
+        try:
+            welcome = _greet(desk, address)
+            return welcome is not None and _asked(welcome)
+        except (OSError, MalformedError):
+            return False
+
+
+def _greet(desk: socket.socket, address: str) -> Welcome | None:
+    desk.connect(address)
+    raw = desk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    if struct.unpack("3i", raw)[1] != os.getuid():
+        return None
+    desk.send(encode(Hello(PROTOCOL, "cli", os.getpid(), "")))
+    body, fds, _, _ = socket.recv_fds(desk, MAX_BODY, 4, socket.MSG_CMSG_CLOEXEC)
+    for fd in fds:
+        os.close(fd)
+    reply = decode(body, DeskReply)
+    return reply if isinstance(reply, Welcome) else None
+
+
+def _asked(welcome: Welcome) -> bool:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+        line.linger = 0
+        line.rcvtimeo = int(_PATIENCE_S * 1000)
+        line.connect(welcome.line)
+        status = _answer(line, Ask(welcome.token, 1, "status", {}))
+        if status is None or not status.get("embedded"):
+            return False
+        return _answer(line, Ask(welcome.token, 2, "stop", {"now": False})) is not None
+
+
+def _answer(line: zmq.Socket[bytes], ask: Ask) -> dict[str, Any] | None:
+    try:
+        line.send(encode(ask))
+        reply = decode(line.recv_multipart()[0], LineReply)
+    except zmq.ZMQError:
+        return None
+    return reply.body if isinstance(reply, Told) else None

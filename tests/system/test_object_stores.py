@@ -1,0 +1,165 @@
+"""Data sets in S3, through a daemon and through torch, while the store fails, cuts and refuses.
+
+The client is the real one (pyarrow's AWS SDK), the server `testbed/s3_server.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+from creel.cache.manifest import Manifest
+from creel.cache.source import Source
+from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
+from creel.loader import storage
+from creel.loader.client import Client
+from testbed.s3_server import S3, SECRET
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+
+N, NBYTES = 130, 3000  # files: more than one page of a listing
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("s3") / "bucket"
+    rng = np.random.default_rng(0)
+    (root / "files/a b").mkdir(parents=True)
+    for i in range(N):
+        (root / f"files/{'a b/' if i % 2 else ''}{i:03}#%.bin").write_bytes(rng.bytes(NBYTES))
+    (root / "tokens.bin").write_bytes(rng.integers(0, 1 << 15, 64 * 128, np.int64).tobytes())
+    with tarfile.open(root / "shard.tar", "w") as tar:
+        for i in range(40):
+            for name, data in (("img", rng.bytes(500 + i)), ("cls", str(i).encode())):
+                info = tarfile.TarInfo(f"{i:03}.{name}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+    return root
+
+
+@pytest.fixture
+def s3(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    monkeypatch.setattr(storage, "_stores", {})
+    with S3(bucket.parent) as server:
+        for name in [n for n in os.environ if n.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def files() -> Dataset[object]:
+    return creel.FileDataset("s3://bucket/files")
+
+
+def records() -> Dataset[object]:
+    return creel.RecordDataset("s3://bucket/tokens.bin", dtype=np.int64, shape=(128,))
+
+
+def tars() -> Dataset[object]:
+    return creel.TarDataset("s3://bucket/shard.tar")
+
+
+def twin(dataset: Dataset[object], bucket: Path) -> list[object]:
+    """The same samples from the local folder."""
+    kind = type(dataset)
+    if kind is creel.RecordDataset:
+        local = creel.RecordDataset(str(bucket / "tokens.bin"), dtype=np.int64, shape=(128,))
+        return [local[i] for i in range(len(local))]
+    where = "files" if kind is creel.FileDataset else "shard.tar"
+    other = kind(str(bucket / where))  # type: ignore[call-arg]
+    return [other[i] for i in range(len(other))]  # type: ignore[arg-type]
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, (torch.Tensor, np.ndarray)):
+        return np.array_equal(np.asarray(a), np.asarray(b))
+    return a == b
+
+
+def first(batch: list[object]) -> object:
+    return batch[0]
+
+
+@pytest.mark.parametrize("make", [files, records, tars])
+@pytest.mark.parametrize("loader", [DataLoader, creel.DataLoader])
+def test_every_kind_of_dataset_reads_what_is_there(
+    s3: S3, bucket: Path, daemon_name: str, make: Callable[[], Dataset[object]], loader: type
+) -> None:
+    dataset = make()
+    wanted = twin(dataset, bucket)
+    s3.fail(4, 503)
+    s3.fail(2, 500)
+    s3.fail(2, 0)
+    got = list(loader(dataset, batch_size=None, num_workers=1))
+    assert len(got) == len(wanted)
+    assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+    assert s3.count["faults"] == 8
+    if loader is creel.DataLoader:
+        with Client.connect(daemon_name, "cli") as client:
+            told = client.ask("stats")
+            assert told["sources"][0]["reads"] > 0
+            assert SECRET not in str(told)
+            client.ask("stop")
+
+
+def test_a_second_epoch_asks_the_store_for_nothing(s3: S3, daemon_name: str) -> None:
+    loader = creel.DataLoader(files(), batch_size=None, num_workers=1)
+    for _ in loader:
+        pass
+    asked = s3.count["gets"] + s3.count["heads"]
+    assert s3.count["gets"] == N
+    assert len(list(loader)) == N
+    assert s3.count["gets"] + s3.count["heads"] == asked
+    with Client.connect(daemon_name, "cli") as client:
+        client.ask("stop")
+
+
+def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture) -> None:
+    """Arrow's client tries for 6 s by itself, every 0.2 s, before creel's patience begins."""
+    source = Source(Manifest.of_files(["tokens.bin"], root="s3://bucket"))
+    s3.fail(6, 503)
+    assert source.read(0) == (s3.root / "bucket/tokens.bin").read_bytes()
+    assert s3.count["faults"] == 6
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "address, says",
+    [
+        ("s3://nowhere/files", "there is no s3://nowhere/files: there is no such bucket"),
+        ("s3://bucket/nothing", "there is no s3://bucket/nothing"),
+    ],
+)
+def test_a_wrong_address_is_one_clear_sentence(s3: S3, address: str, says: str) -> None:
+    with pytest.raises(NotFoundError) as told:
+        creel.FileDataset(address)
+    assert str(told.value) == says
+    with pytest.raises(SourceError, match=rf"{address}'$") as failed:
+        storage.read_all(address)
+    assert isinstance(failed.value, FileNotFoundError)
+    assert s3.count["gets"] == 0
+
+
+def test_wrong_credentials_are_one_clear_sentence_without_them(
+    s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAWRONG")
+    wanted = "s3://bucket/files: access denied: check the credentials in the environment"
+    with pytest.raises(ConfigError) as told:
+        creel.FileDataset("s3://bucket/files")
+    assert str(told.value) == wanted
+    for ask in (storage.nbytes_of, storage.read_all):
+        with pytest.raises(CreelError, match="access denied") as failed:
+            ask(f"s3://AKIAOTHER:{SECRET}@bucket/tokens.bin")
+        assert SECRET not in str(failed.value)
+    assert s3.count["gets"] == 0

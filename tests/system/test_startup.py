@@ -1,0 +1,98 @@
+"""What starting costs, as counts: what a daemon without data has not loaded, and does not wait for.
+
+Seconds and megabytes are in benchmarks/startup.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from daemons import COMMAND, Running, folder, plan, read_steps
+
+from creel.config import Config
+from creel.loader.embed import connect_or_start
+from kit import gone, unique_name, until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(60)]
+
+#: For sitecustomize.py: the daemon's `import pyarrow` says that it began, and waits for a word.
+_SLOW_PYARROW = """
+import os, sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pyarrow" and "creel.daemon.main" in sys.modules:
+            open(os.path.join({folder!r}, "began"), "w").close()
+            while not os.path.exists(os.path.join({folder!r}, "go")):
+                time.sleep(0.005)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    with Running(unique_name()) as daemon:
+        yield daemon
+
+
+def has_arrow(daemon: Running) -> bool:
+    return "libarrow" in Path(f"/proc/{daemon.pid}/maps").read_text()
+
+
+def test_a_daemon_loads_arrow_with_the_first_dataset(running: Running, tmp_path: Path) -> None:
+    with running.client("cli") as client:
+        for what in ("status", "stats", "datasets", "config"):
+            client.ask(what)
+        assert not has_arrow(running)
+        client.register(folder(tmp_path, [10]))
+        assert has_arrow(running)
+
+
+def test_a_slow_import_holds_up_nobody_but_the_first_dataset(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_SLOW_PYARROW.format(folder=str(tmp_path)))
+    manifest = folder(tmp_path, [10])
+    env = {"PYTHONPATH": str(tmp_path)}
+    with Running(unique_name(), env=env) as daemon, daemon.client() as client:
+        registering = threading.Thread(target=client.register, args=(manifest,))
+        registering.start()
+        until((tmp_path / "began").exists, 20, "the daemon imports pyarrow")
+        with daemon.client("cli") as other:
+            assert other.ask("status")["datasets"] == 0
+        assert registering.is_alive()
+        (tmp_path / "go").touch()
+        registering.join(20)
+        assert client.ask("status")["datasets"] == 1
+
+
+def test_a_service_takes_over_from_an_embedded_daemon(tmp_path: Path) -> None:
+    """As after kill -9: the training's own daemon must not keep the service from coming back."""
+    name, manifest = unique_name(), folder(tmp_path, [10] * 8)
+    config = Config.load({"daemon.name": name, "memory.budget": "8MiB", "daemon.linger_s": 0})[0]
+    embedded = connect_or_start(config)
+    assert embedded is not None
+    with embedded, Running(name) as service:
+        until(lambda: "ready:" in service.log(), what="the service is up")
+        assert embedded.alive
+        with service.client() as client:
+            assert client.daemon_pid == service.pid != embedded.daemon_pid
+            for ours in (client, embedded):
+                session = ours.open(ours.register(manifest))
+                plan(session, np.arange(8), 2)
+                assert read_steps(session, manifest, np.arange(8), 2) == 8
+        assert "made way" in service.log()
+        embedded.close()
+        until(lambda: gone(embedded.daemon_pid), what="it goes with its last client")
+
+
+def test_a_second_service_is_refused(running: Running) -> None:
+    command = [sys.executable, *COMMAND, "--name", running.name, "--memory", "8MiB"]
+    second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert f"a daemon named {running.name!r} serves you already" in second.stderr
+    with running.client("cli") as client:
+        assert client.ask("status")["pid"] == running.pid

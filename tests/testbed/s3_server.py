@@ -1,0 +1,162 @@
+"""A small S3 server on loopback that counts exactly, checks who asks, and fails on request.
+
+What reading needs of S3: GET with ranges, HEAD, ListObjectsV2 in pages, and its errors as XML. It
+asks for the right access key and checks no signature. Keys are the files below a folder, buckets
+its subfolders. (moto, a full imitation, copies the whole object for each range and cannot fail.)
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import cast
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+KEY, SECRET = "AKIACREELTESTBED", "hush-hush-not-to-be-told"
+_PAGE = 100  # keys of one answer to a listing
+
+
+class S3:
+    """The server, in threads of this process.
+
+    `fail(times, status)` has the next so many GETs of objects fail: with that status, or, if it is
+    0, by a connection that is cut in the middle of the body.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.count: Counter[str] = Counter()
+        self._fails: list[int] = []
+        self._lock = threading.Lock()
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.s3 = self
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a client's environment must say."""
+        return {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def fail(self, times: int, status: int) -> None:
+        with self._lock:
+            self._fails += [status] * times
+
+    def next_fault(self) -> int | None:
+        with self._lock:
+            return self._fails.pop() if self._fails else None
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> S3:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    s3: S3
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    @property
+    def s3(self) -> S3:
+        return cast(_Server, self.server).s3
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's name
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        bucket, _, key = unquote(parts.path).lstrip("/").partition("/")
+        folder = self.s3.root / bucket
+        if f"Credential={KEY}/" not in self.headers.get("Authorization", ""):
+            self._error(403, "InvalidAccessKeyId")
+        elif not folder.is_dir():
+            self._error(404, "NoSuchBucket")
+        elif not key:
+            self.s3.count["lists"] += 1
+            self._list(folder, {k: v[0] for k, v in parse_qs(parts.query).items()})
+        elif not (folder / key).is_file():
+            self._error(404, "NoSuchKey")
+        else:
+            self._object(folder / key)
+
+    def _object(self, path: Path) -> None:
+        data = path.read_bytes()
+        self.s3.count["heads" if self.command == "HEAD" else "gets"] += 1
+        fault = self.s3.next_fault() if self.command == "GET" else None
+        if fault:
+            self.s3.count["faults"] += 1
+            self._error(fault, "SlowDown" if fault == 503 else "InternalError")
+            return
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        head = {"Last-Modified": formatdate(path.stat().st_mtime, usegmt=True), "ETag": '"x"'}
+        if span:
+            first, last = int(span[1]), min(int(span[2] or len(data)), len(data) - 1)
+            head["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+            data = data[first : last + 1]
+        self._answer(206 if span else 200, data, head, cut=fault == 0)
+
+    def _list(self, folder: Path, asked: dict[str, str]) -> None:
+        prefix, after = asked.get("prefix", ""), asked.get("continuation-token", "")
+        limit = min(int(asked.get("max-keys", _PAGE)), _PAGE)
+        files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        found = [key for key in files if key.startswith(prefix) and key > after]
+        rows = "".join(
+            f"<Contents><Key>{escape(key)}</Key><Size>{(folder / key).stat().st_size}</Size>"
+            "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+            for key in found[:limit]
+        )
+        more = len(found) > limit
+        last = escape(found[limit - 1]) if more else ""
+        token = f"<NextContinuationToken>{last}</NextContinuationToken>" if more else ""
+        body = (
+            f"<ListBucketResult><Name>{folder.name}</Name><Prefix>{escape(prefix)}</Prefix>"
+            f"<KeyCount>{len(found[:limit])}</KeyCount><IsTruncated>{str(more).lower()}"
+            f"</IsTruncated>{token}{rows}</ListBucketResult>"
+        )
+        self._answer(200, body.encode(), {"Content-Type": "application/xml"})
+
+    def _error(self, status: int, code: str) -> None:
+        body = f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
+        self._answer(status, body, {"Content-Type": "application/xml"})
+
+    def _answer(self, status: int, body: bytes, head: dict[str, str], *, cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {**head, "Content-Length": str(len(body))}.items():
+            self.send_header(name, quote(value, safe=" !-~") if not value.isascii() else value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self.s3.count["faults"] += 1
+            self.close_connection = True
