@@ -43,7 +43,10 @@ COUNTER_NAMES = (
     "stall_daemon_ns",
     "stall_sampler_ns",
     "lead_ns",
-    "worker_busy_ns",
+    "busy_source_ns",
+    "busy_decode_ns",
+    "busy_collate_ns",
+    "busy_handover_ns",
 )
 COUNTER = {name: COUNTERS + i for i, name in enumerate(COUNTER_NAMES)}
 

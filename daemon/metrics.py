@@ -6,7 +6,7 @@ Both are drawn from the same books. Label sets are bounded: no sample, no path, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.board import COUNTER_NAMES, DONE, FAILED, READY
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from creel.daemon.registry import Dataset, Session
 
 _CAUSES = tuple(n[len("stall_") : -len("_ns")] for n in COUNTER_NAMES if n.startswith("stall_"))
-_MAX_RANKS = 1024  # series of a page, at most
+_STAGES = tuple(n[len("busy_") : -len("_ns")] for n in COUNTER_NAMES if n.startswith("busy_"))
+_MAX_RANKS = 1024  # that are told of, at most
 _PAGE_S = 2.0  # how long a scrape waits for the loop
 
 
@@ -40,7 +41,8 @@ def tiers(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     An object that was under way for somebody else when it was asked for counts as a hit: it
     costs no read.
     """
-    datasets = told["datasets"].values()
+    past = told.get("past", {}).get("datasets")
+    datasets = [*told["datasets"].values(), *([past] if past else [])]
     evictions: dict[str, int] = {}
     for one in datasets:
         for name, count in one.items():
@@ -100,12 +102,53 @@ def session(one: Session, pid: int, step_s: float) -> dict[str, Any]:
         "done": one.board[DONE],
         "failed": one.board[FAILED],
         "waiting": len(one.waiters),
-        "stall_s": {cause: counters[f"stall_{cause}_ns"] / 1e9 for cause in _CAUSES},
         "lead_s": counters["lead_ns"] / 1e9 / max(counters["batches"], 1),
         "lead_now_s": ahead * step_s,
-        "worker_busy_s": counters["worker_busy_ns"] / 1e9,
+        **counted(counters),
+    }
+
+
+def counted(counters: dict[str, int]) -> dict[str, Any]:
+    """What trainers count, by the words of a board, as it is told."""
+    busy_s = {stage: counters[f"busy_{stage}_ns"] / 1e9 for stage in _STAGES}
+    return {
+        "stall_s": {cause: counters[f"stall_{cause}_ns"] / 1e9 for cause in _CAUSES},
+        "busy_s": busy_s,
+        "worker_busy_s": sum(busy_s.values()),
         **{k: n for k, n in counters.items() if not k.endswith("_ns")},
     }
+
+
+class Ranks:
+    """Counters by job and rank: a rank's loaders together, those that are closed included.
+
+    The latest 1024 ranks are kept.
+    """
+
+    def __init__(self) -> None:
+        self._closed: dict[tuple[str, int], dict[str, int]] = {}
+
+    def closes(self, one: Session) -> None:
+        """A session ends; its board is still there."""
+        _add(self._closed, one)
+        while len(self._closed) > _MAX_RANKS:
+            del self._closed[next(iter(self._closed))]
+
+    def told(self, sessions: Iterable[Session]) -> list[dict[str, Any]]:
+        """Of each rank, given the sessions that are open; the latest come last."""
+        sums = {who: dict(counters) for who, counters in self._closed.items()}
+        for one in sessions:
+            _add(sums, one)
+        latest = list(sums.items())[-_MAX_RANKS:]
+        return [{"job": job, "rank": rank, **counted(n)} for (job, rank), n in latest]
+
+
+def _add(sums: dict[tuple[str, int], dict[str, int]], one: Session) -> None:
+    """Add a session's counters to its rank's, which becomes the latest."""
+    who = one.opened.job, one.opened.rank
+    before = sums.pop(who, {})
+    # What a client writes may be anything: a counter never goes down.
+    sums[who] = {k: before.get(k, 0) + max(n, 0) for k, n in one.board.counters().items()}
 
 
 def stats(node: Node) -> dict[str, Any]:
@@ -122,7 +165,12 @@ def stats(node: Node) -> dict[str, Any]:
         "core": core,
         "sources": [source(d) for d in node.registry.datasets.values()],
         "sessions": sessions,
-        "fetch": {"pending": node.fetcher.pending, "bugs": node.bugs},
+        "ranks": node.ranks.told(node.registry.sessions.values()),
+        "fetch": {
+            "pending": node.fetcher.pending,
+            "bugs": node.bugs,
+            "past_errors": dict(node.registry.past_errors),
+        },
     }
 
 
@@ -161,7 +209,6 @@ class Page:
 class _Collector:
     def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
         self._take = take
-        self._totals = Totals()
 
     def describe(self) -> list[Metric]:
         return []
@@ -171,7 +218,8 @@ class _Collector:
         yield _build_info(told)
         yield from _of_tiers(told)
         yield from _of_sources(told)
-        yield from _of_sessions(told, self._totals)
+        yield from _of_ranks(told)
+        yield from _of_sessions(told)
 
 
 def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], Any]) -> Any:
@@ -230,7 +278,7 @@ def _of_sources(told: dict[str, Any]) -> Iterator[Metric]:
     opens = CounterMetricFamily("creel_opens", "Files and objects opened.", labels=["source"])
     retries = CounterMetricFamily("creel_retries", "Reads tried again.", labels=["source"])
     errors = CounterMetricFamily("creel_errors", "Failures by kind.", labels=["kind"])
-    kinds: dict[str, int] = {"bug": told["fetch"]["bugs"]}
+    kinds: dict[str, int] = {"bug": told["fetch"]["bugs"], **told["fetch"].get("past_errors", {})}
     for one in told["sources"]:
         label = [one["dataset"][:12]]
         seconds.add_metric(label, *_buckets(one["seconds"]))
@@ -253,8 +301,8 @@ def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     return buckets, seconds["sum"]
 
 
-def _of_sessions(told: dict[str, Any], totals: Totals) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+def _of_ranks(told: dict[str, Any]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily
 
     who = ["job", "rank"]
     stall = CounterMetricFamily(
@@ -268,16 +316,28 @@ def _of_sessions(told: dict[str, Any], totals: Totals) -> Iterator[Metric]:
         "direct_reads": CounterMetricFamily(
             "creel_direct_reads", "Objects that a training process read itself.", labels=who
         ),
-        "worker_busy_s": CounterMetricFamily(
-            "creel_worker_busy_seconds", "Time workers spent on batches.", labels=who
+        "direct_nbytes": CounterMetricFamily(
+            "creel_direct_read_bytes", "Bytes that a training process read itself.", labels=who
         ),
     }
-    for (job, rank), sums in totals.add(told["sessions"]).items():
+    busy = CounterMetricFamily(
+        "creel_worker_busy_seconds", "Time workers spent on batches.", labels=[*who, "stage"]
+    )
+    for one in told["ranks"]:
+        label = [one["job"], str(one["rank"])]
         for name, family in counters.items():
-            family.add_metric([job, rank], sums[name])
-        for cause in _CAUSES:
-            stall.add_metric([job, rank, cause], sums[cause])
-    yield from (stall, *counters.values())
+            family.add_metric(label, one[name])
+        for cause, seconds in one["stall_s"].items():
+            stall.add_metric([*label, cause], seconds)
+        for stage, seconds in one["busy_s"].items():
+            busy.add_metric([*label, stage], seconds)
+    yield from (stall, busy, *counters.values())
+
+
+def _of_sessions(told: dict[str, Any]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    who = ["job", "rank"]
     ahead = GaugeMetricFamily("creel_ready_steps", "Steps ready and not yet read.", labels=who)
     lead = GaugeMetricFamily(
         "creel_prefetch_lead_seconds", "How far ahead of use samples are ready.", labels=who
@@ -294,37 +354,3 @@ def _by_rank(sessions: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[
     for one in sessions:
         found.setdefault((one["job"], str(one["rank"])), []).append(one)
     return found
-
-
-class Totals:
-    """Counters by job and rank that never go down, though a session's own go with it.
-
-    What a session counted after the last scrape of its life is lost.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # each scrape has a thread of its own
-        self._seen: dict[int, dict[str, float]] = {}
-        self._sums: dict[tuple[str, str], dict[str, float]] = {}
-
-    def add(self, sessions: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, float]]:
-        """Sums over all sessions so far, given those that are open; of the latest ranks only."""
-        with self._lock:
-            seen = {s["session"]: _counted(s) for s in sessions}
-            for one in sessions:
-                before = self._seen.get(one["session"], {})
-                who = one["job"], str(one["rank"])
-                sums = self._sums.pop(who, {})
-                self._sums[who] = sums  # the latest ones last
-                for name, value in seen[one["session"]].items():
-                    new = max(value - before.get(name, 0.0), 0.0)
-                    sums[name] = sums.get(name, 0.0) + new
-            self._seen = seen
-            while len(self._sums) > _MAX_RANKS:
-                del self._sums[next(iter(self._sums))]
-            return {who: dict(sums) for who, sums in self._sums.items()}
-
-
-def _counted(one: dict[str, Any]) -> dict[str, float]:
-    own = ("samples", "nbytes", "direct_reads", "worker_busy_s")
-    return {**{k: float(one[k]) for k in own}, **one["stall_s"]}

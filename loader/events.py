@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.alike import Snapshot
+from creel.loader.stages import Times
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Batch:
     tag: int
     index: int
     packed: Any
+    times: Times
 
 
 @dataclass(frozen=True)

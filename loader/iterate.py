@@ -84,7 +84,9 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         self._course = course
         self._key = self._reuse_key()
         self._wants = self._wanted(loader)
+        start = time.monotonic_ns()
         self._pool, self._tag = home.bench.seat(self._wants)
+        self._meter.daemon_ns += time.monotonic_ns() - start
         if self._pin_memory and self._pool.pinner is None:
             self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
         self._reset(loader, first_iter=True)
@@ -170,12 +172,14 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
     # --- torch's scheme ---------------------------------------------------------------------
 
     def _next_data(self) -> Any:
+        since = 0
         while True:
             if not self._find_next():
                 self._course.finished = True
                 if not self._persistent_workers:
                     self._shutdown_workers()
                 raise StopIteration
+            self._pool.check_process()
             info = self._task_info[self._rcvd_idx]
             if len(info) == 2:
                 del self._task_info[self._rcvd_idx]
@@ -186,7 +190,8 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
                     "Invalid iterator state: shutdown or no outstanding tasks when fetching next"
                     " data"
                 )
-            event = self._get_data()
+            since = since or time.monotonic_ns()
+            event = self._await(since)
             self._tasks_outstanding -= 1
             idx, worker = event.index, event.worker
             if idx == self._rcvd_idx:
@@ -195,6 +200,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
                 self._task_info[idx] = (worker, event)
                 continue
             del self._task_info[idx]
+            self._meter.awaited(event.times, since, time.monotonic_ns())
             return self._process_data(event, worker)
 
     def _find_next(self) -> bool:
@@ -285,11 +291,20 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
         if self._course.due():
-            self._meter.workers(*self._pool.news())
+            self._meter.workers(self._pool.news())
         self._course.deliver()
         return data
 
     # --- waiting ----------------------------------------------------------------------------
+
+    def _await(self, since: int) -> Batch:
+        """`_get_data`; a failure ends a wait that began at `since` (monotonic ns)."""
+        try:
+            return self._get_data()
+        except RuntimeError:
+            stage = self._pool.stage(self._task_info[self._rcvd_idx][0])[0]
+            self._meter.gave_up(stage, time.monotonic_ns() - since)
+            raise
 
     def _get_data(self) -> Batch:
         """The next result of this epoch, whatever its number.
@@ -300,22 +315,18 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         pool = self._pool
         start = time.monotonic()
         waits_for = self._task_info[self._rcvd_idx][0]
-        stage = pool.stage(waits_for)[0]
-        try:
-            while True:
-                self._raise_if_dead()
-                left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else _LOOK_S
-                event = pool.next_event(max(left, 0.0))
-                if isinstance(event, Batch):
-                    if event.tag == self._tag:
-                        return event
-                    pool.set_aside(event)
-                elif event is None and self._timeout > 0:
-                    raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
-                elif event is None:
-                    self._tell(waits_for, time.monotonic() - start)
-        finally:
-            self._meter.stalled(stage, time.monotonic() - start)
+        while True:
+            self._raise_if_dead()
+            left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else _LOOK_S
+            event = pool.next_event(max(left, 0.0))
+            if isinstance(event, Batch):
+                if event.tag == self._tag:
+                    return event
+                pool.set_aside(event)
+            elif event is None and self._timeout > 0:
+                raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+            elif event is None:
+                self._tell(waits_for, time.monotonic() - start)
 
     def _raise_if_dead(self) -> None:
         dead = [
@@ -355,7 +366,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         self._shutdown = True
         if os.getpid() != self._pool.pid:
             return
-        self._meter.workers(*self._pool.news())
+        self._meter.workers(self._pool.news())
         self._course.leave()
         if self._persistent_workers:
             self._pool.close()

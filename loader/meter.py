@@ -2,76 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from creel.loader.worker import FETCHING, IDLE, SENDING, STARTING, WAITING
-
-_CAUSE = {
-    FETCHING: "decode",
-    SENDING: "handover",
-    IDLE: "idle",
-    STARTING: "start",
-    WAITING: "source",
-}
-#: The board's word for a cause; what is not here is time that creel itself takes.
-_TOLD_AS = {"decode": "decode", "handover": "collate", "source": "source"}
+from creel.loader.stages import CAUSE_OF, Times, divide
 
 
 @dataclass
 class Meter:
-    """Counters of one loader; times in the unit their name ends with."""
+    """Counters of one loader; times in the unit their name ends with.
+
+    `source_ns` to `sampler_ns` are how long the training waited, by cause.
+    """
 
     batches: int = 0
+    source_ns: int = 0
+    decode_ns: int = 0
+    collate_ns: int = 0
+    daemon_ns: int = 0
     sampler_ns: int = 0
-    busy_ns: int = 0
     direct_reads: int = 0
     direct_nbytes: int = 0
     foreseen: int = 0  # epochs whose first batches were there before they were asked for
     mistaken: int = 0  # epochs whose first batches were made in vain
-    stall_s: dict[str, float] = field(default_factory=dict)
+    #: ns that workers spent on batches: at the source, decoding, collating, handing over
+    busy_ns: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     _told: dict[str, int] = field(default_factory=dict)
 
-    def stalled(self, stage: int, seconds: float) -> None:
-        """The training waited for a batch whose worker was in `stage` when the wait began."""
-        self.waited(_CAUSE.get(stage, "other"), seconds)
+    def awaited(self, times: Times, since: int, until: int) -> None:
+        """The training waited for a worker's batch, from `since` until `until` (monotonic ns)."""
+        if times[3] <= since:  # it was there: no more than the way through the socket
+            self.daemon_ns += until - since
+            return
+        source, decode, collate, daemon = divide(times, since, until)
+        self.source_ns += source
+        self.decode_ns += decode
+        self.collate_ns += collate
+        self.daemon_ns += daemon
 
-    def waited(self, cause: str, seconds: float) -> None:
-        """The training waited."""
-        self.stall_s[cause] = self.stall_s.get(cause, 0.0) + seconds
+    def gave_up(self, stage: int, ns: int) -> None:
+        """The training waited for a worker in `stage`, and no batch came."""
+        name = f"{CAUSE_OF.get(stage, 'daemon')}_ns"
+        setattr(self, name, getattr(self, name) + ns)
 
     def direct(self, reads: int, nbytes: int) -> None:
         """Reads that the arena could not serve."""
         self.direct_reads += reads
         self.direct_nbytes += nbytes
 
-    def workers(self, busy_ns: int, reads: int, nbytes: int) -> None:
+    def workers(self, news: Sequence[int]) -> None:
         """What `Pool.news` tells."""
-        self.busy_ns += busy_ns
+        *busy, reads, nbytes = news
+        self.busy_ns = [a + b for a, b in zip(self.busy_ns, busy, strict=True)]
         self.direct(reads, nbytes)
+
+    def _stall_ns(self) -> dict[str, int]:
+        return {
+            "source": self.source_ns,
+            "decode": self.decode_ns,
+            "collate": self.collate_ns,
+            "daemon": self.daemon_ns,
+            "sampler": self.sampler_ns,
+        }
+
+    def _busy_ns(self) -> dict[str, int]:
+        stages = ("source", "decode", "collate", "handover")
+        return dict(zip(stages, self.busy_ns, strict=True))
 
     def unsaid(self) -> dict[str, int]:
         """What was counted since the last call, by the names of `cache.board.COUNTER_NAMES`."""
         now = {
             "direct_reads": self.direct_reads,
             "direct_nbytes": self.direct_nbytes,
-            "stall_sampler_ns": self.sampler_ns,
-            "worker_busy_ns": self.busy_ns,
+            **{f"stall_{cause}_ns": ns for cause, ns in self._stall_ns().items()},
+            **{f"busy_{stage}_ns": ns for stage, ns in self._busy_ns().items()},
         }
-        for cause, seconds in self.stall_s.items():
-            name = f"stall_{_TOLD_AS.get(cause, 'daemon')}_ns"
-            now[name] = now.get(name, 0) + int(1e9 * seconds)
         news = {k: n - self._told.get(k, 0) for k, n in now.items() if n != self._told.get(k, 0)}
         self._told = now
         return news
 
     def stats(self) -> dict[str, object]:
         """All counters as plain values; stable names."""
+        stall_ns, busy_ns = self._stall_ns(), self._busy_ns()
         return {
             "batches": self.batches,
-            "stall_seconds": dict(self.stall_s),
-            "stall_seconds_total": sum(self.stall_s.values()),
-            "sampler_seconds": self.sampler_ns / 1e9,
-            "worker_busy_seconds": self.busy_ns / 1e9,
+            "stall_seconds": {cause: ns / 1e9 for cause, ns in stall_ns.items()},
+            "stall_seconds_total": sum(stall_ns.values()) / 1e9,
+            "worker_busy_seconds": sum(busy_ns.values()) / 1e9,
+            "worker_stage_seconds": {stage: ns / 1e9 for stage, ns in busy_ns.items()},
             "direct_reads": self.direct_reads,
             "direct_bytes": self.direct_nbytes,
             "epochs_foreseen": self.foreseen,

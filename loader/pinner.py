@@ -68,4 +68,4 @@ class Pinner:
         except Exception:  # noqa: BLE001  whatever a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._device_index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-        return Batch(event.worker, event.tag, event.index, data)
+        return Batch(event.worker, event.tag, event.index, data, event.times)

@@ -23,18 +23,16 @@ from creel.loader.alike import Snapshot
 from creel.loader.events import Ahead, Batch, Death, Event, Fit
 from creel.loader.parcel import Inbox, Parcel
 from creel.loader.pinner import Pinner
+from creel.loader.stages import STAGES, STARTING
 from creel.loader.wire import Wire, pair
 from creel.loader.worker import (
     BATCH,
-    BUSY_NS,
     DIRECT_NBYTES,
-    DIRECT_READS,
     FIRST,
     KEEP,
     SINCE_NS,
+    SOURCE_NS,
     STAGE,
-    STAGES,
-    STARTING,
     VOID,
     WORDS,
     Outfit,
@@ -218,6 +216,14 @@ class Pool:
 
     # --- receiving ------------------------------------------------------------------------
 
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child: the sockets and the pids are its parent's."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"this iterator belongs to process {self.pid}, whose workers answer to it alone;"
+                f" in the forked process {os.getpid()} begin a new one: iter(loader)"
+            )
+
     def next_event(self, timeout_s: float) -> Event | None:
         """What happened next, or None when nothing did in time. Death comes after all results."""
         if self._again:
@@ -281,8 +287,9 @@ class Pool:
             return False
         message, fds = got
         match message:
-            case ("batch", int(tag), int(index), Parcel() as packed):
-                self._events.append(Batch(worker, tag, index, member.inbox.accept(packed, fds)))
+            case ("batch", int(tag), int(index), Parcel() as parcel, tuple() as times):
+                packed = member.inbox.accept(parcel, fds)
+                self._events.append(Batch(worker, tag, index, packed, times))
             case ("fit", int(tag), bool(fit)):
                 self._events.append(Fit(worker, tag, fit))
         return True
@@ -336,11 +343,11 @@ class Pool:
         since = (time.monotonic_ns() - self.board[words + SINCE_NS]) / 1e9
         return self.board[words + STAGE], self.board[words + BATCH], since
 
-    def news(self) -> tuple[int, int, int]:
-        """(ns busy, direct reads, their bytes) of all workers since this was asked last."""
+    def news(self) -> list[int]:
+        """All workers' counters (SOURCE_NS to DIRECT_NBYTES) since this was asked last."""
         words = np.array(self.board[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
         new, self._heard = words - self._heard, words
-        return int(new[BUSY_NS]), int(new[DIRECT_READS]), int(new[DIRECT_NBYTES])
+        return [int(n) for n in new[SOURCE_NS : DIRECT_NBYTES + 1]]
 
     def describe(self, worker: int) -> str:
         """One sentence on what a worker is doing, for warnings."""

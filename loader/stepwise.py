@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from creel.config import Config
 from creel.errors import UnavailableError
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from creel.loader.base import Sample
-    from creel.loader.client import Client, Session
+    from creel.loader.client import Client
     from creel.loader.learn import Learner
+    from creel.loader.reading import Lease
+    from creel.loader.session import Session
     from creel.loader.sources import Binding
 
 T = TypeVar("T")
@@ -77,11 +80,37 @@ class Link:
                 return -1, None
             self._next += 1
             self._open.add(step)
-        if self.session.wait(step, self._wait_s):
+        if self.session.ready(step) or self._wait(step):
             return step, ids
         if self.session.alive:
             _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
         return step, None
+
+    def _wait(self, step: int) -> bool:
+        start = time.monotonic_ns()
+        ready = self.session.wait(step, self._wait_s)
+        # In a worker of torch's nobody can tell who waits for it.
+        kind = "stall" if get_worker_info() is None else "busy"
+        cause = "source" if ready or self.session.alive or kind == "busy" else "daemon"
+        self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
+        return ready
+
+    def _count(self, **counters: int) -> None:
+        # Another thread may be hanging up on a lost daemon: then nobody reads these words.
+        with self._lock, contextlib.suppress(ValueError):
+            if self.client.alive:
+                for name, value in counters.items():
+                    self.session.board.add(name, value)
+
+    def counted(self, samples: int, lengths: NDArray[np.int64] | None, lease: Lease) -> None:
+        """Samples were read in one go: for `creel stats`; `lengths` of what was in the arena."""
+        self._count(
+            batches=1,
+            samples=samples,
+            nbytes=lease.direct_nbytes if lengths is None else int(lengths.clip(0).sum()),
+            direct_reads=lease.direct_reads,
+            direct_nbytes=lease.direct_nbytes,
+        )
 
     def _turn(self, ids: NDArray[np.int32]) -> None:
         """A sample that comes again begins an epoch, as far as we can see."""
@@ -132,12 +161,16 @@ class Stepwise:
         if link is None:
             return fetch(listening or self._dataset)
         step, pinned = link.begin(indices)
+        binding, lengths = link.binding, None
+        lease = binding.counting()
         try:
-            if pinned is None:
-                return fetch(self._dataset)
-            with link.binding.reading(link.session, pinned):
-                return fetch(link.binding.dataset)
+            if pinned is not None:
+                lengths = link.session.table.length[pinned]
+                lease = binding.reading(link.session, pinned)
+            with lease:
+                return fetch(binding.dataset)
         finally:
+            link.counted(len(indices), lengths, lease)
             link.end(step)
 
     def hold(self) -> None:

@@ -10,7 +10,7 @@ The messages (tuples over a `Wire`; T trainer, W worker):
                                  read through the daemon from now on
     T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
     T "tasks"                    the same with an array that stands for a list of ints
-    W "batch", tag, index of batch, packed batch [+ fds of new slots]
+    W "batch", tag, index of batch, packed batch, its times [+ fds of new slots]
     T "quit"
 A tag names one epoch of one iterator. Tasks whose tag is below the board's VOID word are skipped.
 """
@@ -38,13 +38,16 @@ from torch.utils.data.dataloader import _DatasetKind
 from creel.errors import UnavailableError
 from creel.loader.alike import steady, thaw, world_of
 from creel.loader.parcel import Outbox
+from creel.loader.stages import COLLATING, IDLE, READING, SENDING, WAITING, Times
 from creel.loader.wire import Wire
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from creel.loader.client import Client, Session
+    from creel.loader.client import Client
     from creel.loader.gather import Gatherer
+    from creel.loader.reading import Lease
+    from creel.loader.session import Session
     from creel.loader.sources import Binding
 
 _log = logging.getLogger("creel.loader")
@@ -57,16 +60,10 @@ KEEP = -2
 # words of the board: one for all, then WORDS for each worker
 VOID = 0
 FIRST = 8
-WORDS = 8
-STAGE, BATCH, SINCE_NS, BUSY_NS, DIRECT_READS, DIRECT_NBYTES = range(6)
-STAGES = (
-    "waiting for work",
-    "reading and collating",
-    "handing over",
-    "starting",
-    "waiting for the daemon",
-)
-IDLE, FETCHING, SENDING, STARTING, WAITING = range(5)
+WORDS = 16
+STAGE, BATCH, SINCE_NS = range(3)
+#: Counters: ns spent on batches, and reads that the arena could not serve.
+SOURCE_NS, DECODE_NS, COLLATE_NS, HANDOVER_NS, DIRECT_READS, DIRECT_NBYTES = range(3, 9)
 
 
 def board_nbytes(workers: int) -> int:
@@ -128,6 +125,8 @@ class _Worker:
         self._client: Client | None = None
         self._gatherer: Gatherer | None = None
         self._init_failure: ExceptionWrapper | None = None
+        self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
+        self._lost = False
         self._snapshot: tuple[int, memoryview] = (-1, memoryview(b""))
         (_, fds) = self._get()
         self._board = memoryview(mmap.mmap(fds[0], 0)).cast("q")
@@ -159,9 +158,18 @@ class _Worker:
             _DatasetKind.Map,
             self._dataset,
             auto_collation,
-            self._outbox.collate(self._collate),
+            self._noting(self._outbox.collate(self._collate)),
             drop_last,
         )
+
+    def _noting(self, collate: Collate) -> Collate:
+        """The same function, noting when it is called."""
+
+        def noted(samples: Sequence[object]) -> object:
+            self._collating = self._enter(COLLATING)
+            return collate(samples)
+
+        return noted
 
     def run_init_fn(self, init_fn: Callable[[int], None] | None) -> None:
         """Call the user's `worker_init_fn`; what it raises is the result of every batch.
@@ -259,59 +267,85 @@ class _Worker:
             _log.info("worker %d reads directly: %s", self._id, e)
 
     def _task(self, tag: int, batch: int, index: object, step: int) -> None:
-        start = self._enter(FETCHING, batch)
+        self._batch, self._direct_ns, self._lost = batch, 0, False
+        self._began = self._ready = self._enter(READING)
+        self._collating = 0  # until it begins: a failure may come first
         data: object = self._init_failure
         if data is None:
             try:
-                data = self._fetch(batch, index, step)
+                data = self._fetch(index, step)
             except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
                 # Exception info must not outlive this line: see torch's
                 # NOTE [ Python Traceback Reference Cycle Problem ].
                 data = _portable(self._failure())
-        self._enter(SENDING, batch)
+        sending = self._enter(SENDING)
+        collating = self._collating or sending
+        # Before the batch is there, so that whoever has it finds what it cost.
+        board, words = self._board, self._words
+        board[words + SOURCE_NS] += self._ready - self._began + self._direct_ns
+        board[words + DECODE_NS] += max(collating - self._ready - self._direct_ns, 0)
+        board[words + COLLATE_NS] += sending - collating
         self._send(tag, batch, data)
-        self._board[self._words + BUSY_NS] += self._enter(IDLE, batch) - start
+        board[words + HANDOVER_NS] += self._enter(IDLE) - sending
 
-    def _fetch(self, batch: int, index: object, step: int) -> object:
+    def _fetch(self, index: object, step: int) -> object:
         session, binding = self._session, self._binding
-        if step < 0 or session is None or binding is None:
+        if binding is None:
             return self._fetcher.fetch(index)
-        if not session.ready(step):
-            self._enter(WAITING, batch)
-            session.wait(step, self._wait_s)
-            self._enter(FETCHING, batch)
-        if not session.ready(step):
-            # Nothing is pinned: what the table says of these objects may be void at any moment.
-            self._board[self._words + DIRECT_READS] += np.size(np.asarray(index))
-            return self._fetcher.fetch(index)
+        if step < 0 or session is None or not self._wait(session, step):
+            return self._read(index, binding.counting())
         indices = np.asarray(index, np.int64).reshape(-1)
         ids = binding.objects(indices)[0]
         if self._gatherer is not None:
+            self._collating = self._enter(COLLATING)
             data = self._gatherer.batch(ids, indices)
             if data is not None:
                 return data
-        with binding.reading(session, ids) as lease:
-            data = self._fetcher.fetch(index)
-        self._board[self._words + DIRECT_READS] += lease.direct_reads
-        self._board[self._words + DIRECT_NBYTES] += lease.direct_nbytes
-        return data
+            self._enter(READING)
+            self._collating = 0
+        return self._read(index, binding.reading(session, ids))
 
-    def _enter(self, stage: int, batch: int) -> int:
+    def _wait(self, session: Session, step: int) -> bool:
+        """Whether the step's objects are pinned; if not, what the table says may be void."""
+        if session.ready(step):
+            return True
+        self._enter(WAITING)
+        ready = session.wait(step, self._wait_s)
+        self._lost = not ready and not session.alive
+        self._ready = self._enter(READING)
+        return ready
+
+    def _read(self, index: object, lease: Lease) -> object:
+        try:
+            with lease:
+                return self._fetcher.fetch(index)
+        finally:
+            self._direct_ns = lease.direct_ns
+            self._board[self._words + DIRECT_READS] += lease.direct_reads
+            self._board[self._words + DIRECT_NBYTES] += lease.direct_nbytes
+
+    def _enter(self, stage: int) -> int:
         now = time.monotonic_ns()
         self._board[self._words + STAGE] = stage
-        self._board[self._words + BATCH] = batch
+        self._board[self._words + BATCH] = self._batch
         self._board[self._words + SINCE_NS] = now
         return now
+
+    def _times(self) -> Times:
+        """Of the batch that is packed by now."""
+        now = time.monotonic_ns()
+        times = (self._began, self._ready, self._collating or now, now)
+        return *times, self._direct_ns, int(self._lost)
 
     def _send(self, tag: int, batch: int, data: object) -> None:
         try:
             packed, fds = self._outbox.pack(data)
-            self._wire.put(("batch", tag, batch, packed), fds)
+            self._wire.put(("batch", tag, batch, packed, self._times()), fds)
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001  e.g. a batch that cannot be pickled; torch would hang
             packed, fds = self._outbox.pack(_portable(self._failure()))
-            self._wire.put(("batch", tag, batch, packed), fds)
+            self._wire.put(("batch", tag, batch, packed, self._times()), fds)
 
 
 def _portable(failure: ExceptionWrapper) -> ExceptionWrapper:

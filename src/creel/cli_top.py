@@ -15,8 +15,10 @@ from rich.live import Live
 from rich.text import Text
 
 from creel.cli_view import (
+    TOP_DROP,
     TOP_HEADER,
     Told,
+    fitting,
     format_seconds,
     rich_table,
     summary_pairs,
@@ -27,16 +29,20 @@ from creel.cli_view import (
 def show(stats: Callable[[], Told], status: Callable[[], Told], interval: float) -> None:
     """Draw until q or Ctrl-C."""
     about, before, then = status(), stats(), time.monotonic()
-    with _keys() as pressed, Live(console=Console(), screen=True, auto_refresh=False) as live:
-        live.update(screen(about, before, None, 1.0), refresh=True)
+    console = Console()
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(screen(about, before, None, 1.0, console.width), refresh=True)
         while "q" not in pressed(interval):
             about, told, now = status(), stats(), time.monotonic()
-            live.update(screen(about, told, before, now - then), refresh=True)
+            picture = screen(about, told, before, now - then, console.width)
+            live.update(picture, refresh=True)
             before, then = told, now
 
 
-def screen(about: Told, told: Told, before: Told | None, seconds: float) -> RenderableType:
-    """One picture: the node, then a row per stream of batches."""
+def screen(
+    about: Told, told: Told, before: Told | None, seconds: float, width: int
+) -> RenderableType:
+    """One picture, `width` places wide: the node, then a row per stream of batches."""
     title = Text.assemble(
         ("creel ", "bold"),
         f"{about['name']}  pid {about['pid']}  up {format_seconds(about['uptime_s'])}",
@@ -48,7 +54,8 @@ def screen(about: Told, told: Told, before: Told | None, seconds: float) -> Rend
     ]
     old = {s["session"]: s for s in before["sessions"]} if before else {}
     rows = [top_row(s, old.get(s["session"], s), seconds) for s in told["sessions"]]
-    below = rich_table(TOP_HEADER, rows) if rows else Text("\nno sessions: nobody trains", "dim")
+    table = fitting(TOP_HEADER, rows, TOP_DROP, width)
+    below = rich_table(*table) if rows else Text("\nno sessions: nobody trains", "dim")
     return Group(title, *lines, below)
 
 

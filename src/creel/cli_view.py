@@ -71,12 +71,22 @@ def pairs(rows: Iterable[tuple[str, str]]) -> None:
         click.echo(f"{click.style(f'{name:<{width}}', dim=True)}  {value}")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """Rows under a header; the first `left` columns are text, the others numbers."""
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    drop: Sequence[Sequence[str]] = (),
+) -> None:
+    """Rows under a header; the first `left` columns are text, the others numbers.
+
+    `drop`: groups of columns in the order in which they leave a terminal that is too narrow.
+    """
     if sys.stdout.isatty():
         from rich.console import Console
 
-        Console().print(rich_table(header, rows, left=left))
+        console = Console()
+        console.print(rich_table(*fitting(header, rows, drop, console.width), left=left))
         return
     widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
@@ -85,6 +95,27 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
             for i, (c, w) in enumerate(zip(row, widths, strict=True))
         )
         click.echo("  ".join(cells).rstrip())
+
+
+def fitting(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    drop: Sequence[Sequence[str]],
+    width: int,
+) -> tuple[list[str], list[list[str]]]:
+    """The table without as many groups of columns as it takes to fit `width` places.
+
+    >>> fitting(("job", "lead", "stall"), [("a", "3.0 s", "50 %")], [("lead",)], 16)
+    (['job', 'stall'], [['a', '50 %']])
+    """
+    places = {name: max(len(r[i]) for r in (header, *rows)) for i, name in enumerate(header)}
+    for group in drop:
+        if sum(places.values()) + 2 * len(places) <= width:
+            break
+        for name in group:
+            places.pop(name, None)
+    kept = [i for i, name in enumerate(header) if name in places]
+    return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def rich_table(
@@ -116,11 +147,13 @@ def memory_line(memory: Told) -> str:
 def status_pairs(told: Told) -> list[tuple[str, str]]:
     """The answer to `status`, for people."""
     kind = "embedded, goes with its last client" if told.get("embedded") else "stays until stopped"
+    in_use = {k: told[k] for k in ("clients", "sessions", "datasets")}
+    in_use["clients"] = max(in_use["clients"] - 1, 0)  # who asks is one itself
     return [
         ("daemon", f"{told['name']} (pid {told['pid']}, creel {told['version']}, {kind})"),
         ("state", f"{told['state']}, up {format_seconds(told['uptime_s'])}"),
         ("memory", memory_line(told["memory"])),
-        ("in use", ", ".join(_plural(told[k], k) for k in ("clients", "sessions", "datasets"))),
+        ("in use", ", ".join(_plural(count, words) for words, count in in_use.items())),
     ]
 
 
@@ -138,7 +171,9 @@ def summary_pairs(told: Told) -> list[tuple[str, str]]:
             (f"hits in {name}", f"{format_count(hits)} of {format_count(hits + misses)}{share}")
         )
         gone = ", ".join(
-            f"{format_count(n)} {why}" for why, n in tier.get("evictions", {}).items() if n
+            f"{format_count(n)} {why.replace('_', ' ')}"
+            for why, n in tier.get("evictions", {}).items()
+            if n
         )
         rows.append((f"evicted from {name}", gone or "none"))
     return rows + [row for s in told.get("sources", ()) for row in _source_rows(s)]
@@ -159,9 +194,15 @@ def _source_rows(source: Told) -> Iterator[tuple[str, str]]:
 
 
 SESSION_HEADER = ("job", "rank", "step", "ahead", "lead", "samples", "bytes", "direct", "stall")
-TOP_HEADER = ("job", "rank", "step", "ahead", "samples/s", "B/s", "direct", "stall", "mostly")
+RANK_HEADER = ("job", "rank", "samples", "bytes", "direct", "stall")
+SESSION_DROP = (("lead",), ("bytes",), ("ahead",), ("direct",), ("step",))
 #: Causes of stall in the order of the way of a byte; a daemon may know more.
-CAUSES = ("source", "decode", "collate", "daemon", "sampler", "other")
+CAUSES = ("source", "decode", "collate", "daemon", "sampler")
+TOP_HEADER = (
+    *("job", "rank", "step", "ahead", "lead", "samples/s", "bytes/s", "direct"),
+    *("stall", "mostly", *CAUSES),
+)
+TOP_DROP = (CAUSES, ("lead",), ("direct",), ("ahead",), ("step",), ("bytes/s",))
 
 
 def session_row(session: Told) -> tuple[str, ...]:
@@ -176,12 +217,24 @@ def session_row(session: Told) -> tuple[str, ...]:
     )
 
 
+def rank_row(rank: Told) -> tuple[str, ...]:
+    """All streams of batches of one rank since the daemon's start."""
+    return (
+        _job(rank),
+        str(rank["rank"]),
+        format_count(rank["samples"]),
+        format_size(rank["nbytes"]),
+        format_count(rank["direct_reads"]),
+        short_seconds(sum(rank["stall_s"].values())),
+    )
+
+
 def stall_table(sessions: Sequence[Told]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows: seconds that each stream of batches was waited for, by cause.
 
     >>> one = {"job": "a", "name": "", "pid": 7, "rank": 3, "stall_s": {"source": 0.5, "decode": 2}}
     >>> stall_table([one])
-    (('stall', 'rank', 'source', 'decode'), [('a', '3', '0.5 s', '2.0 s')])
+    (('job', 'rank', 'source', 'decode'), [('a', '3', '0.5 s', '2.0 s')])
     """
     known = {cause for s in sessions for cause in s["stall_s"]}
     causes = [c for c in CAUSES if c in known] + sorted(known.difference(CAUSES))
@@ -189,20 +242,23 @@ def stall_table(sessions: Sequence[Told]) -> tuple[tuple[str, ...], list[tuple[s
         (_job(s), str(s["rank"]), *(short_seconds(s["stall_s"].get(c, 0.0)) for c in causes))
         for s in sessions
     ]
-    return ("stall", "rank", *causes), rows
+    return ("job", "rank", *causes), rows
 
 
 def top_row(session: Told, before: Told | None, seconds: float) -> tuple[str, ...]:
-    """One stream of batches over the last `seconds`; `stall` is the share of that time."""
+    """One stream of batches over the last `seconds`; stalls are shares of that time."""
     old = before or {"samples": 0, "nbytes": 0, "stall_s": {}}
     stall = {c: s - old["stall_s"].get(c, 0) for c, s in session["stall_s"].items()}
+    share = {c: f"{min(100 * s / seconds, 100):.0f} %" for c, s in stall.items()}
     return (
         *_whose(session),
+        short_seconds(session["lead_now_s"]),
         format_count((session["samples"] - old["samples"]) / seconds),
         format_size((session["nbytes"] - old["nbytes"]) / seconds),
         format_count(session["direct_reads"]),
         f"{min(100 * sum(stall.values()) / seconds, 100):.0f} %",
         worst_cause(stall),
+        *(share.get(c, "-") for c in CAUSES),
     )
 
 
@@ -227,5 +283,5 @@ def _whose(session: Told) -> tuple[str, ...]:
 
 def _job(session: Told) -> str:
     """What names a job: the scheduler's word for it, else its process."""
-    name: str = session["job"] or session["name"]
-    return name[:12] or f"pid {session['pid']}"
+    name: str = session["job"] or session.get("name", "")
+    return name[:12] or (f"pid {session['pid']}" if "pid" in session else "-")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from creel import cli, cli_doctor, cli_run, cli_view
@@ -53,6 +55,7 @@ STATS: dict[str, Any] = {
     "tiers": {"memory": {"hits": 900, "misses": 100, "evictions": {"room": 5}}},
     "sources": [{"source": "/data", "opens": 100, "reads": 100, "nbytes": 10 << 20, "retries": 3}],
     "sessions": [SESSION],
+    "ranks": [SESSION],
 }
 
 
@@ -143,7 +146,7 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
     assert "hits in memory       900 of 1,000 (90.0 %)" in out
     assert "read from            /data: 100 reads, 100 opens, 10.0 MiB\n" in out
     assert "  trouble there      3 retries\n" in out
-    row, header, stalls = (line.split() for line in out.splitlines()[-3:])
+    row, title, header, stalls = (line.split() for line in out.splitlines()[-4:])
     assert row == [
         "resnet",
         "3",
@@ -158,8 +161,23 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
         "12.5",
         "s",
     ]
-    assert header == ["stall", "rank", *SESSION["stall_s"]]
+    assert title == ["stall", "by", "cause"]
+    assert header == ["job", "rank", *SESSION["stall_s"]]
     assert stalls == ["resnet", "3", "0.5", "s", "12.0", "s", "0.0", "s", "0.0", "s", "0.0", "s"]
+    assert daemon.closed
+
+
+def test_what_was_counted_is_shown_when_training_is_over(
+    daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = ("samples", "nbytes", "direct_reads", "stall_s")
+    over = {"job": "", "rank": 3} | {k: SESSION[k] for k in counted}
+    monkeypatch.setitem(STATS, "sessions", [])
+    monkeypatch.setitem(STATS, "ranks", [over])
+    assert cli.main(["stats"]) == 0
+    lines = capsys.readouterr().out.splitlines()[-5:]
+    assert lines[1].split() == ["-", "3", "25,600", "3.58", "GiB", "2", "12.5", "s"]
+    assert lines[4].split()[:4] == ["-", "3", "0.5", "s"]
     assert daemon.closed
 
 
@@ -196,10 +214,13 @@ def test_rates_are_differences_over_time() -> None:
         "stall_s": SESSION["stall_s"] | {"source": 1.0},
     }
     row = cli_view.top_row(later, SESSION, 2.0)
-    assert row[4:] == ("2,500", "25.0 MiB", "2", "25 %", "source")
+    assert row[5:] == ("2,500", "25.0 MiB", "2", "25 %", "source", "25 %", *["0 %"] * 4)
 
 
-def test_the_live_picture_fits_80_columns() -> None:
+@pytest.mark.parametrize(
+    ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (160, "sampler")]
+)
+def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None:
     from io import StringIO
 
     from rich.console import Console
@@ -209,12 +230,22 @@ def test_the_live_picture_fits_80_columns() -> None:
     wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
     told = STATS | {"sessions": [wide, SESSION]}
     out = StringIO()
-    console = Console(file=out, width=80, force_terminal=True, color_system=None)
-    console.print(cli_top.screen(STATUS, told, STATS, 1.0))
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    console.print(cli_top.screen(STATUS, told, STATS, 1.0, width))
     lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
-    assert any("a-rather-lon" in line and "4.20 M" in line for line in lines)
+    header, row = (next(i for i in lines if w in i) for w in ("samples/s", "a-rather-lon"))
+    assert header.split()[-1] == last
+    assert {"job", "rank", "stall"} <= set(header.split())
+    assert ("4.20 M" in row) == ("step" in header)
+
+
+def test_status_does_not_count_the_one_who_asks() -> None:
+    assert ("in use", "1 client, 1 session, 1 dataset") in cli_view.status_pairs(STATUS)
+    assert ("in use", "0 clients, 1 session, 1 dataset") in cli_view.status_pairs(
+        STATUS | {"clients": 1}
+    )
 
 
 def test_settings_are_printed_as_toml_that_loads_again(
@@ -299,11 +330,46 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
     assert b"verify" in done.stdout
 
 
-@pytest.mark.parametrize("command", sorted(cli.creel.commands))
+def _commands() -> dict[str, click.Command]:
+    """All commands by the words that call them."""
+    found: dict[str, click.Command] = {}
+    for name, command in cli.creel.commands.items():
+        if isinstance(command, click.Group):
+            found |= {f"{name} {inner}": one for inner, one in command.commands.items()}
+        else:
+            found[name] = command
+    return found
+
+
+def _manual(command: str) -> str:
+    """The manual's synopsis and text of one command."""
+    manual = Path(__file__).parent.parent.parent / "docs/cli.md"
+    _, start, rest = manual.read_text().partition(f"**creel {command}**")
+    assert start, f"the manual has no {command}"
+    return rest.partition("\n**creel ")[0].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("command", sorted(_commands()))
 def test_every_command_explains_itself_and_is_in_the_manual(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([command, "--help"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) > 3
+    assert cli.main([*command.split(), "--help"]) == 0
+    helped = capsys.readouterr().out
+    assert len(helped.splitlines()) > 3
+    offered = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", helped)) - {"--help"}
+    synopsis = _manual(command).partition("\n:")[0]
+    assert set(re.findall(r"--[a-z][a-z-]*", synopsis)) == offered
+
+
+@pytest.mark.parametrize("option", ["--name", "--version", "--help"])
+def test_the_options_of_all_commands_are_in_the_manual(option: str) -> None:
+    assert option in {o for p in cli.creel.params for o in p.opts} | {"--help"}
     manual = Path(__file__).parent.parent.parent / "docs/cli.md"
-    assert f"**creel {command}" in manual.read_text()
+    assert option in manual.read_text().partition("## DESCRIPTION")[0]
+
+
+def test_every_command_that_reads_offers_json() -> None:
+    acts = {"run", "stop", "top"}
+    for name, command in _commands().items():
+        has = any("--json" in p.opts for p in command.params)
+        assert has == (name not in acts), name

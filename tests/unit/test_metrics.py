@@ -2,31 +2,162 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+from urllib.request import urlopen
 
-from creel.daemon.metrics import Totals
+import pytest
+
+from creel.cache.board import BOARD_NBYTES, Board, sealed_memfd
+from creel.daemon.metrics import Page, Ranks
+from creel.messages import Open
+
+CAUSES = ("source", "decode", "collate", "daemon", "sampler")
+STAGES = ("source", "decode", "collate", "handover")
+#: The names that were promised: kind, labels.
+PROMISED = {
+    "creel_cache_hits_total": ("counter", {"tier"}),
+    "creel_cache_misses_total": ("counter", {"tier"}),
+    "creel_cache_bytes": ("gauge", {"tier"}),
+    "creel_cache_evictions_total": ("counter", {"tier", "reason"}),
+    "creel_read_seconds": ("histogram", {"source"}),
+    "creel_stall_seconds_total": ("counter", {"job", "rank", "cause"}),
+    "creel_prefetch_lead_seconds": ("gauge", {"job", "rank"}),
+    "creel_worker_busy_seconds_total": ("counter", {"job", "rank", "stage"}),
+    "creel_samples_total": ("counter", {"job", "rank"}),
+    "creel_errors_total": ("counter", {"kind"}),
+    "creel_build_info": ("gauge", {"version"}),
+}
+SECONDS = {"le": [0.1, 1.0], "counts": [3, 2, 1], "sum": 4.5}
+SOURCE = {"dataset": "d" * 32, "nbytes": 10, "opens": 2, "retries": 1, "seconds": SECONDS}
+TOLD: dict[str, Any] = {
+    "version": "1.2.3",
+    "tiers": {"memory": {"hits": 3, "misses": 2, "evictions": {"room": 1}}},
+    "memory": {"used_nbytes": 7, "budget_nbytes": 9},
+    "sources": [SOURCE | {"errors_by_kind": {"EIO": 4}}],
+    "fetch": {"bugs": 0},
+    "sessions": [{"job": "a", "rank": 0, "ready": 7, "done": 5, "lead_now_s": 0.5}],
+    "ranks": [
+        {
+            "job": "a",
+            "rank": 0,
+            "samples": 100,
+            "nbytes": 300,
+            "direct_reads": 2,
+            "direct_nbytes": 6,
+            "stall_s": dict.fromkeys(CAUSES, 0.0) | {"source": 10.0},
+            "busy_s": dict.fromkeys(STAGES, 0.0) | {"decode": 20.0, "source": 1.0},
+        }
+    ],
+}
 
 
-def _session(number: int, rank: int, samples: int) -> dict[str, Any]:
-    zero = {"nbytes": 0, "direct_reads": 0, "worker_busy_s": 0.0}
-    stall = {"source": samples / 10, "decode": 0.0}
-    return {"session": number, "job": "a", "rank": rank, "samples": samples, **zero} | {
-        "stall_s": stall
-    }
+@dataclass
+class Session:
+    """As much of a session as is counted."""
+
+    opened: Open
+    board: Board
+
+    def count(self, **counters: int) -> None:
+        """As a trainer does."""
+        for name, value in counters.items():
+            self.board.add(name, value)
 
 
-def test_a_ranks_counters_stay_when_a_loader_of_it_is_closed() -> None:
-    totals = Totals()
-    totals.add([_session(1, 0, 100), _session(2, 0, 30), _session(3, 1, 5)])
-    told = totals.add([_session(1, 0, 110), _session(3, 1, 5)])
-    assert told["a", "0"]["samples"] == 140
-    assert told["a", "0"]["source"] == 14.0
-    assert totals.add([])["a", "1"]["samples"] == 5
-    assert totals.add([_session(4, 0, 1)])["a", "0"]["samples"] == 141
+@pytest.fixture
+def session() -> Iterator[Callable[..., Any]]:
+    """Makes sessions with boards of their own."""
+    boards: list[Board] = []
+
+    def make(job: str, rank: int, **counters: int) -> Any:
+        fd = sealed_memfd("board", BOARD_NBYTES)
+        one = Session(Open("d", job, rank, 1500), Board(fd))
+        os.close(fd)
+        boards.append(one.board)
+        one.count(**counters)
+        return one
+
+    yield make
+    for board in boards:
+        board.close()
 
 
-def test_the_series_of_a_page_are_bounded() -> None:
-    totals = Totals()
-    told = totals.add([_session(i, i, 1) for i in range(1500)])
+def test_a_ranks_counters_stay_when_a_loader_of_it_is_closed(session: Callable[..., Any]) -> None:
+    ranks = Ranks()
+    first = session("a", 0, samples=100, stall_source_ns=10**9)
+    second = session("a", 0, samples=30, busy_decode_ns=3 * 10**9)
+    other = session("a", 1, samples=5)
+    ranks.closes(second)
+    first.count(samples=10)
+    told = {one["rank"]: one for one in ranks.told([first, other])}
+    assert (told[0]["samples"], told[1]["samples"]) == (140, 5)
+    assert (told[0]["stall_s"]["source"], told[0]["busy_s"]["decode"]) == (1.0, 3.0)
+    ranks.closes(first)
+    ranks.closes(other)
+    assert {one["rank"]: one["samples"] for one in ranks.told([])} == {0: 140, 1: 5}
+
+
+def test_a_client_that_lies_takes_nothing_from_its_rank(session: Callable[..., Any]) -> None:
+    ranks = Ranks()
+    ranks.closes(session("a", 0, samples=7))
+    (told,) = ranks.told([session("a", 0, samples=-1000)])
+    assert told["samples"] == 7
+
+
+def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> None:
+    ranks = Ranks()
+    for rank in range(1025):
+        one = session("a", rank)
+        ranks.closes(one)
+        one.board.close()
+    told = ranks.told([session("b", 0)])
     assert len(told) == 1024
-    assert ("a", "1499") in told
+    assert (told[0]["rank"], told[-1]["job"]) == (2, "b")
+
+
+@pytest.fixture
+def page() -> Iterator[str]:
+    """What a scraper gets of one rank."""
+    pytest.importorskip("prometheus_client")
+    served = Page("127.0.0.1:0", lambda: TOLD)
+    try:
+        with urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as answer:
+            yield answer.read().decode()
+    finally:
+        served.close()
+
+
+@pytest.mark.parametrize("name", sorted(PROMISED))
+def test_a_promised_metric_has_its_kind_and_labels(name: str, page: str) -> None:
+    kind, labels = PROMISED[name]
+    assert f"# TYPE {name} {kind}\n" in page
+    series = [line for line in page.splitlines() if re.match(rf"{name}(_bucket)?{{", line)]
+    assert series
+    for line in series:
+        assert set(re.findall(r'(\w+)="', line)) - {"le"} == labels
+
+
+def test_a_page_has_every_cause_and_every_stage(page: str) -> None:
+    for cause in CAUSES:
+        seconds = 10.0 if cause == "source" else 0.0
+        assert f'creel_stall_seconds_total{{cause="{cause}",job="a",rank="0"}} {seconds}' in page
+    busy = {"decode": 20.0, "source": 1.0, "collate": 0.0, "handover": 0.0}
+    for stage, seconds in busy.items():
+        told = f'creel_worker_busy_seconds_total{{job="a",rank="0",stage="{stage}"}} {seconds}'
+        assert told in page
+    assert 'creel_read_seconds_bucket{le="+Inf",source="dddddddddddd"} 6.0' in page
+    assert 'creel_prefetch_lead_seconds{job="a",rank="0"} 0.5' in page
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus' promtool")
+def test_promtool_finds_nothing_to_mend(page: str) -> None:
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

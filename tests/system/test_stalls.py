@@ -1,0 +1,229 @@
+"""What the training waited for, as the daemon tells it: each cause made the greatest by force."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from daemons import Running
+from torch.utils.data import Sampler, default_collate
+
+import creel
+from creel.loader import feed
+from testbed.http_server import Server
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+
+FILES, NBYTES = 64, 16_384
+PAUSE_S = 0.01  # for a sample or for a batch's draw: 64 of them are more than all else together
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+def decode(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def decode_slowly(data: bytes) -> torch.Tensor:
+    time.sleep(PAUSE_S)
+    return decode(data)
+
+
+def collate_slowly(samples: list[Any]) -> Any:
+    time.sleep(PAUSE_S * len(samples))
+    return default_collate(samples)
+
+
+class SlowSampler(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        for i in range(FILES):
+            time.sleep(PAUSE_S)
+            yield i
+
+    def __len__(self) -> int:
+        return FILES
+
+
+class Endless(SlowSampler):
+    """Cannot be foreseen: it has no length, and no copy of it can be drained."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield int(torch.randint(FILES, ()))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("there is only one of me")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for i in range(FILES):
+        (tmp_path / f"{i:03}.raw").write_bytes(rng.bytes(NBYTES))
+    return tmp_path
+
+
+@pytest.fixture
+def node(daemon_name: str) -> Iterator[Running]:
+    """A daemon that reads few steps ahead, so that it is needed all the time."""
+    few = {"CREEL_WINDOW__MIN_STEPS": "1", "CREEL_WINDOW__MAX_STEPS": "2"}
+    with Running(daemon_name, env=few) as running:
+        yield running
+        client = feed._clients.pop((os.getpid(), daemon_name), None)
+        if client is not None:
+            client.close()
+
+
+def told(node: Running) -> dict[str, Any]:
+    """The one session, as `creel stats` has it."""
+    with node.client("cli") as client:
+        (session,) = client.ask("stats")["sessions"]
+    return dict(session)
+
+
+def worst(seconds: dict[str, float]) -> str:
+    """Where most of the time went."""
+    return max(seconds, key=seconds.__getitem__)
+
+
+def worst_since(before: dict[str, float], node: Running) -> str:
+    """The greatest cause of stalls since `before`."""
+    now = told(node)["stall_s"]
+    return worst({cause: now[cause] - before[cause] for cause in now})
+
+
+def epoch(loader: creel.DataLoader[Any]) -> None:
+    for _ in loader:
+        pass
+
+
+@WORKERS
+@pytest.mark.parametrize(
+    ("cause", "decoding", "how"),
+    [
+        ("decode", decode_slowly, {}),
+        ("collate", decode, {"collate_fn": collate_slowly}),
+        ("sampler", decode, {"sampler": SlowSampler()}),
+    ],
+)
+def test_what_is_slow_in_a_persons_own_code_is_named(
+    cause: str,
+    decoding: Callable[[bytes], torch.Tensor],
+    how: dict[str, Any],
+    workers: int,
+    node: Running,
+    folder: Path,
+) -> None:
+    files = creel.FileDataset(folder, "*.raw", decode=decoding)
+    loader = creel.DataLoader(files, 4, num_workers=workers, **how)
+    epoch(loader)  # workers start, files are read
+    before = told(node)["stall_s"]
+    epoch(loader)
+    assert worst_since(before, node) == cause
+    counted: Any = loader.stats()["stall_seconds"]
+    assert worst(counted) == cause
+
+
+@WORKERS
+def test_a_slow_sampler_of_rows_is_named(workers: int, node: Running, folder: Path) -> None:
+    rows = creel.RecordDataset(folder / "000.raw", torch.uint8, NBYTES // FILES)
+    loader = creel.DataLoader(rows, 4, sampler=SlowSampler(), num_workers=workers)
+    epoch(loader)
+    assert worst(told(node)["stall_s"]) == "sampler"
+
+
+@WORKERS
+def test_a_slow_source_is_named(workers: int, node: Running, folder: Path) -> None:
+    with Server(folder, bandwidth_Bps=FILES * NBYTES) as server:
+        urls = [f"{server.url}/{i:03}.raw" for i in range(FILES)]
+        files = creel.FileDataset(urls, decode=decode)
+        loader = creel.DataLoader(files, 4, num_workers=workers)
+        epoch(loader)
+        assert worst(told(node)["stall_s"]) == "source"
+
+
+@WORKERS
+def test_a_slow_source_is_named_where_the_loader_reads_it_itself(
+    workers: int, node: Running, folder: Path
+) -> None:
+    with Server(folder, latency_s=PAUSE_S) as server:
+        urls = [f"{server.url}/{i:03}.raw" for i in range(FILES)]
+        files = creel.FileDataset(urls, decode=decode)
+        loader = creel.DataLoader(files, 4, sampler=Endless(), num_workers=workers)
+        batches = iter(loader)
+        for _ in range(17):
+            next(batches)
+        del batches
+        session = told(node)
+    assert session["direct_reads"] >= 17 * 4
+    assert session["direct_nbytes"] == session["direct_reads"] * NBYTES
+    assert worst(session["stall_s"]) == "source"
+
+
+@WORKERS
+def test_a_stopped_daemon_is_named(workers: int, node: Running, folder: Path) -> None:
+    files = creel.FileDataset(folder, "*.raw", decode=decode)
+    loader = creel.DataLoader(files, 4, num_workers=workers)
+    epoch(loader)
+    before = told(node)["stall_s"]
+    node.signal(signal.SIGSTOP)
+    try:
+        epoch(loader)
+    finally:
+        node.signal(signal.SIGCONT)
+    assert told(node)["pid"] == os.getpid()  # it serves again
+    epoch(loader)  # and is told of the time when it could not hear
+    assert worst_since(before, node) == "daemon"
+
+
+@WORKERS
+def test_batches_that_were_not_foreseen_are_counted_exactly(
+    workers: int, node: Running, folder: Path
+) -> None:
+    files = creel.FileDataset(folder, "*.raw", decode=decode)
+    loader = creel.DataLoader(files, 4, sampler=Endless(), num_workers=workers)
+    batches = iter(loader)
+    for _ in range(40):
+        next(batches)
+    del batches
+    session = told(node)
+    assert (session["batches"], session["samples"]) == (40, 160)
+
+
+@WORKERS
+def test_what_workers_do_is_told_by_stage(workers: int, node: Running, folder: Path) -> None:
+    files = creel.FileDataset(folder, "*.raw", decode=decode_slowly)
+    epoch(loader := creel.DataLoader(files, 4, num_workers=workers))
+    session = told(node)
+    busy = session["busy_s"]
+    assert set(busy) == {"source", "decode", "collate", "handover"}
+    assert session["worker_busy_s"] == pytest.approx(sum(busy.values()))
+    assert all(seconds >= 0 for seconds in busy.values())
+    if workers:
+        assert busy["decode"] > FILES * PAUSE_S
+        assert worst(busy) == "decode"
+    else:
+        assert session["worker_busy_s"] == 0
+    assert loader.stats()["worker_busy_seconds"] == pytest.approx(session["worker_busy_s"])
+
+
+@WORKERS
+def test_a_wrapped_dataset_counts_below_torchs_loader(
+    workers: int, node: Running, folder: Path
+) -> None:
+    files = creel.wrap(creel.FileDataset(folder, "*.raw", decode=decode))
+    for _ in torch.utils.data.DataLoader(files, 4, num_workers=workers):
+        pass
+    with node.client("cli") as client:
+        (rank,) = client.ask("stats")["ranks"]  # its workers' sessions are gone
+    assert (rank["batches"], rank["samples"]) == (FILES // 4, FILES)
+    assert rank["nbytes"] == FILES * NBYTES
+    assert rank["direct_reads"] == 0
+    waited = {"here": rank["stall_s"]["source"], "there": rank["busy_s"]["source"]}
+    assert worst(waited) == ("there" if workers else "here")
