@@ -22,7 +22,15 @@ from creel.loader.base import (
     strings,
 )
 from creel.loader.listing import files_below, glob_pattern
-from creel.loader.storage import absolute, escape, in_threads, is_folder, nbytes_of, scheme_of
+from creel.loader.storage import (
+    absolute,
+    escape,
+    in_threads,
+    is_folder,
+    nbytes_of,
+    scheme_of,
+    several,
+)
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -128,6 +136,8 @@ def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:
 def _each(paths: Paths | pa.Array) -> pa.Array:
     if isinstance(paths, pa.Array):
         paths = paths.to_pylist()
+    elif not isinstance(paths, Sequence):
+        paths = several(paths)
     if not len(paths):
         raise ConfigError("a FileDataset needs at least one file")
     for path in paths:

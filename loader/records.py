@@ -23,7 +23,7 @@ from creel.loader.base import (
     Sample,
     position,
 )
-from creel.loader.storage import absolute, in_threads, nbytes_of, read_range
+from creel.loader.storage import absolute, in_threads, nbytes_of, read_range, several
 
 T = TypeVar("T")
 
@@ -78,15 +78,12 @@ class RecordDataset(CreelDataset):
         labels: object = None,
         transform: Callable[[Sample], Sample] | None = None,
     ) -> None:
-        if isinstance(path, (str, os.PathLike)):
-            path = [path]
-        if not path:
+        paths = [absolute(p) for p in several(path)]
+        if not paths:
             raise ConfigError("a RecordDataset needs at least one file")
-        paths = [absolute(p) for p in path]
         wanted = None if dtype is None else torch_dtype(dtype)
         want = None if shape is None else _shape(shape)
-        if offset < 0:
-            raise ConfigError(f"offset is {offset}: bytes before the first record, 0 or more")
+        _check_offset(offset)
         headers = in_threads(lambda p: _npy(p) if p.endswith(".npy") else None, paths)
         both = list(zip(paths, headers, strict=True))
         self.dtype = _same(paths, [_dtype_of(p, h, wanted) for p, h in both])
@@ -151,9 +148,17 @@ def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
         raise ConfigError(f"no tensor can have the type {dtype!r}") from e
 
 
+def _check_offset(offset: object) -> None:
+    if not isinstance(offset, SupportsIndex) or operator.index(offset) < 0:
+        raise ConfigError(f"offset is {offset!r}: bytes before the first record, 0 or more")
+
+
 def _shape(shape: SupportsIndex | Sequence[int]) -> tuple[int, ...]:
     items = (shape,) if isinstance(shape, SupportsIndex) else shape
-    full = tuple(operator.index(n) for n in items)
+    try:
+        full = tuple(operator.index(n) for n in items)
+    except TypeError:
+        raise ConfigError(f"shape is {shape!r}: give whole numbers, as in shape=(3, 4)") from None
     if any(n <= 0 for n in full):
         raise ConfigError(f"shape is {full}: a record has at least one item in each dimension")
     return full

@@ -17,7 +17,7 @@ from creel.cache.manifest import Manifest
 from creel.errors import ConfigError
 from creel.loader.base import CreelDataset, Ids, Indices, Sample, position, positions, strings
 from creel.loader.listing import braces
-from creel.loader.storage import absolute, in_threads, nbytes_of, scheme_of
+from creel.loader.storage import absolute, in_threads, nbytes_of, scheme_of, several
 from creel.loader.tarindex import members
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.
@@ -74,8 +74,7 @@ class TarDataset(CreelDataset):
         extensions: Sequence[str] | None = None,
         index: str | os.PathLike[str] | None = None,
     ) -> None:
-        given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-        self.shards = [absolute(name) for shard in given for name in braces(os.fspath(shard))]
+        self.shards = [absolute(name) for s in several(shards) for name in braces(os.fspath(s))]
         if not self.shards:
             raise ConfigError("a TarDataset needs at least one shard")
         self.decode = dict(decode or {})

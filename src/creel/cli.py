@@ -157,7 +157,7 @@ def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool
         while watch:
             time.sleep(interval)
             if not as_json:
-                click.echo()
+                click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
             _show_stats(client.ask("stats"), as_json=as_json, line=True)
 
 
@@ -170,8 +170,13 @@ def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
     cli_view.pairs(cli_view.summary_pairs(told))
     if told["sessions"]:
         rows = [cli_view.session_row(s) for s in told["sessions"]]
-        cli_view.table(cli_view.SESSION_HEADER, rows)
-        cli_view.table(*cli_view.stall_table(told["sessions"]))
+        cli_view.table(cli_view.SESSION_HEADER, rows, drop=cli_view.SESSION_DROP)
+    elif told["ranks"]:
+        click.echo("nobody trains now; until now:")
+        cli_view.table(cli_view.RANK_HEADER, [cli_view.rank_row(r) for r in told["ranks"]])
+    if shown := told["sessions"] or told["ranks"]:
+        click.echo("stall by cause")
+        cli_view.table(*cli_view.stall_table(shown))
 
 
 @creel.command()
@@ -219,7 +224,13 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     difference, and names it.
     """
     from creel import cli_view
-    from creel.loader import verify as verification
+
+    try:
+        from creel.loader import verify as verification
+    except ModuleNotFoundError as e:
+        if e.name != "torch":
+            raise
+        raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
 
     told = verification.verify(target, arguments, steps)
     if as_json:

@@ -56,6 +56,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         env: Mapping[str, str] | None = None,
         *,
         cwd: Path | None = None,
+        origin: str | None = None,
     ) -> tuple[Config, dict[str, str]]:
         """Overlay files, environment and flags over the defaults.
 
@@ -63,6 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             flags: dotted key to value, e.g. {"memory.budget": "64GiB"}; None values are skipped.
             env: the environment; `os.environ` where None.
             cwd: where the search for creel.toml begins; the working directory where None.
+            origin: what messages call the flags; None: by their names on the command line.
 
         Returns:
             The settings, and for each dotted key where its value came from.
@@ -73,7 +75,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         env = os.environ if env is None else env
         values: dict[str, object] = {}
         origins = dict.fromkeys(fields(), "default")
-        for given in _layers(flags or {}, env, cwd):
+        for given in _layers(flags or {}, env, cwd, origin):
             values[given.key] = _convert(given)
             origins[given.key] = given.origin
         return _build(values), origins
@@ -170,7 +172,7 @@ def memory_budget(memory: Memory, *, total: int, available: int) -> int:
 
 
 def _layers(
-    flags: Mapping[str, object], env: Mapping[str, str], cwd: Path | None
+    flags: Mapping[str, object], env: Mapping[str, str], cwd: Path | None, origin: str | None
 ) -> Iterator[_Given]:
     """Everything that was given, weakest first."""
     for path in config_files(env, cwd):
@@ -178,8 +180,8 @@ def _layers(
     yield from _from_env(env)
     for key, value in flags.items():
         if value is not None:
-            origin = "flag --" + key.replace(".", "-").replace("_", "-")
-            yield _Given(_known(key, origin), value, origin, text=isinstance(value, str))
+            named = origin or "flag --" + key.replace(".", "-").replace("_", "-")
+            yield _Given(_known(key, named), value, named, text=isinstance(value, str))
 
 
 def config_files(env: Mapping[str, str] | None = None, cwd: Path | None = None) -> list[Path]:

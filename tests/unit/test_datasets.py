@@ -558,3 +558,26 @@ def test_not_found_is_both() -> None:
     assert isinstance(error, FileNotFoundError)
     assert isinstance(error, ConfigError)
     assert str(error) == "there is no x"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: creel.ImageFolder(3),  # type: ignore[arg-type]
+        lambda: creel.FileDataset(3),  # type: ignore[arg-type]
+        lambda: creel.RecordDataset(3, torch.uint8, 1),  # type: ignore[arg-type]
+        lambda: creel.TarDataset(3),  # type: ignore[arg-type]
+        lambda: creel.read(3),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_path_is_refused_in_words(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError, match=r"path.*not 3"):
+        make()
+
+
+def test_a_shape_or_offset_that_is_no_number_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "r").write_bytes(bytes(16))
+    with pytest.raises(ConfigError, match="shape is '8': give whole numbers"):
+        creel.RecordDataset(tmp_path / "r", torch.uint8, "8")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="offset is '4': bytes before"):
+        creel.RecordDataset(tmp_path / "r", torch.uint8, 8, "4")  # type: ignore[arg-type]

@@ -1,0 +1,547 @@
+"""The frameworks that take a DataLoader, run for real: with creel's they see torch's batches.
+
+They are no part of the development set-up: what is not installed is skipped. What was run by hand,
+and what to do for each framework, is in docs/frameworks.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, random_split
+
+import creel
+from creel.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore"),  # the frameworks' own, which are many
+]
+
+Batches = list[torch.Tensor]
+CLASSES = [DataLoader, creel.DataLoader]
+
+
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Random augmentation, so that the workers' seeds are compared, too."""
+    return x.float() + torch.rand(1) + random.random()
+
+
+def labelled(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"x": noisy(x), "labels": x[0].float()}
+
+
+@pytest.fixture
+def data(tmp_path: Path, daemon_name: str) -> Any:
+    """50 records that a daemon of this test serves."""
+    del daemon_name
+    np.arange(50 * 8, dtype=np.int64).tofile(tmp_path / "records.bin")
+    return creel.RecordDataset(tmp_path / "records.bin", torch.int64, 8, transform=noisy)
+
+
+@pytest.fixture(autouse=True)
+def state() -> Iterator[None]:
+    """Frameworks seed generators, set variables and change the number of threads."""
+    before, threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)  # noqa: NPY002  (the frameworks' own)
+
+
+def assert_same(ours: Batches, theirs: Batches) -> None:
+    assert len(ours) == len(theirs) > 1
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+# --- accelerate -----------------------------------------------------------------------------------
+
+
+def accelerated(cls: Any, data: Any, options: dict[str, Any], workers: int) -> tuple[Batches, Any]:
+    from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+
+    seed(3)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    loader = accelerator.prepare(cls(data, 4, True, num_workers=workers))
+    seen: Batches = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        given = skip_first_batches(loader, 2) if epoch == 1 else loader
+        seen.extend(batch.clone() for batch in given)
+    return [*seen, torch.rand(1)], loader.base_dataloader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dispatch_batches": True},
+        {"split_batches": True},
+        {"even_batches": False},
+        {"use_seedable_sampler": True},
+    ],
+    ids=str,
+)
+def test_accelerate_has_torchs_batches_with_its_own_loader_and_with_ours(
+    monkeypatch: pytest.MonkeyPatch, data: Any, options: dict[str, Any], workers: int
+) -> None:
+    module = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed")
+    theirs, _ = accelerated(DataLoader, data, options, workers)
+
+    dropped, base = accelerated(creel.DataLoader, data, options, workers)
+    assert_same(dropped, theirs)
+    assert type(base) is DataLoader  # accelerate builds its own: docs/frameworks.md tells
+
+    monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
+    kept, base = accelerated(creel.DataLoader, data, options, workers)
+    assert_same(kept, theirs)
+    assert type(base) is creel.DataLoader
+    assert base.stats()["batches"] == 26  # the epoch between was `skip_first_batches`' loader
+
+
+def test_accelerate_has_torchs_batches_with_a_wrapped_dataset(data: Any) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    theirs, _ = accelerated(DataLoader, data, {}, 2)
+    ours, _ = accelerated(DataLoader, creel.wrap(data), {}, 2)
+    assert_same(ours, theirs)
+
+
+def test_a_state_that_accelerate_took_at_the_last_batch_begins_the_next_epoch(
+    monkeypatch: pytest.MonkeyPatch, data: Any
+) -> None:
+    module = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed")
+    from accelerate import Accelerator
+
+    monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
+    prepared = Accelerator(cpu=True).prepare(creel.DataLoader(data, 4, True))
+    states = [copy.deepcopy(prepared.state_dict()) for _ in prepared]
+    assert [s["batches"] for s in states] == list(range(1, 14))
+    for state, left in ((states[4], 8), (states[-1], 13)):
+        later = creel.DataLoader(data, 4, True)
+        later.load_state_dict(state)
+        assert len(list(later)) == left
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+RANK = """
+import itertools, json, os, random, sys
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+import creel
+
+def noisy(x):
+    return x.float() + torch.rand(1) + random.random()
+
+def run(cls, data, workers, drop, cut, persistent):
+    torch.manual_seed(5)
+    random.seed(5)
+    sampler = DistributedSampler(data, seed=3, drop_last=drop)
+    loader = cls(data, 4, sampler=sampler, num_workers=workers, drop_last=cut,
+                 persistent_workers=persistent)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    seen = []
+    for epoch in range(3):
+        loader.batch_sampler.sampler.set_epoch(epoch)
+        for batch in loader:
+            seen.append(batch.tolist())
+            model(batch).mean().backward()
+    return seen
+
+def accelerated(cls, data, workers, options):
+    from accelerate import Accelerator, DataLoaderConfiguration
+    torch.manual_seed(5)
+    random.seed(5)
+    configuration = DataLoaderConfiguration(**options)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    loader = accelerator.prepare(cls(data, 4, True, num_workers=workers))
+    return [accelerator.gather_for_metrics(b).tolist() for _ in range(2) for b in loader]
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+data = creel.RecordDataset(sys.argv[1], torch.int64, 8, transform=noisy)
+cases = ([0, False, False, False], [2, True, False, False], [2, False, True, True])
+same = [run(DataLoader, data, *c) == run(creel.DataLoader, data, *c) for c in cases]
+if sys.argv[3] == "accelerate":
+    import accelerate.data_loader as theirs
+    for options in ({}, {"dispatch_batches": True}, {"split_batches": True}):
+        for workers in (0, 2):
+            expected = accelerated(DataLoader, data, workers, options)
+            for cls in (DataLoader, creel.DataLoader):
+                theirs.DataLoader = cls
+                same.append(accelerated(creel.DataLoader, data, workers, options) == expected)
+            theirs.DataLoader = DataLoader
+with open(f"{sys.argv[2]}/{dist.get_rank()}.json", "w") as f:
+    json.dump(same, f)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "accelerate"])
+def test_two_ranks_of_torchrun_have_torchs_batches(
+    tmp_path: Path, daemon_name: str, framework: str
+) -> None:
+    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    np.arange(53 * 8, dtype=np.int64).tofile(tmp_path / "records.bin")  # 53: uneven
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    given = [str(script), str(tmp_path / "records.bin"), str(tmp_path), framework]
+    environment = os.environ | {"CREEL_SOCKET": daemon_name, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launch, *given],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=80,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert results == [[True] * (3 if framework == "torch" else 15)] * 2
+
+
+# --- Hugging Face's Trainer -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_trainer_of_transformers_has_torchs_batches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Any, workers: int
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    accelerate = pytest.importorskip("accelerate.data_loader", reason="accelerate is missing")
+    data.transform = labelled
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 1)
+            self.seen: Batches = []
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.seen.append(x.clone())
+            out = self.linear(x).squeeze(-1)
+            return {"loss": ((out - labels) ** 2).mean() * 1e-9, "logits": out}
+
+    class Overridden(transformers.Trainer):  # type: ignore[name-defined, misc]
+        cls: Any = DataLoader
+
+        def get_train_dataloader(self) -> Any:
+            loader = self.cls(
+                self.train_dataset, 4, True, num_workers=workers, collate_fn=self.data_collator
+            )
+            return self.accelerator.prepare(loader)
+
+    def train(cls: Any, given: Any = data) -> tuple[Batches, Any]:
+        seed(1)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            num_train_epochs=2,
+            dataloader_num_workers=workers,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+        )
+        net = Net()
+        trainer = cls(model=net, args=arguments, train_dataset=given, eval_dataset=given)
+        trainer.train()
+        trainer.evaluate()
+        return net.seen, trainer.callback_handler.train_dataloader
+
+    theirs, _ = train(transformers.Trainer)
+    assert_same(train(transformers.Trainer, creel.wrap(data))[0], theirs)
+    overridden, _ = train(Overridden)
+    Overridden.cls = creel.DataLoader
+    assert_same(train(Overridden)[0], overridden)
+    monkeypatch.setattr(accelerate, "DataLoader", creel.DataLoader)
+    patched, loader = train(transformers.Trainer)
+    assert_same(patched, theirs)
+    assert type(loader.base_dataloader) is creel.DataLoader
+    assert loader.base_dataloader.stats()["batches"] == 26
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def lightning_fit(  # noqa: C901  (one framework's way of being called)
+    make: Callable[[], Any],
+    *,
+    checkpoint: Any = None,
+    save: tuple[int, Any] | None = None,
+    validation: list[Any] | None = None,
+    hook: bool = False,
+    found: list[Any] | None = None,
+    results: Path | None = None,
+    **options: Any,
+) -> Batches:
+    import lightning
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 1)
+            self.seen: Batches = []
+
+        def training_step(self, batch: Any, i: int) -> torch.Tensor:
+            del i
+            parts = [batch] if torch.is_tensor(batch) else list(batch.values())
+            x = torch.cat([p for p in parts if p is not None])
+            self.seen.append(x.clone())
+            loss: torch.Tensor = self.linear(x).mean()
+            return loss
+
+        def validation_step(self, batch: Any, i: int, dataloader_idx: int = 0) -> None:
+            del i, dataloader_idx
+            self.seen.append(batch.clone())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 1e-9)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if save is not None and self.global_step == save[0]:
+                self.trainer.save_checkpoint(save[1])
+
+        def on_train_end(self) -> None:
+            loader = self.trainer.train_dataloader
+            if found is not None:
+                found.append(loader)
+            if results is not None:
+                told = (
+                    type(loader).__name__,
+                    type(loader.sampler).__name__,
+                    getattr(loader, "creel", 0),
+                )
+                torch.save((self.seen, told), results / f"{self.global_rank}.pt")
+
+    class Hooked(Module):
+        def train_dataloader(self) -> Any:
+            return make()
+
+    seed(5)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=options.pop("max_epochs", 2),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        **options,
+    )
+    module = Hooked() if hook else Module()
+    given = None if hook else make()
+    trainer.fit(module, given, validation, ckpt_path=checkpoint, weights_only=False)
+    return [*module.seen, torch.rand(1)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hook": True},
+        {"limit_train_batches": 3},
+        {"overfit_batches": 2},
+        {"hook": True, "reload_dataloaders_every_n_epochs": 1},
+    ],
+    ids=str,
+)
+def test_lightning_has_torchs_batches(data: Any, workers: int, options: dict[str, Any]) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    theirs, ours = (
+        lightning_fit(
+            lambda cls=cls: cls(data, batch_size=4, shuffle=True, num_workers=workers),  # type: ignore[misc]
+            validation=[cls(data, batch_size=8, num_workers=workers) for _ in range(2)],
+            **options,
+        )
+        for cls in CLASSES
+    )
+    assert_same(ours, theirs)
+
+
+def test_lightning_combines_loaders_as_it_does_torchs(data: Any) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    theirs, ours = (
+        lightning_fit(lambda cls=cls: {"a": cls(data, 4, True, num_workers=2), "b": cls(data, 8)})  # type: ignore[misc]
+        for cls in CLASSES
+    )
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lightning_resumes_the_epoch_where_it_was(data: Any, tmp_path: Path, workers: int) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    data.transform = torch.Tensor.float  # a worker's random numbers are not resumed
+    saved = tmp_path / "saved.ckpt"
+
+    def make() -> Any:
+        return creel.DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)
+
+    whole = lightning_fit(make, save=(17, saved))
+    seed(99)
+    rest = lightning_fit(make, checkpoint=saved)
+    assert_same(rest[:-1], whole[17:-1])
+
+
+def test_lightning_gives_each_rank_its_share_and_keeps_the_options(
+    data: Any, tmp_path: Path, daemon_name: str
+) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+    data.transform = torch.Tensor.float  # the launcher draws from `random`
+    seen = []
+    for cls, more in ((DataLoader, {}), (creel.DataLoader, {"creel": daemon_name})):
+        results = tmp_path / cls.__module__
+        results.mkdir()
+
+        def make(cls: Any = cls, more: Any = more) -> Any:
+            return cls(data, batch_size=4, shuffle=True, num_workers=2, **more)
+
+        lightning_fit(make, strategy="ddp_fork", devices=2, results=results)
+        seen.append([torch.load(results / f"{r}.pt", weights_only=False) for r in range(2)])
+    for (theirs, _), (ours, told) in zip(*seen, strict=True):
+        assert_same(ours, theirs)
+        assert told == ("DataLoader", "DistributedSampler", daemon_name)
+
+
+# --- checkpoints and torch's own odds and ends ----------------------------------------------------
+
+
+NUMBERS: Any = list(range(40))  # torch takes a list for a dataset, its types do not
+
+
+def resumable(workers: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(4)
+    return creel.DataLoader(NUMBERS, 4, True, num_workers=workers, generator=generator, creel=False)
+
+
+def test_a_state_survives_torchs_checkpoints_as_one_value(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    whole = resumable(2)
+    iterator = iter(whole)
+    for _ in range(3):
+        next(iterator)
+    state = whole.state_dict()
+    expected = [b.tolist() for b in iterator]
+
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    value: dict[str, Any] = {"loader": pickle.dumps(state)}
+    state_dict_saver.save(value, checkpoint_id=tmp_path / "dcp")
+    value = {"loader": b""}
+    state_dict_loader.load(value, checkpoint_id=tmp_path / "dcp")
+    for given in (loaded, pickle.loads(value["loader"])):
+        later = resumable()
+        later.load_state_dict(given)
+        assert [b.tolist() for b in later] == expected
+
+
+def test_a_state_that_a_checkpoint_took_apart_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    whole = resumable()
+    next(iter(whole))
+    state_dict_saver.save({"loader": whole}, checkpoint_id=tmp_path)
+    with pytest.raises(ConfigError, match="lost keys"):
+        state_dict_loader.load({"loader": resumable()}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("state", ["x", {"a": 1}, {"version": 1}, {"_num_yielded": 3}], ids=str)
+def test_a_state_of_another_loader_is_refused_in_words(state: Any) -> None:
+    with pytest.raises(ConfigError, match="state_dict"):
+        resumable().load_state_dict(state)
+    with pytest.raises(ConfigError, match="delivered is -1"):
+        resumable().state_dict(delivered=-1)
+
+
+def test_what_is_wrong_with_the_creel_argument_is_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"creel=\.\.\..*did you mean memory\.budget"):
+        creel.DataLoader(NUMBERS, creel={"memory.budgt": "1GB"})
+    with pytest.raises(ConfigError, match="creel=5: give None, False, an address"):
+        creel.DataLoader(NUMBERS, creel=5)  # type: ignore[arg-type]
+
+
+def test_without_torch_the_command_line_works_and_the_rest_says_what_to_install(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')")
+    (tmp_path / "train.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    for args, code in ((["--version"], 0), (["verify", "train.py"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-m", "creel", *args],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == code
+        assert "Traceback" not in done.stderr
+        assert not code or "pip install 'creel[torch]'" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", "import creel; creel.DataLoader"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "creel.DataLoader needs torch: pip install 'creel[torch]'" in done.stderr
+
+
+def test_pinning_without_an_accelerator_warns_as_torch_does() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    said = []
+    for cls in CLASSES:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(cls(NUMBERS, pin_memory=True))
+        said.append([str(w.message) for w in caught])
+    assert said[0] == said[1]
+    assert said[0]
+
+
+def test_a_dataset_of_hugging_face_has_torchs_batches() -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    table = {"x": [[float(i)] * 4 for i in range(30)], "y": list(range(30))}
+    both = []
+    for cls in CLASSES:
+        seed(2)
+        data = random_split(datasets.Dataset.from_dict(table).with_format("torch"), [20, 10])[0]
+        both.append([repr(b) for _ in range(2) for b in cls(data, 4, True, num_workers=2)])
+    assert both[0] == both[1]
