@@ -11,8 +11,13 @@ import pytest
 from kit import nothing_left, unique_name
 
 
-def pytest_configure() -> None:
-    """A shell's background jobs ignore Ctrl-C, and so do their children: ours must not."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the tests the same wherever they run.
+
+    A shell's background jobs ignore Ctrl-C, and so do their children: ours must not. torch warns of
+    more workers than cores, and which are too many is this machine's affair.
+    """
+    config.addinivalue_line("filterwarnings", "ignore:This DataLoader will create:UserWarning")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

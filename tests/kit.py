@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -18,13 +20,46 @@ def unique_name() -> str:
     return f"test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0, what: str = "") -> None:
-    """Wait for a condition that another process will make true; fail by name when it never does."""
+def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
+    """Wait for a condition that another process will make true; fail by name when it never does.
+
+    The deadline is no part of what is tested: a busy machine may take seconds for milliseconds.
+    """
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what or condition}")
         time.sleep(0.005)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for yet has, too."""
+    return state(pid) in {"gone", psutil.STATUS_ZOMBIE}
+
+
+def stopped(pid: int) -> bool:
+    """Whether SIGSTOP has reached all of a process."""
+    return state(pid) == psutil.STATUS_STOPPED
+
+
+def state(pid: int) -> str:
+    """psutil's word for what a process is doing, or "gone"."""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def descriptors() -> frozenset[tuple[str, str]]:
+    """(number, what it is) of all that is open here; `after - before` is what a test opened.
+
+    Counts would differ where a thread of an earlier test closes something meanwhile.
+    """
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing itself
+            found.add((fd.name, str(fd.readlink())))
+    return frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -38,14 +73,12 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         me = psutil.Process()
-        children = frozenset(
-            c.pid for c in me.children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE
-        )
+        children = frozenset(c.pid for c in me.children(recursive=True) if not gone(c.pid))
         return cls(me.num_fds(), threading.active_count(), children)
 
 
 @contextmanager
-def nothing_left(timeout_s: float = 10.0) -> Iterator[None]:
+def nothing_left(timeout_s: float = 30.0) -> Iterator[None]:
     """Fail unless descriptors, threads and children are back to what they were at the start."""
     before = Holdings.now()
     yield
@@ -58,7 +91,8 @@ def nothing_left(timeout_s: float = 10.0) -> Iterator[None]:
             and now.children <= before.children
         )
 
-    import gc
-
     gc.collect()
-    until(back, timeout_s, f"everything given back: {before} before, {Holdings.now()} after")
+    try:
+        until(back, timeout_s)
+    except AssertionError:
+        raise AssertionError(f"not given back: {before} before, {Holdings.now()} after") from None

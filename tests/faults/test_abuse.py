@@ -25,11 +25,12 @@ import creel
 from creel.cache.board import COUNTER, COUNTER_NAMES, DONE, READY, TRUNCATED, WANTED
 from creel.cache.manifest import Manifest
 from creel.errors import CreelError, NoDaemonError, SourceError, UnavailableError
-from creel.loader.client import Client, Session
+from creel.loader.client import Client
+from creel.loader.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, desk_address, encode
-from kit import nothing_left, unique_name, until
+from kit import gone, nothing_left, unique_name, until
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 N = 600
 
@@ -234,10 +235,10 @@ def test_a_read_that_never_ends_runs_into_the_timeout_and_holds_up_no_end(
         list(batches)
     daemon = daemon_of(embedded)
     daemon.terminate()
-    until(lambda: not daemon.is_running() or daemon.status() == "zombie", 8, "the daemon ends")
+    until(lambda: gone(daemon.pid), what="the daemon ends")
     slow.set(stall=0)
     del batches
-    until(lambda: set(psutil.Process().children()) <= before, 10, "the workers end")
+    until(lambda: set(psutil.Process().children()) <= before, what="the workers end")
 
 
 # --- strangers ----------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ def _noise(name: str, stop: threading.Event) -> None:
 
 def _talk_nonsense(where: str, rng: random.Random) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as desk:
-        desk.settimeout(1)
+        desk.settimeout(30)
         desk.connect(where)
         if rng.random() < 0.5:
             desk.send(encode(Hello(PROTOCOL, "trainer", 1)))
@@ -387,7 +388,7 @@ def test_threads_train_side_by_side(paths: list[str], contents: list[bytes]) -> 
     for thread in work:
         thread.start()
     for thread in work:
-        thread.join(50)
+        thread.join()
     assert [sorted(one) for one in seen] == [list(range(N))] * 3
 
 
@@ -402,7 +403,7 @@ def test_a_drained_daemon_is_replaced(
             daemon = daemon_of(embedded)
             daemon.terminate()
     assert sorted(seen) == list(range(N))
-    until(lambda: not daemon.is_running() or daemon.status() == "zombie", 8, "it drains")
+    until(lambda: gone(daemon.pid), what="it drains")
     assert sorted(epoch(train, contents)) == list(range(N))
 
 
@@ -435,14 +436,10 @@ def test_ctrl_c_is_one_short_story_and_leaves_nothing(
         family += psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, number)
     for number, process in both.items():
-        _, said = process.communicate(timeout=10)
+        _, said = process.communicate()
         assert said.count("Traceback") == (number == signal.SIGINT), said
         assert "Exception ignored" not in said
-    until(
-        lambda: not any(p.is_running() and p.status() != "zombie" for p in family),
-        15,
-        f"all end: {family}",
-    )
+    until(lambda: all(gone(p.pid) for p in family), what=f"all end: {family}")
 
 
 @pytest.mark.usefixtures("embedded")
@@ -453,7 +450,7 @@ def test_an_iterator_alive_at_the_end_says_nothing(paths: list[str]) -> None:
         its = [iter(creel.DataLoader(data, num_workers=w, batch_size=None)) for w in (0, 1)]
         print(len([next(it) for it in its]))
     """
-    out, err = trainer(paths, text).communicate(timeout=40)
+    out, err = trainer(paths, text).communicate()
     assert (out.strip(), err) == ("2", "")
 
 
@@ -473,7 +470,7 @@ MANY = """
 def test_64_sessions_with_256_descriptors_no_home_and_a_read_only_folder(paths: list[str]) -> None:
     setup = 'mount -t tmpfs -o ro tmpfs /mnt && cd /mnt && unset HOME && ulimit -n 256 && exec "$@"'
     prefix = ("unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-c", setup, "sh")
-    out, err = trainer(paths, MANY, *prefix).communicate(timeout=40)
+    out, err = trainer(paths, MANY, *prefix).communicate()
     assert out.strip() == "same", err
 
 

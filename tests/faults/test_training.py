@@ -22,11 +22,11 @@ import torch
 import creel
 from creel.errors import CreelError
 from creel.loader.client import Client
-from kit import nothing_left, unique_name, until
+from kit import gone, nothing_left, unique_name, until
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(180),
     pytest.mark.usefixtures("embedded"),
 ]
 
@@ -141,9 +141,10 @@ def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> N
 
 
 def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path) -> None:
-    ours, _ = loaders(files_of(folder), timeout=2)
+    ours, _ = loaders(files_of(folder), timeout=100)
     it = iter(ours)
     next(it)
+    it._timeout = 2  # the first batch may take longer to come
     victim = psutil.Process(it._workers[0].pid)
     victim.suspend()
     try:
@@ -175,7 +176,7 @@ def script(text: str, *args: str, prefix: tuple[str, ...] = (), **env: str) -> A
     )
 
 
-@pytest.mark.parametrize("batches", [1, 13, 45])
+@pytest.mark.parametrize("batches", [1, 45])
 def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, batches: int) -> None:
     trainer = script(TRAINER, str(folder), CREEL_DAEMON__LINGER_S="0.5")
     for _ in itertools.repeat(None, batches):
@@ -185,9 +186,8 @@ def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, bat
     trainer.kill()
     trainer.communicate()
     until(
-        lambda: not any(p.is_running() and p.status() != "zombie" for p in family),
-        20,
-        f"workers and daemon end with the trainer: {family}",
+        lambda: all(gone(p.pid) for p in family),
+        what=f"workers and daemon end with the trainer: {family}",
     )
 
 
@@ -248,7 +248,7 @@ PARITY = """
 
 
 def assert_says_same(process: Any) -> None:
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate()
     assert out.strip() == "same", err
 
 

@@ -14,7 +14,7 @@ CASES = int(os.environ.get("CREEL_PARITY_CASES", "150"))
 FIRST = int(os.environ.get("CREEL_PARITY_FIRST", "0"))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
 def test_a_random_use_shows_the_same(seed: int) -> None:
     case = Case.draw(seed)

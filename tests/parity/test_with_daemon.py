@@ -16,18 +16,23 @@ import creel
 from creel.loader import feed
 from creel.loader.files import FileDataset
 from creel.loader.records import RecordDataset
+from kit import unique_name
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
-@pytest.fixture
-def options() -> Iterator[dict[str, Any]]:
-    """A daemon of our own, gone afterwards."""
-    name = f"parity-{os.getpid()}"
+def embedded() -> Iterator[dict[str, Any]]:
+    """A daemon that the first loader starts, gone afterwards."""
+    name = unique_name()
     yield {"daemon.name": name, "memory.budget": "64MB", "daemon.linger_s": "0.2"}
     client = feed._clients.pop((os.getpid(), name), None)
     if client is not None:
         client.close()
+
+
+#: One for all tests that leave it alone, and one for each that does not.
+shared = pytest.fixture(scope="module")(embedded)
+options = pytest.fixture(embedded)
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +76,12 @@ def run(cls: Any, data: Any, kind: str, workers: int, epochs: int = 3, **more: A
 @pytest.mark.parametrize("kind", ["rows", "labelled rows", "transformed", "files"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_are_torchs(
-    kind: str, workers: int, persistent: bool, folder: Path, options: dict[str, Any]
+    kind: str, workers: int, persistent: bool, folder: Path, shared: dict[str, Any]
 ) -> None:
     more = {"persistent_workers": persistent and workers > 0}
     data = dataset(kind, folder)
     theirs = run(torch.utils.data.DataLoader, data, kind, workers, **more)
-    assert run(creel.DataLoader, data, kind, workers, creel=options, **more) == theirs
+    assert run(creel.DataLoader, data, kind, workers, creel=shared, **more) == theirs
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -99,13 +104,13 @@ def test_a_killed_daemon_costs_no_batch(
     assert [repr(b) for b in loader] == theirs
 
 
-def test_a_resumed_run_reads_on_where_it_was(folder: Path, options: dict[str, Any]) -> None:
+def test_a_resumed_run_reads_on_where_it_was(folder: Path, shared: dict[str, Any]) -> None:
     data = dataset("rows", folder)
 
     def make(workers: int) -> Any:
         generator = torch.Generator().manual_seed(4)
         return creel.DataLoader(
-            data, 7, True, num_workers=workers, generator=generator, creel=options
+            data, 7, True, num_workers=workers, generator=generator, creel=shared
         )
 
     straight = [repr(b) for _ in range(2) for b in make(0)][:72]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from creel.cache.manifest import Manifest
 from creel.errors import NoDaemonError
-from creel.loader.client import Client, Session
+from creel.loader.client import Client
+from creel.loader.session import Session
 from kit import until
 
 
@@ -28,11 +30,12 @@ class Running:
     ) -> None:
         self.name = name
         command = [sys.executable, *COMMAND, "--name", name, "--memory", memory, *flags]
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`; a pipe could fill up
         self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, env={**os.environ, **(env or {})}
+            command, stderr=self._log, env={**os.environ, **(env or {})}
         )
         try:
-            until(self._serves, 20, "the daemon serves")
+            until(self._serves, 60, what="the daemon serves")
         except BaseException:
             self.kill()
             raise
@@ -47,18 +50,24 @@ class Running:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, timeout_s: float = 5.0) -> str:
-        """SIGTERM; what it logged. It must end by itself, in time and well."""
+    def log(self) -> str:
+        """What it has said so far."""
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode()
+
+    def end(self) -> str:
+        """SIGTERM; what it logged. It must end by itself, and well."""
         self.process.terminate()
-        _, log = self.process.communicate(timeout=timeout_s)
-        assert self.process.returncode == 0, log.decode()
-        return log.decode()
+        assert self.process.wait(30) == 0, self.log()
+        return self.log()
 
     def kill(self) -> None:
-        if self.process.returncode is None:
+        """End it now, if it has not ended; pytest shows what it said when it ended badly."""
+        if self.process.poll() is None:
             self.process.kill()
-        if self.process.stderr is not None and not self.process.stderr.closed:
-            self.process.communicate()
+        elif self.process.returncode:
+            sys.stderr.write(self.log())
+        self.process.wait()
+        self._log.close()
 
     def fds(self) -> int:
         return int(psutil.Process(self.pid).num_fds())
@@ -76,7 +85,7 @@ class Running:
 
     def _serves(self) -> bool:
         if self.process.poll() is not None:
-            raise AssertionError(f"the daemon ended: {self.process.communicate()[1].decode()}")
+            raise AssertionError(f"the daemon ended: {self.log()}")
         try:
             self.client("cli").close()
         except NoDaemonError:
@@ -85,6 +94,12 @@ class Running:
 
 
 COMMAND = ("-m", "creel.daemon")
+
+
+def status(daemon: Running) -> dict[str, object]:
+    """What the daemon answers to `creel status`."""
+    with daemon.client("cli") as client:
+        return client.ask("status")
 
 
 def folder(path: Path, sizes: Sequence[int], *, known: bool = True) -> Manifest:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from daemons import Running, folder, plan, read_steps
+from daemons import Running, folder, plan, read_steps, status
 
 from creel.cache.board import DONE, WANTED
 from creel.cache.manifest import Manifest
@@ -25,9 +25,9 @@ from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
 from creel.loader.client import Client
 from creel.loader.embed import connect_or_start
-from kit import until
+from kit import gone, until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 def config(name: str, **daemon: object) -> Config:
@@ -40,13 +40,6 @@ def config(name: str, **daemon: object) -> Config:
 def daemon(daemon_name: str) -> Iterator[Running]:
     with Running(daemon_name) as running:
         yield running
-
-
-def gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 # --- connecting -------------------------------------------------------------------------------
@@ -96,23 +89,22 @@ def test_the_first_client_starts_a_daemon_and_the_last_one_ends_it(
     daemon_name: str, tmp_path: Path
 ) -> None:
     manifest = folder(tmp_path, [100] * 10)
-    start = time.monotonic()
     first = connect_or_start(config(daemon_name))
     assert first is not None
-    assert time.monotonic() - start < 5  # below 1 s on a quiet machine
-    assert not psutil.Process().children()  # nobody's child: it outlives us
+    # Nobody's child: it outlives us.
+    assert first.daemon_pid not in {child.pid for child in psutil.Process().children()}
     second = connect_or_start(config(daemon_name))
     assert second is not None
     assert first.daemon_pid == second.daemon_pid
     assert first.ask("status")["embedded"]
     first.close()
-    time.sleep(0.5)
+    time.sleep(0.5)  # for a daemon that counts wrong
     session = second.open(second.register(manifest))
     plan(session, np.arange(10, dtype=np.int32), 5)
     assert read_steps(session, manifest, np.arange(10), 5) == 10
     pid = second.daemon_pid
     second.close()
-    until(lambda: gone(pid), 5, "the daemon ends")
+    until(lambda: gone(pid), what="the daemon ends")
 
 
 _RACER = """
@@ -121,6 +113,7 @@ import msgspec
 from creel.config import Config
 from creel.loader.embed import connect_or_start
 config = msgspec.json.decode(sys.argv[1], type=Config)
+print("ready", flush=True)
 sys.stdin.read(1)
 client = connect_or_start(config)
 print(client.daemon_pid if client else 0, flush=True)
@@ -139,8 +132,10 @@ def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) ->
         )
         for _ in range(4)
     ]
-    time.sleep(1.0)
     pids = set()
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "ready\n"
     for racer in racers:
         assert racer.stdin is not None
         racer.stdin.write("x")
@@ -149,11 +144,11 @@ def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) ->
         assert racer.stdout is not None
         pids.add(int(racer.stdout.readline()))
     for racer in racers:
-        racer.communicate("x", timeout=10)
+        racer.communicate("x")
     assert len(pids) == 1
     assert pids != {0}
     pid = pids.pop()
-    until(lambda: gone(pid), 10, "the daemon ends")
+    until(lambda: gone(pid), what="the daemon ends")
 
 
 def test_a_daemon_that_cannot_start_says_why_once(
@@ -180,11 +175,11 @@ def test_ctrl_c_in_the_trainers_terminal_does_not_reach_the_daemon(daemon_name: 
     with client:
         os.kill(client.daemon_pid, signal.SIGINT)
         os.kill(client.daemon_pid, signal.SIGHUP)
-        time.sleep(0.3)
+        time.sleep(0.3)  # for a daemon that heeds them
         assert client.ask("status")["state"] == "serving"
         assert os.getsid(client.daemon_pid) != os.getsid(0)
         pid = client.daemon_pid
-    until(lambda: gone(pid), 5, "the daemon ends")
+    until(lambda: gone(pid), what="the daemon ends")
 
 
 # --- fork and workers -------------------------------------------------------------------------
@@ -234,7 +229,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None
             parent.kill()
             parent.wait()
             with daemon.client("cli") as client:
-                until(lambda: client.ask("status")["clients"] == 1, 5, "the parent is gone")
+                until(lambda: client.ask("status")["clients"] == 1, what="the parent is gone")
                 assert not gone(child)
         finally:
             os.kill(child, signal.SIGKILL)
@@ -262,9 +257,9 @@ def test_a_worker_waits_for_its_trainers_steps(daemon: Running, tmp_path: Path) 
         worker = subprocess.Popen(
             [sys.executable, "-c", _WORKER, job], stdout=subprocess.PIPE, text=True
         )
-        time.sleep(0.5)
+        until(lambda: status(daemon)["clients"] == 3, what="the worker is there")
         plan(session, np.arange(10, dtype=np.int32), 1)
-        told, _ = worker.communicate(timeout=20)
+        told, _ = worker.communicate()
         assert worker.returncode == 0
     assert [int(x) for x in told.split()] == [
         (tmp_path / f"{i:04}").read_bytes()[0] for i in range(10)
@@ -279,7 +274,7 @@ def test_a_worker_outlives_its_trainer_without_harm(daemon: Running, tmp_path: P
         same = worker.attach(session.id)
         assert same.alive
         trainer.close()
-        until(lambda: not same.alive, 5, "the board says closed")
+        until(lambda: not same.alive, what="the board says closed")
         assert not same.wait(3, 5)
 
 
@@ -291,7 +286,7 @@ def test_waiting_has_a_deadline(daemon: Running, tmp_path: Path) -> None:
         session = client.open(client.register(folder(tmp_path, [10])))
         start = time.monotonic()
         assert not session.wait(0, 0.3)
-        assert 0.25 < time.monotonic() - start < 1.5
+        assert time.monotonic() - start > 0.25
         assert session.board[WANTED] == 1
 
 
@@ -313,7 +308,7 @@ def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
         assert plan(session, ids, 1000) == 3000
         assert session.wait(0, 20)
         assert session.alive
-        until(lambda: client.ask("stats")["sessions"][0]["known"] == 3000, 20, "all of it")
+        until(lambda: client.ask("stats")["sessions"][0]["known"] == 3000, what="all of it")
 
 
 def test_many_threads_may_use_one_client(daemon: Running, tmp_path: Path) -> None:
@@ -359,4 +354,4 @@ def test_importing_a_client_loads_no_torch() -> None:
         "late = {'torch', 'creel.daemon', 'pyarrow.fs', 'fsspec', 'stamina', 'zmq'}\n"
         "assert not late & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ import pytest
 
 from testbed.http_server import Server
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 DATA = bytes(range(256)) * 4000  # 1,024,000 bytes
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from daemons import Running
 from test_wrap import BATCH, HOW, N, batches, folder, hang_up
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from kit import descriptors
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 class Own(Dataset[bytes]):
@@ -115,11 +115,11 @@ def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("daemon")
 def test_nothing_is_kept_open(tmp_path: Path) -> None:
-    before = psutil.Process().num_fds()
+    before = descriptors()
     dataset: Any = creel.wrap(Own(folder(tmp_path / "data")))
     with pytest.raises(IndexError):
         dataset[N]
     assert len(dataset[3]) > 0
-    assert psutil.Process().num_fds() == before + 1
+    assert len(descriptors() - before) == 1
     del dataset
-    assert psutil.Process().num_fds() == before
+    assert not descriptors() - before

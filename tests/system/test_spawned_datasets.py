@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 import creel
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 
 class Squares(Dataset[int]):

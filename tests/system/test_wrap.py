@@ -25,8 +25,9 @@ from creel.loader import feed
 from creel.loader.base import CreelDataset
 from creel.loader.files import FileDataset
 from creel.loader.wrap import Wrapped, unwrap
+from kit import until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 N, NBYTES, BATCH = 120, 20_000, 8
 
@@ -262,18 +263,21 @@ def test_a_stopped_daemon_is_not_waited_for_again_and_again(node: Node) -> None:
     took = time.monotonic() - start
     node.daemon.signal(signal.SIGCONT)
     assert got == list(bare)
-    assert took < 5
+    assert took < 20  # 2 s; waiting for each batch would take 28
 
 
-def test_a_stopped_daemon_that_goes_on_serves_again(node: Node) -> None:
+def test_a_stopped_daemon_that_goes_on_serves_again(node: Node, daemon_name: str) -> None:
     files = creel.wrap(node.files())
     files.__getitems__([0, 1])
     node.daemon.signal(signal.SIGSTOP)
-    time.sleep(2.2)
+    client = feed._clients[os.getpid(), daemon_name]
+    assert client is not None
+    (session,) = client._sessions
+    until(lambda: not session.alive, what="it counts as lost")
     assert files[2] == (node.path / "002.raw").read_bytes()
     assert node.direct() == 1
     node.daemon.signal(signal.SIGCONT)
-    time.sleep(0.7)
+    until(lambda: session.alive, what="it serves again")
     files.__getitems__([3, 4])
     assert node.direct() == 1
 
@@ -311,6 +315,7 @@ def test_creels_own_loader_goes_through_it(node: Node) -> None:
 
 
 def test_threads_may_share_one(node: Node) -> None:
+    before = threading.active_count()
     files = creel.wrap(node.files())
     steps = [list(range(i, N, 12)) for i in range(12)]
     with ThreadPoolExecutor(4) as pool:
@@ -319,7 +324,7 @@ def test_threads_may_share_one(node: Node) -> None:
     assert node.reads() == N
     (session,) = node.stats()["core"]["sessions"].values()
     assert session["known"] <= 12
-    assert threading.active_count() < 10
+    assert threading.active_count() <= before
 
 
 def test_the_trainer_keeps_the_daemon_between_its_workers_epochs(
@@ -336,7 +341,7 @@ def test_the_trainer_keeps_the_daemon_between_its_workers_epochs(
     for _ in range(2):
         for _ in loader:
             pass
-        time.sleep(0.4)
+        time.sleep(0.4)  # for a daemon that thinks itself alone
         client = feed._clients[os.getpid(), daemon_name]
         assert client is not None
         assert client.alive

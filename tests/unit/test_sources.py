@@ -327,11 +327,11 @@ def test_a_lease_is_cheap(tmp_path: Path) -> None:
 
 
 def _seconds_of_leases(binding: Binding, arena: Arena) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(1000):
         with binding.reading(arena):
             pass
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def test_every_kind_of_leaf_reads_the_same_from_an_arena(tmp_path: Path, photos: Path) -> None:

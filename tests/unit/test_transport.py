@@ -26,7 +26,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 from creel.cache.slots import SlotReader, SlotWriter
 from creel.loader.transport import Packed, discard, pack, slot_collate, unpack
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
 class Road:

@@ -1,0 +1,262 @@
+"""Loaders and the daemon they share: wrong predictions, two trainers, a restart, large batches."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from daemons import Running
+from torch.utils.data import DataLoader
+
+import creel
+from creel.loader import feed
+from creel.loader.iterate import OwnIter
+from kit import until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+N, NBYTES, BATCH = 160, 600, 8
+
+
+@pytest.fixture
+def name(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of a daemon that the test starts, and no loader."""
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    yield daemon_name
+    client = feed._clients.pop((os.getpid(), daemon_name), None)
+    if client is not None:
+        client.close()
+
+
+@pytest.fixture
+def daemon(name: str) -> Iterator[Running]:
+    with Running(name) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> creel.FileDataset:
+    path = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    for i in range(N):
+        (path / f"{i:03}").write_bytes(rng.bytes(NBYTES))
+    return creel.FileDataset(sorted(map(str, path.iterdir())))
+
+
+def told(daemon: Running) -> Any:
+    with daemon.client("cli") as client:
+        return client.ask("stats")
+
+
+def reads(daemon: Running) -> int:
+    """Of the source, by the daemon."""
+    return sum(int(source["reads"]) for source in told(daemon)["sources"])
+
+
+# --- batches made by workers out of rows -----------------------------------------------------
+
+
+def no_sample(*_: object) -> None:
+    raise AssertionError("a batch was not made of rows, but sample by sample")
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_workers_make_large_batches_of_rows(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool
+) -> None:
+    rows, shape, batch = 100, (64, 1024), 40  # float16: 5 MB a batch, the last one 2.6 MB
+    values = np.random.default_rng(1).integers(0, 1 << 15, (rows, 64 * 1024), np.uint16)
+    values.tofile(tmp_path / "rows")
+    labels = range(rows) if labelled else None
+    data = creel.RecordDataset(tmp_path / "rows", torch.int16, shape, labels=labels)
+
+    def loader(cls: Any, **more: Any) -> Any:
+        return cls(data, batch, True, generator=torch.Generator().manual_seed(3), **more)
+
+    plain = loader(DataLoader)
+    theirs = [*plain, *plain]
+    monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", no_sample)
+    kept = loader(creel.DataLoader, num_workers=2, multiprocessing_context="fork")
+    iterator = iter(kept)
+    assert type(iterator) is OwnIter
+    ours = [*iterator, *kept]  # all are held while slots are used again
+    assert len(ours) == len(theirs) == 6
+    for mine, his in zip(ours, theirs, strict=True):
+        pairs = zip(mine, his, strict=True) if labelled else [(mine, his)]
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert kept.stats()["direct_reads"] == 0
+    assert told(daemon)["sources"][0]["nbytes"] == rows * values[0].nbytes
+
+
+# --- wrong predictions -----------------------------------------------------------------------
+
+
+class Moody:
+    """Nobody can foresee it: whoever is asked in between may change its mind."""
+
+    shift = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        return ((i + Moody.shift) % N for i in range(N))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wrong_prediction_leaves_no_step_pinned(
+    daemon: Running, files: Any, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def epoch(loader: Any, at: dict[int, Any]) -> list[Any]:
+        out = []
+        for i, batch in enumerate(loader):
+            out.append(batch.tolist())
+            at.get(i, lambda: None)()
+        return out
+
+    def change_its_mind() -> None:
+        monkeypatch.setattr(Moody, "shift", Moody.shift + 7)
+
+    def all_given_back() -> bool:
+        (session,) = told(daemon)["sessions"]
+        return bool(session["known"] == session["done"] < 3 * N // BATCH)
+
+    def nothing_pinned() -> None:
+        until(all_given_back, what="no step of a plan that is void is held")
+
+    monkeypatch.setattr(Moody, "shift", 0)
+    loader = creel.DataLoader(files, BATCH, sampler=Moody(), num_workers=workers)
+    ours = epoch(loader, {})
+    change_its_mind()
+    ours += epoch(loader, {5: change_its_mind, 12: nothing_pinned})
+    ours += epoch(loader, {0: change_its_mind, 15: nothing_pinned})
+    nothing_pinned()
+    with daemon.client("cli") as client:
+        (dataset,) = client.ask("datasets")["datasets"]
+        client.ask("drop", dataset=dataset["dataset"])
+        (dataset,) = client.ask("datasets")["datasets"]
+    assert dataset["resident_objects"] == 0  # it forgets what nobody has pinned
+
+    monkeypatch.setattr(Moody, "shift", 0)
+    theirs: Any = DataLoader(files, BATCH, sampler=Moody(), num_workers=workers)
+    expected = epoch(theirs, {})
+    change_its_mind()
+    expected += epoch(theirs, {5: change_its_mind})
+    expected += epoch(theirs, {0: change_its_mind})
+    assert ours == expected
+
+
+# --- two trainers ----------------------------------------------------------------------------
+
+_TRAINER = """
+import sys
+from pathlib import Path
+import torch, creel
+folder, seed = sys.argv[1], int(sys.argv[2])
+paths = sorted(Path(folder).iterdir())
+torch.set_num_threads(1)
+loader = creel.DataLoader(
+    creel.FileDataset(list(map(str, paths)), labels=range(len(paths))), 8, True, num_workers=1,
+    generator=torch.Generator().manual_seed(seed),
+)
+for epoch in range(3):
+    order = []
+    for data, numbers in loader:
+        for one, i in zip(data, numbers.tolist()):
+            assert one.numpy().tobytes() == paths[i].read_bytes(), i
+            order.append(i)
+        if len(order) == 8:
+            print(*order, flush=True)
+            sys.stdin.readline()
+    assert sorted(order) == list(range(len(paths)))
+print(loader.stats()["direct_reads"], flush=True)
+"""
+
+
+def test_two_trainers_with_orders_of_their_own_share_one_read(daemon: Running, files: Any) -> None:
+    folder = str(Path(files.paths[0]).parent)
+    pipe = subprocess.PIPE
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", _TRAINER, folder, seed], stdin=pipe, stdout=pipe, text=True
+        )
+        for seed in "12"
+    ]
+    for _ in range(3):  # in each epoch they begin together
+        first, second = (process.stdout.readline() for process in both)  # type: ignore[union-attr]
+        assert first
+        assert first != second
+        for process in both:
+            process.stdin.write("go\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+    assert [process.communicate()[0] for process in both] == ["0\n", "0\n"]
+    assert [process.returncode for process in both] == [0, 0]
+    assert reads(daemon) == N
+
+
+# --- a restart -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["files", "rows"])
+@pytest.mark.parametrize(
+    "workers, persistent", [(0, False), (2, False), (2, True)], ids=["here", "own", "persistent"]
+)
+def test_a_daemon_restarted_between_epochs_is_found_again(
+    name: str,
+    kind: str,
+    workers: int,
+    persistent: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed, "_RETRY_S", 0)
+    more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+    rng = np.random.default_rng(2)
+    paths = [str(tmp_path / str(i)) for i in range(N if kind == "files" else 1)]
+
+    def write() -> None:
+        """Other bytes each time: a batch of what a lost daemon had is seen."""
+        for path in paths:
+            Path(path).write_bytes(rng.bytes(NBYTES * N // len(paths)))
+
+    write()
+    data: Any = (
+        creel.FileDataset(paths, nbytes=[NBYTES] * N)
+        if kind == "files"
+        else creel.RecordDataset(paths[0], torch.uint8, NBYTES)
+    )
+
+    def loader(cls: Any) -> Any:
+        return cls(data, BATCH, True, generator=torch.Generator().manual_seed(6), **more)
+
+    ours, theirs = loader(creel.DataLoader), loader(DataLoader)
+
+    def read_all(daemon: Running) -> bool:
+        return bool(told(daemon)["sources"][0]["nbytes"] == N * NBYTES)
+
+    def same_epoch() -> None:
+        for mine, his in itertools.zip_longest(ours, theirs):
+            assert torch.equal(mine, his)
+
+    with Running(name) as first:
+        same_epoch()
+        assert read_all(first)
+    write()
+    with Running(name) as second:  # at once another
+        same_epoch()
+        assert read_all(second)
+    assert ours.stats()["direct_reads"] == 0
+    write()
+    same_epoch()  # and none for a while
+    write()
+    with Running(name) as third:
+        same_epoch()
+        assert read_all(third)

@@ -1,0 +1,201 @@
+"""Orders of samplers that nobody knows: iterated as by torch, foreseen where a copy can tell."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_samplers import Echo, Loader, Make, same, states
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+
+from creel.loader import recipes
+from creel.loader.samplers import observe
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Lazy(Sampler[int]):
+    """Draws from every global generator while it is iterated."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.epoch = 0
+        self.pulled = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.n):
+            self.pulled += 1
+            of_numpy = np.random.randint(100)  # noqa: NPY002  (as old samplers do)
+            yield int(torch.randint(100, ()).item()) + of_numpy + random.randrange(9)
+
+    def __len__(self) -> int:
+        return self.n
+
+
+class Eager(Sampler[int]):
+    """Draws when it is begun, and shuffles in place."""
+
+    def __init__(self, n: int) -> None:
+        self.order = list(range(n))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+class Counting(RandomSampler):
+    """As accelerate's: its own generator, an epoch that counts itself."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.generator is not None
+        self.generator.manual_seed(self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Pairs(Sampler[list[int]]):
+    """A batch sampler with batches of many sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = torch.randperm(20).tolist()
+        while left:
+            k = random.randrange(1, 4)
+            yield left[:k]
+            left = left[k:]
+
+
+FOREIGN: dict[str, Make] = {
+    "lazy": lambda: DataLoader(Echo(0), sampler=Lazy(9), batch_size=4, collate_fn=same),
+    "eager": lambda: DataLoader(Echo(0), sampler=Eager(9), batch_size=4, collate_fn=same),
+    "eager, no batches": lambda: DataLoader(Echo(0), sampler=Eager(9), batch_size=None),
+    "lazy, no batches": lambda: DataLoader(Echo(0), sampler=Lazy(9), batch_size=None),
+    "counting": lambda: DataLoader(
+        Echo(0), sampler=Counting(range(9), generator=torch.Generator()), collate_fn=same
+    ),
+    "pairs": lambda: DataLoader(Echo(0), batch_sampler=Pairs(), collate_fn=same),
+}
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  (as old samplers do)
+    random.seed(seed)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_sampler_is_iterated_and_foreseen(name: str, workers: int) -> None:
+    theirs, mine = FOREIGN[name](), FOREIGN[name]()
+    mine.num_workers = workers
+    if workers:
+        theirs = DataLoader(
+            theirs.dataset,
+            num_workers=workers,
+            collate_fn=theirs.collate_fn,
+            **(
+                {"batch_sampler": theirs.batch_sampler}
+                if theirs.batch_sampler is not None
+                else {"sampler": theirs.sampler, "batch_size": None}
+            ),
+        )
+    seed_all(1)
+    want = [(list(theirs), states(theirs)) for _ in range(3)]
+    seed_all(1)
+    order, foreseen = None, None
+    got = []
+    for _ in range(3):
+        order = observe(mine, previous=order)
+        assert not order.known
+        seen = states(mine)
+        now = order.predict(0)
+        assert states(mine) == seen
+        assert now is not None
+        if foreseen is not None:
+            assert foreseen.same(now)
+        pulled = list(order)
+        assert all(now.matches(i, b) for i, b in enumerate(pulled))
+        assert len(now.ends) == len(pulled)
+        seen = states(mine)
+        foreseen = order.predict(1)
+        assert states(mine) == seen
+        got.append((pulled, seen))
+    assert str(got) == str(want)
+
+
+def test_a_foreign_sampler_is_pulled_one_batch_at_a_time() -> None:
+    sampler = Lazy(9)
+    order = observe(DataLoader(Echo(0), sampler=sampler, batch_size=4))
+    assert sampler.pulled == 0
+    next(order)
+    assert sampler.pulled == 4
+
+
+class Endless(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+_module_rng = np.random.default_rng(0)
+
+
+class Reaching(Sampler[int]):
+    """Draws from a generator of its module, which no copy can keep from moving."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from _module_rng.permutation(4).tolist()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [Endless(), Reaching(), (i for i in range(3)), map(int, (c for c in "123")), [[1], ["a"]]],
+    ids=["endless", "reaching", "generator", "map", "words"],
+)
+def test_what_cannot_be_foreseen_is_said_to_be_so(sampler: Any) -> None:
+    before = _module_rng.bit_generator.state
+    order = observe(DataLoader(Echo(9), batch_sampler=sampler))
+    foreseen = order.predict(0, budget_s=0.3)  # the endless one comes back too
+    assert foreseen is None or len(foreseen.ends) == 0
+    assert _module_rng.bit_generator.state == before
+    assert next(order) in (0, 1, 2, 3, [1])
+
+
+def test_a_subclass_or_a_patched_torch_is_not_taken_for_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loader: Loader = DataLoader(Echo(9), sampler=Counting(range(9), generator=torch.Generator()))
+    assert not observe(loader).known
+    plain_loader: Loader = DataLoader(Echo(9), shuffle=True, batch_size=2)
+    assert observe(plain_loader).known
+    monkeypatch.setattr(recipes, "_TRUST", {})
+    monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter(range(len(self))))
+    order = observe(plain_loader)
+    assert not order.known
+    assert list(order) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+
+
+def test_trying_torch_out_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "_TRUST", {})
+    state = torch.get_rng_state()
+    kinds = [*recipes._RECIPES, BatchSampler]
+    assert all(recipes.trusted(k) for k in kinds)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_batches_in_a_list_are_the_user_s_own_objects() -> None:
+    listed = [[3, 1], (2,), torch.tensor([0, 4])]
+    order = observe(DataLoader(Echo(5), batch_sampler=listed))  # type: ignore[arg-type]  # torch takes it
+    foreseen = order.predict(0)
+    assert all(a is b for a, b in zip(order, listed, strict=True))
+    assert foreseen is not None
+    assert foreseen.indices.tolist() == [3, 1, 2, 0, 4]
+    assert foreseen.ends.tolist() == [2, 3, 5]
