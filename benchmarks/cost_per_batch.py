@@ -7,7 +7,8 @@ files opened one by one), creel with `num_workers=2` through the embedded daemon
 memory. The loop does nothing with the batches. `memcpy` is numpy's gather alone, into one buffer.
 With --cold it is the first epoch instead, over warm page cache: the worst case for a cache that has
 to be filled. `creel` makes a loader and reads it at once, daemon start included; `served` has
-an (empty) daemon already, as with creeld or after the seconds that making a model takes.
+an (empty) daemon already, as with creeld or after the seconds that making a model takes. `first` is
+the time to the first batch, `rest` that of each later one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from measure import Comparison, Round, measured, report
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.loader import feed
 from creel.loader.embed import connect_or_start
 
 
@@ -175,7 +177,11 @@ def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callabl
         with fresh_name():
             client = connect_or_start() if served else None
             with measured(into):
-                into.batches += sum(1 for _ in make())
+                start = time.perf_counter()
+                batches = iter(make())
+                next(batches)
+                into.first_s += time.perf_counter() - start
+                into.batches += 1 + sum(1 for _ in batches)
             if client is not None:
                 client.close()
 
@@ -184,15 +190,20 @@ def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callabl
 
 @contextmanager
 def fresh_name() -> Iterator[None]:
-    """Loaders meet no daemon that was there before."""
-    name = os.environ.get("CREEL_SOCKET")
-    os.environ["CREEL_SOCKET"] = f"cold-{os.getpid()}-{time.monotonic_ns()}"
+    """Loaders meet no daemon that was there before, and leave none that holds memory."""
+    before = {k: os.environ.get(k) for k in ("CREEL_SOCKET", "CREEL_DAEMON__LINGER_S")}
+    name = f"cold-{os.getpid()}-{time.monotonic_ns()}"
+    os.environ |= {"CREEL_SOCKET": name, "CREEL_DAEMON__LINGER_S": "0"}
     try:
         yield
     finally:
-        os.environ.pop("CREEL_SOCKET")
-        if name is not None:
-            os.environ["CREEL_SOCKET"] = name
+        client = feed._clients.pop((os.getpid(), name), None)  # noqa: SLF001  it would stay
+        if client is not None:
+            client.close()
+        for key, value in before.items():
+            os.environ.pop(key)
+            if value is not None:
+                os.environ[key] = value
 
 
 def memcpy(work: Workload) -> Callable[[Round], None] | None:

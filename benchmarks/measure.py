@@ -34,6 +34,12 @@ class Round:
     wall_s: float = 0.0
     cpu_s: float = 0.0
     batches: int = 0
+    first_s: float = 0.0  # of the wall time, until the first batch; 0: not looked at
+
+    @property
+    def rest_s(self) -> float:
+        """Wall seconds per batch after the first."""
+        return (self.wall_s - self.first_s) / max(self.batches - 1, 1)
 
 
 def tree_cpu_s() -> float:
@@ -101,6 +107,9 @@ class Comparison:
         for way, rounds in self.rounds.items():
             out[f"{way}_wall_us"] = round(median(1e6 * r.wall_s / r.batches for r in rounds), 1)
             out[f"{way}_cpu_us"] = round(median(1e6 * r.cpu_s / r.batches for r in rounds), 1)
+            if rounds[0].first_s:
+                out[f"{way}_first_ms"] = round(median(1e3 * r.first_s for r in rounds))
+                out[f"{way}_rest_us"] = round(median(1e6 * r.rest_s for r in rounds), 1)
             if way != peer:
                 pairs = list(zip(self.rounds[peer], rounds, strict=True))
                 out[f"{way}_wall_ratio"] = round(
@@ -112,6 +121,9 @@ class Comparison:
                     ),
                     2,
                 )
+            if way != peer and rounds[0].first_s:
+                rests = [p.rest_s / r.rest_s for p, r in pairs]
+                out[f"{way}_rest_ratio"] = round(median(rests), 2)
         return out
 
 

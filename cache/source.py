@@ -154,17 +154,19 @@ class Source:
         Returns:
             (k,) bytes read; -1 where the object failed (`counters.last_error` says how).
         """
-        nbytes = np.full(len(ids), -1, np.int64)
         rows = self.manifest.rows(ids)
         offset, length = self.manifest.ranges(ids)
         if (length < 0).any():
             length = np.where(length < 0, [b.nbytes for b in buffers], length)
+        read: list[int] = []
         for file in _files(self._file_of_row[rows], offset, length):
-            runs = [Run(r.offset, r.length, [buffers[i] for i in r.members]) for r in file]
+            runs = [Run(at, n, [buffers[i] for i in members]) for at, n, members in file]
             place = self._place(int(rows[file[0].members[0]]))
             for one, good in zip(file, self._fill(place, runs), strict=True):
                 if good:
-                    nbytes[one.members] = length[one.members]
+                    read += one.members
+        nbytes = np.full(len(ids), -1, np.int64)
+        nbytes[read] = length[read]
         return nbytes
 
     def _fill(self, place: Place, runs: list[Run]) -> list[bool]:
@@ -309,20 +311,19 @@ def _files(
     [(0, 8, [2, 0])]
     [(0, 4, [1])]
     """
+    if not len(file):
+        return
     order = np.lexsort((offset, file))
     f, o, n = file[order], offset[order], length[order]
-    new_file = f[1:] != f[:-1]
-    new_run = new_file | (o[1:] != o[:-1] + n[:-1])
-    cuts = [0, *(np.flatnonzero(new_run) + 1).tolist(), len(order)]
-    begins = {0, *(np.flatnonzero(new_file) + 1).tolist()}
+    new_file = np.append(True, f[1:] != f[:-1])
+    new_run = new_file.copy()
+    new_run[1:] |= o[1:] != o[:-1] + n[:-1]
+    cuts = [*np.flatnonzero(new_run).tolist(), len(order)]
+    if len(order) > _VECTOR:
+        cuts = [i for a, b in pairwise(cuts) for i in range(a, b, _VECTOR)] + cuts[-1:]
     members, starts, ends = order.tolist(), o.tolist(), (o + n).tolist()
-    runs: list[_Neighbours] = []
-    for a, b in pairwise(cuts):
-        if a in begins and runs:
-            yield runs
-            runs = []
-        for i in range(a, b, _VECTOR):
-            j = min(i + _VECTOR, b)
-            runs.append(_Neighbours(starts[i], ends[j - 1] - starts[i], members[i:j]))
-    if runs:
-        yield runs
+    reads = [
+        _Neighbours(starts[a], ends[b - 1] - starts[a], members[a:b]) for a, b in pairwise(cuts)
+    ]
+    for a, b in pairwise([*np.flatnonzero(new_file[cuts[:-1]]).tolist(), len(reads)]):
+        yield reads[a:b]

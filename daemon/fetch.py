@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,10 @@ _PART_S = 0.002
 _PART_OBJECTS = 256
 #: Read before it is written to the arena; stays within a core's cache.
 _SCRATCH_NBYTES = 512 << 10
-_FIRST_GUESS_S = 0.0001  # per object, before anything was measured
+_FIRST_GUESS_S = 0.001  # per object, before anything was measured
+_FIRST_CPU_S = 0.0001
+_FORGET = 0.005  # of what is known of CPU, a part: user time is counted in ticks of milliseconds
+_TICKS = 0.3  # by how much their ratio may be wrong
 _OF_WAIT = 0.7  # the part of a thread's waiting that other threads' computing may fill
 _HUNG_S = 1.0  # a part that takes longer is not counted on
 
@@ -220,6 +224,11 @@ class Fetcher:
             self._arena.write(to, scratch[begin:end])
 
 
+def _user_s() -> float:
+    """CPU seconds of this thread outside the system."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
+
+
 def _parts(k: int, step: int) -> Iterator[slice]:
     """Slices of at most `step` that cover k.
 
@@ -263,9 +272,11 @@ class _Room:
 class _Lane:
     """The queue and the threads of one source.
 
-    As many threads work as waiting makes worth while: two where reads come from the page cache (a
-    third would only fight for the interpreter), all that are allowed where a read is a far round
-    trip. Threads that hang do not count, so that one dead server does not take its lane along.
+    As many threads work as is worth while. Where reads come from the page cache that is the number
+    that can compute at once, as only one can hold the interpreter: one for small records (a second
+    makes them 20 % slower), two or three for large files, which the system copies. Where a read is
+    a far round trip it is all that are allowed. Threads that hang do not count, so that one dead
+    server does not take its lane along.
     """
 
     def __init__(
@@ -292,7 +303,8 @@ class _Lane:
         # Few threads until reads are seen to wait: many threads on a quick source make each other
         # wait for the interpreter, which looks like a slow source and would keep them all.
         self._wait_s = 0.0
-        self._cpu_s = _FIRST_GUESS_S
+        self._cpu_s = _FIRST_CPU_S
+        self._user_s = self._total_s = 10 * _PART_S  # CPU of late: ours, and with the system's
 
     def objects_per_part(self) -> int:
         """So many objects take about _PART_S."""
@@ -324,8 +336,9 @@ class _Lane:
         hung = time.monotonic() - _HUNG_S
         busy = sum(began > hung for began in self._began.values())
         # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
-        useful = int(_OF_WAIT * self._wait_s / self._cpu_s)
-        return min(len(self._heap), max(2, useful) - busy)
+        at_once = self._total_s / self._user_s - _TICKS
+        useful = max(int(_OF_WAIT * self._wait_s / self._cpu_s), int(at_once))
+        return min(len(self._heap), max(useful, 1) - busy)
 
     def _grow(self) -> None:
         """Wake or start threads for what waits; the lock is held."""
@@ -344,14 +357,16 @@ class _Lane:
         me = threading.get_ident()
         while (work := self._take(me)) is not None:
             job, part = work
-            start, cpu = time.perf_counter(), time.thread_time()
+            start, cpu, user = time.perf_counter(), time.thread_time(), _user_s()
             self._run(self.source, job, part)
-            cpu = time.thread_time() - cpu
-            self._measure(part.stop - part.start, time.perf_counter() - start, cpu)
+            cpu, user = time.thread_time() - cpu, _user_s() - user
+            self._measure(part.stop - part.start, time.perf_counter() - start, cpu, user)
 
-    def _measure(self, objects: int, seconds: float, cpu: float) -> None:
+    def _measure(self, objects: int, seconds: float, cpu: float, user: float) -> None:
         """Learn from a part; that threads may lose an update harms nobody."""
-        self._object_s += (seconds / objects - self._object_s) * 0.1
+        self._user_s += user - _FORGET * self._user_s
+        self._total_s += cpu - _FORGET * self._total_s
+        self._object_s += (seconds / objects - self._object_s) * 0.3
         self._cpu_s += (cpu / objects - self._cpu_s) * 0.1
         wait = max(seconds - cpu, 0.0) / objects
         # A low quantile: a thread that waits for the interpreter must not look like a slow disk.

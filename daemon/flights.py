@@ -8,6 +8,7 @@ import numpy as np
 
 from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.extents import must
+from creel.cache.space import FixedPool
 from creel.daemon.events import Fetch
 from creel.daemon.holding import Holding, Index, Sizes
 from creel.daemon.shares import Shares
@@ -75,7 +76,9 @@ class Flights:
             return []
         h.life[ids] = FETCHING
         order = ids.argsort()
-        ids, offset, length = ids[order], offset[order], length[order]
+        ids, length = ids[order], length[order]
+        # Rooms of one size may be dealt out anew: neighbours are then written in one go.
+        offset = np.sort(offset) if isinstance(h.pool, FixedPool) else offset[order]
         nbytes, small = h.expected(length), ids.astype(np.int32)
         strange = nbytes is not length
         out = []

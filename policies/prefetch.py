@@ -40,7 +40,7 @@ class Window:
     inflight_nbytes: int = 256 << 20
     inflight_objects: int = 4096
     fetch_nbytes: int = 8 << 20
-    fetch_objects: int = 64
+    fetch_objects: int = 512
     opens_dominate: bool = False
 
 
