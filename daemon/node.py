@@ -26,13 +26,13 @@ from creel.cache.patience import Patience
 from creel.cache.source import Source
 from creel.cache.space import Space
 from creel.config import Config, memory_budget
+from creel.daemon import commands, metrics
 from creel.daemon import events as mind
-from creel.daemon import metrics
 from creel.daemon.core import Core
 from creel.daemon.fetch import Fetcher
 from creel.daemon.host import Answer
 from creel.daemon.registry import Dataset, Registry, Session
-from creel.errors import ConfigError, CreelError, UnavailableError
+from creel.errors import CreelError, UnavailableError
 from creel.messages import (
     PROTOCOL,
     Ask,
@@ -294,67 +294,11 @@ class Node:
 
     def answer(self, ask: Ask) -> dict[str, Any]:
         """The answer to a command of the CLI (docs/cli.md has the schema)."""
-        command = _COMMANDS.get(ask.what)
-        if command is None:
-            raise ConfigError(f"no such command: {ask.what!r}; there are {', '.join(_COMMANDS)}")
-        return command(self, ask.args)
-
-    # --- commands -----------------------------------------------------------------------------
-
-    def _status(self, args: dict[str, Any]) -> dict[str, Any]:
-        del args
-        return {
-            "name": self.config.daemon.name,
-            "pid": os.getpid(),
-            "version": self.version,
-            "embedded": self.embedded,
-            "state": self.state,
-            "uptime_s": time.monotonic() - self.started,
-            "memory": metrics.memory(self),
-            "clients": self.clients(),
-            "sessions": len(self.registry.sessions),
-            "datasets": len(self.registry.datasets),
-        }
+        return commands.answer(self, ask)
 
     def told(self) -> dict[str, Any]:
         """Status and stats together."""
-        return {**self._status({}), **metrics.stats(self)}
-
-    def _stats(self, args: dict[str, Any]) -> dict[str, Any]:
-        del args
-        return metrics.stats(self)
-
-    def _datasets(self, args: dict[str, Any]) -> dict[str, Any]:
-        del args
-        return {"datasets": metrics.datasets(self)}
-
-    def _config(self, args: dict[str, Any]) -> dict[str, Any]:
-        del args
-        return {"settings": self.config.flat()}
-
-    def _warm(self, args: dict[str, Any]) -> dict[str, Any]:
-        dataset = self._named(args)
-        self.feed(mind.Warm(dataset.key))
-        return metrics.dataset(self, dataset)
-
-    def _drop(self, args: dict[str, Any]) -> dict[str, Any]:
-        dataset = self._named(args)
-        self.feed(mind.Dropped(dataset.key))
-        return metrics.dataset(self, dataset)
-
-    def _stop(self, args: dict[str, Any]) -> dict[str, Any]:
-        self.stop(bool(args.get("now", True)))
-        return {"state": self.state}
-
-    def _named(self, args: dict[str, Any]) -> Dataset:
-        """The data set that `args["dataset"]` means, by any beginning of its key."""
-        key = args.get("dataset")
-        if not isinstance(key, str) or not key:
-            raise ConfigError("which data set? `creel stats` lists them")
-        found = [d for k, d in self.registry.datasets.items() if k.startswith(key)]
-        if len(found) != 1:
-            raise ConfigError(f"{len(found)} data sets have a key that begins with {key!r}")
-        return found[0]
+        return commands.told(self)
 
     # --- memory -------------------------------------------------------------------------------
 
@@ -382,17 +326,6 @@ class Node:
         self.fetcher.join(0.5)
         self.registry.close()
         self.arena.close()
-
-
-_COMMANDS: dict[str, Callable[[Node, dict[str, Any]], dict[str, Any]]] = {
-    "status": Node._status,  # noqa: SLF001  the table of this class
-    "stats": Node._stats,  # noqa: SLF001
-    "datasets": Node._datasets,  # noqa: SLF001
-    "config": Node._config,  # noqa: SLF001
-    "warm": Node._warm,  # noqa: SLF001
-    "drop": Node._drop,  # noqa: SLF001
-    "stop": Node._stop,  # noqa: SLF001
-}
 
 
 def _window(config: Config) -> Window:

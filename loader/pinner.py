@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ class Pinner:
         """Begin; `device` is the accelerator's type."""
         self._pool = weakref.proxy(pool)
         self._device = device
-        self._device_index = torch.accelerator.current_device_index()
+        self._device_index, self._use = _device(device)
         self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="pt_data_pin")
@@ -49,7 +50,7 @@ class Pinner:
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        torch.accelerator.set_device_index(self._device_index)
+        self._use(self._device_index)
         with contextlib.suppress(ReferenceError):
             while not self._stop.is_set():
                 event = self._pool.receive(0.1)
@@ -69,3 +70,16 @@ class Pinner:
             where = f"in pin memory thread for device {self._device_index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
         return Batch(event.worker, event.tag, event.index, data, event.times)
+
+
+def _device(kind: str | None) -> tuple[int, Callable[[int], object]]:
+    """The present device's number, and what makes a device a thread's own, in any torch."""
+    known = getattr(torch, "accelerator", None)
+    for ask, use in (
+        ("current_device_index", "set_device_index"),
+        ("current_device_idx", "set_device_idx"),  # torch 2.6 and 2.7
+    ):
+        if hasattr(known, ask):
+            return getattr(known, ask)(), getattr(known, use)
+    module = getattr(torch, kind or "cuda")
+    return module.current_device(), module.set_device

@@ -21,7 +21,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 #: Tests of torch's private internals, and why creel's class cannot pass them.
-KNOWN: dict[str, str] = {}
+KNOWN: dict[str, str] = {
+    "TestOutOfOrderDataLoader::test_out_of_order_index_ds": (
+        "torch 2.6 deals batches out in turn even with in_order=False; creel, like later releases,"
+        " gives them to workers that have none"
+    ),
+}
 
 
 def outcomes(suite: Path, plugin: list[str], extra: list[str]) -> dict[str, str]:

@@ -532,8 +532,7 @@ def test_pinning_without_an_accelerator_warns_as_torch_does() -> None:
             warnings.simplefilter("always")
             list(cls(NUMBERS, pin_memory=True))
         said.append([str(w.message) for w in caught])
-    assert said[0] == said[1]
-    assert said[0]
+    assert said[0] == said[1]  # some releases of torch say nothing
 
 
 def test_a_dataset_of_hugging_face_has_torchs_batches() -> None:

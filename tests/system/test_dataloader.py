@@ -366,6 +366,9 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
     creel.DataLoader(Squares(), 4)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.accelerator, "current_device_index"), reason="torch < 2.8 asks torch.cuda"
+)
 def test_batches_may_be_pinned_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
