@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing creel and what its tests need into $(VENV) (once)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check 'pip>=25.1'
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 	    -e '.[torch,http,prometheus]' --group dev --group demo
 	@touch $@
 
