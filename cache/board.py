@@ -22,7 +22,7 @@ ABSENT = -1
 
 # words the daemon writes
 HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
-READY = 1  # all steps < READY are resident (or failed) and pinned
+READY = 1  # all steps < READY are resident (or failed) and pinned; lowered before their bytes go
 STATE = 2  # 0 serving, 1 draining (finish what you have, then read directly), 2 closed
 FAILED = 3  # objects of this session that could not be fetched, so far
 TRUNCATED = 4  # Truncate messages dealt with; until then READY may speak of the old plan

@@ -246,6 +246,8 @@ class Node:
     def close_session(self, session: Session) -> None:
         """End a session; the core takes back all it had pinned."""
         self.ranks.closes(session)
+        if self.state != "draining":  # then nobody fetches: what lies there stays to the end
+            session.unready(0)
         self.registry.remove(session)
         self.feed(mind.Closed(session.id))
 

@@ -138,8 +138,14 @@ class Session:
         self.asked = max(self.asked, step + 1)
         return True
 
+    def unready(self, step: int) -> None:
+        """The bytes of all steps from `step` on may go: who reads them must know before they do."""
+        self.ready = min(self.ready, step)
+        self.board[READY] = self.ready
+
     def truncate(self, step: int) -> None:
         """The plan ends at `step`."""
+        self.unready(step)
         self.steps = min(self.steps, step)
         self.done, self.wanted = min(self.done, self.steps), min(self.wanted, self.steps)
 

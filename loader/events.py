@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.alike import Snapshot
 from creel.loader.stages import Times
+
+if TYPE_CHECKING:
+    from creel.loader.feed import Told
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,15 @@ class Ahead:
     """Batches of the next epoch that were asked for before anybody wanted them.
 
     They are that epoch's first ones if it has this base seed, dataset and world, and if its sampler
-    begins with these indices; `arrived` are those that are there.
+    begins with these indices; `arrived` are those that are there. Their steps are those of `told`,
+    and good for nothing once the daemon is told otherwise; None: they are read directly.
     """
 
     tag: int
     base_seed: int
     frozen: Snapshot
     indices: list[NDArray[np.int64]]
+    told: Told | None
     arrived: list[Batch] = field(default_factory=list)
 
     def begins(self, indices: list[object]) -> bool:

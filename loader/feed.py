@@ -56,6 +56,10 @@ class Told(NamedTuple):
         """One more than the last step."""
         return self.origin + len(self.ends)
 
+    def step(self, i: int) -> int:
+        """The session's step of batch i."""
+        return self.origin + i
+
     def ids(self, i: int) -> NDArray[np.int32]:
         """(k,) objects of batch i."""
         return self.objects[self.ends[i - 1] if i else 0 : self.ends[i]]
@@ -158,9 +162,13 @@ class Feed:
         self._next = now.origin + i + 1
         return self._next - 1
 
-    def step_ahead(self, i: int) -> int:
-        """The step of batch i of the next epoch; -1 where that is not known."""
-        return self._ahead[0].origin + i if self._ahead else -1
+    def ahead(self) -> Told | None:
+        """The next epoch as the daemon was told of it, if it was."""
+        return self._ahead[0] if self._ahead else None
+
+    def reads(self, told: Told) -> bool:
+        """Whether the epoch that goes on is that one, which the daemon was never told otherwise."""
+        return self._now is told
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """(k,) objects of batch i, for which `give` gave a step."""

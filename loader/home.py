@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.bench import Bench
-from creel.loader.feed import Feed, expect_daemon, foreseen, open_feed
+from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
 from creel.loader.meter import Meter
 from creel.loader.samplers import Begun, Order, State, adopt, restore
 from creel.loader.sources import Binding, bind
@@ -179,12 +179,20 @@ class Course:
             self._unforeseen[self.skipped + i] = samples
         return step
 
-    def step_ahead(self, i: int) -> int:
-        """The session's step of the next epoch's batch i, where the daemon has been told of it."""
+    def ahead(self) -> Told | None:
+        """The next epoch as the daemon was told of it, if it was."""
         if self.feed is None:
-            return -1
+            return None
         self._foresee(self.feed)
-        return self.feed.step_ahead(i)
+        return self.feed.ahead()
+
+    def holds(self, told: Told | None) -> bool:
+        """Whether the steps of an epoch, given out ahead, are this one's and were pinned all along.
+
+        Their numbers and samples do not tell: a plan that was told anew has the same numbers, and
+        whoever read them meanwhile read what nobody held.
+        """
+        return told is None or (self.feed is not None and self.feed.reads(told))
 
     def done(self, i: int) -> None:
         """All batches below the i-th from here on have arrived."""

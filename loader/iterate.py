@@ -135,8 +135,6 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
             self._moment = before()
         _BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._course.begin(loader, self, self._moment)
-        if self._course.feed is not None:
-            self._pool.join(self._course.feed.ticket)
         self._send_idx = 0
         self._rcvd_idx = 0
         # batch -> (worker,) while outstanding, (worker, event) once it came out of order
@@ -158,11 +156,13 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
             self._sampled_all = not self._pull(indices) or self._sampled_all
         ahead = self._pool.ahead
         if ahead is not None:
-            self._primed = ahead.begins(indices)
+            self._primed = ahead.begins(indices) and self._course.holds(ahead.told)
             self._home.speculation(succeeded=self._primed)
             self._pool.take_ahead(wanted=self._primed)
             if not self._primed:
                 self._tag = self._home.bench.renew(self._pool, self._wants, ahead.frozen)
+        if self._course.feed is not None:
+            self._pool.join(self._course.feed.ticket)
         for index in indices:
             self._put(index)
         self._primed = False
@@ -259,18 +259,22 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         plan = foreseen(order, 1)
         if plan is None or plan.base_seed < 0 or not len(plan.ends):
             return
+        first = min(self._prefetch_factor * self._num_workers, len(plan.ends))
+        cuts = plan.ends[: first - 1]
+        indices = np.split(plan.indices[: plan.ends[first - 1]].astype(np.int64), cuts)
+        told = self._course.ahead()
+        if told is not None and not all(told.reads(i, index) for i, index in enumerate(indices)):
+            return  # the sampler has been changed since: those steps hold other samples
         try:
             frozen = self._wants.freeze()
         except UnlikeError as e:
             self._home.bench.unlike = str(e)
             return
-        first = min(self._prefetch_factor * self._num_workers, len(plan.ends))
-        cuts = plan.ends[: first - 1]
-        indices = np.split(plan.indices[: plan.ends[first - 1]].astype(np.int64), cuts)
-        pool.ahead = Ahead(pool.begin(frozen, plan.base_seed), plan.base_seed, frozen, indices)
+        tag = pool.begin(frozen, plan.base_seed)
+        pool.ahead = Ahead(tag, plan.base_seed, frozen, indices, told)
         for i, index in enumerate(indices):
-            step = self._course.step_ahead(i)
-            pool.task(i % self._num_workers, pool.ahead.tag, i, index, step, many=True)
+            step = -1 if told is None else told.step(i)
+            pool.task(i % self._num_workers, tag, i, index, step, many=True)
 
     def _choose_worker(self, max_tasks: int) -> int | None:
         """The next worker in turn; out of order, the next that has not its share yet."""

@@ -99,9 +99,10 @@ class Session:
     def truncate(self, step: int) -> bool:
         """Forget the plan from `step` on; False when the daemon is lost.
 
-        Nobody may be reading a step from `step` on any more: its bytes may go at once. Returns
-        when READY speaks of the new plan (a round trip); a daemon that does not say so in time is
-        lost for good, since its READY could mean either.
+        Whoever reads a step from `step` on finds it not ready afterwards, until the plan goes on:
+        what was given out of the old plan must not be used from then on. Returns when READY speaks
+        of the new plan (a round trip); a daemon that does not say so in time is lost for good,
+        since its READY could mean either.
         """
         self._truncates += 1
         if not self._say(Truncate(self.token, self.id, step)):
@@ -116,7 +117,10 @@ class Session:
         return True
 
     def ready(self, step: int) -> bool:
-        """Whether the objects of `step` can be read from the arena (or have failed) now."""
+        """Whether the objects of `step` can be read from the arena (or have failed) now.
+
+        Asked again after a copy: they could all the while, unless the plan was told anew meanwhile.
+        """
         return not (self._closed or self._lost) and self.board[READY] > step
 
     def wait(self, step: int, timeout_s: float) -> bool:
@@ -153,7 +157,10 @@ class Session:
         offset = int(self.table.offset[object_id])
         if offset == ABSENT:
             return None
-        return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
+        try:
+            return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
+        except ValueError:  # another thread has hung up
+            return None
 
     def close(self) -> None:
         """End the session; a worker only lets go of it."""
@@ -162,8 +169,7 @@ class Session:
         self._closed = True
         if self._trainer:
             self._client.tell(Close(self.id))
-        self.board.close()
-        self.table.close()
+        # Board and table go with the session: other threads may be reading right now.
 
     def _say(self, message: LineRequest, *arrays: NDArray[Any]) -> bool:
         if self._closed or self._lost:

@@ -66,6 +66,8 @@ class Reader:
             start = time.monotonic_ns()
             data = gatherer.batch(ids, np.asarray(index))
             self._meter.collate_ns += time.monotonic_ns() - start
+            if not feed.session.ready(step):  # nor was it, perhaps, while they were copied
+                return self._fetch(index, feed.binding.counting())
             if data is not None:
                 return data
         return self._fetch(index, feed.binding.reading(feed.session, ids))

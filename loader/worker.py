@@ -299,10 +299,13 @@ class _Worker:
         if self._gatherer is not None:
             self._collating = self._enter(COLLATING)
             data = self._gatherer.batch(ids, indices)
-            if data is not None:
+            ready = session.ready(step)  # and was, while they were copied
+            if ready and data is not None:
                 return data
             self._enter(READING)
             self._collating = 0
+            if not ready:
+                return self._read(index, binding.counting())
         return self._read(index, binding.reading(session, ids))
 
     def _wait(self, session: Session, step: int) -> bool:

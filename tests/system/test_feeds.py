@@ -6,19 +6,23 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from daemons import Running
-from torch.utils.data import DataLoader
+from daemons import Running, plan
+from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
 
 import creel
-from creel.loader import feed
+from creel.loader import feed, solo
+from creel.loader.gather import Gatherer, Ring
 from creel.loader.iterate import OwnIter
+from creel.loader.parcel import Outbox
+from creel.loader.session import STALE_NS, Session
+from creel.loader.sources import bind
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -260,3 +264,236 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
     with Running(name) as third:
         same_epoch()
         assert read_all(third)
+
+
+# --- readers and pins ------------------------------------------------------------------------
+
+ROWS, ROW_NBYTES, FEW = 400, 16384, 4
+
+
+class Gate:
+    """Where a worker that has looked up a batch's rows stands still, just before it copies them.
+
+    Meanwhile others may do to the memory whatever they do to bytes that nobody has pinned.
+    """
+
+    def __init__(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[list[int]], bool]
+    ) -> None:
+        """The first batch whose objects are `chosen` stops here, in a worker forked later."""
+        self.arrived, self.opened, self.passed = (path / n for n in ("here", "open", "past"))
+        batch, memory = Gatherer.batch, Outbox.memory
+        stops = False
+
+        def watched_batch(gatherer: Any, ids: Any, indices: Any) -> Any:
+            nonlocal stops
+            stops = not self.arrived.exists() and chosen(ids.tolist())
+            made = batch(gatherer, ids, indices)
+            if stops:
+                self.passed.touch()
+            return made
+
+        def watched_memory(outbox: Any, nbytes: int) -> Any:
+            if stops:
+                self.arrived.touch()
+                until(self.opened.exists, what="the gate opens")
+            return memory(outbox, nbytes)
+
+        monkeypatch.setattr(solo, "_HERE_NBYTES", 0)  # workers gather even small batches
+        monkeypatch.setattr(Gatherer, "batch", watched_batch)
+        monkeypatch.setattr(Outbox, "memory", watched_memory)
+
+    def let_through(self) -> None:
+        """Let the reader go on, if there is one, and wait until it has copied."""
+        self.opened.touch()
+        if self.arrived.exists():
+            until(self.passed.exists, what="the rows are copied")
+
+
+@pytest.fixture
+def tight(name: str) -> Iterator[Running]:
+    """A daemon with memory for 64 of the rows."""
+    with Running(name, memory="1MiB") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
+    path = tmp_path_factory.mktemp("rows") / "rows"
+    np.arange(ROWS).repeat(ROW_NBYTES // 8).tofile(path)
+    return creel.RecordDataset(path, torch.int64, ROW_NBYTES // 8)
+
+
+def by_one_worker(rows: Any, sampler: Any) -> Any:
+    more: Any = {"prefetch_factor": 2, "multiprocessing_context": "fork"}
+    return creel.DataLoader(rows, FEW, sampler=sampler, num_workers=1, **more)
+
+
+def numbers(batches: Any) -> list[int]:
+    """Of the rows, each of which must be whole."""
+    found = []
+    for batch in batches:
+        assert (batch == batch[:, :1]).all()
+        found += batch[:, 0].tolist()
+    return found
+
+
+def write_over(daemon: Running, rows: Any) -> None:
+    """Have other rows lie wherever nobody has pinned what was there."""
+    manifest = bind(rows).manifest  # type: ignore[union-attr]  # it is bound
+    with daemon.client() as client:
+        for dataset in client.ask("datasets")["datasets"]:
+            client.ask("drop", dataset=dataset["dataset"])
+        session = client.open(client.register(manifest))
+        ids = np.arange(ROWS)[::-1]
+        plan(session, ids, FEW)
+        for step in range(ROWS // FEW):
+            assert session.wait(step, 20)
+            session.done(step + 1)
+
+
+def idle_pool(loader: Any) -> Any:
+    return loader._creel_home.bench._idle[0][1]
+
+
+def after(method: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
+    """The same method, after which `then` is called."""
+
+    def called(*args: Any) -> Any:
+        result = method(*args)
+        then()
+        return result
+
+    return called
+
+
+def test_batches_made_ahead_are_dropped_when_the_daemon_is_told_otherwise(
+    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = 40
+    first = iter([False, True])  # row 0 begins each epoch: stop in the second
+
+    class Some:
+        def __len__(self) -> int:
+            return length
+
+    gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 0 and next(first, False))
+    loader = by_one_worker(rows, SequentialSampler(Some()))
+    assert numbers(loader) == list(range(40))
+    until(gate.arrived.exists, what="the first batch of the epoch ahead is being made")
+    length = 36  # it begins alike
+
+    truncate = Session.truncate
+
+    def unpinned() -> None:
+        monkeypatch.setattr(Session, "truncate", truncate)
+        write_over(tight, rows)
+        gate.let_through()
+
+    monkeypatch.setattr(Session, "truncate", after(truncate, unpinned))
+    assert numbers(loader) == list(range(36))
+    assert gate.passed.exists()
+
+
+def test_a_step_ahead_is_read_by_nobody_for_other_samples(
+    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd, even = ([i % 2 == rest and i < 16 for i in range(ROWS)] for rest in (1, 0))
+    torch.manual_seed(3)
+    sampler = WeightedRandomSampler(odd, 10 * FEW)
+    gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] % 2 == 0)
+    loader = by_one_worker(rows, sampler)
+    with tight.client() as client:
+        key = client.register(bind(rows).manifest)  # type: ignore[union-attr]  # it is bound
+        client.ask("warm", dataset=key)
+        until(lambda: told(tight)["sources"][0]["reads"] >= 16, what="all lie in memory")
+
+    def epoch() -> list[int]:
+        out = []
+        for i, batch in enumerate(loader):
+            out += numbers([batch])
+            if i == 2:  # told of the next epoch by now, and not yet at work on it
+                sampler.weights = torch.tensor(even, dtype=torch.double)
+        return out
+
+    start = torch.get_rng_state()
+    ours = epoch()
+    if idle_pool(loader).ahead is not None:
+        until(gate.arrived.exists, what="the first batch of the epoch ahead is being made")
+        write_over(tight, rows)
+    gate.let_through()
+    ours += epoch()
+    torch.set_rng_state(start)
+    sampler.weights = torch.tensor(odd, dtype=torch.double)
+    loader = DataLoader(rows, FEW, sampler=sampler)
+    assert ours == epoch() + epoch()
+
+
+def test_batches_made_ahead_through_a_session_that_closed_are_dropped(
+    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = iter([False, True])
+    gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 0 and next(first, False))
+    loader = by_one_worker(rows, SequentialSampler(range(40)))
+    assert numbers(loader) == list(range(40))
+    until(gate.arrived.exists, what="the first batch of the epoch ahead is being made")
+
+    beats, close = "creel.loader.session.STALE_NS", Session.close
+
+    def unpinned() -> None:
+        monkeypatch.setattr(beats, STALE_NS)
+        monkeypatch.setattr(Session, "close", close)
+        until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
+        write_over(tight, rows)
+        gate.let_through()
+
+    monkeypatch.setattr(Session, "close", after(close, unpinned))
+    monkeypatch.setattr(beats, 0)  # as if the daemon had been stopped for a while
+    assert numbers(loader) == list(range(40))
+    assert gate.passed.exists()
+
+
+def test_what_is_copied_while_the_session_closes_is_read_anew(
+    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 3 * FEW)
+    loader = by_one_worker(rows, range(40))
+    batches = iter(loader)
+    ours = numbers(itertools.islice(batches, 3))
+    until(gate.arrived.exists, what="the batch is being made")
+    client = feed._clients[os.getpid(), tight.name]
+    assert client is not None
+    client._lost = True  # an answer at the desk came too late; then another loader begins
+    feed.client_of(loader._creel_home.config)
+    until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
+    write_over(tight, rows)
+    gate.let_through()
+    assert ours + numbers(batches) == list(range(40))
+
+
+@pytest.mark.parametrize("kind", ["rows", "files"])
+def test_a_thread_that_hangs_up_costs_the_others_no_batch(
+    tight: Running, rows: Any, files: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rows if kind == "rows" else creel.FileDataset(files.paths, decode=lambda b: hear(b)[0])
+    loader: Any = creel.DataLoader(data, FEW, sampler=range(40))
+    heard = itertools.count()
+
+    def hear(thing: Any) -> Any:
+        """In the midst of the fourth batch, something else happens in this process."""
+        if next(heard) == (3 if kind == "rows" else 3 * FEW + 1):
+            client = feed._clients[os.getpid(), tight.name]
+            assert client is not None
+            client._lost = True
+            feed.client_of(loader._creel_home.config)
+            until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
+            write_over(tight, rows)
+        return thing
+
+    take = Ring.take
+    monkeypatch.setattr(Ring, "take", lambda ring, nbytes: hear(take(ring, nbytes)))
+    if kind == "rows":
+        assert numbers(loader) == list(range(40))
+    else:
+        first = [Path(path).read_bytes()[0] for path in files.paths[:40]]
+        assert torch.cat(list(loader)).tolist() == first
