@@ -87,9 +87,10 @@ class Mover:
         if not len(inside):
             return False
         leaving, staying = ids[inside[~stays[inside]]], ids[inside[stays[inside]]]
-        h.pin(leaving)  # so that nobody moves there
+        cleared = ids[inside]
+        h.pin(cleared)  # so that nobody moves to where all are to go
         victims = keeper.fitting(h.room[staying], need)
-        h.unpin(leaving)
+        h.unpin(cleared)
         found = victims >= 0
         if every(found):
             self._swap(h, staying, victims)
@@ -97,7 +98,7 @@ class Mover:
             h.release(victims[found])
             h.evict(staying, "stalled")
         else:
-            h.release(np.concatenate([victims[found], leaving]))
+            h.release(np.concatenate([victims[found], cleared]))
             return False
         h.evict(leaving, "due_later")
         return True
