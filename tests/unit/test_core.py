@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -417,6 +418,34 @@ def test_whatever_moves_every_reader_sees_its_own_bytes() -> None:
         moves, stored = moves + chaos.rig.moves, stored + chaos.rig.stored
     assert moves > 100
     assert stored > 100
+
+
+def test_large_objects_make_room_without_anybody_losing_a_byte() -> None:
+    """Training and validation in a fifth of the memory; those who stay must not change places."""
+    rng = np.random.default_rng(1)
+    rig = Bytes(1 << 20)
+    left: dict[int, deque[list[int]]] = {}
+    done: dict[int, int] = {}
+    sizes = {"t": np.exp(rng.normal(8.5, 1, 600)), "v": np.exp(rng.normal(8.5, 1, 200))}
+    for number, name in enumerate("tv", 1):
+        rig.register(name, sizes[name].astype(int).tolist(), known=False)
+        rig.open(number, name)
+        left[number], done[number] = deque(), 0
+    for turn in range(400):
+        number = 1 + (turn % 40 > 25)
+        if len(left[number]) < 4:
+            n = len(sizes["tv"[number - 1]])
+            steps = rng.permutation(n).reshape(-1, 10).tolist()
+            rig.extend(number, (done[number] + len(left[number])) // (n // 10), steps)
+            left[number] += steps
+        done[number] += 1
+        left[number].popleft()
+        rig.progress(number, done[number], done[number] + 2)
+        while rig.fetches and rng.random() < 0.9:
+            rig.land(int(rng.choice(list(rig.fetches))))
+        rig.core.check()
+        rig.look()
+    assert rig.moves > 20
 
 
 @pytest.mark.parametrize("capacity", [10, 100, 250, 1000])
