@@ -215,8 +215,7 @@ def test_an_error_is_compared_like_a_batch(project: Path) -> None:
     assert told["raised"] == "ValueError: sample 9 is broken"
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-@pytest.mark.parametrize("home", ["torch.utils.data", "creel"])
+@pytest.mark.parametrize(("home", "workers"), [("torch.utils.data", "0"), ("creel", "2")])
 def test_a_script_is_verified(project: Path, workers: str, home: str) -> None:
     before = "from torch.utils.data import DataLoader, TensorDataset"
     after = f"from {home} import DataLoader\nfrom torch.utils.data import TensorDataset"

@@ -138,7 +138,7 @@ def test_a_slow_sampler_of_rows_is_named(workers: int, node: Running, folder: Pa
     assert worst(told(node)["stall_s"]) == "sampler"
 
 
-@WORKERS
+@pytest.mark.parametrize("workers", [2])
 def test_a_slow_source_is_named(workers: int, node: Running, folder: Path) -> None:
     with Server(folder, bandwidth_Bps=FILES * NBYTES) as server:
         urls = [f"{server.url}/{i:03}.raw" for i in range(FILES)]
@@ -148,7 +148,7 @@ def test_a_slow_source_is_named(workers: int, node: Running, folder: Path) -> No
         assert worst(told(node)["stall_s"]) == "source"
 
 
-@WORKERS
+@pytest.mark.parametrize("workers", [0])
 def test_a_slow_source_is_named_where_the_loader_reads_it_itself(
     workers: int, node: Running, folder: Path
 ) -> None:
