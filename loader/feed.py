@@ -274,7 +274,8 @@ def client_of(config: Config) -> Client | None:
 def expect_daemon(config: Config) -> None:
     """A loader was made: have a daemon come up beside what the person does before reading.
 
-    Importing a model and moving it to a device takes longer than the 0.3 s of a daemon's start.
+    Making a model and moving it to a device takes longer than a daemon's start
+    (benchmarks/startup.py).
     """
     key = (os.getpid(), config.daemon.name)
     with _lock:
