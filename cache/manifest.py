@@ -128,11 +128,18 @@ class Manifest:
         """(k,) row of the table that holds each object."""
         if self._plain:
             return np.asarray(ids, np.int64)
+        if self.table.num_rows == 1:
+            return np.zeros(len(ids), np.int64)
         return np.searchsorted(self._ends, ids, side="right")
 
-    def ranges(self, ids: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(k,) offset in its file and (k,) length (or UNKNOWN) of each object."""
-        rows = self.rows(ids)
+    def ranges(
+        self, ids: NDArray[np.integer], rows: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(k,) offset in its file and (k,) length (or UNKNOWN) of each object.
+
+        rows: what `rows(ids)` gave, if it was asked before.
+        """
+        rows = self.rows(ids) if rows is None else rows
         length = self._lengths[rows]
         if self._plain:
             return self._offsets[rows], length

@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +101,20 @@ class LocalStore:
                 if got < run.length:
                     raise _too_short(place, run.length, got)
                 yield opens if run is runs[0] else 0
+
+    def pieces(
+        self, place: Place, pieces: Iterable[tuple[int, int, int]], buffer: memoryview
+    ) -> int:
+        """Read (offset in the file, length, offset in `buffer`) each; how often it opened the file.
+
+        Raises:
+            OSError: one could not be read, or not all of it.
+        """
+        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
+            for offset, length, at in pieces:
+                if os.preadv(fd, [buffer[at : at + length]], offset) != length:
+                    raise _too_short(place, length, 0)
+        return opens
 
 
 def _path(uri: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 import resource
 import threading
 import time
@@ -38,6 +39,7 @@ _FORGET = 0.005  # of what is known of CPU, a part: user time is counted in tick
 _TICKS = 0.3  # by how much their ratio may be wrong
 _OF_WAIT = 0.7  # the part of a thread's waiting that other threads' computing may fill
 _HUNG_S = 1.0  # a part that takes longer is not counted on
+_CORES = len(os.sched_getaffinity(0))
 
 
 @dataclass(eq=False)
@@ -196,15 +198,14 @@ class Fetcher:
         if int(ends[-1]) > _SCRATCH_NBYTES:
             if len(ids) == 1:
                 view = self._arena.view[int(offset[0]) : int(offset[0] + length[0])]
-                return source.read_into(ids, [view])
-            cut = max(int(ends.searchsorted(_SCRATCH_NBYTES, side="right")), 1)
+                return source.read_into(ids, length, view)
+            pieces = -(-int(ends[-1]) // _SCRATCH_NBYTES)
+            cut = max(int(ends.searchsorted(ends[-1] // pieces, side="right")), 1)
             some = [slice(cut), slice(cut, None)]
             return np.concatenate([self._fill(source, ids[s], offset[s], length[s]) for s in some])
         scratch = self._scratch.view()
-        begins = ends - length
-        places = zip(begins.tolist(), ends.tolist(), strict=True)
-        nbytes = source.read_into(ids, [scratch[a:b] for a, b in places])
-        self._put(scratch, begins, offset, np.where(nbytes < 0, 0, length))
+        nbytes = source.read_into(ids, length, scratch[: int(ends[-1])])
+        self._put(scratch, ends - length, offset, np.where(nbytes < 0, 0, length))
         return nbytes
 
     def _put(
@@ -273,9 +274,9 @@ class _Lane:
     """The queue and the threads of one source.
 
     As many threads work as is worth while. Where reads come from the page cache that is the number
-    that can compute at once, as only one can hold the interpreter: one for small records (a second
-    makes them 20 % slower), two or three for large files, which the system copies. Where a read is
-    a far round trip it is all that are allowed. Threads that hang do not count, so that one dead
+    that can compute at once, as only one can hold the interpreter: one or two for small records,
+    for large files, which the system copies, up to one a core. Where a read is a far round trip it
+    is all that are allowed. Threads that hang do not count, so that one dead
     server does not take its lane along.
     """
 
@@ -337,7 +338,7 @@ class _Lane:
         busy = sum(began > hung for began in self._began.values())
         # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
         at_once = self._total_s / self._user_s - _TICKS
-        useful = max(int(_OF_WAIT * self._wait_s / self._cpu_s), int(at_once))
+        useful = max(int(_OF_WAIT * self._wait_s / self._cpu_s), min(int(at_once), _CORES))
         return min(len(self._heap), max(useful, 1) - busy)
 
     def _grow(self) -> None:

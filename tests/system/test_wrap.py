@@ -137,7 +137,7 @@ def test_what_fits_is_read_once_over_all_epochs_and_workers(node: Node, how: str
 @pytest.mark.parametrize("node", [0.5], indirect=True)
 @pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
 def test_half_the_memory_gives_nearly_half_the_hits(node: Node, how: str) -> None:
-    """Less what two workers hold or just held: with batches of 2 that is a fifteenth of the room."""
+    """Less what two workers hold or just held: a fifteenth of the room, with batches of 2."""
     loader = batches(creel.wrap(node.files()), 2, **HOW[how])
     for _ in loader:
         pass

@@ -32,9 +32,11 @@ _QUICK = Patience(attempts=3, deadline_s=5.0, backoff_s=0.001, backoff_max_s=0.0
 def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
     """What `read_into` fills into fresh buffers."""
     where = np.array(ids)
-    buffers = [bytearray(int(n)) for n in source.manifest.ranges(where)[1]]
-    got = source.read_into(where, [memoryview(b) for b in buffers])
-    return got, [bytes(b) for b in buffers]
+    lengths = source.manifest.ranges(where)[1]
+    buffer = bytearray(int(lengths.sum()))
+    got = source.read_into(where, lengths, memoryview(buffer))
+    ends = lengths.cumsum().tolist()
+    return got, [bytes(buffer[b - n : b]) for b, n in zip(ends, lengths.tolist(), strict=True)]
 
 
 def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[bytes]]:
@@ -80,6 +82,31 @@ def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
     counted = source.counters.snapshot()
     assert (counted.reads, counted.opens, counted.nbytes) == (4, 1, 20_000)  # 512 buffers a read
     assert sum(counted.seconds) == 4
+    source.close()
+
+
+def test_scattered_records_are_read_one_by_one_with_one_open(tmp_path: Path) -> None:
+    dense, data = records(tmp_path, 10, 2000)
+    source = Source.open(dense)
+    ids = np.random.default_rng(0).permutation(1000)[:100] * 2
+    got, read = read_into(source, ids.tolist())
+    assert b"".join(read) == b"".join(data[i * 10 : i * 10 + 10] for i in ids.tolist())
+    assert (got == 10).all()
+    counted = source.counters.snapshot()
+    assert (counted.reads, counted.opens, counted.nbytes) == (100, 1, 1000)
+    assert sum(counted.seconds) == 100
+    source.close()
+
+
+def test_of_scattered_records_only_those_beyond_the_end_of_their_file_fail(tmp_path: Path) -> None:
+    dense, data = records(tmp_path, 10, 2000)
+    with (tmp_path / "records").open("r+b") as f:
+        f.truncate(5 + 10 * 1000 + 3)
+    source = Source(dense, _QUICK)
+    ids = np.arange(1, 2000, 50)
+    got, read = read_into(source, ids.tolist())
+    assert got.tolist() == [10 if i < 1000 else -1 for i in ids.tolist()]
+    assert all(read[k] == data[i * 10 : i * 10 + 10] for k, i in enumerate(ids) if i < 1000)
     source.close()
 
 
@@ -259,7 +286,7 @@ def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
 
 def test_an_empty_manifest_has_nothing_to_read() -> None:
     source = Source.open(Manifest.of_files([]))
-    assert len(source.read_into(np.zeros(0, np.int32), [])) == 0
+    assert len(source.read_into(np.zeros(0, np.int32), np.zeros(0, np.int64), memoryview(b""))) == 0
 
 
 @pytest.mark.parametrize("seed", range(30))
