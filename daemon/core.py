@@ -21,6 +21,7 @@ from creel.daemon.events import (
     Event,
     Extended,
     Fetched,
+    Lost,
     Opened,
     Progressed,
     Registered,
@@ -206,6 +207,10 @@ class Core:
         if not every(placed):
             self._out.append(Discard(fetch))
 
+    def _lost(self, e: Lost, now: float) -> None:
+        del now
+        self._holdings[e.dataset].lose(e.ids.astype(np.intp), e.offset)
+
     def _warmed(self, e: Warm, now: float) -> None:
         del now
         if e.dataset in self._holdings:
@@ -360,6 +365,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     Progressed: Core._progressed,
     Closed: Core._closed,
     Fetched: Core._fetched,
+    Lost: Core._lost,
     Warm: Core._warmed,
     Dropped: Core._dropped,
     Unregistered: Core._unregistered,

@@ -84,6 +84,18 @@ class Fetched:
     nbytes: Sizes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Lost:
+    """The machine has no memory left for these, which a `Store` had put at `offset`: not published.
+
+    Comes right after the actions that the `Store` was one of.
+    """
+
+    dataset: str
+    ids: Ids
+    offset: Sizes
+
+
 @dataclass(frozen=True, slots=True)
 class Warm:
     """Somebody asked to load (all of) a dataset ahead of any session, as far as room allows."""
@@ -121,6 +133,7 @@ Event: TypeAlias = (
     | Progressed
     | Closed
     | Fetched
+    | Lost
     | Warm
     | Dropped
     | Unregistered

@@ -9,6 +9,7 @@ out per fetch, when its last part is through.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import os
@@ -84,6 +85,7 @@ class Fetcher:
         self._per_source = per_source
         self._lanes: dict[str, _Lane] = {}
         self._held: dict[int, dict[int, bytes]] = {}
+        self._short = False  # whether the machine ran out of memory
         self.pending = 0  # fetches that were not answered yet; only the loop thread counts
 
     def add(self, dataset: str, source: Source) -> None:
@@ -116,14 +118,23 @@ class Fetcher:
         del event
         self.pending -= 1
 
-    def store(self, action: Store, offset: NDArray[np.int64]) -> None:
-        """Copy held bytes into the arena, now, then say in the data set's table where they are."""
+    def store(self, action: Store, offset: NDArray[np.int64]) -> int:
+        """Copy held bytes into the arena, now, then say in the data set's table where they are.
+
+        Returns how many objects, of the first ones, the machine had memory for.
+        """
         held = self._held[action.fetch]
-        for object_id, at in zip(action.ids.tolist(), action.offset.tolist(), strict=True):
-            self._arena.write(at, memoryview(held.pop(object_id)))
-        offset[action.ids] = action.offset
+        stored = 0
+        try:
+            for object_id, at in zip(action.ids.tolist(), action.offset.tolist(), strict=True):
+                self._arena.write(at, memoryview(held.pop(object_id)))
+                stored += 1
+        except OSError as e:
+            self._no_memory(e)
+        offset[action.ids[:stored]] = action.offset[:stored]
         if not held:
             del self._held[action.fetch]
+        return stored
 
     def move(self, action: Move, offset: NDArray[np.int64]) -> None:
         """Copy within the arena, now, then say in the data set's table where the objects are."""
@@ -163,10 +174,20 @@ class Fetcher:
         """One part, in a lane's thread."""
         try:
             self._read(source, job, part)
+        except OSError as e:  # sources raise none: this is the arena
+            self._no_memory(e)
         except Exception:  # our bug: the objects count as failed, readers go to the source
             log.exception("fetch %d failed", job.fetch.fetch)
         if job.part_done():
             self._finish(job)
+
+    def _no_memory(self, error: OSError) -> None:
+        """The objects count as failed; said once, since it goes on and on."""
+        if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
+            log.error("the arena cannot be written", exc_info=error)
+        elif not self._short:
+            self._short = True
+            log.error("the machine has no memory for the arena (%s): lower memory.budget", error)
 
     def _finish(self, job: _Job) -> None:
         if job.held:

@@ -187,6 +187,13 @@ class Holding:
         self.pool.free(self.vacate(ids, why), nbytes)
         return int(nbytes.sum())
 
+    def lose(self, ids: Index, offset: Sizes) -> None:
+        """These residents, which nobody was told of, never got to their places."""
+        self.resident -= len(ids)
+        self.resident_nbytes -= int(self.length[ids].sum())
+        self.give_back(ids, offset)
+        self.fail(ids)
+
     def vacate(self, ids: Index, why: str) -> Sizes:
         """Like `evict`, but their places are not given back: (k,) offsets for others."""
         offset = self.offset[ids]
@@ -230,7 +237,7 @@ class Holding:
         return {**self.counts, **{f"evicted_{why}": n for why, n in self.evicted.items()}}
 
     def fail(self, ids: Index) -> None:
-        """No room for these though somebody stalls: their readers go to the source."""
+        """There is no room for these: their readers go to the source."""
         self.life[ids] = FAILED
         self.counts["failed"] += len(ids)
 

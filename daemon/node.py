@@ -112,21 +112,30 @@ class Node:
             self.bugs += 1
             log.exception("the core refused %s", type(event).__name__)
             return
+        lost: list[mind.Lost] = []
         for action in actions:
-            self._do(action)
+            self._do(action, lost)
+        for loss in lost:
+            self.feed(loss)
 
-    def _do(self, action: mind.Action) -> None:
+    def _do(self, action: mind.Action, lost: list[mind.Lost]) -> None:
         if isinstance(action, mind.SetReady):
             self._set_ready(action)
-        elif isinstance(action, mind.Fetch):
-            if self.state != "draining":
-                self.fetcher.submit(action)
-        elif isinstance(action, mind.Store):
-            self.fetcher.store(action, self.registry.datasets[action.dataset].table.offset)
-        elif isinstance(action, mind.Move):
-            self.fetcher.move(action, self.registry.datasets[action.dataset].table.offset)
-        else:
+        elif isinstance(action, mind.Discard):
             self.fetcher.discard(action)
+        elif self.state == "draining":
+            pass  # READY does not go back for those who hang up now: let all lie where it lies
+        elif isinstance(action, mind.Fetch):
+            self.fetcher.submit(action)
+        elif isinstance(action, mind.Move):
+            self.fetcher.move(action, self._offset(action))
+        else:
+            k = self.fetcher.store(action, self._offset(action))
+            if k < len(action.ids):
+                lost.append(mind.Lost(action.dataset, action.ids[k:], action.offset[k:]))
+
+    def _offset(self, action: mind.Move | mind.Store) -> NDArray[Any]:
+        return self.registry.datasets[action.dataset].table.offset
 
     def _set_ready(self, action: mind.SetReady) -> None:
         session = self.registry.sessions.get(action.session)

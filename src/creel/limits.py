@@ -31,6 +31,9 @@ def memory(root: Path = _ROOT) -> MemoryLimits:
     info = _meminfo(root)
     total = info.get("MemTotal", 0)
     available = info.get("MemAvailable", total)
+    if _read(root / "proc/sys/vm/overcommit_memory").strip() == "2":  # promises are kept strictly
+        promised = info.get("Committed_AS", 0)
+        available = min(available, max(info.get("CommitLimit", available) - promised, 0))
     for limit, used in _cgroups(root):
         total = min(total, limit)
         available = min(available, max(limit - used, 0))

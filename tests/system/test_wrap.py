@@ -105,7 +105,7 @@ def batches(dataset: Any, size: int = BATCH, **more: Any) -> Any:
     return DataLoader(dataset, size, True, collate_fn=list, generator=generator, **more)
 
 
-HOW = {
+HOW: dict[str, dict[str, Any]] = {
     "here": {},
     "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
     "fork, persistent": {

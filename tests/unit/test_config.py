@@ -229,6 +229,17 @@ def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert limits.memory(machine(tmp_path, "", {})) == (8 << 30, 4 << 30)
 
 
+def test_where_memory_is_promised_strictly_only_what_is_left_to_promise_is_free(
+    tmp_path: Path,
+) -> None:
+    info = "MemTotal: 8388608 kB\nMemAvailable: 4194304 kB\n"
+    info += "CommitLimit: 6291456 kB\nCommitted_AS: 5242880 kB\n"
+    files = {"proc/meminfo": info, "proc/sys/vm/overcommit_memory": "2\n"}
+    assert limits.memory(machine(tmp_path, "", files)) == (8 << 30, 1 << 30)
+    files["proc/sys/vm/overcommit_memory"] = "0\n"
+    assert limits.memory(machine(tmp_path, "", files)) == (8 << 30, 4 << 30)
+
+
 def test_a_parent_cgroup_of_version_2_limits_us(tmp_path: Path) -> None:
     folder = "sys/fs/cgroup/slurm/job_7"
     files = {

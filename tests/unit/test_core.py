@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import tracemalloc
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,7 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.arena import Arena
+from creel.cache.manifest import Manifest
+from creel.cache.source import Source
 from creel.cache.space import Space
+from creel.config import Config
 from creel.daemon.core import Core
 from creel.daemon.events import (
     Action,
@@ -24,6 +29,7 @@ from creel.daemon.events import (
     Extended,
     Fetch,
     Fetched,
+    Lost,
     Move,
     Opened,
     Progressed,
@@ -36,9 +42,12 @@ from creel.daemon.events import (
     Warm,
 )
 from creel.daemon.fetch import Fetcher
+from creel.daemon.node import Node
+from creel.daemon.registry import Dataset
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.prefetch import Window
 from creel.policies.retain import FarKeeper
+from creel.settings import Memory
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,6 +83,8 @@ class Rig:
         self.bytes: dict[int, tuple[str, int, int]] = {}  # offset -> dataset, object, length
         self.reads = 0
         self.moves = 0
+        self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
+        self.lost: list[Lost] = []
         self.checking = True
         self.seen: dict[tuple[int, int], int] = {}  # session, object -> offset of a ready object
 
@@ -142,6 +153,8 @@ class Rig:
         actions = self.core.handle(event, self.now)
         for action in actions:
             self.do(action)
+        while self.lost:
+            self.feed(self.lost.pop(0))
         if self.checking:
             self.core.check()
             self.look()
@@ -156,9 +169,13 @@ class Rig:
             name, held = self.held[action.fetch]
             assert name == action.dataset
             assert (self.offset[name][action.ids] < 0).all(), "seen before its bytes are there"
-            for x, at in zip(action.ids.tolist(), action.offset.tolist(), strict=True):
+            k = self.memory(len(action.ids))
+            for x, at in zip(action.ids[:k].tolist(), action.offset[:k].tolist(), strict=True):
                 self.write(at, name, x, held.pop(x))
-            self.offset[name][action.ids] = action.offset
+            self.offset[name][action.ids[:k]] = action.offset[:k]
+            if k < len(action.ids):
+                self.lost.append(Lost(name, action.ids[k:], action.offset[k:]))
+                held.clear()
             if not held:
                 del self.held[action.fetch]
         elif isinstance(action, Discard):
@@ -235,6 +252,12 @@ class Chaos:
             self.sizes[name] = n
             self.rig.register(name, lengths.tolist(), known=bool(kind < 2))
             self.rig.bad[name] = set(rng.integers(0, n, n // 20).tolist())
+        if seed % 3 == 0:
+            self.rig.memory = self.some
+
+    def some(self, k: int) -> int:
+        """The machine has memory for no more than so many."""
+        return int(self.rng.integers(0, k + 1)) if self.rng.random() < 0.3 else k
 
     def turn(self) -> None:
         rng, rig = self.rng, self.rig
@@ -404,6 +427,8 @@ class Images(Chaos):
             self.rig.bad[name] = set(rng.integers(0, len(s), 2).tolist())
             if rng.random() < 0.5 and self.rig.length[name][0] >= 0:
                 self.rig.size[name][::17] += 5  # changed since they were listed
+        if seed % 3 == 0:
+            self.rig.memory = self.some
 
 
 def test_whatever_moves_every_reader_sees_its_own_bytes() -> None:
@@ -564,6 +589,29 @@ def test_unknown_lengths_are_stored_where_there_is_room_and_discarded_where_not(
         rig.settle()
     assert rig.length["d"].tolist() == [300, 5000, 200]
     assert (rig.offset["d"] >= 0).tolist() == [True, False, True]
+
+
+def test_objects_that_the_machine_has_no_memory_for_fail_and_are_tried_again_later() -> None:
+    rig = Rig(1024)
+    rig.register("d", [300, 200, 100], known=False)
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0, 1], [2]])
+    rig.memory = lambda k: min(k, 1)
+    while rig.readers[1].ready < 1:
+        rig.progress(1, 0, 1)
+        rig.settle()
+    published = rig.offset["d"][:2] >= 0
+    assert published.sum() == 1
+    told = rig.core.snapshot()
+    assert int(told["datasets"]["d"]["failed"]) >= 1
+    rig.memory = lambda k: k
+    rig.extend(1, 1, [[0, 1, 2]])
+    rig.progress(1, 2, 3)
+    rig.settle()
+    assert (rig.offset["d"] >= 0).all()
+    rig.close(1)
+    rig.feed(Dropped("d"))
+    assert rig.core.snapshot()["memory"]["node"]["free_nbytes"] == 1024
 
 
 def test_late_and_unknown_answers_are_dropped(rig: Rig) -> None:
@@ -756,6 +804,30 @@ def test_the_shell_stores_bytes_and_then_publishes() -> None:
     assert offset.tolist() == [9, -1, 4]
 
 
+def test_a_machine_without_memory_stores_no_more_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = Arena.create(4096)
+    fetcher = Fetcher(arena, lambda _: None)
+    fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"f"}
+    write = arena.write
+
+    def short(offset: int, data: memoryview) -> None:
+        if offset == 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(offset, data)
+
+    monkeypatch.setattr(arena, "write", short)
+    offset = np.full(3, -1, np.int64)
+    places = np.array([4, 9, 20])
+    assert fetcher.store(Store(7, "d", np.array([2, 0, 1], np.int32), places), offset) == 1
+    assert offset.tolist() == [-1, -1, 4]
+    assert fetcher.store(Store(7, "d", np.array([1], np.int32), np.array([9])), offset) == 0
+    fetcher.discard(Discard(7))
+    assert fetcher.held_nbytes() == 0
+    assert caplog.text.count("no memory") == 1
+
+
 def test_the_shell_moves_overlapping_bytes_in_order_and_then_publishes() -> None:
     arena = Arena.create(4096)
     arena.array[:100] = np.arange(100)
@@ -766,6 +838,28 @@ def test_the_shell_moves_overlapping_bytes_in_order_and_then_publishes() -> None
     assert arena.array[20:45].tolist() == [*range(30, 55)]
     assert arena.array[60:80].tolist() == [*range(50, 70)]
     assert offset.tolist() == [60, -1, 20]
+
+
+@pytest.mark.parametrize("draining", [True, False])
+def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -> None:
+    """READY stays up for those who hang up then, and readers of theirs may still be copying."""
+    config = Config(memory=Memory(budget="1MiB", prefault=False))
+    node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
+    manifest = Manifest.of_files(["/a", "/b"])
+    dataset = Dataset.create(manifest, Source(manifest))
+    node.registry.add(dataset)
+    offset = dataset.table.offset
+    offset[:] = -1
+    node.arena.array[:50] = 7
+    if draining:
+        node.state = "draining"
+    ids, at = np.array([1], np.int32), np.array([100])
+    node._do(Move(dataset.key, ids, at * 0, at, at // 2), [])
+    node.fetcher._held[3] = {0: b"x" * 50}
+    node._do(Store(3, dataset.key, ids * 0, at * 2), [])
+    assert bool(node.arena.array.sum() > 50 * 7) is not draining
+    assert (offset.tolist() == [-1, -1]) is draining
+    node.close()
 
 
 def test_an_unregistered_dataset_leaves_nothing_behind_but_what_it_counted() -> None:
