@@ -1,0 +1,393 @@
+"""A core without a daemon around it, and random events for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.space import Space
+from creel.daemon.core import Core
+from creel.daemon.events import (
+    Action,
+    Closed,
+    Discard,
+    Dropped,
+    Event,
+    Extended,
+    Fetch,
+    Fetched,
+    Lost,
+    Move,
+    Opened,
+    Progressed,
+    Registered,
+    SetReady,
+    Store,
+    Tick,
+    Truncated,
+    Unregistered,
+    Warm,
+)
+from creel.policies.prefetch import Window
+
+
+@dataclass
+class Reader:
+    """A client as the shell sees it: its plan, its board."""
+
+    dataset: str
+    objects: list[list[int]] = field(default_factory=list)  # by step
+    done: int = 0
+    ready: int = 0
+    wanted: int = 0
+
+
+class Rig:
+    """A core, a model of the arena (offset -> whose bytes), and a source that can fail.
+
+    After each event the invariants hold, and every object of a ready step that is published has its
+    own bytes at its offset.
+    """
+
+    def __init__(self, capacity: int, window: Window | None = None) -> None:
+        self.core = Core(Space(capacity), config=window)
+        self.now = 0.0
+        self.offset: dict[str, NDArray[np.int64]] = {}
+        self.length: dict[str, NDArray[np.int64]] = {}
+        self.size: dict[str, NDArray[np.int64]] = {}  # what the source has
+        self.bad: dict[str, set[int]] = {}  # objects that the source fails to give
+        self.readers: dict[int, Reader] = {}
+        self.fetches: dict[int, Fetch] = {}
+        self.held: dict[int, tuple[str, dict[int, int]]] = {}  # fetch -> dataset, object -> bytes
+        self.bytes: dict[int, tuple[str, int, int]] = {}  # offset -> dataset, object, length
+        self.reads = 0
+        self.moves = 0
+        self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
+        self.lost: list[Lost] = []
+        self.checking = True
+        self.seen: dict[tuple[int, int], int] = {}  # session, object -> offset of a ready object
+
+    def register(self, name: str, sizes: list[int], *, known: bool = True) -> None:
+        size = np.array(sizes, np.int64)
+        self.size[name] = size
+        self.offset[name] = np.zeros(len(size), np.int64)  # as a fresh mapping is
+        self.length[name] = size.copy() if known else np.full(len(size), -1, np.int64)
+        self.bad[name] = set()
+        self.feed(Registered(name, self.offset[name], self.length[name]))
+
+    def open(self, session: int, name: str, job: str = "j", rank: int = 0, world: int = 1) -> None:
+        self.readers[session] = Reader(name)
+        self.feed(Opened(session, name, job, rank, world))
+
+    def extend(self, session: int, epoch: int, steps: list[list[int]]) -> list[Action]:
+        reader = self.readers[session]
+        first = len(reader.objects)
+        reader.objects += steps
+        ids = np.array([x for step in steps for x in step], np.int32)
+        ends = np.cumsum([len(step) for step in steps], dtype=np.int64)
+        return self.feed(Extended(session, epoch, first, ids, ends))
+
+    def truncate(self, session: int, step: int) -> None:
+        reader = self.readers[session]
+        del reader.objects[max(step, reader.done) :]
+        reader.wanted = min(reader.wanted, len(reader.objects))
+        self.feed(Truncated(session, step))
+
+    def progress(self, session: int, done: int = 0, wanted: int = 0) -> list[Action]:
+        reader = self.readers[session]
+        reader.done = min(max(reader.done, done), len(reader.objects))
+        reader.wanted = min(max(reader.wanted, wanted), len(reader.objects))
+        return self.feed(Progressed(session, done, wanted))
+
+    def close(self, session: int) -> None:
+        del self.readers[session]
+        self.feed(Closed(session))
+
+    def land(self, number: int) -> list[Action]:
+        """The source answers a fetch."""
+        fetch = self.fetches.pop(number)
+        name = fetch.dataset
+        out = self.size[name][fetch.ids].copy()
+        self.reads += len(out)
+        held = {}
+        for i, x in enumerate(fetch.ids.tolist()):
+            if x in self.bad[name]:
+                out[i] = -1
+            elif fetch.offset[i] < 0:
+                held[x] = int(out[i])
+            else:
+                self.write(int(fetch.offset[i]), name, x, int(fetch.length[i]))
+        if held:
+            self.held[number] = name, held
+        return self.feed(Fetched(number, out))
+
+    def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
+        for at, (_, _, n) in list(self.bytes.items()):
+            if at < offset + nbytes and offset < at + n:
+                del self.bytes[at]
+        self.bytes[offset] = (name, x, nbytes)
+
+    def feed(self, event: Event) -> list[Action]:
+        self.now += 0.01
+        actions = self.core.handle(event, self.now)
+        for action in actions:
+            self.do(action)
+        while self.lost:
+            self.feed(self.lost.pop(0))
+        if self.checking:
+            self.core.check()
+            self.look()
+        return actions
+
+    def do(self, action: Action) -> None:
+        if isinstance(action, Fetch):
+            assert action.fetch not in self.fetches
+            assert len(set(action.ids.tolist())) == len(action.ids)
+            self.fetches[action.fetch] = action
+        elif isinstance(action, Store):
+            name, held = self.held[action.fetch]
+            assert name == action.dataset
+            assert (self.offset[name][action.ids] < 0).all(), "seen before its bytes are there"
+            k = self.memory(len(action.ids))
+            for x, at in zip(action.ids[:k].tolist(), action.offset[:k].tolist(), strict=True):
+                self.write(at, name, x, held.pop(x))
+            self.offset[name][action.ids[:k]] = action.offset[:k]
+            if k < len(action.ids):
+                self.lost.append(Lost(name, action.ids[k:], action.offset[k:]))
+                held.clear()
+            if not held:
+                del self.held[action.fetch]
+        elif isinstance(action, Discard):
+            self.held.pop(action.fetch, None)
+        elif isinstance(action, Move):
+            self.move(action)
+        else:
+            assert isinstance(action, SetReady)
+            assert action.ready != self.readers[action.session].ready, "not moved"
+            self.readers[action.session].ready = action.ready
+
+    def move(self, action: Move) -> None:
+        """As the shell does: copy in order, then publish."""
+        name = action.dataset
+        assert (self.offset[name][action.ids] < 0).all(), "moved while it can be seen"
+        places = zip(action.ids, action.src, action.dst, action.nbytes, strict=True)
+        for x, src, dst, nbytes in places:
+            assert self.bytes.pop(int(src)) == (name, x, nbytes)
+            self.write(int(dst), name, int(x), int(nbytes))
+        self.offset[name][action.ids] = action.dst
+        self.moves += len(action.ids)
+
+    def look(self) -> None:
+        """What readers may touch is theirs, and stays where it is until they are done with it."""
+        seen = {}
+        for number, reader in self.readers.items():
+            assert reader.done <= reader.ready
+            for x in {x for s in reader.objects[reader.done : reader.ready] for x in s}:
+                at = int(self.offset[reader.dataset][x])
+                if at >= 0:
+                    assert self.bytes[at][:2] == (reader.dataset, x)
+                    seen[number, x] = at
+                assert self.seen.get((number, x), at) == at, "moved under a reader"
+        self.seen = seen
+        assert not self.held, "bytes are held that nobody will fetch"
+
+    def settle(self, limit: int = 10_000) -> None:
+        """The source answers everything."""
+        while self.fetches and limit:
+            self.land(next(iter(self.fetches)))
+            limit -= 1
+        assert limit
+
+
+def absent(rig: Rig, name: str, ids: range | list[int]) -> bool:
+    return bool((rig.offset[name][list(ids)] < 0).all())
+
+
+class Chaos:
+    """Random events for a rig."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        self.sizes: dict[str, int] = {}
+        capacity = int(rng.integers(300, 20_000))
+        tight = rng.random() < 0.3
+        window = Window(
+            inflight_objects=int(rng.integers(2, 200)),
+            inflight_nbytes=int(rng.integers(200, 20_000)),
+            fetch_objects=int(rng.integers(1, 20)),
+            min_steps=int(rng.integers(1, 8)),
+            opens_dominate=bool(rng.random() < 0.2),
+        )
+        self.rig = Rig(capacity // (10 if tight else 1), window)
+        self.epoch: dict[int, int] = {}
+        self.next = 1
+        for name in "abc"[: rng.integers(1, 4)]:
+            n = int(rng.integers(1, 120))
+            kind = rng.integers(0, 4)
+            lengths = np.full(n, 100) if kind == 0 else rng.integers(0, 400, n)
+            self.sizes[name] = n
+            self.rig.register(name, lengths.tolist(), known=bool(kind < 2))
+            self.rig.bad[name] = set(rng.integers(0, n, n // 20).tolist())
+        if seed % 3 == 0:
+            self.rig.memory = self.some
+
+    def some(self, k: int) -> int:
+        """The machine has memory for no more than so many."""
+        return int(self.rng.integers(0, k + 1)) if self.rng.random() < 0.3 else k
+
+    def turn(self) -> None:
+        rng, rig = self.rng, self.rig
+        open_ = list(rig.readers)
+        what = rng.random()
+        if what < 0.45 and rig.fetches:
+            rig.land(int(rng.choice(list(rig.fetches))))
+        elif what < 0.5 and len(open_) < 5:
+            self.open()
+        elif what < 0.6 and open_:
+            self.extend(int(rng.choice(open_)))
+        elif what < 0.9 and open_:
+            self.progress(int(rng.choice(open_)))
+        elif what < 0.92 and open_:
+            s = int(rng.choice(open_))
+            rig.truncate(s, int(rng.integers(0, len(rig.readers[s].objects) + 2)))
+        elif what < 0.93 and open_:
+            rig.close(int(rng.choice(open_)))
+        elif what < 0.95:
+            rig.feed(Warm(str(rng.choice(list(self.sizes)))))
+        elif what < 0.96:
+            rig.feed(Dropped(str(rng.choice(list(self.sizes)))))
+        elif what < 0.97:
+            self.renew(str(rng.choice(list(self.sizes))))
+        else:
+            rig.feed(Tick())
+
+    def renew(self, name: str) -> None:
+        """A data set that nobody uses goes, and comes again."""
+        rig = self.rig
+        if not rig.core.busy(name):
+            size, bad = rig.size[name], rig.bad[name]
+            rig.feed(Unregistered(name))
+            rig.register(name, size.tolist(), known=bool(self.rng.random() < 0.5))
+            rig.bad[name] = bad
+
+    def open(self) -> None:
+        rng = self.rng
+        name = str(rng.choice(list(self.sizes)))
+        job = str(rng.choice(["j", "k"]))
+        self.rig.open(self.next, name, job, int(rng.integers(0, 3)), 3)
+        self.epoch[self.next] = 0
+        self.next += 1
+
+    def extend(self, session: int) -> None:
+        rng, reader = self.rng, self.rig.readers[session]
+        n = self.sizes[reader.dataset]
+        ids = rng.permutation(n) if rng.random() < 0.7 else rng.integers(0, n, n)
+        batch = int(rng.integers(1, 20))
+        cuts = [ids[i : i + batch].tolist() for i in range(0, len(ids), batch)]
+        if rng.random() < 0.1:
+            cuts.insert(0, [])
+        self.rig.extend(session, self.epoch[session], cuts)
+        self.epoch[session] += rng.random() < 0.8
+
+    def progress(self, session: int) -> None:
+        rng, reader = self.rng, self.rig.readers[session]
+        done = reader.done
+        if rng.random() < 0.7:
+            done = int(rng.integers(reader.done, max(reader.ready, reader.done) + 1))
+        elif rng.random() < 0.1:
+            done = int(rng.integers(-5, len(reader.objects) + 5))  # hostile, or read directly
+        wanted = 0
+        if rng.random() < 0.3:
+            wanted = reader.ready + 1
+        elif rng.random() < 0.05:
+            wanted = 1 << 60
+        self.rig.progress(session, done, wanted)
+
+    def finish(self) -> None:
+        """Everybody reads to the end: with a live source nobody hangs."""
+        rig = self.rig
+        for _ in range(20_000):
+            left = [n for n, r in rig.readers.items() if r.done < len(r.objects)]
+            if not left:
+                return
+            for n in left:
+                reader = rig.readers[n]
+                rig.progress(n, reader.ready, reader.ready + 1)
+            if rig.fetches:
+                rig.land(next(iter(rig.fetches)))
+        raise AssertionError(f"stuck: {rig.readers}")
+
+
+class Bytes(Rig):
+    """A rig whose arena holds real bytes: what a reader sees is compared with the source's."""
+
+    def __init__(self, capacity: int, window: Window | None = None) -> None:
+        super().__init__(capacity, window)
+        self.arena = np.zeros(capacity, np.uint8)
+        self.stored = 0
+
+    @staticmethod
+    @cache
+    def content(name: str, x: int, nbytes: int) -> bytes:
+        return np.random.default_rng([ord(name), x]).bytes(nbytes)
+
+    def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
+        self.arena[offset : offset + nbytes] = np.frombuffer(
+            self.content(name, x, nbytes), np.uint8
+        )
+
+    def move(self, action: Move) -> None:
+        offset = self.offset[action.dataset]
+        assert (offset[action.ids] < 0).all(), "moved while it can be seen"
+        for src, dst, n in zip(action.src, action.dst, action.nbytes, strict=True):
+            self.arena[dst : dst + n] = self.arena[src : src + n].copy()
+        offset[action.ids] = action.dst
+        self.moves += len(action.ids)
+
+    def do(self, action: Action) -> None:
+        self.stored += len(action.ids) if isinstance(action, Store) else 0
+        super().do(action)
+
+    def look(self) -> None:
+        """Whoever nobody has pinned may move, but is never seen with another's bytes either."""
+        for name, offset in self.offset.items():
+            for x in np.flatnonzero(offset >= 0).tolist():
+                at, n = int(offset[x]), int(self.length[name][x])
+                assert n == self.size[name][x]
+                assert self.arena[at : at + n].tobytes() == self.content(name, x, n)
+        seen = {
+            (number, x): int(self.offset[reader.dataset][x])
+            for number, reader in self.readers.items()
+            for step in reader.objects[reader.done : reader.ready]
+            for x in step
+            if self.offset[reader.dataset][x] >= 0
+        }
+        assert all(self.seen.get(key, at) == at for key, at in seen.items()), "moved when pinned"
+        self.seen = seen
+
+
+class Images(Chaos):
+    """Random events where sizes vary as those of images do, and memory is short."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        sizes = {
+            name: np.maximum(rng.lognormal(6.5, 0.9, int(rng.integers(40, 120))), 1).astype(int)
+            for name in "ab"[: rng.integers(1, 3)]
+        }
+        total = int(sum(s.sum() for s in sizes.values()))
+        capacity = int(total * rng.uniform(0.25, 0.8))
+        self.rig: Bytes = Bytes(capacity, Window(fetch_objects=8, min_steps=3))
+        self.sizes = {name: len(s) for name, s in sizes.items()}
+        self.epoch, self.next = {}, 1
+        for name, s in sizes.items():
+            self.rig.register(name, s.tolist(), known=bool(rng.random() < 0.6))
+            self.rig.bad[name] = set(rng.integers(0, len(s), 2).tolist())
+            if rng.random() < 0.5 and self.rig.length[name][0] >= 0:
+                self.rig.size[name][::17] += 5  # changed since they were listed
+        if seed % 3 == 0:
+            self.rig.memory = self.some

@@ -1,0 +1,99 @@
+"""The shell does what the core says, in its order, and says what it could not do."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import numpy as np
+import pytest
+
+from creel.cache.arena import Arena
+from creel.cache.manifest import Manifest
+from creel.cache.source import Source
+from creel.config import Config
+from creel.daemon.events import (
+    Discard,
+    Move,
+    Store,
+)
+from creel.daemon.fetch import Fetcher
+from creel.daemon.node import Node
+from creel.daemon.registry import Dataset
+from creel.settings import Memory
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_the_shell_stores_bytes_and_then_publishes() -> None:
+    arena = Arena.create(4096)
+    fetcher = Fetcher(arena, lambda _: None)
+    fetcher._held[7] = {2: b"abc", 0: b"de"}
+
+    class Watched(np.ndarray[Any, Any]):
+        def __setitem__(self, ids: Any, at: Any) -> None:
+            assert bytes(arena.view[4:7]) == b"abc"
+            assert bytes(arena.view[9:11]) == b"de"
+            super().__setitem__(ids, at)
+
+    offset = np.full(3, -1, np.int64).view(Watched)
+    fetcher.store(Store(7, "d", np.array([2, 0], np.int32), np.array([4, 9])), offset)
+    assert offset.tolist() == [9, -1, 4]
+
+
+def test_a_machine_without_memory_stores_no_more_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = Arena.create(4096)
+    fetcher = Fetcher(arena, lambda _: None)
+    fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"f"}
+    write = arena.write
+
+    def short(offset: int, data: memoryview) -> None:
+        if offset == 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(offset, data)
+
+    monkeypatch.setattr(arena, "write", short)
+    offset = np.full(3, -1, np.int64)
+    places = np.array([4, 9, 20])
+    assert fetcher.store(Store(7, "d", np.array([2, 0, 1], np.int32), places), offset) == 1
+    assert offset.tolist() == [-1, -1, 4]
+    assert fetcher.store(Store(7, "d", np.array([1], np.int32), np.array([9])), offset) == 0
+    fetcher.discard(Discard(7))
+    assert fetcher.held_nbytes() == 0
+    assert caplog.text.count("no memory") == 1
+
+
+def test_the_shell_moves_overlapping_bytes_in_order_and_then_publishes() -> None:
+    arena = Arena.create(4096)
+    arena.array[:100] = np.arange(100)
+    fetcher = Fetcher(arena, lambda _: None)
+    offset = np.full(3, -1, np.int64)
+    src, dst, nbytes = np.array([[30, 50], [20, 60], [25, 20]])
+    fetcher.move(Move("d", np.array([2, 0], np.int32), src, dst, nbytes), offset)
+    assert arena.array[20:45].tolist() == [*range(30, 55)]
+    assert arena.array[60:80].tolist() == [*range(50, 70)]
+    assert offset.tolist() == [60, -1, 20]
+
+
+@pytest.mark.parametrize("draining", [True, False])
+def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -> None:
+    """READY stays up for those who hang up then, and readers of theirs may still be copying."""
+    config = Config(memory=Memory(budget="1MiB", prefault=False))
+    node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
+    manifest = Manifest.of_files(["/a", "/b"])
+    dataset = Dataset.create(manifest, Source(manifest))
+    node.registry.add(dataset)
+    offset = dataset.table.offset
+    offset[:] = -1
+    node.arena.array[:50] = 7
+    if draining:
+        node.state = "draining"
+    ids, at = np.array([1], np.int32), np.array([100])
+    node._do(Move(dataset.key, ids, at * 0, at, at // 2), [])
+    node.fetcher._held[3] = {0: b"x" * 50}
+    node._do(Store(3, dataset.key, ids * 0, at * 2), [])
+    assert bool(node.arena.array.sum() > 50 * 7) is not draining
+    assert (offset.tolist() == [-1, -1]) is draining
+    node.close()
