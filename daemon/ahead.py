@@ -19,6 +19,8 @@ from creel.policies.retain import ABSENT, FAILED, FETCHING, FarKeeper, Need
 
 #: Positions looked at in one go: about one urgency class at 256 objects a step.
 _CHUNK = 512
+#: A fetch of several steps takes no longer than a step does; but this, in seconds, it may take.
+_GRAIN_S = 0.01
 
 
 class Ahead:
@@ -90,6 +92,8 @@ class Ahead:
         absent = (life <= FAILED).nonzero()[0]
         if len(absent):
             absent = self._worth(h, ids, life, absent, distinct=distinct)
+            taken = self._at_once(s, absent, stop)
+            ids, life, absent = ids[:taken], life[:taken], absent[absent < taken]
         h.pin(ids, distinct=distinct)
         taken = len(ids)
         if len(absent):
@@ -115,6 +119,18 @@ class Ahead:
         step = stream.step_at(s.front)
         last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
         return False, min(s.reach, s.front + _CHUNK, stream.start(last))
+
+    def _at_once(self, s: Session, absent: Index, stop: int) -> int:
+        """How many positions from `front` to fetch together: a step, or more where that is quick.
+
+        All of a fetch land together, whichever of them is due first.
+        """
+        stream = s.stream
+        most = s.holding.service.most(max(s.pace.step_s, _GRAIN_S))
+        if len(absent) > most:
+            beyond = stream.step_at(s.front + int(absent[int(most)]))
+            stop = min(stop, stream.start(max(beyond, stream.step_at(s.front) + 1)))
+        return stop - s.front
 
     def _worth(
         self, h: Holding, ids: Index, life: NDArray[np.uint8], absent: Index, *, distinct: bool
@@ -152,7 +168,9 @@ class Ahead:
                 k = int(lack.argmax())
                 self.stuck.add(s.id)
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
-        due = now + (step - s.done) * s.pace.step_s
+        # The queue of a quick source is short. In turn, it would wake the reader for every step:
+        # small records from the page cache come a fifth more slowly then (cost_per_batch --cold).
+        due = s.due(step, now, in_turn=h.service.most(_GRAIN_S) < _CHUNK)
         out += self._flights.start(h, ids, offset, length, need, now, due)
         return k
 

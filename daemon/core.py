@@ -130,7 +130,7 @@ class Core:
         s.holding.unpin(loose)
         s.front, s.checked = min(s.front, position), min(s.checked, position)
         s.ready, s.wanted, s.blocked = min(s.ready, step), min(s.wanted, step), -1
-        s.stream.truncate(step)
+        s.truncate(step)
         s.group.replan()
         self._unplanned(s.holding, loose)
 
@@ -166,6 +166,7 @@ class Core:
             return  # no longer current
         h = flight.holding
         h.latency.saw(max(now - flight.begun, 0.0))
+        h.service.saw(len(flight.ids), flight.begun, now)
         known = flight.offset != NOWHERE
         good = (e.nbytes >= 0) & ((e.nbytes == flight.length) | ~known)
         if every(good) and every(known):

@@ -14,7 +14,7 @@ from creel.cache.space import FixedPool, PagedPool, Space
 from creel.daemon.owners import Owners
 from creel.daemon.sessions import COUNTED, Group, Session
 from creel.policies.masks import every, some
-from creel.policies.prefetch import Latency, Window
+from creel.policies.prefetch import Latency, Service, Window
 from creel.policies.retain import (
     ABSENT,
     FAILED,
@@ -61,6 +61,7 @@ class Holding:
         self.groups: list[Group] = []
         self.keeper: Keeper | None = None
         self.latency = Latency()
+        self.service = Service()
         self.warming = -1  # next object to load for `Warm`, or -1
         self.news = 0  # planned reads since the keeper last sorted all residents
         known = length >= 0

@@ -77,6 +77,7 @@ class Session:
         self.epoch = 0  # of the last step done, on the group's count
         self.blocked = -1  # the object that `checked` waits for
         self.failed = 0
+        self._due = 0.0  # when what was fetched last is needed
         self.blind = True  # told one step at a time, so far: nobody knows what comes next
         self.hits = self.joined = self.misses = self.stalls = 0
 
@@ -89,6 +90,21 @@ class Session:
     def stalling(self) -> bool:
         """Whether somebody waits for the step at `ready`."""
         return self.wanted > self.ready
+
+    def due(self, step: int, now: float, *, in_turn: bool) -> float:
+        """When the objects of `step`, fetched now, are needed; in turn: no earlier than others.
+
+        A pace that was slow for want of data puts far steps off; once it is quick again, steps
+        still further must not overtake them.
+        """
+        due = now + (step - self.done) * self.pace.step_s
+        self._due = max(self._due, due) if in_turn else due
+        return self._due
+
+    def truncate(self, step: int) -> None:
+        """The plan is void from `step` on."""
+        self.stream.truncate(step)
+        self._due = 0.0
 
     def snapshot(self) -> dict[str, float | str]:
         """For `creel stats`."""

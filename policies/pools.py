@@ -1,6 +1,6 @@
 """Lists of objects that may leave, in some order, as arrays. Pure.
 
-Both work on whole batches; an entry costs a fraction of a microsecond (tests/unit/test_core_laws.py
+Both work on whole batches; an entry costs a fraction of a microsecond (benchmarks/planning.py
 measures the whole event).
 """
 

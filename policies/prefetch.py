@@ -6,6 +6,7 @@ A session's plan is a `Stream`: one flat array of object ids, cut into steps. Pl
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TypeVar
@@ -209,6 +210,26 @@ class Latency:
     def seconds(self) -> float:
         """Mean plus four deviations."""
         return self._mean + 4 * self._spread
+
+
+class Service:
+    """How long a source takes per object while it has something to do."""
+
+    def __init__(self) -> None:
+        self._busy_s = 0.0
+        self._objects = 0.0
+        self._last = 0.0
+
+    def saw(self, objects: int, begun: float, now: float) -> None:
+        """A fetch of so many objects is through."""
+        busy_s = max(now - max(begun, self._last), 0.0)
+        self._last = now
+        self._busy_s += busy_s - self._busy_s / 16
+        self._objects += objects - self._objects / 16
+
+    def most(self, seconds: float) -> float:
+        """So many objects take so long."""
+        return seconds * self._objects / self._busy_s if self._busy_s else math.inf
 
 
 def affordable(nbytes: NDArray[np.int64], budget: int) -> int:

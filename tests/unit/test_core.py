@@ -209,6 +209,51 @@ def test_the_most_urgent_session_is_served_first() -> None:
     assert 200 in {x for f in rig.fetches.values() for x in f.ids.tolist()}
 
 
+def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[Fetch]:
+    """A trainer and a source of one thread take so long each; all fetches begun meanwhile."""
+    fetches = []
+    for step in steps:
+        end = rig.now + step_s
+        fetches += rig.progress(1, step, 0)
+        while rig.fetches and rig.now < end:
+            number = min(rig.fetches, key=lambda n: (rig.fetches[n].deadline, n))
+            rig.now += object_s * len(rig.fetches[number].ids)
+            fetches += rig.land(number)
+        rig.now = max(rig.now, end)
+    return [f for f in fetches if isinstance(f, Fetch)]
+
+
+def test_steps_further_on_do_not_overtake_nearer_ones_when_the_pace_picks_up() -> None:
+    rig = Rig(50_000)
+    rig.register("d", [100] * 400)
+    rig.open(1, "d")
+    rig.extend(1, 0, [[i, i + 1] for i in range(0, 400, 2)])
+    fetches = train(rig, range(20), 3.0, 0.5) + train(rig, range(20, 100), 0.1, 0.05)
+    assert len(fetches) > 50
+    order = sorted(fetches, key=lambda f: f.deadline)
+    assert [f.ids[0] for f in order] == sorted(f.ids[0] for f in fetches)
+
+
+def test_a_slow_source_is_asked_for_one_step_at_a_time() -> None:
+    """All of a fetch land together: what is due first must not wait for what is due later."""
+    rig = Rig(50_000, Window(min_steps=40))
+    rig.register("d", [100] * 400)
+    rig.open(1, "d")
+    plan = [[i, i + 1] for i in range(0, 400, 2)]
+
+    def longest(steps: range, object_s: float) -> int:
+        """Objects of a fetch, while all that is due within the window is asked for at once."""
+        begun = [
+            a for a in rig.extend(1, 0, plan[steps.start : steps.stop]) if isinstance(a, Fetch)
+        ]
+        return max(len(f.ids) for f in begun + train(rig, steps, 1.0, object_s))
+
+    longest(range(50), 0.001)
+    assert longest(range(50, 100), 0.001) > 2
+    longest(range(100, 150), 0.5)
+    assert longest(range(150, 200), 0.5) == 2
+
+
 @pytest.mark.parametrize("sizes", [(100, 100), (100, 37)])
 def test_a_new_dataset_gets_its_share_from_the_one_that_holds_all(sizes: tuple[int, int]) -> None:
     rig = Rig(64_000, Window(min_steps=2))
