@@ -89,8 +89,9 @@ def _reason(error: Exception) -> tuple[int, str]:
     if any(word in text for word in _DENIED) or getattr(error, "status", 0) in {401, 403}:
         return errno.EACCES, "access denied: check the credentials in the environment"
     number = getattr(error, "errno", None) or 0
-    if number == errno.ENOENT or isinstance(error, FileNotFoundError):
-        return errno.ENOENT, os.strerror(errno.ENOENT)
+    absent = os.strerror(errno.ENOENT)
+    if number == errno.ENOENT or isinstance(error, FileNotFoundError) or text.startswith(absent):
+        return errno.ENOENT, absent
     return number, getattr(error, "strerror", None) or text or type(error).__name__
 
 

@@ -1,6 +1,6 @@
-"""Data sets in S3, through a daemon and through torch, while the store fails, cuts and refuses.
+"""Data sets in S3 and GCS, through a daemon and torch, while the store fails, cuts and refuses.
 
-The client is the real one (pyarrow's AWS SDK), the server `testbed/s3_server.py`.
+The clients are the real ones (pyarrow's), the servers `testbed/s3_server.py` and `gcs_server.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from creel.cache.source import Source
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader import storage
 from creel.loader.client import Client
+from testbed.gcs_server import gcs
 from testbed.s3_server import S3, SECRET
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
@@ -57,16 +59,16 @@ def s3(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         yield server
 
 
-def files() -> Dataset[object]:
-    return creel.FileDataset("s3://bucket/files")
+def files(store: str = "s3://bucket") -> Dataset[object]:
+    return creel.FileDataset(f"{store}/files")
 
 
-def records() -> Dataset[object]:
-    return creel.RecordDataset("s3://bucket/tokens.bin", dtype=np.int64, shape=(128,))
+def records(store: str = "s3://bucket") -> Dataset[object]:
+    return creel.RecordDataset(f"{store}/tokens.bin", dtype=np.int64, shape=(128,))
 
 
-def tars() -> Dataset[object]:
-    return creel.TarDataset("s3://bucket/shard.tar")
+def tars(store: str = "s3://bucket") -> Dataset[object]:
+    return creel.TarDataset(f"{store}/shard.tar")
 
 
 def twin(dataset: Dataset[object], bucket: Path) -> list[object]:
@@ -163,3 +165,26 @@ def test_wrong_credentials_are_one_clear_sentence_without_them(
             ask(f"s3://AKIAOTHER:{SECRET}@bucket/tokens.bin")
         assert SECRET not in str(failed.value)
     assert s3.count["gets"] == 0
+
+
+@pytest.mark.parametrize("make", [files, records, tars])
+def test_google_cloud_storage_is_read_as_s3_is(
+    bucket: Path, daemon_name: str, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(storage, "_stores", {})
+    with gcs(bucket.parent) as env:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        dataset = make("gs://anonymous@bucket")
+        wanted = twin(dataset, bucket)
+        for loader in (DataLoader, creel.DataLoader):
+            got = list(loader(dataset, batch_size=None, num_workers=1))
+            assert len(got) == len(wanted)
+            assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
+        with Client.connect(daemon_name, "cli") as client:
+            assert client.ask("stats")["sources"][0]["reads"] > 0
+            client.ask("stop")
+        for address in ("gs://anonymous@nowhere/files", "gs://anonymous@bucket/nothing"):
+            public = address.replace("anonymous@", "")
+            with pytest.raises(NotFoundError, match=f"there is no {public}"):
+                creel.FileDataset(address)

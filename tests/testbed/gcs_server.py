@@ -1,0 +1,121 @@
+"""A small Google Cloud Storage server on loopback, in a process of its own.
+
+    python gcs_server.py ROOT     says its port on standard output
+
+What reading needs of the JSON API: an object's metadata, its bytes (with ranges), listings in
+pages, errors as JSON. Keys are the files below a folder, buckets its subfolders. Not in the tests'
+process: Arrow's client waits for some answers while it holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+_PAGE = 50
+
+
+@contextmanager
+def gcs(root: Path) -> Iterator[dict[str, str]]:
+    """A server for the block; what a client's environment must say."""
+    command = [sys.executable, __file__, str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            yield {"CLOUD_STORAGE_EMULATOR_ENDPOINT": f"http://127.0.0.1:{port}"}
+        finally:
+            process.kill()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    root: Path
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's name
+        pass
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        asked = {k: v[0] for k, v in parse_qs(parts.query).items()}
+        found = re.fullmatch(r"/storage/v1/b/([^/]+)/o(?:/(.*))?", parts.path)
+        if found is None or not (self.root / unquote(found[1])).is_dir():
+            self._json({"error": {"code": 404, "message": "no such bucket"}}, 404)
+            return
+        folder = self.root / unquote(found[1])
+        if found[2] is None:
+            self._list(folder, asked)
+            return
+        path = folder / unquote(found[2])
+        if not path.is_file():
+            self._json({"error": {"code": 404, "message": f"no {path.name}"}}, 404)
+        elif asked.get("alt") == "media":
+            self._bytes(path)
+        else:
+            self._json(_about(folder, path))
+
+    def _list(self, folder: Path, asked: dict[str, str]) -> None:
+        prefix, after = asked.get("prefix", ""), asked.get("pageToken", "")
+        keys = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+        keys = [key for key in keys if key.startswith(prefix) and key > after]
+        body: dict[str, object] = {
+            "kind": "storage#objects",
+            "items": [_about(folder, folder / key) for key in keys[:_PAGE]],
+        }
+        if len(keys) > _PAGE:
+            body["nextPageToken"] = keys[_PAGE - 1]
+        self._json(body)
+
+    def _bytes(self, path: Path) -> None:
+        data = path.read_bytes()
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if span is None:
+            self._answer(data, 200, {})
+            return
+        first, last = int(span[1]), min(int(span[2] or len(data)), len(data) - 1)
+        told = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+        self._answer(data[first : last + 1], 206, told)
+
+    def _json(self, body: dict[str, object], status: int = 200) -> None:
+        self._answer(json.dumps(body).encode(), status, {"Content-Type": "application/json"})
+
+    def _answer(self, body: bytes, status: int, head: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**head, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _about(folder: Path, path: Path) -> dict[str, object]:
+    when = "2026-01-01T00:00:00Z"
+    return {
+        "kind": "storage#object",
+        "name": str(path.relative_to(folder)),
+        "bucket": folder.name,
+        "size": str(path.stat().st_size),
+        "generation": "1",
+        "timeCreated": when,
+        "updated": when,
+    }
+
+
+def main() -> None:
+    _Handler.root = Path(sys.argv[1])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    sys.stdout.write(f"{server.server_port}\n")
+    sys.stdout.flush()
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
