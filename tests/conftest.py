@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import signal
 from collections.abc import Iterator
 
@@ -15,8 +16,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make the tests the same wherever they run.
 
     A shell's background jobs ignore Ctrl-C, and so do their children: ours must not. torch warns of
-    more workers than cores, and which are too many is this machine's affair.
+    more workers than cores, and which are too many is this machine's affair. From Python 3.14 on
+    workers are born of a fork server and import torch anew, seconds each: tests that are about a
+    start method name it.
     """
+    multiprocessing.set_start_method("fork", force=True)
     config.addinivalue_line("filterwarnings", "ignore:This DataLoader will create:UserWarning")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
