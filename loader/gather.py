@@ -41,7 +41,8 @@ class Ring:
         try:
             memory = self._free.pop()
         except IndexError:
-            memory = mmap.mmap(-1, self._size)
+            # Private: what a fork of this process sees of a batch stays as it was, as torch's does.
+            memory = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = (ctypes.c_char * self._size).from_buffer(memory)
         end = weakref.finalize(buffer, _ended, weakref.ref(self), memory, self._size)
         end.atexit = False
