@@ -95,7 +95,7 @@ class Wire:
         Raises:
             EOFError: the other end is gone.
         """
-        if timeout_s is not None and not select.select([self._sock], [], [], timeout_s)[0]:
+        if timeout_s is not None and not self._readable(timeout_s):
             return None
         try:
             packet, fds, _, _ = socket.recv_fds(
@@ -112,6 +112,11 @@ class Wire:
         if packet[:1] == _SPILLED:
             return _spilled(fds)
         return pickle.loads(memoryview(packet)[1:]), fds  # noqa: S301  our own child's words
+
+    def _readable(self, timeout_s: float) -> bool:
+        poll = select.poll()  # select() knows no descriptor beyond 1023
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
 
     def abandon(self) -> None:
         """Close the descriptor in a forked child; another thread may have held the lock."""
