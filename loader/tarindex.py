@@ -99,6 +99,8 @@ def _walk(path: str, read: _Window) -> Iterator[Member]:
             continue
         said = {**common, **long}
         nbytes = int(said.get("size", nbytes))
+        if nbytes < 0:
+            raise ValueError(f"a member of {nbytes} bytes")
         if kind in b"0\x007" and "GNU.sparse.major" not in said:
             if body + nbytes > read.nbytes:
                 raise ConfigError(f"{path} is cut short within the member at byte {at}")
@@ -136,6 +138,8 @@ def _pax(body: bytes) -> Iterator[tuple[str, str]]:
     while body and body[:1] != b"\0":
         digits, _, _ = body.partition(b" ")
         nbytes = int(digits)
+        if nbytes <= len(digits):
+            raise ValueError(f"a pax record of {nbytes} bytes")
         record, body = body[len(digits) + 1 : nbytes - 1], body[nbytes:]
         key, _, value = record.partition(b"=")
         yield key.decode(), value.decode("utf-8", "surrogateescape")

@@ -40,7 +40,7 @@ class _Index(NamedTuple):
 
     shard: NDArray[np.int32]
     key: pa.Array  # one per sample
-    extension: NDArray[np.int16]
+    extension: NDArray[np.unsignedinteger]  # number in `extensions`
     extensions: list[str]
     offset: NDArray[np.int64]
     length: NDArray[np.int64]
@@ -190,7 +190,7 @@ def _index(table: pa.Table, extensions: Sequence[str] | None) -> _Index:
     sample = np.cumsum(first) - 1
     coded = table.column("extension").combine_chunks().dictionary_encode()
     names: list[str] = coded.dictionary.to_pylist()
-    code = coded.indices.to_numpy().astype(np.int16)
+    code = coded.indices.to_numpy().astype(np.min_scalar_type(len(names)))
     keep = np.ones(len(table), np.bool_)
     if extensions is not None:
         keep = np.isin(code, [i for i, name in enumerate(names) if name in extensions])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import pickle
 import tarfile
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_samples_are_the_members_by_extension(tmp_path: Path) -> None:
         dataset[9]
 
 
+def test_frames_of_one_clip_may_be_more_than_a_short_number_counts(tmp_path: Path) -> None:
+    """ "clip.000001", "clip.000002", ... are one sample with an extension for each."""
+    data = {f"clip.{i:05d}": str(i).encode() for i in range(33_000)}
+    write(tmp_path / "a.tar", data)
+    dataset = TarDataset(tmp_path / "a.tar")
+    assert len(dataset) == 1
+    sample = dataset[0]
+    assert sample.pop("__key__") == "clip"
+    assert {f"clip.{extension}": found for extension, found in sample.items()} == data
+
+
 def test_only_some_extensions_may_be_read(tmp_path: Path) -> None:
     data = content(6, 0)
     del data["0002.jpg"]
@@ -203,3 +215,19 @@ def test_damaged_headers_never_raise_anything_else(tmp_path: Path, seed: int) ->
         return
     end = path.stat().st_size
     assert all(0 <= m.offset <= m.offset + m.nbytes <= end for m in found)
+
+
+@pytest.mark.parametrize("record", [b"0  path=other.txt\n", b"18 size=-00001536\n"])
+def test_a_pax_header_that_leads_backwards_ends(tmp_path: Path, record: bytes) -> None:
+    """A length of nothing, or below it, would be read again and again."""
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        info = tarfile.TarInfo("a.txt")
+        info.pax_headers = {"comment": "x" * (len(record) - len("18 comment=\n"))}
+        tar.addfile(info)
+    whole = path.read_bytes()
+    end = whole.index(b"\0", 512)
+    assert end - 512 == len(record)
+    path.write_bytes(whole[:512] + record + whole[end:])
+    with pytest.raises(ConfigError, match="is damaged: a "):
+        list(itertools.islice(members(str(path)), 100))
