@@ -31,6 +31,7 @@ from creel.errors import (
     DaemonLostError,
     MalformedError,
     NoDaemonError,
+    UnavailableError,
 )
 from creel.loader.packets import (
     M,
@@ -106,9 +107,10 @@ class Client:
 
         Raises:
             NoDaemonError: nobody listens, or who listens is somebody else.
-            UnavailableError: the daemon refuses us, and says why.
+            UnavailableError: the daemon refuses us, and says why; or cannot be understood.
         """
         where = resolve(address)
+        shown = where.replace(chr(0), "@")
         desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             desk.settimeout(timeout_s)
@@ -116,13 +118,20 @@ class Client:
             check_owner(desk, where)
             hello = Hello(PROTOCOL, role, os.getpid(), token)
             welcome, fds = exchange(desk, hello, Welcome)
+            arena = map_arena(fds, welcome.arena_nbytes)
         except OSError as e:
             desk.close()
-            raise NoDaemonError(f"no creel daemon at {where.replace(chr(0), '@')}: {e}") from e
+            raise NoDaemonError(f"no creel daemon at {shown}: {e}") from e
+        except MalformedError as e:
+            desk.close()
+            raise UnavailableError(
+                f"who sits at {shown} is no daemon of this version of creel: end it, or choose"
+                f" another daemon.name ({e})"
+            ) from e
         except BaseException:
             desk.close()
             raise
-        return cls(desk, welcome, map_arena(fds, welcome.arena_nbytes))
+        return cls(desk, welcome, arena)
 
     @property
     def alive(self) -> bool:

@@ -73,6 +73,8 @@ def map_arena(fds: list[int], nbytes: int) -> ArenaView:
         if len(fds) != 1:
             raise DaemonLostError(f"a welcome comes with the arena, not {len(fds)} descriptors")
         return ArenaView.attach(fds[0], nbytes)
+    except OSError as e:  # a limit on this process (ulimit -v), for one
+        raise UnavailableError(f"the daemon's memory cannot be mapped here: {e}") from e
     finally:
         close_all(fds)
 

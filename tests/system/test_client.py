@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
 from creel.loader.client import Client
 from creel.loader.embed import connect_or_start
+from creel.messages import desk_address
 from kit import gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -79,6 +81,28 @@ def test_somebody_elses_daemon_is_not_trusted(daemon_name: str) -> None:
         finally:
             squatter.kill()
             squatter.wait()
+
+
+def test_who_answers_nonsense_means_direct_reads(
+    daemon_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    squatter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    squatter.bind(desk_address(os.getuid(), daemon_name))
+    squatter.listen()
+
+    def babble() -> None:
+        peer, _ = squatter.accept()
+        with peer:
+            peer.recv(1000)
+            peer.send(b"\xc1")
+
+    thread = threading.Thread(target=babble)
+    thread.start()
+    with squatter, caplog.at_level(logging.WARNING):
+        assert connect_or_start(config(daemon_name)) is None
+        thread.join()
+    (said,) = caplog.messages
+    assert "no daemon of this version" in said
 
 
 # --- embedded ---------------------------------------------------------------------------------
