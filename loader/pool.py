@@ -44,6 +44,14 @@ from creel.loader.worker import (
 _GRACE_S = 5.0
 #: How long a new epoch waits for a worker to say that it can take it; else it is replaced.
 _FIT_S = 2.0
+#: torch's words.
+_UNPICKLED = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
 
 
 class Context(Protocol):
@@ -93,8 +101,12 @@ class Pool:
         self._open_board()
         self._heard = np.zeros(WORDS, np.int64)
         _pools.add(self)
-        for i in range(workers):
-            self.members.append(self._hire(i, outfit))
+        try:
+            for i in range(workers):
+                self.members.append(self._hire(i, outfit))
+        except BaseException:
+            self.close()  # those that are there: nobody else knows of them
+            raise
 
     def _open_board(self) -> None:
         import mmap
@@ -118,16 +130,10 @@ class Pool:
         process.daemon = True
         try:
             process.start()
-        except (TypeError, AttributeError, PicklingError):
+        except BaseException as e:
             wire.close()
-            warnings.warn(
-                "Got pickle error when attempting to start a worker Process. "
-                "This might be because the worker Process arguments are not picklable. "
-                "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
-                "to 'forkserver', which requires the worker Process arguments to be picklable. "
-                "You can also try multiprocessing.set_start_method('fork').",
-                stacklevel=2,
-            )
+            if isinstance(e, (TypeError, AttributeError, PicklingError)):
+                warnings.warn(_UNPICKLED, stacklevel=2)
             raise
         finally:
             theirs.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -284,3 +286,35 @@ def test_loaders_come_and_go_and_nothing_is_left(folder: Path) -> None:
             assert_same_epoch(ours, theirs)
             next(iter(ours))
             del ours, theirs
+
+
+class _Scarce:
+    """A multiprocessing context on a machine that has processes left for two workers."""
+
+    def __init__(self) -> None:
+        self.fork = multiprocessing.get_context("fork")
+        self.left = 2
+
+    def get_start_method(self) -> str:
+        return "fork"
+
+    def Process(self, **kwargs: Any) -> Any:  # noqa: N802  as multiprocessing calls it
+        process: Any = self.fork.Process(**kwargs)
+        self.left -= 1
+        if self.left < 0:
+            process.start = self.refuse
+        return process
+
+    def refuse(self) -> None:
+        raise BlockingIOError(errno.EAGAIN, "fork: no more processes")
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_end_where_not_all_can_be_started() -> None:
+    loader: Any = creel.DataLoader([1, 2], num_workers=3, creel=False)  # type: ignore[arg-type]
+    loader._DataLoader__multiprocessing_context = _Scarce()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's: more workers than cores
+        with pytest.raises(BlockingIOError, match="no more processes"):
+            iter(loader)
