@@ -49,13 +49,18 @@ def transient(error: BaseException) -> bool:
     status = getattr(error, "status", None)
     if isinstance(status, int) and status:
         return status in {408, 429} or status >= 500
-    if isinstance(error, (ConnectionError, TimeoutError)):
+    if isinstance(error, ConnectionError) or _timed_out(type(error)):
         return True
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in _AGAIN
     if type(error).__module__.partition(".")[0] == "aiohttp":
         return "Invalid" not in type(error).__name__
     return any(word in str(error).upper() for word in _AGAIN_WORDS)
+
+
+def _timed_out(kind: type) -> bool:
+    """Whether it is a TimeoutError; before Python 3.11 those of asyncio (fsspec) were others."""
+    return any(base.__name__ == "TimeoutError" for base in kind.__mro__)
 
 
 def public(uri: str) -> str:

@@ -196,6 +196,17 @@ class _HttpError(Exception):
         self.status = status
 
 
+class _Asyncio310:
+    """Until Python 3.10 asyncio had a class of its own for this."""
+
+    class TimeoutError(Exception):  # noqa: A001
+        pass
+
+
+class _FsspecTimeout(_Asyncio310.TimeoutError):
+    pass
+
+
 @pytest.mark.parametrize(
     "error, again",
     [
@@ -203,6 +214,7 @@ class _HttpError(Exception):
         (OSError(errno.ESTALE, "stale handle"), True),
         (ConnectionResetError(errno.ECONNRESET, "reset"), True),
         (TimeoutError(), True),
+        (_FsspecTimeout(), True),
         (_HttpError(503), True),
         (_HttpError(429), True),
         (_HttpError(403), False),
