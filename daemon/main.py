@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -49,10 +49,18 @@ _SWITCH_S = 0.0005  # fetch threads hold the interpreter for microseconds; never
 class Daemon:
     """Everything of one process. `run` serves until it is told to stop."""
 
-    def __init__(self, config: Config, *, embedded: bool = False, ready_fd: int = -1) -> None:
+    def __init__(
+        self,
+        config: Config,
+        flags: Mapping[str, object] | None = None,
+        *,
+        embedded: bool = False,
+        ready_fd: int = -1,
+    ) -> None:
         """Take the address and the memory.
 
         Args:
+            flags: what of `config` came from the command line, and stays when it is read again.
             embedded: whether to go with the last client.
             ready_fd: as long as its other end is open somebody means to become one.
 
@@ -62,6 +70,7 @@ class Daemon:
         """
         name, uid = config.daemon.name, os.getuid()
         self._config = config
+        self._flags = {**(flags or {}), "daemon.name": name}
         self._embedded = embedded
         self._ready_fd = ready_fd
         self._calls: deque[Callable[[], None]] = deque()
@@ -85,6 +94,12 @@ class Daemon:
         self.node.stop = self.stop
         self.node.clients = lambda: self.desk.clients
         self.node.pids = self.desk.pids
+        try:
+            self._serve_metrics()
+        except BaseException:
+            self._ready_fd = -1  # the caller's, to say why
+            self.close()
+            raise
 
     def _bind(self, address: str) -> Desk:
         limit, name = self._config.daemon.max_connections, self._config.daemon.name
@@ -122,7 +137,6 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until stopped."""
-        self._serve_metrics()
         self._notify.ready(self._status())
         log.info("ready: %s", self._status())
         more = False
@@ -264,7 +278,7 @@ class Daemon:
     def _read_settings_again(self) -> None:
         self._notify.reloading()
         try:
-            fresh, _ = Config.load({"daemon.name": self._config.daemon.name})
+            fresh, _ = Config.load(self._flags)
         except ConfigError as e:
             log.error("the settings stay as they are: %s", e)  # noqa: TRY400  a sentence says it
         else:
@@ -283,17 +297,24 @@ _AT_ONCE = frozenset(
 )
 
 
-def serve(config: Config, *, embedded: bool = False, ready_fd: int = -1) -> int:
+def serve(
+    config: Config,
+    flags: Mapping[str, object] | None = None,
+    *,
+    embedded: bool = False,
+    ready_fd: int = -1,
+) -> int:
     """Be the daemon until told to stop; the exit code.
 
     Args:
+        flags: see Daemon.
         embedded: leave `daemon.linger_s` after the last client has.
         ready_fd: a pipe that gets "1" once clients may come, or "0" and the reason why not.
     """
     set_up_logging(config.daemon.log_level, as_json=config.daemon.log_json)
     sys.setswitchinterval(_SWITCH_S)
     try:
-        daemon = Daemon(config, embedded=embedded, ready_fd=ready_fd)
+        daemon = Daemon(config, flags, embedded=embedded, ready_fd=ready_fd)
     except (CreelError, OSError) as e:
         _tell(ready_fd, f"0{e}")
         log.log(logging.DEBUG if embedded else logging.ERROR, "%s", e)
@@ -334,24 +355,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--config-fd", type=int, default=-1, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    try:
-        config = _config(args)
-    except ConfigError as e:
-        print(f"creeld: {e}", file=sys.stderr)  # noqa: T201  before there is a log
-        _tell(args.ready_fd, f"0{e}")
-        return 2
-    return serve(config, embedded=args.embedded, ready_fd=args.ready_fd)
-
-
-def _config(args: argparse.Namespace) -> Config:
-    """Settings from the parent (embedded), or from files, environment and flags."""
-    if args.config_fd >= 0:
-        with open(args.config_fd, "rb") as f:  # noqa: PTH123  a descriptor
-            return msgspec.json.decode(f.read(), type=Config)
     flags = {
         "daemon.name": args.name,
         "memory.budget": args.memory,
         "daemon.log_level": args.log_level,
         "daemon.metrics": args.metrics,
     }
-    return Config.load(flags)[0]
+    try:
+        config = Config.load(flags)[0] if args.config_fd < 0 else _handed_over(args.config_fd)
+    except ConfigError as e:
+        print(f"creeld: {e}", file=sys.stderr)  # noqa: T201  before there is a log
+        _tell(args.ready_fd, f"0{e}")
+        return 2
+    return serve(config, flags, embedded=args.embedded, ready_fd=args.ready_fd)
+
+
+def _handed_over(fd: int) -> Config:
+    """The settings of the loader that starts this daemon."""
+    with open(fd, "rb") as f:
+        return msgspec.json.decode(f.read(), type=Config)

@@ -195,8 +195,9 @@ class Page:
         registry.register(_Collector(take))
         try:
             self._server, self._thread = start_http_server(int(port), host, registry)
-        except OSError as e:
-            raise ConfigError(f"daemon.metrics = {address}: {e.strerror}") from e
+        except (OSError, OverflowError) as e:  # the latter: no such port
+            why = getattr(e, "strerror", None) or e
+            raise ConfigError(f"daemon.metrics = {address}: {why}") from e
         self.port = int(self._server.server_port)
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from daemons import Running, folder, plan, read_steps
+from daemons import COMMAND, Running, folder, plan, read_steps
 
 from creel.errors import ConfigError
 from creel.loader.client import Client
@@ -100,6 +102,7 @@ def test_sighup_reads_the_settings_again(daemon_name: str, tmp_path: Path) -> No
         log = daemon.end()
     assert "daemon.log_level = 'debug' (was 'info'), from now on" in log
     assert "daemon.max_sessions = 7 (was 1024), from the next start on" in log
+    assert "memory.budget" not in log, "a flag is stronger than the files, this time too"
 
 
 def test_systemd_hears_all_it_wants(daemon_name: str, tmp_path: Path) -> None:
@@ -149,6 +152,22 @@ def test_prometheus_may_scrape(daemon_name: str, tmp_path: Path) -> None:
     typed = {x.split()[2] for x in text.splitlines() if x.startswith("# TYPE")}
     helped = {x.split()[2] for x in text.splitlines() if x.startswith("# HELP")}
     assert typed == helped
+
+
+@pytest.mark.parametrize("port", ["in use", "99999"])
+def test_a_metrics_address_that_cannot_be_had_is_said_in_a_sentence(
+    daemon_name: str, port: str
+) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1] if port == "in use" else int(port)
+        flags = ["--name", daemon_name, "--memory", "16MiB", "--metrics", f"127.0.0.1:{number}"]
+        done = subprocess.run(
+            [sys.executable, *COMMAND, *flags], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2, done.stderr
+    (said,) = done.stderr.splitlines()
+    assert f"daemon.metrics = 127.0.0.1:{number}: " in said
 
 
 def test_a_client_is_served_while_others_come_and_go(daemon: Running) -> None:
