@@ -116,6 +116,13 @@ _SHORT = {
     "CREEL_SOCKET": "daemon.name",
     "CREEL_LOG_LEVEL": "daemon.log_level",
 }
+#: What these are called on the command line.
+_FLAGS = {
+    "memory.budget": "--memory",
+    "daemon.name": "--name",
+    "daemon.log_level": "--log-level",
+    "daemon.metrics": "--metrics",
+}
 _FILE = "CREEL_CONFIG"
 _SYSTEM_FILE = Path("/etc/creel/config.toml")
 
@@ -180,7 +187,7 @@ def _layers(
     yield from _from_env(env)
     for key, value in flags.items():
         if value is not None:
-            named = origin or "flag --" + key.replace(".", "-").replace("_", "-")
+            named = origin or f"flag {_FLAGS.get(key, key)}"
             yield _Given(_known(key, named), value, named, text=isinstance(value, str))
 
 
