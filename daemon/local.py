@@ -45,7 +45,7 @@ log = logging.getLogger("creel.local")
 _MAX_FDS = 4
 _ROLES = frozenset({"trainer", "worker", "cli"})
 _ACCEPTS = 32  # new connections a turn
-_REFUSALS = 32  # connections beyond the limit that are told why; further ones are just closed
+_REFUSALS = 32  # refused connections that are told why; further ones are just closed
 _HELLO_S = 5.0  # a connection that says nothing is closed after this
 _MAX_MANIFEST = 16 << 30
 
@@ -164,19 +164,21 @@ class Desk:
         sock.setblocking(False)
         raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _ = struct.unpack("3i", raw)
-        refusal = self._refusal(uid)
+        # Who is refused takes no place of those who are served: other users may knock, too.
+        waiting = sum(c.refusal is not None for c in self._connections.values())
+        refusal = self._refusal(uid, len(self._connections) - waiting)
         self.refused += refusal is not None
-        if len(self._connections) >= self._limit + _REFUSALS:
+        if refusal is not None and waiting >= _REFUSALS:
             sock.close()
             return
         connection = _Connection(sock, pid, now + _HELLO_S, refusal=refusal)
         self._connections[sock.fileno()] = connection
         self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
 
-    def _refusal(self, uid: int) -> Refused | None:
+    def _refusal(self, uid: int, served: int) -> Refused | None:
         if uid not in {0, self._uid}:
             return Refused(f"this daemon serves user {self._uid} alone: start one of your own")
-        if len(self._connections) >= self._limit:
+        if served >= self._limit:
             reason = f"{self._limit} clients are connected, which is the limit"
             return Refused(f"{reason}: raise daemon.max_connections", retry_after=5.0)
         return None

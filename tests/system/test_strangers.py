@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,28 @@ print(s.recv(1000))
     )
     assert "serves user 0 alone" in told.stdout
     assert status(daemon)["state"] == "serving"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
+def test_another_users_knocking_keeps_nobody_out(daemon_name: str) -> None:
+    code = f"""
+import os, socket, sys
+os.setuid(65534)
+kept = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(40)]
+for s in kept:
+    s.connect({resolve(daemon_name)!r})
+print("knocked", flush=True)
+sys.stdin.read()
+"""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        Running(daemon_name, env={"CREEL_DAEMON__MAX_CONNECTIONS": "2"}) as daemon,
+        subprocess.Popen([sys.executable, "-c", code], **pipes) as stranger,
+    ):
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == b"knocked\n"
+        assert status(daemon)["state"] == "serving"
+        stranger.kill()
 
 
 def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
