@@ -51,7 +51,8 @@ def around(config: Config, command: Sequence[str]) -> int:
     env = daemon_env(config)
     words = [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
     command_line = [*words, "-m", "creel.daemon"]
-    daemon = subprocess.Popen(command_line, env=env)  # noqa: S603 - our own interpreter
+    # A session of its own: Ctrl-C is for the command, which may go on, and needs the daemon then.
+    daemon = subprocess.Popen(command_line, env=env, start_new_session=True)  # noqa: S603 - ours
     try:
         _await(daemon, config.daemon.name)
         return _run(command, env)

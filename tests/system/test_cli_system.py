@@ -170,6 +170,23 @@ def test_run_hands_signals_on_and_tells_by_which_one_it_ended(name: str) -> None
     creel("--name", name, "status", code=3)
 
 
+def test_ctrl_c_is_the_commands_to_decide(name: str) -> None:
+    code = (
+        "import signal; signal.signal(signal.SIGINT, lambda *_: print('goes on', flush=True));"
+        "print('begun', flush=True); input()"
+    )
+    words = ["--name", name, "run", "--memory", "32MiB", "--", sys.executable, "-c", code]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*CREEL, *words], start_new_session=True, **pipes) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"begun\n"
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.stdout.readline() == b"goes on\n"
+        assert json.loads(creel("--name", name, "status", "--json"))["state"] == "serving"
+        running.communicate(b"\n", 30)
+    assert running.returncode == 0
+
+
 def _children_named(pid: int, word: str) -> bool:
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
