@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
 import termios
@@ -67,7 +68,7 @@ def _keys() -> Iterator[Callable[[float], str]]:
 
     def pressed(seconds: float) -> str:
         ready, _, _ = select.select([fd], [], [], seconds)
-        return sys.stdin.read(1) if ready else ""
+        return os.read(fd, 1024).decode(errors="replace") if ready else ""
 
     tty.setcbreak(fd)
     try:

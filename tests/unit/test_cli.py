@@ -217,6 +217,21 @@ def test_rates_are_differences_over_time() -> None:
     assert row[5:] == ("2,500", "25.0 MiB", "2", "25 %", "source", "25 %", *["0 %"] * 4)
 
 
+def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pty
+
+    from creel import cli_top
+
+    ours, theirs = pty.openpty()
+    with open(theirs) as terminal:  # noqa: PTH123  a descriptor
+        monkeypatch.setattr("sys.stdin", terminal)
+        with cli_top._keys() as pressed:
+            os.write(ours, b"xq")
+            assert pressed(10) == "xq"
+            assert pressed(0) == ""
+    os.close(ours)
+
+
 @pytest.mark.parametrize(
     ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (160, "sampler")]
 )
