@@ -67,7 +67,10 @@ def _too_short(place: Place, length: int, got: int) -> SourceError:
 
 
 class LocalStore:
-    """Files by path; `files` descriptors at most are kept open."""
+    """Files by path; `files` descriptors at most are kept open.
+
+    A file of its own must be exactly as long as its object: else it is not the one that was listed.
+    """
 
     def __init__(self, files: int) -> None:
         self._kept = _Kept(files)
@@ -82,6 +85,7 @@ class LocalStore:
         if length == UNKNOWN:
             return Path(path).read_bytes()
         with self._kept.open(path, keep=place.keep) as (fd, _):
+            _check_whole(fd, place, length)
             data = os.pread(fd, length, offset)
             while len(data) < length:
                 more = os.pread(fd, length - len(data), offset + len(data))
@@ -91,11 +95,9 @@ class LocalStore:
         return data
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
-        """See Store. A file of its own must be exactly as long as its run."""
+        """See Store."""
         with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
-            if place.whole and (size := os.fstat(fd).st_size) != runs[0].length:
-                reason = f"has {size} bytes, the manifest says {runs[0].length}"
-                raise SourceError(errno.ENODATA, reason, place.uri)
+            _check_whole(fd, place, runs[0].length)
             for run in runs:
                 got = _preadv(fd, run)
                 if got < run.length:
@@ -115,6 +117,12 @@ class LocalStore:
                 if os.preadv(fd, [buffer[at : at + length]], offset) != length:
                     raise _too_short(place, length, 0)
         return opens
+
+
+def _check_whole(fd: int, place: Place, length: int) -> None:
+    if place.whole and (size := os.fstat(fd).st_size) != length:
+        reason = f"has {size} bytes, the manifest says {length}"
+        raise SourceError(errno.ENODATA, reason, place.uri)
 
 
 def _path(uri: str) -> str:

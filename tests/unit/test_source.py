@@ -137,6 +137,9 @@ def test_a_file_that_is_not_as_listed_has_failed_and_the_others_have_not(tmp_pat
     assert counted.errors == {"ENODATA": 2, "ENOENT": 1}
     assert counted.retries == 0
     assert str(tmp_path) in counted.last_error
+    for i in (0, 1):  # read alone, by a reader that the daemon could not serve
+        with pytest.raises(SourceError, match="the manifest says"):
+            source.read(i)
 
 
 def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
