@@ -33,6 +33,16 @@ def adapt(dataset: Dataset[Sample]) -> CreelDataset | None:
     return None
 
 
+def adapts(dataset: object) -> bool:
+    """Whether `adapt` gives a leaf that is `cacheable`; costs nothing per sample."""
+    if isinstance(dataset, Declares):
+        return True
+    if not _is_folder(dataset):
+        return False
+    folder = cast(Folder, dataset)
+    return bool(folder.samples) and _loads_by_pillow(folder.loader)
+
+
 # --- torchvision's folders --------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from creel.loader.bench import Bench
 from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
 from creel.loader.meter import Meter
 from creel.loader.samplers import Begun, Order, State, adopt, restore
-from creel.loader.sources import Binding, bind
+from creel.loader.sources import Binding, bind, bindable
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -77,9 +77,9 @@ class Home:
     def expect(self, loader: DataLoader[Any]) -> None:
         """The loader was made, and will want a daemon if there is anything to cache.
 
-        Binds anew when it is read first: until then the dataset may be changed in place.
+        What is bound is seen when it is read first: until then the dataset may change in place.
         """
-        if loader.creel is not False and bind(loader.dataset) is not None:
+        if loader.creel is not False and bindable(loader.dataset):
             expect_daemon(self.config)
 
     def take_feed(self, loader: DataLoader[Any]) -> Feed | None:

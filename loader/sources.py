@@ -24,7 +24,7 @@ from creel.cache.manifest import Manifest
 from creel.loader.adapters import Declared
 from creel.loader.base import CreelDataset, Ids, Indices, Sample
 from creel.loader.reading import Lease, Session
-from creel.loader.tree import Node, Tree
+from creel.loader.tree import Node, Scout, Tree
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,13 @@ def bind(dataset: object) -> Binding | None:
     if not tree.leaves:
         return None
     return Binding(root, tree.leaves)
+
+
+def bindable(dataset: object) -> bool:
+    """Whether `bind` finds anything to cache: the answer alone, in no time."""
+    scout = Scout()
+    scout.plant(dataset)
+    return scout.found
 
 
 def _picklable(code: list[object]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-from creel.loader.adapters import Declared, FolderLeaf, adapt
+from creel.loader.adapters import Declared, FolderLeaf, adapt, adapts
 from creel.loader.base import CreelDataset, Ids, Indices, Raw, Sample, Transformed, positions
 from creel.loader.wrap import Wrapped, unwrap
 
@@ -294,3 +294,16 @@ class Tree:
         self._total += leaf.object_count
         self.leaves.append(leaf)
         return node
+
+
+class Scout(Tree):
+    """Looks only whether there are leaves, and makes none: they cost time per sample."""
+
+    found = False
+
+    def _leaf(self, dataset: Dataset[Sample]) -> Node:
+        if isinstance(dataset, CreelDataset):
+            self.found |= dataset.cacheable
+        else:
+            self.found |= adapts(dataset)
+        return Node(dataset)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -114,3 +116,31 @@ def test_it_ends_with_a_process_that_never_read(daemon_name: str, tmp_path: Path
         pid = pid_of(daemon_name)
         person.kill()
     until(lambda: gone(pid), 10, "the daemon ends")
+
+
+class Endless(Sequence[str]):
+    """Addresses of so many files that nobody wants to wait for them."""
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def __getitem__(self, i: object) -> Any:
+        raise AssertionError(f"address {i} was asked for")
+
+
+class Declares(torch.utils.data.Dataset[int]):
+    creel_uris = Endless()
+
+    def __len__(self) -> int:
+        return 1 << 40
+
+    def objects(self, index: int) -> int:
+        return index
+
+
+def test_a_loader_is_made_without_a_look_at_any_sample(daemon_name: str) -> None:
+    options = {"daemon.name": daemon_name, "daemon.linger_s": 0.2, "memory.budget": "32MiB"}
+    data: Any = torch.utils.data.ConcatDataset([Declares()])
+    creel.DataLoader(data, creel=options)
+    assert (os.getpid(), daemon_name) in feed._starts
+    feed._starts.popitem()[1].close()
