@@ -17,7 +17,7 @@ from creel.cache.board import sealed_memfd
 from creel.errors import MalformedError
 
 _F_SEAL_SHRINK = 0x2
-_PIECE = 16 << 20  # bytes prefaulted per system call: 4 ms at 4.4 GB/s (reference/performance.md)
+_PIECE = 16 << 20  # bytes prefaulted per system call: milliseconds, so that `stop` is heard soon
 
 
 class Arena:

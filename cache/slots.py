@@ -2,8 +2,8 @@
 
 The worker makes a slot (a prefaulted memfd), hands its descriptor over once, and writes a batch
 into it. The trainer wraps it as tensors without a copy; when the last of them dies the slot's id
-goes back to the worker, which writes the next batch there. Fresh shared memory for 38 MB costs
-61 ms to fill, a slot that is used again 3 ms (reference/performance.md), so reuse is everything.
+goes back to the worker, which writes the next batch there. Fresh shared memory costs a page fault
+for every 4 KiB, far more than the copy itself, so reuse is everything.
 
 The policy: a worker keeps at most `max_slots` slots of at most `max_nbytes` together. When all are
 out, a batch goes into a *one-off* slot, gone with its last tensor: slower, but nobody ever waits.

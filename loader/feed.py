@@ -124,7 +124,7 @@ class Feed:
         """Tell the daemon of the epochs after this one, where they can be known.
 
         One is enough where every epoch reads everything once (law L1). Where it reads some samples
-        more often than others, the best choice of what to keep needs two (reference T4c, law L4).
+        more often than others, the best choice of what to keep needs two (law L3).
         """
         if self._now is None:
             return

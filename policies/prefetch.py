@@ -26,11 +26,11 @@ class Window:
         nbytes: bytes ahead of one session, at most.
         pinned_share: of the memory, held for steps to come by all sessions together, at most.
         lend_share: of an epoch's objects, fetched across its turn or ahead of use in streams with
-            repeats; each costs a read (retention.md 1.1: staging counts in C).
+            repeats; each costs a read, as it takes room from what is kept.
         inflight_nbytes, inflight_objects: under way at once, at most; three quarters for those
             nobody waits for yet.
         fetch_nbytes, fetch_objects: in one `Fetch`, at most.
-        opens_dominate: keep small objects rather than an even spread (retention.md 1.6).
+        opens_dominate: keep small objects rather than an even spread (law L2).
     """
 
     min_steps: int = 4

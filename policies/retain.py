@@ -1,6 +1,6 @@
 """Which residents leave when room is needed. Pure: arrays in, object ids out.
 
-Three cases, told apart by the plans themselves (laws L1, L2 and L4 in DESIGN.md):
+Three cases, told apart by the plans themselves (laws L1 to L3, docs/architecture.md):
 
 - Every epoch reads each object at most once: `EpochKeeper`. What the epoch still has to read stays
   (L1); of the rest, an even share of each (step, rank) of the next epoch is kept (L2), so that the
@@ -92,7 +92,7 @@ class RecentKeeper(Keeper):
 
 
 class FarKeeper(Keeper):
-    """For all other streams: farthest next use first, never for something due later (law L4)."""
+    """For all other streams: farthest next use first, never for something due later (law L3)."""
 
     def __init__(
         self,

@@ -253,7 +253,7 @@ def chance(
 
 
 def lru_hits(f: float) -> float:
-    """Hit ratio of LRU over shuffled epochs, a share f of the dataset held (retention.md 1.1).
+    """Hit ratio of LRU over shuffled epochs, a share f of the dataset held.
 
     >>> round(lru_hits(0.5), 3)
     0.153

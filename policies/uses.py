@@ -1,6 +1,6 @@
 """When each object is read next, as far as the plans of one job say. Pure.
 
-One gather per access (law L6): every known epoch has a table "object -> step of its first read",
+One gather per access (law L4): every known epoch has a table "object -> step of its first read",
 which is the inverse of the epoch's permutation. Reads beyond the first of an epoch, which only
 samplers with replacement (and padding) have, lie sorted beside it.
 """

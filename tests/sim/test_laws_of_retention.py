@@ -1,4 +1,4 @@
-"""The laws of DESIGN.md on the real core, replayed on a virtual clock, against oracles."""
+"""The laws of docs/architecture.md on the real core and a virtual clock, against oracles."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def drawn(kind: str, epochs: int, seed: int = 5) -> Epochs:
 @pytest.mark.parametrize("kind", ["replacement", "weights"])
 @pytest.mark.parametrize("f", [0.1, 0.25, 0.5, 0.75])
 def test_streams_with_repeats_are_within_two_percent_of_min(kind: str, f: float) -> None:
-    """L4."""
+    """L3."""
     epochs = drawn(kind, 5)
     out = equal(Job(epochs, BATCH), f)
     best = min_reads(np.concatenate(epochs, axis=1)[0].tolist(), int(f * N), N)
@@ -153,7 +153,7 @@ def test_streams_with_repeats_are_within_two_percent_of_min(kind: str, f: float)
 
 
 def test_two_jobs_on_one_dataset_share_it_better_than_a_pinned_half() -> None:
-    """L4 over the union of two plans: pin reads 1.82 x MIN at f = .5 (retention.md 1.7)."""
+    """L3 over the union of two plans."""
     n, f = 4000, 0.5
     plans = [shuffled(6, n=n, seed=s) for s in (1, 2)]
     trace = np.stack([np.concatenate(p, axis=1)[0] for p in plans], 1).ravel()
@@ -195,7 +195,7 @@ def test_lru_has_the_hits_of_its_closed_form(f: float) -> None:
 
 
 def test_the_classics_fall_short_as_the_table_says() -> None:
-    """retention.md T1 at f = .5."""
+    """Hits at f = .5: those of pin are f, the others were simulated."""
     trace = np.concatenate(shuffled(8), axis=1)[0]
     late = slice(3 * N, None)
     assert pin(trace, N // 2)[late].mean() == 0.5
