@@ -2,7 +2,7 @@
 
 Local files are read with `pread` straight into the caller's buffers; s3, gs, hdfs and abfs go
 through `pyarrow.fs`, http(s) and all else through fsspec, both imported when the first such address
-is met (8 and 15 MB that a local data set never pays). No retries here: `cache/source.py` has them.
+is met (8 and 15 MB that a local dataset never pays). No retries here: `cache/source.py` has them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import numpy as np
 from creel.cache.manifest import UNKNOWN
 from creel.errors import SourceError
 
-_ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
+#: Schemes that pyarrow.fs reads and lists with its own clients.
+ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Store(Protocol):
 
 def open_store(uri: str) -> Store:
     """The store that a remote address leads to; its client is made now, no request is sent yet."""
-    return _ArrowStore(uri) if uri.partition("://")[0] in _ARROW else _FsspecStore(uri)
+    return _ArrowStore(uri) if uri.partition("://")[0] in ARROW else _FsspecStore(uri)
 
 
 def _too_short(place: Place, length: int, got: int) -> SourceError:

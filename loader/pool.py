@@ -171,7 +171,7 @@ class Pool:
         if not frozen.blob:
             version = KEEP
         new = version != KEEP and any(m.version != version for m in self.members)
-        fd = _sealed(frozen.blob) if new else -1
+        fd = _memfd_of(frozen.blob) if new else -1
         try:
             for member in self.members:
                 fds = [] if version in (KEEP, member.version) else [fd]
@@ -389,7 +389,7 @@ class Pool:
         _pools.discard(self)
 
 
-def _sealed(blob: bytes) -> int:
+def _memfd_of(blob: bytes) -> int:
     fd = os.memfd_create("creel-snapshot", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(blob)

@@ -19,14 +19,12 @@ from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.manifest import UNKNOWN
 from creel.cache.patience import Patience, source_error
-from creel.cache.stores import Place, Store, open_store
+from creel.cache.stores import ARROW, Place, Store, open_store
 from creel.errors import ConfigError, CreelError, NotFoundError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Schemes that pyarrow.fs lists (and creel.cache.stores reads) with its own clients.
-_ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 #: Listing folders and asking for sizes waits for the storage, not for this process.
 _THREADS = 16
 
@@ -125,7 +123,7 @@ def nbytes_of(address: str) -> int:
             raise NotFoundError(f"there is no file {address}")
         return path.stat().st_size
     with _plainly(address):
-        size = _arrow_nbytes(address) if scheme in _ARROW else _fsspec_nbytes(address)
+        size = _arrow_nbytes(address) if scheme in ARROW else _fsspec_nbytes(address)
     if size is None:
         raise ConfigError(f"the storage does not tell the size of {address}")
     return size
@@ -237,7 +235,7 @@ def list_remote(root: str) -> Listed:
     """
     scheme = scheme_of(root)
     with _plainly(root):
-        return in_walk_order(_list_arrow(root) if scheme in _ARROW else _list_fsspec(root))
+        return in_walk_order(_list_arrow(root) if scheme in ARROW else _list_fsspec(root))
 
 
 def in_walk_order(found: Iterable[tuple[str, int]]) -> Listed:
@@ -256,7 +254,7 @@ def escape(root: str, name: str) -> str:
     scheme = scheme_of(root)
     if scheme in {"http", "https"}:
         return quote(name)
-    if scheme in _ARROW:
+    if scheme in ARROW:
         return name.replace("%", "%25").replace("?", "%3F").replace("#", "%23")
     return name
 
@@ -267,7 +265,7 @@ def unescape(root: str, name: str) -> str:
     >>> unescape("http://h/d", "hot%20dog/1%23.png"), unescape("/d", "50%25.png")
     ('hot dog/1#.png', '50%25.png')
     """
-    return unquote(name) if scheme_of(root) in _ARROW | {"http", "https"} else name
+    return unquote(name) if scheme_of(root) in ARROW | {"http", "https"} else name
 
 
 def _list_arrow(root: str) -> Iterator[tuple[str, int]]:
