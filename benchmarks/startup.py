@@ -51,7 +51,7 @@ def help_s() -> float:
 def daemon_s() -> tuple[float, float, float, float, float]:
     """(seconds until an embedded daemon serves, MB resident without data, MB of its own).
 
-    Then, of the first data set, which imports pyarrow: seconds to register it, MB resident with it.
+    Then, of the first dataset, which imports pyarrow: seconds to register it, MB resident with it.
     """
     os.environ["CREEL_SOCKET"] = f"startup-{os.getpid()}-{time.monotonic_ns()}"
     began = time.perf_counter()
@@ -94,7 +94,7 @@ def main() -> None:
         {"what": "embedded daemon ready, s", "value": round(median([s[0] for s in starts]), 3)},
         {"what": "daemon resident, MB", "value": round(median([s[1] for s in starts]), 1)},
         {"what": "of these its own, MB", "value": round(median([s[2] for s in starts]), 1)},
-        {"what": "first data set known, s", "value": round(median([s[3] for s in starts]), 3)},
+        {"what": "first dataset known, s", "value": round(median([s[3] for s in starts]), 3)},
         {"what": "resident with it, MB", "value": round(median([s[4] for s in starts]), 1)},
     ]
     kwargs: dict[str, Any] = {"batch_size": 16, "shuffle": True, "num_workers": 2}

@@ -85,13 +85,13 @@ def _stop(node: Node, args: Args) -> dict[str, Any]:
 
 
 def _named(node: Node, args: Args) -> Dataset:
-    """The data set that `args["dataset"]` means, by any beginning of its key."""
+    """The dataset that `args["dataset"]` means, by any beginning of its key."""
     key = args.get("dataset")
     if not isinstance(key, str) or not key:
-        raise ConfigError("which data set? `creel stats` lists them")
+        raise ConfigError("which dataset? `creel stats` lists them")
     found = [d for k, d in node.registry.datasets.items() if k.startswith(key)]
     if len(found) != 1:
-        raise ConfigError(f"{len(found)} data sets have a key that begins with {key!r}")
+        raise ConfigError(f"{len(found)} datasets have a key that begins with {key!r}")
     return found[0]
 
 

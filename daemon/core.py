@@ -96,7 +96,7 @@ class Core:
     def _registered(self, e: Registered, now: float) -> None:
         del now
         if e.dataset in self._holdings:
-            raise IllegalEventError(f"data set {e.dataset!r} is registered already")
+            raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
         self._holdings[e.dataset] = Holding(e.dataset, e.offset, e.length, self._shares.space)
 
     def _opened(self, e: Opened, now: float) -> None:
@@ -227,7 +227,7 @@ class Core:
     def _unregistered(self, e: Unregistered, now: float) -> None:
         del now
         if e.dataset not in self._holdings or self.busy(e.dataset):
-            raise IllegalEventError(f"data set {e.dataset!r} cannot go")
+            raise IllegalEventError(f"dataset {e.dataset!r} cannot go")
         holding = self._holdings[e.dataset]
         holding.evict(holding.loose(), "dropped")
         self._shares.space.discard(holding.pool)

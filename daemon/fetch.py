@@ -1,6 +1,6 @@
 """Fetching: threads that carry out the core's `Fetch` actions, earliest deadline first.
 
-Every data set has a lane of its own (queue and threads), so a thread that sits in a dead mount,
+Every dataset has a lane of its own (queue and threads), so a thread that sits in a dead mount,
 where no signal reaches it, holds up nobody else and not the exit either (threads are daemonic).
 A fetch is cut into parts that take about 2 ms each at the lane's present speed: many small records
 to a part where reads are quick, one object to a part where each is a round trip. One `Fetched` goes
@@ -99,7 +99,7 @@ class Fetcher:
         self._room.give(len(lane.threads) - 1)
 
     def source(self, dataset: str) -> Source:
-        """The source of a data set."""
+        """The source of a dataset."""
         return self._lanes[dataset].source
 
     def submit(self, fetch: Fetch) -> None:
@@ -119,7 +119,7 @@ class Fetcher:
         self.pending -= 1
 
     def store(self, action: Store, offset: NDArray[np.int64]) -> int:
-        """Copy held bytes into the arena, now, then say in the data set's table where they are.
+        """Copy held bytes into the arena, now, then say in the dataset's table where they are.
 
         Returns how many objects, of the first ones, the machine had memory for.
         """
@@ -137,7 +137,7 @@ class Fetcher:
         return stored
 
     def move(self, action: Move, offset: NDArray[np.int64]) -> None:
-        """Copy within the arena, now, then say in the data set's table where the objects are."""
+        """Copy within the arena, now, then say in the dataset's table where the objects are."""
         arena = self._arena.array
         places = (action.src.tolist(), action.dst.tolist(), action.nbytes.tolist())
         for src, dst, nbytes in zip(*places, strict=True):

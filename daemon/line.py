@@ -1,7 +1,7 @@
 """The line: all control after the greeting, over one ROUTER socket.
 
 What goes on to the core is well-formed and belongs to who sent it: every message carries its
-client's token, and arrays are checked against the data set. A client that sends an impossible plan
+client's token, and arrays are checked against the dataset. A client that sends an impossible plan
 loses its connection at the desk; noise without a token is counted and forgotten.
 """
 

@@ -36,7 +36,7 @@ def memory(node: Node) -> dict[str, int]:
 
 
 def tiers(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Hits, misses and evictions of each tier, over all data sets of the core's snapshot.
+    """Hits, misses and evictions of each tier, over all datasets of the core's snapshot.
 
     An object that was under way for somebody else when it was asked for counts as a hit: it
     costs no read.
@@ -55,18 +55,18 @@ def tiers(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def dataset(node: Node, one: Dataset) -> dict[str, Any]:
-    """One data set in numbers."""
+    """One dataset in numbers."""
     told = node.core.snapshot()["datasets"][one.key]
     return {"dataset": one.key, "root": one.manifest.root, **told}
 
 
 def datasets(node: Node) -> list[dict[str, Any]]:
-    """All data sets."""
+    """All datasets."""
     return [dataset(node, one) for one in node.registry.datasets.values()]
 
 
 def source(one: Dataset) -> dict[str, Any]:
-    """What was read from one data set's storage."""
+    """What was read from one dataset's storage."""
     counted = one.source.counters.snapshot()
     return {
         "source": one.manifest.root or one.key[:12],

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("creel.node")
 
-#: Descriptors kept on files that hold many objects, per data set (the default soft limit is 1024).
+#: Descriptors kept on files that hold many objects, per dataset (the default soft limit is 1024).
 _KEPT_FILES = 128
 
 
@@ -267,7 +267,7 @@ class Node:
         self.registry.left(token)
 
     def forget_idle(self, *, room: int = 0) -> None:
-        """Give back what data sets hold that nobody uses, beyond time and number of the settings.
+        """Give back what datasets hold that nobody uses, beyond time and number of the settings.
 
         Args:
             room: so many more must find a place within `daemon.max_datasets`.

@@ -1,4 +1,4 @@
-"""The books: which data sets and sessions there are, and the shared memory that belongs to each.
+"""The books: which datasets and sessions there are, and the shared memory that belongs to each.
 
 One writer, the loop thread. The core knows the same sessions by number; the books hold what the
 core must not touch: descriptors, mappings, tokens, who waits for an answer.
@@ -75,7 +75,7 @@ class Dataset:
         return cls(manifest.key, manifest, source, table, fd)
 
     def claim(self, token: str) -> None:
-        """The owner of `token` means to open a session; until then the data set stays."""
+        """The owner of `token` means to open a session; until then the dataset stays."""
         self.claims.add(token)
         self.used_at = time.monotonic()
 
@@ -98,7 +98,7 @@ def _check_size(objects: int) -> None:
     if needed > free // 2:
         raise UnavailableError(
             f"the table of {objects} objects needs {format_size(needed)} of memory,"
-            f" {format_size(free)} are free: make records longer, or split the data set"
+            f" {format_size(free)} are free: make records longer, or split the dataset"
         )
 
 
@@ -176,37 +176,37 @@ class Session:
 
 
 class Registry:
-    """All data sets and sessions, within their limits."""
+    """All datasets and sessions, within their limits."""
 
     def __init__(self, *, max_datasets: int, max_sessions: int) -> None:
         self.datasets: dict[str, Dataset] = {}
         self.sessions: dict[int, Session] = {}
-        #: Failed reads by kind, of data sets that are known no more.
+        #: Failed reads by kind, of datasets that are known no more.
         self.past_errors: Counter[str] = Counter()
         self._max_datasets = max_datasets
         self._max_sessions = max_sessions
         self._ids = itertools.count(1)
 
     def check_room(self) -> None:
-        """Raise UnavailableError when one more data set would be too many."""
+        """Raise UnavailableError when one more dataset would be too many."""
         if len(self.datasets) >= self._max_datasets:
             raise UnavailableError(
-                f"{self._max_datasets} data sets are known, which is the limit:"
+                f"{self._max_datasets} datasets are known, which is the limit:"
                 " raise daemon.max_datasets"
             )
 
     def add(self, dataset: Dataset) -> None:
-        """Enter a data set that is not yet known."""
+        """Enter a dataset that is not yet known."""
         self.datasets[dataset.key] = dataset
 
     def idle(self) -> list[Dataset]:
-        """Data sets that nobody uses, those longest unused first."""
+        """Datasets that nobody uses, those longest unused first."""
         used = {s.dataset.key for s in self.sessions.values()}
         idle = [d for d in self.datasets.values() if not d.claims and d.key not in used]
         return sorted(idle, key=lambda d: d.used_at)
 
     def spare(self, now: float, linger_s: float, most: int, *, room: int = 0) -> list[Dataset]:
-        """Idle data sets that should go: unused for `linger_s`, or more than `most` of them.
+        """Idle datasets that should go: unused for `linger_s`, or more than `most` of them.
 
         Args:
             room: so many more must find a place within the limit on all.
@@ -217,7 +217,7 @@ class Registry:
         return idle[:over] + [d for d in idle[over:] if now - d.used_at > linger_s]
 
     def forget(self, dataset: Dataset) -> None:
-        """Strike a data set out and give its memory back."""
+        """Strike a dataset out and give its memory back."""
         del self.datasets[dataset.key]
         self.past_errors.update(dataset.source.counters.snapshot().errors)
         dataset.close()
@@ -226,11 +226,11 @@ class Registry:
         """Enter a session.
 
         Raises:
-            UnavailableError: the data set is unknown, or there are too many sessions.
+            UnavailableError: the dataset is unknown, or there are too many sessions.
         """
         dataset = self.datasets.get(request.dataset)
         if dataset is None:
-            raise UnavailableError(f"data set {request.dataset!r} is not registered here")
+            raise UnavailableError(f"dataset {request.dataset!r} is not registered here")
         if len(self.sessions) >= self._max_sessions:
             raise UnavailableError(
                 f"{self._max_sessions} sessions are open, which is the limit:"

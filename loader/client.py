@@ -139,7 +139,7 @@ class Client:
         return not self._lost and os.getpid() == self._pid and not self._hung_up()
 
     def register(self, manifest: Manifest) -> str:
-        """Make a data set known; the key under which sessions may be opened.
+        """Make a dataset known; the key under which sessions may be opened.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
@@ -156,7 +156,7 @@ class Client:
     def open(
         self, dataset: str, job: str = "", rank: int = 0, world: int = 1, name: str = ""
     ) -> Session:
-        """Begin a stream of batches over a registered data set.
+        """Begin a stream of batches over a registered dataset.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.

@@ -96,7 +96,7 @@ class Feed:
         return self.session.alive
 
     def code(self) -> Callable[[], list[object]] | None:
-        """What gives the person's code in a data set that never changes otherwise, or None."""
+        """What gives the person's code in a dataset that never changes otherwise, or None."""
         dataset: object = self.binding.dataset
         if not isinstance(dataset, CreelDataset) or not self.binding.immutable:
             return None

@@ -1,4 +1,4 @@
-"""Session: one stream of a data set's steps, as the trainer that makes it and its workers see it.
+"""Session: one stream of a dataset's steps, as the trainer that makes it and its workers see it.
 
 The daemon says on a board in shared memory which steps are ready; a warm batch costs one comparison
 there and no message. Where the daemon is slow, lost or draining, `ready` and `wait` say False, and

@@ -273,7 +273,7 @@ def test_no_word_on_the_board_ends_the_daemon(session: Session, embedded: str) -
 
 def test_a_manifest_of_more_objects_than_memory_is_refused(session: Session) -> None:
     huge = Manifest.of_runs(["/x"], np.array([0]), np.array([0]), np.array([2**31 - 1]))
-    with pytest.raises(UnavailableError, match="split the data set"):
+    with pytest.raises(UnavailableError, match="split the dataset"):
         session._client.register(huge)
 
 

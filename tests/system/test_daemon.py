@@ -175,8 +175,8 @@ def test_a_killed_client_gives_everything_back(daemon: Running, tmp_path: Path) 
         holder.kill()
         holder.wait()
     until(lambda: status(daemon)["sessions"] == 0, what="the session ends")
-    # What stays is the data set's: manifest, table, its mapping.
-    until(lambda: daemon.fds() <= before + 3, what="all but the data set's")
+    # What stays is the dataset's: manifest, table, its mapping.
+    until(lambda: daemon.fds() <= before + 3, what="all but the dataset's")
 
 
 def test_a_killed_daemon_is_noticed_at_once_and_its_bytes_stay(

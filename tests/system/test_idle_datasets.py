@@ -1,4 +1,4 @@
-"""A data set that nobody reads any more is kept warm for a while, then gives everything back."""
+"""A dataset that nobody reads any more is kept warm for a while, then gives everything back."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_200_short_lived_jobs_leave_no_more_than_a_few(tmp_path: Path) -> None:
             told = known(client)
             assert set(told) == {f"{n:03}" for n in range(192, 200)}
             assert all(d["resident_objects"] == 4 for d in told.values())
-            # Counters do not go back when a data set goes.
+            # Counters do not go back when a dataset goes.
             assert client.ask("stats")["tiers"]["memory"]["misses"] == 800
             used = client.ask("status")["memory"]["used_nbytes"]
             assert used <= 8 * 4 * 512
             # Of each: 3 descriptors, 2 mappings and a thread at least, which ends in its own time.
-            until(lambda: held(daemon) < begun + 6 * 100, what="what 192 data sets held is gone")
+            until(lambda: held(daemon) < begun + 6 * 100, what="what 192 datasets held is gone")
 
 
 def test_the_next_run_finds_its_data_and_a_later_one_does_not(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
 
 
 def reads(daemon: Running) -> list[int]:
-    """By the daemon, of each data set."""
+    """By the daemon, of each dataset."""
     with daemon.client("cli") as client:
         datasets = client.ask("stats")["core"]["datasets"]
     return [d["reads"] for d in datasets.values()]

@@ -1,4 +1,4 @@
-"""Data sets in S3 and GCS, through a daemon and torch, while the store fails, cuts and refuses.
+"""Datasets in S3 and GCS, through a daemon and torch, while the store fails, cuts and refuses.
 
 The clients are the real ones (pyarrow's), the servers `testbed/s3_server.py` and `gcs_server.py`.
 """

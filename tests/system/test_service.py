@@ -44,7 +44,7 @@ def test_commands_are_answered(daemon: Running, tmp_path: Path) -> None:
         told = client.ask("status")
         assert (told["name"], told["pid"]) == (daemon.name, daemon.pid)
         assert msgspec.json.encode(client.ask("stats"))
-        with pytest.raises(ConfigError, match="which data set"):
+        with pytest.raises(ConfigError, match="which dataset"):
             client.ask("warm")
         with pytest.raises(ConfigError, match="no such command"):
             client.ask("fly")
@@ -76,7 +76,7 @@ def test_nothing_is_left(daemon_name: str, tmp_path: Path) -> None:
                 session = client.open(client.register(manifest))
                 plan(session, np.arange(10, dtype=np.int32), 5)
                 assert read_steps(session, manifest, np.arange(10), 5) == 10
-        until(lambda: daemon.fds() <= idle + 3, what="one data set stays")
+        until(lambda: daemon.fds() <= idle + 3, what="one dataset stays")
         process = Path(f"/proc/{daemon.pid}")
         held = [str(fd.readlink()) for fd in (process / "fd").iterdir()]
         held += (process / "maps").read_text().splitlines()

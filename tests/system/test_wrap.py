@@ -167,7 +167,7 @@ class Squares(Dataset[bytes]):
         return b"%d" % (i * i)
 
 
-@pytest.mark.parametrize("node", [9.0], indirect=True)  # each tree is a data set of its own
+@pytest.mark.parametrize("node", [9.0], indirect=True)  # each tree is a dataset of its own
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_wrappers_may_be_inside_and_outside(node: Node, workers: int) -> None:
     def tree(a: Any, b: Any, outside: Any) -> Any:
@@ -348,7 +348,7 @@ def test_the_trainer_keeps_the_daemon_between_its_workers_epochs(
         assert client.alive
         pids.add(client.daemon_pid)
         reads = [d["reads"] for d in client.ask("stats")["core"]["datasets"].values()]
-        assert sum(reads) == N  # other wrapped data sets of this process may be known, too
+        assert sum(reads) == N  # other wrapped datasets of this process may be known, too
     hang_up(daemon_name)
     assert len(pids) == 1
     assert (path / "log").stat().st_size == 0

@@ -266,7 +266,7 @@ class Chaos:
             rig.feed(Tick())
 
     def renew(self, name: str) -> None:
-        """A data set that nobody uses goes, and comes again."""
+        """A dataset that nobody uses goes, and comes again."""
         rig = self.rig
         if not rig.core.busy(name):
             size, bad = rig.size[name], rig.bad[name]
