@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 import weakref
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -211,12 +210,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def forget(self) -> None:

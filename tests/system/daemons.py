@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import psutil
@@ -75,12 +74,7 @@ class Running:
     def __enter__(self) -> Running:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     def _serves(self) -> bool:
