@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from creel.cache.space import Space
+from creel.daemon.flights import Flights
+from creel.daemon.shares import Shares
 from creel.policies.prefetch import Latency, Pace, Stream, Window, affordable, portions
 
 
@@ -102,3 +105,11 @@ def test_latency_is_above_nearly_all_that_was_seen() -> None:
         below += i > 100 and seconds < latency.seconds
         latency.saw(seconds)
     assert below > 0.97 * 1900
+
+
+def test_a_quarter_of_what_is_under_way_is_left_to_those_who_wait() -> None:
+    flights = Flights(Shares(Space(1 << 20)), Window(inflight_objects=8, inflight_nbytes=800))
+    for nbytes in (1, 100):
+        objects = np.full(20, nbytes)
+        assert flights.leave(objects, urgent=False) == 6
+        assert flights.leave(objects, urgent=True) == 8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.extents import ABSENT, Extents
+from creel.cache.extents import ABSENT, Extents, evacuate
 from creel.cache.space import FixedPool, PagedPool, Space, page_size
 from creel.errors import IllegalEventError
 
@@ -308,3 +308,15 @@ def test_carved_records_touch_those_of_the_slab_before() -> None:
     assert extents.carve(700, 3) == (0, 3)
     assert extents.carve(700, 100) == (3, 11)
     assert extents.carve(700, 1) == (0, 0)
+
+
+def test_no_more_is_moved_than_is_allowed() -> None:
+    """A hole, an object of 100 bytes, a hole: 300 in one piece once that object is elsewhere."""
+    for most, moved in ((100, True), (99, False)):
+        extents = Extents(0)
+        for hole in (100, 300, 500):
+            extents.put(hole, 100)
+        plan = evacuate(extents, np.array([200, 400]), np.array([100, 100]), 300, 1, most)
+        assert (plan is not None) == moved
+        extents.check()
+        assert extents.largest == (300 if moved else 100)
