@@ -1,7 +1,9 @@
 """Words in shared memory that daemon and client exchange once per batch, instead of messages.
 
 A warm batch then costs no system call and no wake-up: the client compares one word. Aligned 8-byte
-loads and stores are atomic on every platform CPython runs on; each word has one writer. A daemon
+loads and stores are atomic on every platform CPython runs on; each word has one writer. Their order
+holds on weakly ordered processors, too, without fences: between two of them the interpreter runs
+thousands of instructions, more than a processor looks ahead or holds a store back. A daemon
 never trusts a client's words: it clamps them to what is possible (`min`, monotonic).
 
 `Board` belongs to one session (4 KiB memfd; daemon and client map it read-write).

@@ -78,6 +78,7 @@ class Desk:
         self._owners: dict[str, _Connection] = {}
         self.refused = 0
         self.malformed = 0
+        self._deaf = False
         kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         self._listener = socket.socket(socket.AF_UNIX, kind)
         try:
@@ -120,7 +121,10 @@ class Desk:
         self._serve(connection)
 
     def sweep(self, now: float) -> None:
-        """Close connections that never said hello."""
+        """Close connections that never said hello; listen again where descriptors were short."""
+        if self._deaf and self._listener.fileno() >= 0:
+            self._epoll.modify(self.fd, select.EPOLLIN)
+        self._deaf = False
         for connection in list(self._connections.values()):
             if not connection.role and now > connection.hello_by:
                 self._end(connection)
@@ -155,7 +159,10 @@ class Desk:
                 return
             except OSError as e:
                 # Out of descriptors, or the peer left again: the others are served on.
-                if e.errno not in {errno.ECONNABORTED, errno.EMFILE, errno.ENFILE}:
+                if e.errno in {errno.EMFILE, errno.ENFILE}:
+                    self._deaf = True  # who waits goes on waiting: it must not keep us awake
+                    self._epoll.modify(self.fd, 0)
+                elif e.errno != errno.ECONNABORTED:
                     raise
                 return
             self._admit(sock, now)

@@ -59,7 +59,7 @@ class RecordDataset(CreelDataset):
         dtype: of the records (torch's or numpy's, or a name; "bfloat16" too). A .npy has its own.
         shape: of one record, an int for one dimension. A .npy gives its rows, or is cut into
             records of this shape, whatever its own (a long row of tokens into sequences).
-        offset: bytes before the first record of each file.
+        offset: bytes before the first record of each file. A .npy says that itself.
         labels: one per record; samples are then (record, label).
         transform: from a record (without its label) to a sample.
 
@@ -198,6 +198,8 @@ def _same(paths: list[str], found: list[T]) -> T:
 def _run(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Run:
     size = nbytes_of(path)
     if header is not None:
+        if offset:
+            raise ConfigError(f"{path} says itself where its rows begin: leave out offset={offset}")
         used = math.prod(header.shape) * header.itemsize
         if header.offset + used > size:
             raise ConfigError(

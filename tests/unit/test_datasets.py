@@ -575,6 +575,12 @@ def test_what_is_no_path_is_refused_in_words(make: Callable[[], object]) -> None
         make()
 
 
+def test_an_npy_says_itself_where_its_rows_begin(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.arange(6).reshape(3, 2))
+    with pytest.raises(ConfigError, match=r"rows\.npy says itself where its rows begin"):
+        RecordDataset(tmp_path / "rows.npy", offset=8)
+
+
 def test_a_shape_or_offset_that_is_no_number_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "r").write_bytes(bytes(16))
     with pytest.raises(ConfigError, match="shape is '8': give whole numbers"):

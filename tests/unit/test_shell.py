@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
+import resource
+import select
+import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +24,11 @@ from creel.daemon.events import (
     Store,
 )
 from creel.daemon.fetch import Fetcher
+from creel.daemon.local import Desk
 from creel.daemon.node import Node
 from creel.daemon.registry import Dataset
 from creel.settings import Memory
+from kit import descriptors
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -97,3 +105,38 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     assert bool(node.arena.array.sum() > 50 * 7) is not draining
     assert (offset.tolist() == [-1, -1]) is draining
     node.close()
+
+
+def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Path) -> None:
+    with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        address = str(tmp_path / "desk")
+        host: Any = None  # nobody gets as far as to ask it
+        desk = Desk(address, host, epoll, limit=4)
+        client.connect(address)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (1 + max(int(fd) for fd, _ in descriptors()), limits[1])
+        )
+        try:
+            taken = _all_free()
+            assert epoll.poll(0) == [(desk.fd, select.EPOLLIN)]
+            desk.ready(desk.fd, 0.0)
+            assert epoll.poll(0) == []
+            assert desk.clients == 0
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in taken:
+            os.close(fd)
+        desk.sweep(1.0)
+        assert epoll.poll(0) == [(desk.fd, select.EPOLLIN)]
+        desk.ready(desk.fd, 1.0)
+        assert len(desk._connections) == 1
+        desk.close()
+
+
+def _all_free() -> list[int]:
+    fds = []
+    with contextlib.suppress(OSError):
+        while True:
+            fds.append(os.dup(0))
+    return fds
