@@ -90,6 +90,11 @@ class CreelDataset(Dataset[Sample]):
         return len(self)
 
     @property
+    def layout(self) -> object:
+        """Another object once the samples are made of other objects than they were."""
+        return None
+
+    @property
     def cacheable(self) -> bool:
         """Whether samples are read through `read`, so that caching their objects pays."""
         return True
@@ -245,6 +250,10 @@ class Names(Sequence[str]):
         return f"<{len(self)} paths below {self.prefix or 'no common root'!r}>"
 
 
+#: numpy's numbers of which default_collate makes tensors of the same type.
+_COLLATED = frozenset(map(np.dtype, ("?", *"bBhHiIlefdFD")))
+
+
 class Labels:
     """One label per sample, compact, giving back what the person gave.
 
@@ -266,9 +275,13 @@ class Labels:
     @property
     def kind(self) -> tuple[object, ...] | None:
         """How they are collated; None when default_collate must see them one by one."""
-        if isinstance(self._values, list):
+        values = self._values
+        if isinstance(values, list):
             return None
-        return str(self._values.dtype), tuple(self._values.shape[1:])
+        # Of numpy's uint64 numbers torch makes no batch, and other byte orders it turns.
+        if isinstance(values, np.ndarray) and values.dtype not in _COLLATED:
+            return None
+        return str(values.dtype), tuple(values.shape[1:])
 
     def __getitem__(self, index: int) -> Sample:
         if isinstance(self._values, list):

@@ -10,6 +10,20 @@ from creel.loader.pool import Context, Pool
 from creel.loader.worker import Outfit
 
 
+class Held:
+    """Objects, compared by being the same; held, so that no other one takes their place."""
+
+    def __init__(self, *things: object) -> None:
+        self._things = things
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Held) or len(other._things) != len(self._things):
+            return False
+        return all(a is b for a, b in zip(self._things, other._things, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # compared only
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What kind of workers an iterator needs."""

@@ -85,13 +85,15 @@ class Gatherer:
     def batch(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Any | None:
         """What default_collate would give for these samples; None when one is not in the arena.
 
-        The objects must be pinned: their step in [DONE, READY).
+        The objects must be pinned: their step in [DONE, READY). None without samples, too.
 
         Args:
             ids: (n,) objects, one per sample.
             indices: (n,) numbers of the samples.
         """
         n, nbytes = len(ids), self._gather.nbytes
+        if not n:  # default_collate has its own word for no samples at all
+            return None
         offset = self._offset.take(ids)
         row, rest = np.divmod(offset, nbytes)
         if (

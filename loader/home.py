@@ -70,7 +70,8 @@ class Home:
         """The objects behind the loader's dataset; None where there are none, or no daemon."""
         if loader.creel is False:
             return None
-        if self._bound[0] is not loader.dataset:
+        dataset, binding = self._bound
+        if dataset is not loader.dataset or (binding is not None and not binding.current()):
             self._bound = (loader.dataset, bind(loader.dataset))
         return self._bound[1]
 

@@ -230,6 +230,10 @@ class ImageFolder(CreelDataset):
         return f"{type(self).__name__}({len(self)} samples below {self._shown or 'many roots'!r})"
 
     @property
+    def layout(self) -> object:
+        return self._names
+
+    @property
     def cacheable(self) -> bool:
         """Whether creel reads the files, not a loader of the person's."""
         return self.loader is pil_loader

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import (
 )
 
 from creel.loader.alike import UnlikeError
-from creel.loader.bench import Wanted
+from creel.loader.bench import Held, Wanted
 from creel.loader.events import Ahead, Batch
 from creel.loader.feed import foreseen
 from creel.loader.home import Course, Home, collates_plainly
@@ -34,6 +34,7 @@ from creel.loader.worker import Outfit
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+    from creel.loader.base import CreelDataset
     from creel.loader.dataloader import DataLoader
 
 _log = logging.getLogger("creel.loader")
@@ -102,7 +103,17 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
             self._auto_collation,
             self._drop_last,
             self._pin_memory_device if self._pin_memory else "",
+            self._fixed(),
         )
+
+    def _fixed(self) -> Held | None:
+        """What workers that keep their dataset were born with: none of it may be another now."""
+        feed = self._course.feed
+        if feed is None or feed.code() is None:
+            return None
+        dataset = cast("CreelDataset", feed.binding.dataset)
+        parts = [v for k, v in vars(dataset).items() if k not in dataset.volatile]
+        return Held(feed.binding, *parts)
 
     def _wanted(self, loader: DataLoader[Any]) -> Wanted:
         options = self._home.config.loader

@@ -87,6 +87,10 @@ class Binding:
         """The objects of all leaves, each leaf once."""
         return Manifest.concat([leaf.manifest for leaf in self.leaves])
 
+    def current(self) -> bool:
+        """Whether `bind` would still say the same of the dataset."""
+        return self._root.current()
+
     def objects(self, indices: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
         """What samples are made of.
 

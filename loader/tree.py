@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import numpy as np
@@ -21,11 +21,28 @@ Objects = tuple[Ids, NDArray[np.int64]]
 class Node:
     """A dataset in the tree; by itself one that nothing is known of."""
 
+    _twin: tuple[Dataset[Sample], str] | None = None
+
     def __init__(self, dataset: Dataset[Sample]) -> None:
         self.dataset = dataset
 
+    def __getstate__(self) -> dict[str, object]:
+        # What `current` compares with stays here: a pickle begins anew.
+        return {k: v for k, v in self.__dict__.items() if k not in {"_twin", "_was"}}
+
     def children(self) -> Sequence[Node]:
         return ()
+
+    def current(self) -> bool:
+        """Whether the dataset and all below it still are as they were planted.
+
+        The person may assign a Subset's indices, or the samples of a folder, from epoch to epoch.
+        """
+        if self._twin is not None:
+            twin, name = (vars(self._twin[0]), self._twin[1])
+            if any(twin.get(k) is not v for k, v in vars(self.dataset).items() if k != name):
+                return False
+        return all(child.current() for child in self.children())
 
     def objects(self, indices: Indices) -> Objects:
         """(k,) ids in the manifest and (n,) how many of them each sample has."""
@@ -48,6 +65,13 @@ class Node:
     def callables(self) -> list[object]:
         return [code for child in self.children() for code in child.callables()]
 
+    def _with(self, name: str, value: object) -> Dataset[Sample]:
+        """A shallow copy of the dataset with one attribute replaced."""
+        twin = copy.copy(self.dataset)
+        setattr(twin, name, value)
+        self._twin = twin, name
+        return twin
+
 
 class LeafNode(Node):
     """A leaf whose objects are `base, base + 1, ...` of the manifest."""
@@ -56,6 +80,10 @@ class LeafNode(Node):
         super().__init__(dataset)
         self._leaf = leaf
         self._base = base
+        self._was: object = leaf.layout
+
+    def current(self) -> bool:
+        return self._leaf.layout is self._was
 
     def objects(self, indices: Indices) -> Objects:
         ids, counts = self._leaf.objects(indices)
@@ -88,6 +116,10 @@ class PassNode(Node):
     def children(self) -> Sequence[Node]:
         return (self._child,)
 
+    def current(self) -> bool:
+        passes_on = type(self.dataset) is Wrapped or _below(self.dataset) is self._child.dataset
+        return passes_on and super().current()
+
     def objects(self, indices: Indices) -> Objects:
         return self._child.objects(indices)
 
@@ -97,7 +129,7 @@ class PassNode(Node):
             return self.dataset
         if type(self.dataset) is Wrapped:
             return Wrapped(inner)
-        return _with(self.dataset, "dataset", inner)
+        return self._with("dataset", inner)
 
     def raw(self) -> Raw | None:
         return self._child.raw() if type(self.dataset) is Wrapped else None
@@ -117,9 +149,19 @@ class SubsetNode(Node):
         super().__init__(dataset)
         self._child = child
         self._indices = indices
+        listed: object = cast("Subset[Sample]", dataset).indices
+        self._was = list(listed) if type(listed) is list else None
 
     def children(self) -> Sequence[Node]:
         return (self._child,)
+
+    def current(self) -> bool:
+        now: object = cast("Subset[Sample]", self.dataset).indices
+        if type(now) is list and self._was is not None:
+            same = now == self._was  # mostly the very same ints: 5 ms a million
+        else:
+            same = np.array_equal(np.asarray(now), self._indices)
+        return same and _below(self.dataset) is self._child.dataset and super().current()
 
     def _below(self, indices: Indices) -> Indices:
         return self._indices[positions(indices, len(self._indices))]
@@ -131,7 +173,7 @@ class SubsetNode(Node):
         inner = self._child.view()
         if inner is self._child.dataset:
             return self.dataset
-        return _with(self.dataset, "dataset", inner)
+        return self._with("dataset", inner)
 
     def raw(self) -> Raw | None:
         return self._child.raw()
@@ -151,6 +193,11 @@ class ConcatNode(Node):
     def children(self) -> Sequence[Node]:
         return self._children
 
+    def current(self) -> bool:
+        concat = cast("ConcatDataset[Sample]", self.dataset)
+        same = _are(concat.datasets, self._children)
+        return same and concat.cumulative_sizes == self._ends.tolist() and super().current()
+
     def _split(self, indices: Indices) -> list[tuple[Node, NDArray[np.intp], Indices]]:
         """(child, where its samples stand in `indices`, their numbers in it), children in use."""
         wanted = positions(indices, int(self._ends[-1]))
@@ -167,7 +214,7 @@ class ConcatNode(Node):
         inner = [child.view() for child in self._children]
         if all(a is c.dataset for a, c in zip(inner, self._children, strict=True)):
             return self.dataset
-        return _with(self.dataset, "datasets", inner)
+        return self._with("datasets", inner)
 
     def raw(self) -> Raw | None:
         kinds = {child.raw() for child in self._children}
@@ -191,6 +238,11 @@ class StackNode(Node):
     def children(self) -> Sequence[Node]:
         return list(self._children.values())
 
+    def current(self) -> bool:
+        named = _named(cast("StackDataset[Sample]", self.dataset))
+        same = list(named) == list(self._children) and _are(named.values(), self.children())
+        return same and super().current()
+
     def objects(self, indices: Indices) -> Objects:
         # Each child answers for every sample; a sample's objects are those of child 0, 1, ...
         every = np.arange(len(indices))
@@ -203,7 +255,7 @@ class StackNode(Node):
             return self.dataset
         was = cast("StackDataset[Sample]", self.dataset).datasets
         datasets = inner if isinstance(was, dict) else tuple(inner.values())
-        return _with(self.dataset, "datasets", datasets)
+        return self._with("datasets", datasets)
 
 
 def _merge(n: int, parts: Sequence[tuple[NDArray[np.intp], Ids, NDArray[np.int64]]]) -> Objects:
@@ -230,11 +282,21 @@ def _merge(n: int, parts: Sequence[tuple[NDArray[np.intp], Ids, NDArray[np.int64
     return ids, counts
 
 
-def _with(dataset: Dataset[Sample], name: str, value: object) -> Dataset[Sample]:
-    """A shallow copy with one attribute replaced."""
-    twin = copy.copy(dataset)
-    setattr(twin, name, value)
-    return twin
+def _below(dataset: object) -> object:
+    return getattr(dataset, "dataset", None)
+
+
+def _named(dataset: StackDataset[Sample]) -> dict[object, Dataset[Sample]]:
+    """The parts of a StackDataset by their keys or numbers."""
+    stacked = dataset.datasets
+    return stacked if isinstance(stacked, dict) else dict(enumerate(stacked))
+
+
+def _are(datasets: Collection[object], nodes: Sequence[Node]) -> bool:
+    """Whether the nodes are these datasets'."""
+    return len(datasets) == len(nodes) and all(
+        dataset is node.dataset for dataset, node in zip(datasets, nodes, strict=True)
+    )
 
 
 def _unchanged(dataset: object, base: type) -> bool:
@@ -272,13 +334,18 @@ class Tree:
             children = [self.plant(d) for d in concat.datasets]
             return ConcatNode(dataset, children, np.array(concat.cumulative_sizes, np.int64))
         if _unchanged(dataset, StackDataset):
-            stacked = cast("StackDataset[Sample]", dataset).datasets
-            named = stacked if isinstance(stacked, dict) else dict(enumerate(stacked))
+            named = _named(cast("StackDataset[Sample]", dataset))
             return StackNode(dataset, {key: self.plant(d) for key, d in named.items()})
         return None
 
     def _subset(self, dataset: Subset[Sample]) -> Node:
-        indices = np.asarray(dataset.indices)
+        try:
+            indices = np.asarray(dataset.indices)
+        except (
+            TypeError,
+            ValueError,
+        ):  # lists of different lengths, or what else its dataset takes
+            return Node(dataset)
         if indices.dtype.kind not in "iu" and indices.size:
             return Node(dataset)  # keys, not numbers: a dataset that is no sequence
         return SubsetNode(dataset, self.plant(dataset.dataset), indices.astype(np.int64))

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 import creel
 from creel.loader import feed
 from creel.loader.files import FileDataset
+from creel.loader.images import ImageFolder
 from creel.loader.records import RecordDataset
 from kit import unique_name
 
@@ -42,6 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng.integers(0, 255, (500, 96), dtype=np.uint8).tofile(path / "records.bin")
     for i in range(60):
         (path / f"{i:03}.raw").write_bytes(rng.bytes(100 + i))
+    for i in range(20):
+        (path / "classes" / "ab"[i % 2]).mkdir(parents=True, exist_ok=True)
+        (path / "classes" / "ab"[i % 2] / f"{i}.png").write_bytes(rng.bytes(100 + i))
     return path
 
 
@@ -70,6 +75,85 @@ def run(cls: Any, data: Any, kind: str, workers: int, epochs: int = 3, **more: A
             if epoch == 1 and i == 4:
                 break
     return out
+
+
+def other_indices(folder: Path) -> tuple[Any, list[Any]]:
+    indices = list(range(30))
+    data = Subset(dataset("rows", folder), indices)
+    return data, [
+        lambda: indices.__setitem__(slice(0, 5), [9, 8, 7, 6, 5]),
+        lambda: setattr(data, "dataset", RecordDataset(folder / "records.bin", torch.uint8, 48)),
+        lambda: setattr(data, "indices", torch.arange(400, 430)),
+    ]
+
+
+def other_parts(folder: Path) -> tuple[Any, list[Any]]:
+    halves = [Subset(dataset("rows", folder), range(i, i + 20)) for i in (0, 100)]
+    one: Any = ConcatDataset(halves)
+    both: Any = StackDataset(one, ConcatDataset(halves[::-1]))
+    whole: Any = Subset(both, range(40))
+    return whole, [
+        lambda: setattr(both, "datasets", (both.datasets[1], one)),
+        lambda: setattr(one, "datasets", [*halves[::-1]]),
+        lambda: setattr(whole, "dataset", one),
+    ]
+
+
+def other_labels(folder: Path) -> tuple[Any, list[Any]]:
+    data = RecordDataset(folder / "records.bin", "u1", 96, labels=range(500), transform=torch.neg)
+    turned = RecordDataset(folder / "records.bin", "u1", 96, labels=range(500)[::-1])
+    return data, [lambda: setattr(data, "labels", turned.labels)]
+
+
+def other_samples(folder: Path) -> tuple[Any, list[Any]]:
+    data = ImageFolder(folder / "classes", decode=bytes)
+    return data, [lambda: setattr(data, "samples", list(data.samples)[::-1])]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [other_indices, other_parts, other_labels, other_samples])
+def test_a_dataset_changed_between_epochs_is_read_as_it_is_now(
+    make: Any, workers: int, folder: Path, shared: dict[str, Any]
+) -> None:
+    def epochs(cls: Any, **more: Any) -> list[str]:
+        data, changes = make(folder)
+        collate = list if make is other_samples else None
+        loader = cls(data, 4, num_workers=workers, collate_fn=collate, **more)
+        out = [repr(list(loader)), repr(list(loader))]
+        for change in changes:
+            change()
+            out += [repr(list(loader)), repr(list(loader))]
+        return out
+
+    theirs = epochs(torch.utils.data.DataLoader)
+    assert len(set(theirs)) == len(theirs) // 2, "a change that changes nothing shows nothing"
+    assert epochs(creel.DataLoader, creel=shared) == theirs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "labels",
+    [None, np.arange(500, dtype="u8"), np.arange(500, dtype=">i4")],
+    ids=["-", "u8", ">i4"],
+)
+def test_what_torch_says_of_a_batch_it_cannot_collate(
+    labels: Any, workers: int, folder: Path, shared: dict[str, Any]
+) -> None:
+    """No samples at all, and numbers that are no tensors."""
+
+    def told(cls: Any, **more: Any) -> list[str]:
+        data = RecordDataset(folder / "records.bin", "u1", 96, labels=labels)
+        batches = [[3, 4], [], [5]]
+        loader = cls(data, batch_sampler=batches, num_workers=workers, **more)
+        out, it = [], iter(loader)
+        for _ in batches:
+            try:
+                out.append(repr(next(it)))
+            except Exception as e:  # noqa: BLE001, PERF203  whatever torch makes of it
+                out.append(f"{type(e).__name__}: {str(e).splitlines()[-1]}")
+        return out
+
+    assert told(creel.DataLoader, creel=shared) == told(torch.utils.data.DataLoader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

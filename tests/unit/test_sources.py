@@ -561,6 +561,14 @@ def test_no_gather_where_code_comes_between(tmp_path: Path, photos: Path) -> Non
     assert [bound(tree).gather() is not None for tree in trees] == expected
 
 
+def test_subsets_may_hold_what_only_their_dataset_understands() -> None:
+    class Slices(Dataset[Any]):
+        def __getitem__(self, many: Any) -> Any:
+            return sum(many)
+
+    assert bind(Subset(Slices(), [[1, 2], [3]])) is None  # type: ignore[list-item]  # no numbers: meant so
+
+
 def test_immutable_trees(tmp_path: Path, photos: Path) -> None:
     a = records(tmp_path, "a", 5)
     first, second = random_split(a, [2, 3])
