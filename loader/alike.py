@@ -233,7 +233,7 @@ def _reach_of_function(function: types.FunctionType) -> Iterator[tuple[str, obje
             continue
         value = scope[name]
         yield name, value
-        if isinstance(value, types.ModuleType) and _is_users_module(value.__name__):
+        if isinstance(value, types.ModuleType) and is_users_module(value.__name__):
             inner = vars(value)
             yield from ((f"{name}.{attr}", inner[attr]) for attr in names if attr in inner)
     yield "defaults", (function.__defaults__ or ())
@@ -256,7 +256,7 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _is_users(code: object) -> bool:
-    return _is_users_module(getattr(code, "__module__", None) or "builtins")
+    return is_users_module(getattr(code, "__module__", None) or "builtins")
 
 
 _INSTALLED = tuple(
@@ -265,7 +265,7 @@ _INSTALLED = tuple(
 
 
 @cache
-def _is_users_module(name: str) -> bool:
+def is_users_module(name: str) -> bool:
     """Whether a module is the person's own: not the standard library, installed, or creel."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names - {"__main__"} or top == "creel":

@@ -1,8 +1,8 @@
 """Look ahead through samplers that nobody knows: run a copy of them to its end.
 
 The user's code runs here, on a copy, with the global generators of torch, numpy and `random` put
-back afterwards. What a copy shares with the original (the dataset, module-level state) it could
-still change; a sampler whose methods reach for a generator outside of itself is left alone.
+back afterwards. A sampler whose code touches what a copy would share with the original (the
+dataset, module-level state) is left alone; see `outside`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from creel.loader.draws import Dice, clone
+from creel.loader.outside import reaches_out
 
 #: A longer epoch is not drained (int32: 512 MiB).
 LIMIT = 1 << 27
@@ -38,7 +39,6 @@ _REUSABLE: tuple[type, ...] = (
     type(iter(())),
     type(iter(range(0))),
 )  # shallow copies go on alike
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 
 class Drained(NamedTuple):
@@ -88,9 +88,10 @@ def _drain(
     advance: int,
     deadline: float,
 ) -> Drained | None:
-    if _reaches_out(sampler, 3):
+    kept = _kept(loader, sampler)
+    if reaches_out(sampler, kept):
         return None
-    memo = _shared(loader, sampler)
+    memo = _shared(sampler, kept)
     generator = loader.generator
     if generator is not None:
         memo[id(generator)] = generator = clone(generator)
@@ -179,11 +180,16 @@ def vars_of(thing: object) -> dict[str, object]:
     return getattr(thing, "__dict__", {})
 
 
-def _shared(loader: DataLoader[object], sampler: object) -> dict[int, object]:
-    """A memo for deepcopy: the dataset stays itself, long plain lists are copied at C speed."""
+def _kept(loader: DataLoader[object], sampler: object) -> list[object]:
+    """The data sets: they are never copied."""
     kept: list[object] = [loader.dataset]
     for holder in (sampler, vars_of(sampler).get("sampler")):
         kept += [v for k, v in vars_of(holder).items() if k in {"dataset", "data_source"}]
+    return kept
+
+
+def _shared(sampler: object, kept: list[object]) -> dict[int, object]:
+    """A memo for deepcopy: the dataset stays itself, long plain lists are copied at C speed."""
     memo: dict[int, object] = {id(k): k for k in kept}
     for value in chain(
         vars_of(sampler).values(), vars_of(vars_of(sampler).get("sampler")).values()
@@ -191,24 +197,3 @@ def _shared(loader: DataLoader[object], sampler: object) -> dict[int, object]:
         if type(value) is list and set(map(type, value)) <= _ATOMS:
             memo.setdefault(id(value), value.copy())
     return memo
-
-
-def _reaches_out(thing: object, depth: int) -> bool:
-    """Whether a method of the sampler (or of one inside it) uses a generator of its module."""
-    for kind in type(thing).__mro__:
-        if kind.__module__.split(".")[0] in {"torch", "builtins", "numpy"}:
-            continue
-        functions = [f for f in vars(kind).values() if isinstance(f, types.FunctionType)]
-        if any(isinstance(v, (*_GENERATORS, Iterator)) for f in functions for v in _outer(f)):
-            return True
-    inner = [v for v in vars_of(thing).values() if isinstance(v, Sampler)]
-    return depth > 0 and any(_reaches_out(v, depth - 1) for v in inner)
-
-
-def _outer(function: types.FunctionType) -> Iterator[object]:
-    """The module-level and enclosing values that `function` names."""
-    names = function.__code__.co_names
-    yield from (function.__globals__[n] for n in names if n in function.__globals__)
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield cell.cell_contents

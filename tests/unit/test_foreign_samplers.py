@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import queue
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -153,6 +155,129 @@ class Reaching(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from _module_rng.permutation(4).tolist()
+
+
+def drawn() -> list[int]:
+    return _module_rng.permutation(4).tolist()  # type: ignore[no-any-return]  # numpy's
+
+
+_count = 0
+_counts = [0]
+_tasks: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+
+class Asking(Sampler[int]):
+    """Iterates what a function gives."""
+
+    def __init__(self, ask: Callable[[], list[int]]) -> None:
+        self.ask = ask
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ask())
+
+
+class Holder:
+    rng = np.random.default_rng(0)
+    count = 0
+
+    def drawn(self) -> list[int]:
+        return self.rng.permutation(4).tolist()  # type: ignore[no-any-return]  # numpy's
+
+
+class OfClass(Sampler[int]):
+    count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).count += 1
+        return iter([self.count])
+
+
+class OfData(Sampler[int]):
+    """Counts in the data set, which is never copied."""
+
+    def __init__(self, data_source: Any) -> None:
+        self.data_source = data_source
+        data_source.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.data_source.count += 1
+        return iter([self.data_source.count])
+
+
+class Steady(Sampler[int]):
+    """Reads what lies outside, and changes only what is its own."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        self.seen = sorted(_FIRST)
+        yield from self.seen
+
+
+_FIRST = [1, 0]
+
+
+def in_global() -> list[int]:
+    global _count  # noqa: PLW0603  that is the case
+    _count += 1
+    return [_count]
+
+
+def in_closure() -> Callable[[], list[int]]:
+    count = 0
+
+    def ask() -> list[int]:
+        nonlocal count
+        count += 1
+        return [count]
+
+    return ask
+
+
+def in_list() -> list[int]:
+    _counts[0] += 1
+    return [_counts[0]]
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "function": lambda: Asking(drawn),
+    "lambda": lambda: Asking(lambda: drawn()),  # noqa: PLW0108  a function in a function
+    "method": lambda: Asking(Holder().drawn),
+    "partial": lambda: Asking(functools.partial(Holder.drawn, Holder())),
+    "global": lambda: Asking(in_global),
+    "closure": lambda: Asking(in_closure()),
+    "list": lambda: Asking(in_list),
+    "class": OfClass,
+    "data": lambda: OfData(Echo(9)),
+    "queue": lambda: Asking(lambda: [_tasks.get(timeout=0.1)]),
+}
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_sampler_that_a_copy_would_disturb_is_not_run_ahead(name: str, batched: bool) -> None:
+    def first(*, ahead: bool) -> object:
+        global _count  # noqa: PLW0603  every run begins alike
+        _count = _counts[0] = OfClass.count = 0
+        for rng in (_module_rng, Holder.rng):
+            rng.bit_generator.state = np.random.default_rng(5).bit_generator.state
+        _tasks.put(3)
+        sampler = OUTSIDE[name]()
+        data = getattr(sampler, "data_source", Echo(9))
+        order = observe(DataLoader(data, sampler=sampler, batch_size=2 if batched else None))
+        if ahead:
+            assert order.predict(0) is None
+            assert order.predict(1) is None
+        return next(order)
+
+    assert first(ahead=True) == first(ahead=False)
+
+
+def test_a_sampler_that_only_looks_outside_is_foreseen() -> None:
+    plan = observe(DataLoader(Echo(9), sampler=Steady(), batch_size=2)).predict(0)
+    assert plan is not None
+    assert plan.indices.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
