@@ -168,6 +168,9 @@ def _absorb(value: object, digest: hashlib.blake2b) -> list[object]:
     code = _code_in(value)
     if code is not None:
         digest.update(_name_of(code).encode())
+        cache = getattr(getattr(value, "__func__", value), "cache_info", None)
+        if cache is not None:  # functools.cache: what it remembers, a new process would not
+            digest.update(repr(cache()).encode())
         return [code] if _is_users(code) else []
     if isinstance(value, types.ModuleType):
         digest.update(value.__name__.encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -128,6 +129,24 @@ def test_a_dataset_changed_between_epochs_is_read_as_it_is_now(
     theirs = epochs(torch.utils.data.DataLoader)
     assert len(set(theirs)) == len(theirs) // 2, "a change that changes nothing shows nothing"
     assert epochs(creel.DataLoader, creel=shared) == theirs
+
+
+@functools.cache
+def remembered(i: int) -> float:
+    return i + float(torch.rand(()))
+
+
+class Remembering(torch.utils.data.Dataset[float]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> float:
+        return remembered(i)
+
+
+def test_a_worker_that_remembers_is_no_new_one(shared: dict[str, Any]) -> None:
+    theirs = run(torch.utils.data.DataLoader, Remembering(), "", 2)
+    assert run(creel.DataLoader, Remembering(), "", 2, creel=shared) == theirs
 
 
 @pytest.mark.parametrize("workers", [0, 2])
