@@ -105,7 +105,13 @@ class Node:
     # --- events and actions -------------------------------------------------------------------
 
     def feed(self, event: mind.Event) -> None:
-        """Tell the core and do what it says."""
+        """Tell the core and do what it says.
+
+        Nothing while draining: READY does not go back for those who hang up now, so all must lie
+        where it lies. The core would go on with a table and a memory that are not as it thinks.
+        """
+        if self.state == "draining":
+            return
         try:
             actions = self.core.handle(event, time.monotonic())
         except CreelError:  # IllegalEventError: our bug; readers go to the source meanwhile
@@ -123,8 +129,6 @@ class Node:
             self._set_ready(action)
         elif isinstance(action, mind.Discard):
             self.fetcher.discard(action)
-        elif self.state == "draining":
-            pass  # READY does not go back for those who hang up now: let all lie where it lies
         elif isinstance(action, mind.Fetch):
             self.fetcher.submit(action)
         elif isinstance(action, mind.Move):
@@ -220,8 +224,9 @@ class Node:
     def _enter(self, token: str, dataset: Dataset) -> Answer:
         known = self.registry.datasets.get(dataset.key)
         if known is None:
-            self.forget_idle(room=1)
             try:
+                self._check_serving()
+                self.forget_idle(room=1)
                 self.registry.check_room()
             except UnavailableError as e:
                 dataset.close()
@@ -241,12 +246,17 @@ class Node:
         return Answer(message, (dataset.table_fd,))
 
     def open(self, token: str, request: Open) -> Session:
-        """Begin a session."""
+        """Begin a session; UnavailableError when draining, or as `Registry.open`."""
+        self._check_serving()
         session = self.registry.open(token, request)
         self.feed(
             mind.Opened(session.id, request.dataset, request.job, request.rank, request.world)
         )
         return session
+
+    def _check_serving(self) -> None:
+        if self.state == "draining":
+            raise UnavailableError("this daemon is about to end: the next one will serve you")
 
     def session(self, token: str, session_id: int) -> Session:
         """A session that this token owns, or UnavailableError."""
