@@ -67,6 +67,7 @@ if TYPE_CHECKING:
 
 _DESK_S = 10.0  # a desk answer takes well below 10 ms; the daemon may be starting on a busy node
 _REGISTER_S = 120.0  # checking a manifest of 10 million files takes seconds
+_LINE_FDS = 16  # a context and a DEALER have 8 (libzmq 4.3); other threads open some meanwhile
 
 
 class Client:
@@ -80,8 +81,10 @@ class Client:
         self._desk = desk
         self._pid = os.getpid()
         self._lost = False
-        self._desk_lock = threading.Lock()
-        self._line_lock = threading.Lock()
+        # A finaliser may end a session while this thread is inside of either: hence reentrant.
+        self._desk_lock = threading.RLock()
+        self._line_lock = threading.RLock()
+        self._sending = False
         self._line: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._poller: zmq.Poller | None = None
@@ -130,7 +133,11 @@ class Client:
         except BaseException:
             desk.close()
             raise
-        return cls(desk, welcome, arena)
+        try:
+            return cls(desk, welcome, arena)
+        except BaseException:
+            desk.close()
+            raise
 
     @property
     def alive(self) -> bool:
@@ -267,16 +274,24 @@ class Client:
     # --- line ---------------------------------------------------------------------------------
 
     def send(self, message: LineRequest, *arrays: NDArray[Any]) -> None:
+        """Say it over the line, or raise DaemonLostError."""
+        if self._line is None:
+            _check_descriptors()
         import zmq
 
         frames = [encode(message), *(a.tobytes() for a in arrays)]
         with self._line_lock:
             if not self.alive:
                 raise DaemonLostError("the daemon is gone")
+            if self._sending:  # a finaliser: its frames would lie between those of another message
+                raise DaemonLostError("the line is busy")
+            self._sending = True
             try:
                 self._connected().send_multipart(frames, zmq.DONTWAIT)
             except zmq.ZMQError as e:
                 raise DaemonLostError(f"the daemon takes no messages: {e}") from e
+            finally:
+                self._sending = False
 
     def _connected(self) -> zmq.Socket[bytes]:
         """The DEALER, made at its first use (a process that only forks workers never pays)."""
@@ -324,6 +339,18 @@ class Client:
                 self._answers[message.call] = message
                 while len(self._answers) > 1024:  # nobody waits for these any more
                     self._answers.pop(next(iter(self._answers)))
+
+
+def _check_descriptors() -> None:
+    """Raise DaemonLostError where libzmq would find none: it ends the process then (epoll.cpp)."""
+    free: list[int] = []
+    try:
+        while len(free) < _LINE_FDS:
+            free.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as e:
+        raise DaemonLostError(f"no descriptors for a line to the daemon: {e}") from e
+    finally:
+        close_all(free)
 
 
 def _knock(desk: socket.socket, where: str, timeout_s: float) -> None:

@@ -219,7 +219,7 @@ def open_feed(binding: Binding, config: Config) -> Feed | None:
     try:
         dataset = client.register(binding.manifest)
         session = client.open(dataset, job_name(), rank, world)
-    except UnavailableError as e:
+    except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
         _log.warning("creel reads directly, without a cache: %s", e)
         return None
     return Feed(client, session, binding, config.daemon.name)

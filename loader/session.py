@@ -106,6 +106,7 @@ class Session:
         """
         self._truncates += 1
         if not self._say(Truncate(self.token, self.id, step)):
+            self._lost = True  # its READY goes on speaking of the old plan
             return False
         pause = 2e-5
         while self.board[TRUNCATED] < self._truncates:

@@ -263,7 +263,7 @@ class _Worker:
             if gather is not None:
                 memory = self._outbox.memory
                 self._gatherer = Gatherer(gather, self._client, self._session, memory)
-        except UnavailableError as e:
+        except (UnavailableError, OSError) as e:  # no descriptor, or no room for a mapping
             _log.info("worker %d reads directly: %s", self._id, e)
 
     def _task(self, tag: int, batch: int, index: object, step: int) -> None:

@@ -13,19 +13,24 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
 import psutil
 import pytest
+import zmq
 from daemons import Running, folder, plan, read_steps, status
 
 from creel.cache.board import DONE, WANTED
 from creel.cache.manifest import Manifest
 from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
+from creel.loader import client as client_module
 from creel.loader.client import Client
 from creel.loader.embed import connect_or_start
+from creel.loader.packets import resolve
 from creel.messages import desk_address
 from kit import gone, until
 
@@ -312,6 +317,103 @@ def test_waiting_has_a_deadline(daemon: Running, tmp_path: Path) -> None:
         assert not session.wait(0, 0.3)
         assert time.monotonic() - start > 0.25
         assert session.board[WANTED] == 1
+
+
+@pytest.mark.parametrize("inside", ["recv_multipart", "send_multipart", "exchange"])
+def test_a_finaliser_may_end_a_session_wherever_its_client_is(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
+) -> None:
+    """An iterator in a cycle with its own traceback ends when garbage is collected: in any call."""
+    ids = np.arange(10, dtype=np.int32)
+    with daemon.client() as client:
+        dataset = client.register(folder(tmp_path, [10] * 10))
+        left, other = client.open(dataset), client.open(dataset)
+        plan(left, ids, 5)
+        owner: Any = client_module if inside == "exchange" else zmq.Socket
+        call = getattr(owner, inside)
+        truncated = []
+
+        def collecting(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.undo()
+            truncated.append(left.truncate(0))
+            left.close()
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, inside, collecting)
+        if inside == "exchange":
+            other = client.open(dataset)
+        elif inside == "recv_multipart":
+            assert not other.wait(0, 0.1)
+        plan(other, ids, 5)
+        assert other.wait(1, 20)
+        # Between the frames of another message there is no room for it: the session is lost.
+        assert truncated == [inside != "send_multipart"]
+        assert not left.ready(0)
+
+
+def test_a_plan_that_cannot_be_taken_back_is_not_believed_any_more(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [10] * 10)))
+        plan(session, np.arange(10, dtype=np.int32), 5)
+        assert session.wait(1, 20)
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "send", mock.Mock(side_effect=DaemonLostError("full")))
+            assert not session.truncate(0)
+        assert not session.ready(0)
+
+
+def test_who_answers_in_another_language_is_no_daemon(
+    daemon_name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(resolve(daemon_name))
+        listener.listen()
+
+        def babble() -> None:
+            with listener.accept()[0] as stranger:
+                stranger.recv(1 << 16)
+                stranger.send(b"babble")
+
+        thread = threading.Thread(target=babble)
+        thread.start()
+        try:
+            assert connect_or_start(config(daemon_name)) is None
+        finally:
+            thread.join()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+
+
+_FEW_DESCRIPTORS = """
+import os, resource, sys
+from creel.errors import DaemonLostError
+from creel.loader.client import Client
+client = Client.connect()
+top = os.dup(0)
+while os.open("/dev/null", os.O_RDONLY) < top + 32:
+    pass
+resource.setrlimit(resource.RLIMIT_NOFILE, (top + 33 + int(sys.argv[1]),) * 2)
+try:
+    client.ask("status")
+except DaemonLostError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize("free", [0, 3, 5])
+def test_where_descriptors_run_out_the_line_is_not_made(daemon: Running, free: int) -> None:
+    """libzmq would end the process: "Too many open files (src/epoll.cpp:38)"."""
+    assert daemon.pid
+    done = subprocess.run(
+        [sys.executable, "-c", _FEW_DESCRIPTORS, str(free)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Too many open files" in done.stdout
 
 
 def test_done_never_goes_back(daemon: Running, tmp_path: Path) -> None:
