@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import select
 import time
@@ -52,6 +53,8 @@ _UNPICKLED = (
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
+#: What a machine, or this process, may run out of.
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 
 
 class Context(Protocol):
@@ -176,7 +179,8 @@ class Pool:
             for member in self.members:
                 fds = [] if version in (KEEP, member.version) else [fd]
                 message = ("epoch", self.tag, base_seed, version, frozen.world)
-                self._post(member, message, fds)
+                with contextlib.suppress(OSError):  # who does not hear of it is found unfit
+                    self._post(member, message, fds)
                 if fds:
                     member.version = version
         finally:
@@ -204,6 +208,7 @@ class Pool:
         """Give a batch to a worker; `many`: the index is an array that stands for a list of ints.
 
         Raises:
+            OSError: no descriptor or no memory is left for a long index.
             Exception: whatever pickling `index` raises.
         """
         member = self.members[worker]
@@ -212,9 +217,13 @@ class Pool:
 
     @staticmethod
     def _post(member: Member, message: tuple[object, ...], fds: list[int] | None = None) -> None:
-        # A dead worker is noticed, and named, where its batch is waited for.
-        with contextlib.suppress(OSError):
+        try:
             member.wire.post(message, fds or [])
+        except OSError as e:
+            # A dead worker is noticed, and named, where its batch is waited for.
+            if e.errno in _SHORT:
+                member.dead = True  # to us: who goes on would get an epoch that lacks a batch
+                raise
 
     def void(self, below: int) -> None:
         """Let workers skip the tasks of all tags < `below` that they have not begun."""
@@ -289,6 +298,9 @@ class Pool:
             if self._watched.pop(fd, None) is not None:
                 self._poll.unregister(fd)
             return False
+        except OSError:
+            member.dead = True  # to us: one of its batches is lost, and would be waited for
+            raise
         if got is None:
             return False
         message, fds = got

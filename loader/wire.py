@@ -7,6 +7,7 @@ buffer can never make two processes wait for each other: the trainer never block
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import select
@@ -94,17 +95,21 @@ class Wire:
 
         Raises:
             EOFError: the other end is gone.
+            OSError: this process may have no more descriptors, so the message is lost.
         """
         if timeout_s is not None and not self._readable(timeout_s):
             return None
         try:
-            packet, fds, _, _ = socket.recv_fds(
+            packet, fds, flags, _ = socket.recv_fds(
                 self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionError as e:
             raise EOFError("the other end is gone") from e
         if not packet:
             raise EOFError("the other end is gone")
+        if flags & socket.MSG_CTRUNC:
+            _close(fds)
+            raise OSError(errno.EMFILE, "Too many open files: raise the limit (ulimit -n)")
         if packet[:1] == _AHEAD:
             self._ahead += fds
             return self.get(timeout_s)

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -126,6 +127,41 @@ def test_a_stopped_daemon_is_passed_by(folder: Path, embedded: str, workers: int
         finally:
             stopped[0].resume()
         assert_same_epoch(ours, theirs)
+
+
+@pytest.mark.parametrize("step", ["connect", "register", "open", "attach"])
+def test_a_machine_out_of_descriptors_at_any_step_of_joining_means_direct_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, step, mock.Mock(side_effect=full))
+        assert_same_epoch(*loaders(files_of(folder)))
+
+
+def test_a_task_that_finds_no_descriptor_is_an_error_and_not_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long indices travel in a memory file; a batch nobody was asked for would never come."""
+    batches = [list(range(8000))] * 20
+    ours: Any = creel.DataLoader(
+        range(8000),  # type: ignore[arg-type]  # as good as a dataset
+        batch_sampler=batches,
+        num_workers=1,
+        collate_fn=len,
+        timeout=30,
+    )
+    it = iter(ours)
+    assert next(it) == 8000
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", mock.Mock(side_effect=full))
+        with pytest.raises(OSError, match="Too many open files"):
+            for _ in it:
+                pass
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):  # not one batch fewer
+        for _ in it:
+            pass
 
 
 def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> None:
