@@ -126,12 +126,13 @@ def start_early(config: Config) -> Start | None:
 
 def _connect(name: str, role: str, deadline: float, word: str, log_fd: int) -> Client:
     """Connect to our daemon, or to the one that was quicker."""
-    patience = deadline if word else time.monotonic() + 1.0
+    # "0..." may mean that another daemon won and is not yet listening, or just ended. Ours listened
+    # when it said "1": if it does not by now, somebody has stopped it.
+    patience = deadline if word.startswith("0") else time.monotonic() + 1.0
     while True:
         try:
             return Client.connect(name, role)
         except NoDaemonError as e:
-            # "0..." may mean that another daemon won and is not yet listening, or just ended.
             if time.monotonic() > patience:
                 said = word[1:] or _last_words(log_fd)
                 raise NoDaemonError(f"a daemon could not be started: {said or e}") from e

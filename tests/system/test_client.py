@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
 from creel.loader import client as client_module
 from creel.loader.client import Client
-from creel.loader.embed import connect_or_start
+from creel.loader.embed import _connect, connect_or_start
 from creel.loader.packets import resolve
 from creel.messages import desk_address
 from kit import gone, until
@@ -190,6 +191,15 @@ def test_a_daemon_that_cannot_start_says_why_once(
         assert connect_or_start(impossible) is None
     assert len(caplog.records) == 1
     assert "more than this node has" in caplog.text
+
+
+@pytest.mark.timeout(60)
+def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(daemon_name: str) -> None:
+    with (
+        tempfile.TemporaryFile() as log,
+        pytest.raises(NoDaemonError, match="could not be started"),
+    ):
+        _connect(daemon_name, "trainer", time.monotonic() + 10_000, "1", log.fileno())
 
 
 def test_disabled_or_not_to_be_started_means_none(daemon_name: str) -> None:
