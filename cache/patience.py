@@ -30,7 +30,9 @@ _AGAIN_WORDS = ("SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAI
 #: And of credentials that are wrong, too old, or not enough.
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
 _QUIET_S = 60.0  # between two lines about one storage: a server that is down fails every read
-_SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&]*")
+_SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&\s'\"]*")
+#: What stands where a port would, and is none: a password that has a slash in it.
+_NO_PORT = re.compile(r":(?!\d*$)[^\]]*$")
 
 _told: dict[str, float] = {}  # when each storage was last spoken of
 
@@ -68,22 +70,32 @@ def public(uri: str) -> str:
 
     >>> public("s3://AKIA:secret@bucket/x"), public("https://h/x?id=1&X-Amz-Signature=f00")
     ('s3://bucket/x', 'https://h/x?id=1&X-Amz-Signature=...')
+    >>> public("s3://AKIA:se/cr+et@bucket/x@1")
+    's3://bucket/x@1'
     """
     scheme, found, rest = uri.partition("://")
     if not found:
         return uri
     host, slash, path = rest.partition("/")
+    if "@" not in host and "@" in path and _NO_PORT.search(host):
+        host, slash, path = path.partition("@")[2].partition("/")
     host, path = host.rpartition("@")[2], _SECRET.sub(r"\1...", path)
     return f"{scheme}://{host}{slash}{path}"
 
 
 def source_error(error: Exception, uri: str) -> SourceError:
-    """What a storage raised, as the one kind of error that readers of a source meet."""
+    """What a storage raised, as the one kind of error that readers of a source meet.
+
+    It may be shown and logged: no keys and passwords are in it.
+    """
     if isinstance(error, SourceError):
-        return error
+        shown = public(error.uri)
+        if shown == error.uri:
+            return error
+        return type(error)(error.errno or 0, error.strerror or "", shown)
     number, reason = _reason(error)
     kind = SourceNotFoundError if number == errno.ENOENT else SourceError
-    return kind(number, reason, public(uri))
+    return kind(number, _SECRET.sub(r"\1...", reason.replace(uri, public(uri))), public(uri))
 
 
 def _reason(error: Exception) -> tuple[int, str]:
@@ -156,5 +168,5 @@ def _tell(error: Exception, uri: str, deadline_s: float) -> None:
     level = logging.DEBUG
     if now - _told.get(storage, -_QUIET_S) >= _QUIET_S:
         _told[storage], level = now, logging.WARNING
-    why = _reason(error)[1]
-    log.log(level, "%s: %s: trying again for up to %g s", public(uri), why, deadline_s)
+    told = source_error(error, uri)
+    log.log(level, "%s: %s: trying again for up to %g s", told.uri, told.strerror, deadline_s)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from creel.cache.board import COUNTER_NAMES, DONE, FAILED, READY
+from creel.cache.patience import public
 from creel.cache.source import SECONDS
 from creel.errors import ConfigError
 
@@ -57,7 +58,7 @@ def tiers(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def dataset(node: Node, one: Dataset) -> dict[str, Any]:
     """One dataset in numbers."""
     told = node.core.snapshot()["datasets"][one.key]
-    return {"dataset": one.key, "root": one.manifest.root, **told}
+    return {"dataset": one.key, "root": public(one.manifest.root), **told}
 
 
 def datasets(node: Node) -> list[dict[str, Any]]:
@@ -69,7 +70,7 @@ def source(one: Dataset) -> dict[str, Any]:
     """What was read from one dataset's storage."""
     counted = one.source.counters.snapshot()
     return {
-        "source": one.manifest.root or one.key[:12],
+        "source": public(one.manifest.root) or one.key[:12],
         "dataset": one.key,
         "opens": counted.opens,
         "reads": counted.reads,

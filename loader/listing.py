@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.manifest import UNKNOWN, Manifest
+from creel.cache.patience import public
 from creel.errors import ConfigError, MalformedError, NotFoundError, SourceError
 from creel.loader.storage import (
     Listed,
@@ -51,8 +52,8 @@ def files_below(root: str) -> Listed:
     found = list_remote(root) if found is None else found
     if not len(found):
         raise NotFoundError(
-            f"nothing is listed below {root}; where a server lists no folders, put an index there "
-            "(ImageFolder.save_index) or name one (ImageFolder.from_index)"
+            f"nothing is listed below {public(root)}; where a server lists no folders, put an "
+            "index there (ImageFolder.save_index) or name one (ImageFolder.from_index)"
         )
     return found
 
@@ -83,11 +84,11 @@ def parse_index(data: bytes, address: str) -> Listed:
     try:
         names, nbytes = _from_json(data) if address.endswith(".json") else _from_arrow(data)
     except (msgspec.DecodeError, MalformedError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{address} is no index of files: {e}") from e
+        raise ConfigError(f"{public(address)} is no index of files: {e}") from e
     if nbytes is not None and len(nbytes) != len(names):
-        raise ConfigError(f"{address} has {len(names)} names and {len(nbytes)} sizes")
+        raise ConfigError(f"{public(address)} has {len(names)} names and {len(nbytes)} sizes")
     if any(name.startswith("/") or ".." in name.split("/") for name in names):
-        raise ConfigError(f"{address} names files outside of its own folder")
+        raise ConfigError(f"{public(address)} names files outside of its own folder")
     return in_walk_order(zip(names, nbytes or [UNKNOWN] * len(names), strict=True))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from creel.cache.patience import public
 from creel.cli_view import Told, format_count, format_seconds
 from creel.errors import ConfigError, NotFoundError
 from creel.units import format_size
@@ -39,7 +40,7 @@ def warm(client: Client, path: str, *, quiet: bool) -> Told:
         "dataset": dataset,
         "objects": len(manifest),
         "resident": told["resident_objects"],
-        "failed": told["failed"],
+        "failed": _failed(client, dataset, len(manifest) - told["resident_objects"]),
         "nbytes": told["resident_nbytes"],
         "seconds": time.monotonic() - start,
     }
@@ -68,7 +69,7 @@ def _all_files(path: str) -> Manifest:
     root = absolute(path)
     found = files_below(root)
     if not len(found):
-        raise NotFoundError(f"there are no files below {path}")
+        raise NotFoundError(f"there are no files below {public(path)}")
     names = [escape(root, name) for name in found.names]
     return Manifest.of_files(names, root=root, lengths=found.nbytes)
 
@@ -88,6 +89,13 @@ def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int],
         time.sleep(_POLL_S)
 
 
+def _failed(client: Client, dataset: str, missing: int) -> int:
+    """How many could not be read, of `missing` ones: those that only found no room did not fail."""
+    sources = client.ask("stats")["sources"]
+    errors = sum(int(s["errors"]) for s in sources if s["dataset"] == dataset)
+    return min(errors, missing)
+
+
 def _settled(client: Client) -> bool:
     """Whether the daemon reads nothing now."""
     return not client.ask("stats")["core"]["memory"]["node"]["inflight_objects"]
@@ -103,7 +111,7 @@ def _looking(path: str, *, quiet: bool) -> Iterator[None]:
     if quiet or not console.is_terminal:
         yield
         return
-    with console.status(f"looking through {escape(path)}"):
+    with console.status(f"looking through {escape(public(path))}"):
         yield
 
 
