@@ -13,6 +13,7 @@ ARGS   ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.creel-stamp
+export DATA
 LINKS := cache daemon loader policies
 
 .PHONY: help setup demo test check clean
@@ -36,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(BIN)/python examples/demo.py $(if $(DATA),--data '$(DATA)') $(if $(filter short,$(DEMO)),--short) $(ARGS)
+	@$(BIN)/python examples/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)

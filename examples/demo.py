@@ -25,7 +25,7 @@ import torch
 import torch.utils.data
 import xxhash
 from demo_photos import build
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from rich import box
 from rich.console import Console
 from rich.progress import (
@@ -235,7 +235,16 @@ def checked(folder: Path) -> Path:
     classes = [p for p in sorted(folder.iterdir()) if p.is_dir()]
     if not classes:
         raise SystemExit(f"demo: {folder} has no subfolders; put the images of each class into one")
+    if not any(p.is_file() for one in classes for p in one.rglob("*")):
+        raise SystemExit(f"demo: the subfolders of {folder} are empty; they hold a class each")
     return folder
+
+
+def in_short(error: Exception) -> str:
+    """What it says, without the traceback that comes with it from a worker."""
+    _, found, traceback = str(error).partition("Original Traceback")
+    said = [line for line in traceback.splitlines()[1:] if line and not line.startswith(" ")]
+    return " ".join(said) if found else " ".join([str(error), *getattr(error, "__notes__", [])])
 
 
 def arguments() -> argparse.Namespace:
@@ -278,8 +287,8 @@ def main() -> int:
             )
             theirs = run("torch", torch.utils.data.DataLoader, server, args)
             ours = run("creel", creel.DataLoader, server, args)
-    except (CreelError, UnidentifiedImageError) as e:
-        raise SystemExit(f"demo: {e}") from e
+    except (CreelError, OSError) as e:
+        raise SystemExit(f"demo: {in_short(e)}") from e
     return 0 if report(ours, theirs, args) else 1
 
 

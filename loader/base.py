@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex, TypeAlias, overload
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from creel.cache.manifest import Manifest
+from creel.cache.patience import public
 from creel.cache.source import Source
 from creel.errors import ConfigError, SourceError
 from creel.loader.reading import take
@@ -122,6 +124,17 @@ class CreelDataset(Dataset[Sample]):
         """
         return take(self, object_id, self._read_direct, bytes)
 
+    def decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:
+        """What `decode` makes of an object's bytes; its error tells whose they are."""
+        data = self.read(object_id)
+        try:
+            return decode(data)
+        except Exception as e:
+            if sys.version_info >= (3, 11):
+                place = public(self.manifest.location(object_id)[0])
+                e.add_note(f"while decoding {place} (object {object_id} of {type(self).__name__})")
+            raise
+
     def _read_direct(self, object_id: int) -> bytes:
         try:
             return self._source().read(object_id)
@@ -193,6 +206,13 @@ def fetch_many(dataset: Dataset[Sample], indices: Sequence[int]) -> list[Sample]
     return list(many(indices)) if many else [dataset[i] for i in indices]
 
 
+def check_callable(**given: object) -> None:
+    """Raise ConfigError unless each of these is a function or None."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} is a function of one argument, not {value!r}")
+
+
 # --- columns of a dataset ---------------------------------------------------------------------
 
 
@@ -247,7 +267,7 @@ class Names(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
 
     def __repr__(self) -> str:
-        return f"<{len(self)} paths below {self.prefix or 'no common root'!r}>"
+        return f"<{len(self)} paths below {public(self.prefix) or 'no common root'!r}>"
 
 
 #: numpy's numbers of which default_collate makes tensors of the same type.

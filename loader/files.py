@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from creel.cache.manifest import UNKNOWN, Manifest
+from creel.cache.patience import public
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.base import (
     CreelDataset,
@@ -18,6 +19,7 @@ from creel.loader.base import (
     Names,
     Raw,
     Sample,
+    check_callable,
     position,
     strings,
 )
@@ -66,6 +68,7 @@ class FileDataset(CreelDataset):
             self._root, self._names, known = _below(absolute(paths), glob)
         else:
             self._root, self._names, known = "", _each(paths), None
+        check_callable(decode=decode, transform=transform)
         self.decode = decode
         self.transform = transform
         self.labels = None if labels is None else Labels(labels, len(self._names))
@@ -81,7 +84,7 @@ class FileDataset(CreelDataset):
 
     def __getitem__(self, index: int) -> Sample:
         i = position(index, len(self))
-        sample = self._tensor(i) if self.decode is None else self.decode(self.read(i))
+        sample = self._tensor(i) if self.decode is None else self.decoded(i, self.decode)
         if self.transform is not None:
             sample = self.transform(sample)
         return sample if self.labels is None else (sample, self.labels[i])
@@ -96,7 +99,10 @@ class FileDataset(CreelDataset):
             given = known or in_threads(nbytes_of, self.paths)
         if given is False:
             return None if known is None else np.array(known, np.int64)
-        sizes = np.asarray(given, np.int64)
+        sizes = np.asarray(given)
+        if sizes.dtype.kind not in "iu":
+            raise ConfigError(f"nbytes are whole numbers of bytes, one per file, not {given!r:.60}")
+        sizes = sizes.astype(np.int64)
         if sizes.shape != (len(self),):
             raise ConfigError(f"nbytes has shape {sizes.shape} for {len(self)} files")
         if (sizes < UNKNOWN).any():
@@ -123,10 +129,12 @@ def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:
     if not is_folder(root):
         raise NotFoundError(f"there is no folder {root}; files are given as a list")
     listed = files_below(root)
+    if not isinstance(glob, str):
+        raise ConfigError(f"glob is a pattern of names, as '**/*.jpg', not {glob!r}")
     wanted = glob_pattern(glob).fullmatch
     keep = [i for i, name in enumerate(listed.names) if wanted(name)]
     if not keep:
-        raise NotFoundError(f"no file below {root} matches {glob!r}")
+        raise NotFoundError(f"no file below {public(root)} matches {glob!r}")
     keep.sort(key=listed.names.__getitem__)
     names = [escape(root, listed.names[i]) for i in keep]
     sizes = None if listed.nbytes is None else [listed.nbytes[i] for i in keep]

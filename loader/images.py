@@ -14,8 +14,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from creel.cache.manifest import UNKNOWN, Manifest
+from creel.cache.patience import public
 from creel.errors import ConfigError, NotFoundError
-from creel.loader.base import CreelDataset, Names, Sample, position, strings
+from creel.loader.base import CreelDataset, Names, Sample, check_callable, position, strings
 from creel.loader.listing import files_below, load_index, write_index
 from creel.loader.opened import read as read_address
 from creel.loader.storage import Listed, absolute, escape, in_threads, scheme_of, unescape, walk
@@ -121,6 +122,7 @@ class ImageFolder(CreelDataset):
         self.target_transform = target_transform
         self.loader = pil_loader if loader is None else loader
         self.decode = decode_image if decode is None else decode
+        check_callable(decode=decode, loader=loader, is_valid_file=is_valid_file)
         self.extensions = IMG_EXTENSIONS if is_valid_file is None else None
         self._base = absolute(root)
         self._shown = self._base if scheme_of(os.fspath(root)) else os.fspath(self.root)
@@ -169,7 +171,7 @@ class ImageFolder(CreelDataset):
         listed = self._listed
         classes = _subfolders(directory) if listed is None else sorted(listed)
         if not classes:
-            raise NotFoundError(f"Couldn't find any class folder in {directory}.")
+            raise NotFoundError(f"Couldn't find any class folder in {public(directory)}.")
         return classes, {name: i for i, name in enumerate(classes)}
 
     @property
@@ -216,7 +218,7 @@ class ImageFolder(CreelDataset):
         """(image, label), each passed through its transform."""
         i = position(index, len(self))
         if self.loader is pil_loader:
-            sample = self.decode(self.read(i))
+            sample = self.decoded(i, self.decode)
         else:
             sample = self.loader(self.samples[i][0])
         target: Sample = int(self._labels[i])
@@ -227,7 +229,8 @@ class ImageFolder(CreelDataset):
         return sample, target
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self)} samples below {self._shown or 'many roots'!r})"
+        below = public(self._shown) or "many roots"
+        return f"{type(self).__name__}({len(self)} samples below {below!r})"
 
     @property
     def layout(self) -> object:

@@ -21,6 +21,7 @@ from creel.loader.base import (
     Labels,
     Raw,
     Sample,
+    check_callable,
     position,
 )
 from creel.loader.storage import absolute, in_threads, nbytes_of, read_range, several
@@ -94,6 +95,7 @@ class RecordDataset(CreelDataset):
         if not self._size:
             raise ConfigError(f"{paths[0]} holds no records")
         self.labels = None if labels is None else Labels(labels, self._size)
+        check_callable(transform=transform)
         self.transform = transform
 
     def __len__(self) -> int:

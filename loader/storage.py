@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.manifest import UNKNOWN
-from creel.cache.patience import Patience, source_error
+from creel.cache.patience import Patience, public, source_error
 from creel.cache.stores import ARROW, Place, Store, open_store
 from creel.errors import ConfigError, CreelError, NotFoundError
 
@@ -50,10 +50,13 @@ def absolute(address: str | os.PathLike[str]) -> str:
 
     Raises:
         ConfigError: no string and no path.
+        NotFoundError: an empty one, which would be the working directory.
     """
     if not isinstance(address, (str, os.PathLike)):
         raise ConfigError(f"a path is a string or a Path, not {address!r}")
     text = os.fspath(address)
+    if not text:
+        raise NotFoundError("the path is empty: name a file or a folder ('.' is this one)")
     scheme = scheme_of(text)
     if scheme == "file":
         return unquote(urlsplit(text).path)
@@ -67,13 +70,17 @@ def several(given: object) -> list[str | os.PathLike[str]]:
     """One address or many, as a list.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: neither, or one of them is none.
     """
     if isinstance(given, (str, os.PathLike)):
         return [given]
     if not isinstance(given, Iterable):
         raise ConfigError(f"give a path or a list of paths, not {given!r}")
-    return list(given)
+    listed = list(given)
+    for one in listed:
+        if not isinstance(one, (str, os.PathLike)):
+            raise ConfigError(f"a path is a string or a Path, not {one!r}")
+    return listed
 
 
 def is_folder(address: str) -> bool:
@@ -125,7 +132,7 @@ def nbytes_of(address: str) -> int:
     with _plainly(address):
         size = _arrow_nbytes(address) if scheme in ARROW else _fsspec_nbytes(address)
     if size is None:
-        raise ConfigError(f"the storage does not tell the size of {address}")
+        raise ConfigError(f"the storage does not tell the size of {public(address)}")
     return size
 
 
@@ -189,11 +196,11 @@ def _fsspec(address: str) -> tuple[Any, str]:  # fsspec has no types
     try:
         import fsspec
     except ImportError as e:
-        raise ConfigError(f"{address} needs fsspec: pip install 'creel[http]'") from e
+        raise ConfigError(f"{public(address)} needs fsspec: pip install 'creel[http]'") from e
     try:
         system, path = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as e:
-        raise ConfigError(f"{address} cannot be opened: {e}") from e
+        raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
     return system, path
 
 

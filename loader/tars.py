@@ -15,7 +15,16 @@ from numpy.typing import NDArray
 
 from creel.cache.manifest import Manifest
 from creel.errors import ConfigError
-from creel.loader.base import CreelDataset, Ids, Indices, Sample, position, positions, strings
+from creel.loader.base import (
+    CreelDataset,
+    Ids,
+    Indices,
+    Sample,
+    check_callable,
+    position,
+    positions,
+    strings,
+)
 from creel.loader.listing import braces
 from creel.loader.storage import absolute, in_threads, nbytes_of, scheme_of, several
 from creel.loader.tarindex import members
@@ -77,7 +86,10 @@ class TarDataset(CreelDataset):
         self.shards = [absolute(name) for s in several(shards) for name in braces(os.fspath(s))]
         if not self.shards:
             raise ConfigError("a TarDataset needs at least one shard")
-        self.decode = dict(decode or {})
+        self.decode = _by_extension(decode)
+        check_callable(transform=transform, **{f"decode of {e}": f for e, f in self.decode.items()})
+        if isinstance(extensions, str):
+            raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
         self.transform = transform
         table = _table(self.shards, None if index is None else _index_path(index, self.shards))
         self._index = _index(table, extensions)
@@ -104,9 +116,8 @@ class TarDataset(CreelDataset):
         sample: dict[str, Sample] = {"__key__": table.key[i].as_py()}
         for member in range(int(table.start[i]), int(table.start[i + 1])):
             extension = table.extensions[table.extension[member]]
-            data = self.read(member)
             decode = self.decode.get(extension)
-            sample[extension] = data if decode is None else decode(data)
+            sample[extension] = self.decoded(member, decode) if decode else self.read(member)
         return sample if self.transform is None else self.transform(sample)
 
     def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
@@ -131,6 +142,12 @@ class TarDataset(CreelDataset):
 
     def callables(self) -> list[object]:
         return [self.transform, *self.decode.values()]
+
+
+def _by_extension(decode: object) -> dict[str, Callable[[bytes], Sample]]:
+    if decode is not None and not isinstance(decode, Mapping):
+        raise ConfigError(f"decode is a function for each extension, not {decode!r}")
+    return dict(decode or {})
 
 
 # --- the index --------------------------------------------------------------------------------
@@ -211,6 +228,8 @@ def _index(table: pa.Table, extensions: Sequence[str] | None) -> _Index:
 
 
 def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
+    if not isinstance(index, (str, os.PathLike)):
+        raise ConfigError(f"index is 'beside', 'user' or a path, not {index!r}")
     name = f"creel-{xxhash.xxh3_64_hexdigest('|'.join(shards).encode())}.index.arrow"
     if index == "beside":
         if scheme_of(shards[0]):

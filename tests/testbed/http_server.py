@@ -1,6 +1,6 @@
 """A real HTTP server on loopback that is as slow as you say, and counts exactly.
 
-    python http_server.py ROOT [--bandwidth 50MB] [--latency 0.01] [--errors 100] [--port 0]
+    python http_server.py ROOT [--bandwidth 50e6] [--latency 0.01] [--errors 100] [--port 0]
 
 HTTP/1.1 with keep-alive, single byte ranges, HEAD and folder listings (what fsspec's "http" needs).
 One token bucket limits the bytes of all connections together; every request first waits `latency`

@@ -7,6 +7,7 @@ import http.server
 import operator
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from glob import glob as globbed
@@ -22,7 +23,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 import creel
 from creel.errors import ConfigError, CreelError, NotFoundError
 from creel.loader.base import Labels
-from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, Transformed
+from creel.loader.datasets import (
+    FileDataset,
+    ImageFolder,
+    RecordDataset,
+    TarDataset,
+    Transformed,
+)
 from folders import folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -191,6 +198,47 @@ def test_an_image_that_vanished_is_a_source_error_with_its_path(photos: Path) ->
     with pytest.raises(OSError, match=r"50%\.png") as e:
         images[0]
     assert isinstance(e.value, CreelError)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes since 3.11")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_decoded_is_named(photos: Path, workers: int) -> None:
+    (photos / "Emu/50%.png").write_bytes(b"no image")
+    loader = DataLoader(ImageFolder(photos, transform=to_tensor), num_workers=workers)
+    with pytest.raises(OSError, match="cannot identify image file") as e:
+        list(loader)
+    told = [str(e.value), *getattr(e.value, "__notes__", [])]
+    assert f"while decoding {photos}/Emu/50%.png (object 0 of ImageFolder)" in "\n".join(told)
+
+
+def test_an_empty_path_is_not_the_working_directory() -> None:
+    makers: list[Callable[[str], object]] = [ImageFolder, FileDataset, TarDataset]
+    for make in (*makers, creel.open, creel.read):
+        with pytest.raises(NotFoundError, match="the path is empty"):
+            make("")
+
+
+@pytest.mark.parametrize(
+    "make, first, given, says",
+    [
+        (FileDataset, ["x"], {"nbytes": ["a"]}, "nbytes are whole numbers"),
+        (FileDataset, ["x"], {"nbytes": [1.5]}, "nbytes are whole numbers"),
+        (FileDataset, ".", {"glob": 5}, "glob is a pattern of names"),
+        (FileDataset, ["x"], {"decode": 5}, "decode is a function of one argument, not 5"),
+        (ImageFolder, ".", {"decode": 5}, "decode is a function of one argument, not 5"),
+        (RecordDataset, __file__, {"dtype": "u1", "shape": 1, "transform": 5}, "transform is a f"),
+        (TarDataset, "x", {"decode": 5}, "decode is a function for each extension"),
+        (TarDataset, "x", {"decode": {"png": 5}}, "decode of png is a function"),
+        (TarDataset, "x", {"extensions": "jpg"}, r"as in extensions=\['jpg'\]"),
+        (TarDataset, "x", {"index": 5}, "index is 'beside', 'user' or a path"),
+        (TarDataset, [5], {}, "a path is a string or a Path, not 5"),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(
+    make: Callable[..., object], first: object, given: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(first, **given)
 
 
 def test_pickles_are_as_big_as_the_paths(tmp_path: Path) -> None:
