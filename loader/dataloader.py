@@ -38,7 +38,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         workers: "own": as in torch, batch i is made by worker i mod num_workers.
         on_error: "raise": as in torch, a sample that cannot be read raises.
 
-    `CREEL_DISABLE=1` in the environment makes it torch's class in all but name.
+    `CREEL_DISABLE=1` in the environment, as `loader.disable`, makes it torch's class in all but
+    name.
     """
 
     def __init__(
@@ -185,13 +186,15 @@ def _check(name: str, value: str, *known: str) -> None:
 
 def _may_take(loader: DataLoader[Any]) -> bool:
     """Whether our own workers can serve this loader; torch's own do otherwise."""
-    if os.environ.get("CREEL_DISABLE", "") not in ("", "0"):
+    if os.environ.get("CREEL_DISABLE") == "1":  # whatever else is wrong with the settings
         return False
     if sys.platform != "linux":
         _warn_platform()
         return False
     is_map = loader._dataset_kind == _DatasetKind.Map  # noqa: SLF001  torch's
-    return is_map and not isinstance(loader.dataset, MapDataPipe)
+    if not is_map or isinstance(loader.dataset, MapDataPipe):
+        return False
+    return not loader._home().config.loader.disable  # noqa: SLF001  ours
 
 
 def _warn_platform() -> None:

@@ -348,10 +348,29 @@ def test_iterable_datasets_go_to_torchs_own_workers() -> None:
     assert not isinstance(iter(loader), OwnIter)
 
 
-def test_disabled_it_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "env, given, disabled",
+    [
+        ("1", None, True),
+        ("yes", None, True),
+        ("no", None, False),
+        ("", {"loader.disable": True}, True),
+        ("1", {"loader.disable": False}, True),
+    ],
+)
+def test_disabled_it_is_torchs(
+    monkeypatch: pytest.MonkeyPatch, env: str, given: dict[str, object] | None, disabled: bool
+) -> None:
+    monkeypatch.setenv("CREEL_DISABLE", env)
+    iterator = iter(creel.DataLoader(Squares(), 4, num_workers=1, creel=given))
+    torchs = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    assert (type(iterator) is torchs) == disabled
+
+
+def test_disabled_nothing_of_ours_can_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CREEL_DISABLE", "1")
-    iterator = iter(creel.DataLoader(Squares(), 4, num_workers=1))
-    assert type(iterator) is torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setenv("CREEL_MEMORY__BUGDET", "1GB")
+    assert len(list(creel.DataLoader(Squares(), 4))) > 0
 
 
 def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
