@@ -116,10 +116,10 @@ _SHORT = {
     "CREEL_SOCKET": "daemon.name",
     "CREEL_LOG_LEVEL": "daemon.log_level",
 }
-#: What these are called on the command line.
+#: What `creel` and `creeld` call their flags.
 _FLAGS = {
-    "memory.budget": "--memory",
     "daemon.name": "--name",
+    "memory.budget": "--memory",
     "daemon.log_level": "--log-level",
     "daemon.metrics": "--metrics",
 }
@@ -260,8 +260,11 @@ def _env_name(key: str) -> str:
 
 
 def _known(key: str, origin: str) -> str:
+    if key in Config.__struct_fields__:
+        first = next(name for name in fields() if name.startswith(f"{key}."))
+        raise ConfigError(f"{origin}: {key} is a section: name its settings one by one, as {first}")
     if key not in fields():
-        raise ConfigError(f"{origin}: there is no setting {key}{_suggest(key, fields())}")
+        raise ConfigError(f"{origin}: there is no setting {key}{_suggest(str(key), fields())}")
     return key
 
 
@@ -295,7 +298,10 @@ def _convert(given: _Given) -> object:
     try:
         return msgspec.convert(value, field.type, strict=not given.text)
     except msgspec.ValidationError as e:
-        wanted = _EXPECTED[kind] + _bounds(field.type.__metadata__[0])
+        meta = field.type.__metadata__[0]
+        wanted = _EXPECTED[kind] + _bounds(meta)
+        if isinstance(value, str):  # a string, but not one of those it may be
+            wanted = (meta.extra or {}).get("like", wanted)
         raise ConfigError(
             f"{given.origin}: {given.key} = {given.value!r} should be {wanted}: {field.about}"
         ) from e

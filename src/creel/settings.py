@@ -25,6 +25,7 @@ class Memory(_Section, frozen=True):
     budget: Annotated[
         str,
         Meta(
+            extra={"like": "a budget"},
             pattern=r"^(auto|\d+(\.\d+)?\s*(%|[kKMGTP]?i?B?))$",
             description='"auto", a size ("64GiB") or a share of the node\'s memory ("50%")',
         ),
@@ -80,6 +81,7 @@ class Daemon(_Section, frozen=True):
     name: Annotated[
         str,
         Meta(
+            extra={"like": "at most 64 letters, digits, dots, _ and -"},
             pattern=r"^[A-Za-z0-9._-]{1,64}$",
             description="which daemon of this user; part of its address (also CREEL_SOCKET)",
         ),
@@ -95,6 +97,7 @@ class Daemon(_Section, frozen=True):
     log_level: Annotated[
         str,
         Meta(
+            extra={"like": "a level"},
             pattern="^(debug|info|warning|error|critical)$",
             description="debug, info, warning, error or critical (also CREEL_LOG_LEVEL)",
         ),
@@ -103,6 +106,7 @@ class Daemon(_Section, frozen=True):
     metrics: Annotated[
         str,
         Meta(
+            extra={"like": "host:port"},
             pattern=r"^(|.+:\d{1,5})$",
             description='where Prometheus may scrape, "127.0.0.1:9464"; empty: nowhere',
         ),

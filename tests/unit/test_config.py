@@ -98,10 +98,12 @@ def test_the_environment_is_understood(
         ({"CREEL_MEMORY__SHARE": "2"}, "should be a number above 0 and at most 0.95"),
         ({"CREEL_FETCH__THREADS": "-1"}, "'-1' should be a whole number at least 1"),
         ({"CREEL_DISABLE": "maybe"}, "loader.disable = 'maybe' should be true or false"),
-        ({"CREEL_MEMORY__BUDGET": "much"}, 'should be a string: "auto", a size'),
+        ({"CREEL_MEMORY__BUDGET": "much"}, 'should be a budget: "auto", a size'),
         ({"CREEL_WINDOW__BYTES": "3 lots"}, "window.bytes = '3 lots' is no size: write it like"),
         ({"CREEL_FETCH__BACKOFF_S": "3 weeks"}, "'3 weeks' is no duration: write it like 250ms"),
-        ({"CREEL_SOCKET": "a/b"}, "daemon.name = 'a/b' should be a string"),
+        ({"CREEL_SOCKET": "a/b"}, "daemon.name = 'a/b' should be at most 64 letters, digits"),
+        ({"CREEL_LOG_LEVEL": "loud"}, "'loud' should be a level: debug, info"),
+        ({"CREEL_DAEMON__METRICS": "9464"}, "'9464' should be host:port: where"),
         ({"CREEL_WINDOW__MIN_STEPS": "999"}, "min_steps = 999 is more than window.max_steps"),
     ],
 )  # fmt: skip
@@ -147,6 +149,15 @@ def test_unknown_flags_are_errors_and_none_means_not_given(home: Path) -> None:
     assert load(home, {"memory.budget": None})[1]["memory.budget"] == "default"
     with pytest.raises(ConfigError, match=r"flag memory\.bugdet: there is no setting"):
         load(home, {"memory.bugdet": 1})
+
+
+def test_a_bad_flag_is_called_by_its_own_name(home: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^flag --name: daemon\.name = 'a b' should be"):
+        load(home, {"daemon.name": "a b"})
+    with pytest.raises(ConfigError, match=r"memory is a section: .* as memory\.budget"):
+        load(home, {"memory": {"budget": "1GB"}})
+    with pytest.raises(ConfigError, match="there is no setting 5"):
+        load(home, {5: 5})  # type: ignore[dict-item]  # DataLoader(creel={5: 5})
 
 
 def test_variables_of_other_programs_are_left_alone(home: Path) -> None:
