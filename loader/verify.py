@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, islice, zip_longest
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -41,6 +43,7 @@ else:
     _Base = object
 _SEED = 0
 _RAISES = "raises "  # the type of a leaf that stands for an error
+_MACHINERY = frozenset({"importlib", "runpy.py", "contextlib.py"})
 _ARGUMENTS = (
     "num_workers",
     "collate_fn",
@@ -66,7 +69,7 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
     """
     if target.endswith(".py") or Path(target).is_file():
         told = _verify_script(target, arguments, steps)
-    elif ":" not in target:
+    elif not all(target.partition(":")):
         raise ConfigError(f"{target!r} is neither a script (x.py) nor a loader (module:loader)")
     elif arguments:
         raise ConfigError(
@@ -130,7 +133,8 @@ def _find(target: str) -> Any:
     module, _, name = target.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.import_module(module)
+        with _their_code(target):
+            found = importlib.import_module(module)
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as e:
@@ -141,12 +145,45 @@ def _find(target: str) -> Any:
     return found
 
 
+@contextmanager
+def _their_code(name: str) -> Iterator[None]:
+    """What the person's code raises: their own part of the traceback, and one sentence.
+
+    Raises:
+        CreelError: it raised something else than import errors and our own.
+    """
+    try:
+        yield
+    except (CreelError, ImportError, AttributeError):
+        raise
+    except Exception as e:
+        _show(e)
+        raise CreelError(f"{name} raised {type(e).__name__}: {e}") from e
+
+
+def _show(error: Exception) -> None:
+    """A traceback without the frames that lead to the person's code."""
+    frames = error.__traceback__
+    while frames is not None and _leads(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)
+
+
+def _leads(file: str) -> bool:
+    parts = Path(file).parts[-2:]
+    return file == __file__ or file.startswith("<frozen ") or bool(_MACHINERY.intersection(parts))
+
+
 def _batches(given: Any, kind: type[TorchLoader], steps: int | None) -> Iterator[Record]:
     """One epoch of the loader as `kind`, from the same seeds whoever asks."""
     seed_all(_SEED)
-    loader = given if isinstance(given, _TorchDataLoader) else given()
+    loader = given
+    if not isinstance(given, _TorchDataLoader):
+        with _their_code(getattr(given, "__name__", "the function")):
+            loader = given()
     if not isinstance(loader, _TorchDataLoader):
-        raise ConfigError(f"the function returned a {type(loader).__name__}, not a DataLoader")
+        kind_of = type(loader).__name__
+        raise ConfigError(f"the function's result is of type {kind_of}, not a DataLoader")
     batches = islice(rebuilt(loader, kind), steps)
     for step in count():
         try:
@@ -388,4 +425,8 @@ def record_script() -> None:
         setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     seed_all(_SEED)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception as e:  # noqa: BLE001  the person's code
+        _show(e)
+        raise SystemExit(1) from None

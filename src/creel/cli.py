@@ -95,7 +95,7 @@ def _client(context: click.Context) -> Iterator[Client]:
 # --- run, stop --------------------------------------------------------------------------------
 
 
-@creel.command()
+@creel.command(context_settings={"allow_interspersed_args": False})
 @click.option("--memory", metavar="SIZE", help='Budget: "64GiB", "50%" or "auto".')
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context

@@ -16,6 +16,7 @@ from creel.errors import ConfigError, NoDaemonError, UnavailableError
 
 _START_S = 15.0  # a daemon is ready within one second; a cold parallel file system may need more
 _STOP_S = 10.0
+_USAGE = 2  # with what the daemon ends when it cannot do as its settings say, which it has said
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -45,7 +46,7 @@ def around(config: Config, command: Sequence[str]) -> int:
     """Start a daemon, run `command` with it, stop it; the exit code is the command's.
 
     Raises:
-        ConfigError: no such command.
+        ConfigError: no such command, or settings that cannot be met.
         UnavailableError: the daemon did not start.
     """
     env = daemon_env(config)
@@ -69,6 +70,8 @@ def _await(daemon: subprocess.Popen[bytes], name: str) -> None:
         try:
             client = Client.connect(name, "cli")
         except NoDaemonError:
+            if daemon.poll() == _USAGE:
+                raise ConfigError("the daemon cannot start with these settings") from None
             if daemon.poll() is not None:
                 raise UnavailableError(f"the daemon ended with {daemon.returncode}") from None
             time.sleep(0.02)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from testbed.http_server import Server
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
 CREEL = [sys.executable, "-m", "creel"]
@@ -48,6 +50,9 @@ class Broken(Squares):
         if i == 9:
             raise ValueError("sample 9 is broken")
         return i
+
+def failing():
+    raise KeyError("no data")
 
 broken = DataLoader(Broken(), batch_size=4, num_workers=1)
 number = 7
@@ -132,6 +137,28 @@ def test_a_daemon_is_seen_warmed_and_stopped(
     creel("--name", name, "status", code=3)
 
 
+@pytest.mark.usefixtures("daemon")
+def test_what_finds_no_room_has_not_failed(name: str, folder: Path) -> None:
+    """Lengths of local files are known only once they are read."""
+    for i in range(3):
+        (folder / f"large{i}.bin").write_bytes(bytes(30 << 20))
+    told = json.loads(creel("--name", name, "warm", str(folder), "--json"))
+    assert (told["objects"], told["resident"], told["failed"]) == (63, 62, 0)
+    (folder / "c0/gone.bin").symlink_to("nowhere")
+    assert "1 failed" in creel("--name", name, "warm", str(folder))
+
+
+@pytest.mark.usefixtures("daemon")
+def test_no_key_in_an_address_is_shown(name: str, folder: Path) -> None:
+    with Server(folder) as server:
+        address = server.url.replace("://", "://me:hush@")
+        assert "hush" not in creel("--name", name, "warm", f"{address}/c1", "--json")
+        for words in (["stats"], ["stats", "--json"], ["status", "--json"]):
+            told = creel("--name", name, *words)
+            assert "hush" not in told
+            assert words != ["stats"] or f"{server.url}/c1: 20 reads" in told
+
+
 def test_watching_prints_one_object_per_line(daemon: subprocess.Popen[bytes], name: str) -> None:
     assert daemon.poll() is None
     words = [*CREEL, "--name", name, "stats", "--watch", "--json", "--interval", "0.1"]
@@ -156,6 +183,12 @@ def test_run_gives_the_command_a_daemon_and_takes_its_exit_code() -> None:
     assert theirs.startswith("run-")
     assert budget == str(32 << 20)
     creel("--name", theirs, "status", code=3)
+
+
+def test_run_takes_no_options_of_the_command_and_says_which_settings_cannot_be() -> None:
+    out = creel("run", "--memory", "8MiB", sys.executable, "-c", "print(0)", "--memory", "--help")
+    assert out == "0\n"
+    creel("run", "--memory", "900TiB", sys.executable, "-c", "print(0)", code=2)
 
 
 def test_run_hands_signals_on_and_tells_by_which_one_it_ended(name: str) -> None:
@@ -255,6 +288,8 @@ def test_steps_end_a_script_early(project: Path) -> None:
         (["loaders:gone"], 2, "has no attribute 'gone'"),
         (["loaders:plain", "--steps", "3"], 2, "options come before loaders:plain"),
         (["loaders:number"], 2, "is of type int: neither a DataLoader nor a function"),
+        (["loaders:"], 2, "neither a script (x.py) nor a loader (module:loader)"),
+        (["loaders:failing"], 1, "\ncreel: failing raised KeyError: 'no data'\n"),
         (["train.py", "0", "fail"], 1, "train.py failed with torch's loader"),
     ],
 )
@@ -266,3 +301,4 @@ def test_what_cannot_be_verified_is_said(
     )
     assert done.returncode == code
     assert says in done.stderr
+    assert "verify.py" not in done.stderr, "a traceback of ours"
