@@ -248,7 +248,7 @@ class Daemon:
 
     # --- settings and signals -----------------------------------------------------------------
 
-    def serve_metrics(self) -> None:
+    def _serve_metrics(self) -> None:
         if not self._config.daemon.metrics:
             return
 
@@ -322,13 +322,8 @@ def serve(
     os.chdir("/")  # keep no mount busy; relative paths mean nothing here
     try:
         daemon.install_signals()
-        daemon.serve_metrics()
         daemon.say_ready()
         daemon.run()
-    except ConfigError as e:
-        _tell(ready_fd, f"0{e}")
-        log.error("%s", e)  # noqa: TRY400  a sentence for a person
-        return 2
     finally:
         daemon.close()
     return 0

@@ -8,7 +8,8 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -26,24 +27,41 @@ from creel.cli_view import (
     top_row,
 )
 
+#: Rates are over so long, seconds: a wait is told when it is over, so that shorter ones would
+#: flicker between nothing and all where storage is slow.
+_RATES_S = 10.0
+
 
 def show(stats: Callable[[], Told], status: Callable[[], Told], interval: float) -> None:
     """Draw until q or Ctrl-C."""
-    about, before, then = status(), stats(), time.monotonic()
+    past = deque([(time.monotonic(), stats())])
     console = Console()
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
-        live.update(screen(about, before, None, 1.0, console.width), refresh=True)
+        live.update(screen(status(), past[0][1], {}, console.width), refresh=True)
         while "q" not in pressed(interval):
             about, told, now = status(), stats(), time.monotonic()
-            picture = screen(about, told, before, now - then, console.width)
-            live.update(picture, refresh=True)
-            before, then = told, now
+            while len(past) > 1 and now - past[1][0] >= _RATES_S:
+                past.popleft()
+            live.update(screen(about, told, starts(past, now), console.width), refresh=True)
+            past.append((now, told))
+
+
+def starts(past: Iterable[tuple[float, Told]], now: float) -> dict[int, tuple[Told, float]]:
+    """What rates begin with: each stream as it was first told of, and how many seconds ago."""
+    found: dict[int, tuple[Told, float]] = {}
+    for then, told in past:
+        for session in told["sessions"]:
+            found.setdefault(session["session"], (session, now - then))
+    return found
 
 
 def screen(
-    about: Told, told: Told, before: Told | None, seconds: float, width: int
+    about: Told, told: Told, before: Mapping[int, tuple[Told, float]], width: int
 ) -> RenderableType:
-    """One picture, `width` places wide: the node, then a row per stream of batches."""
+    """One picture, `width` places wide: the node, then a row per stream of batches.
+
+    `before`: what `starts` gives.
+    """
     title = Text.assemble(
         ("creel ", "bold"),
         f"{about['name']}  pid {about['pid']}  up {format_seconds(about['uptime_s'])}",
@@ -53,8 +71,7 @@ def screen(
         Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
         for name, value in summary_pairs(told)
     ]
-    old = {s["session"]: s for s in before["sessions"]} if before else {}
-    rows = [top_row(s, old.get(s["session"], s), seconds) for s in told["sessions"]]
+    rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in told["sessions"]]
     table = fitting(TOP_HEADER, rows, TOP_DROP, width)
     below = rich_table(*table) if rows else Text("\nno sessions: nobody trains", "dim")
     return Group(title, *lines, below)

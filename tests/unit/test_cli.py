@@ -232,6 +232,15 @@ def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(ours)
 
 
+def test_rates_begin_where_a_stream_was_first_told_of() -> None:
+    from creel import cli_top
+
+    first, later = SESSION, SESSION | {"samples": 9}
+    other = SESSION | {"session": 2}
+    past = [(1.0, STATS | {"sessions": [first]}), (3.0, STATS | {"sessions": [later, other]})]
+    assert cli_top.starts(past, 4.0) == {1: (first, 3.0), 2: (other, 1.0)}
+
+
 @pytest.mark.parametrize(
     ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (160, "sampler")]
 )
@@ -246,7 +255,7 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
     told = STATS | {"sessions": [wide, SESSION]}
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(cli_top.screen(STATUS, told, STATS, 1.0, width))
+    console.print(cli_top.screen(STATUS, told, {1: (SESSION, 1.0)}, width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
