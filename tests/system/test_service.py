@@ -126,23 +126,6 @@ def test_systemd_hears_all_it_wants(daemon_name: str, tmp_path: Path) -> None:
                 assert last.startswith("WATCHDOG=1")
 
 
-def test_an_address_that_is_taken_is_one_sentence(daemon_name: str) -> None:
-    pytest.importorskip("prometheus_client")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        words = ["--name", daemon_name, "--memory", "8MiB", "--metrics", address]
-        done = subprocess.run(
-            [sys.executable, "-m", "creel.daemon", *words],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == 2
-    assert done.stderr.endswith(f"daemon.metrics = {address}: Address already in use\n")
-    assert "Traceback" not in done.stderr
-
-
 def test_prometheus_may_scrape(daemon_name: str, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     from urllib.request import urlopen
