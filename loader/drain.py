@@ -1,7 +1,7 @@
 """Look ahead through samplers that nobody knows: run a copy of them to its end.
 
 The user's code runs here, on a copy, with the global generators of torch, numpy and `random` put
-back afterwards. A sampler whose code touches what a copy would share with the original (the
+back afterwards. A sampler whose code changes what a copy would share with the original (the
 dataset, module-level state) is left alone; see `outside`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import operator
 import random
@@ -25,7 +26,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from creel.loader.draws import Dice, clone
-from creel.loader.outside import reaches_out
+from creel.loader.outside import Watched, reaches_out
+
+_log = logging.getLogger("creel.loader")
 
 #: A longer epoch is not drained (int32: 512 MiB).
 LIMIT = 1 << 27
@@ -89,8 +92,28 @@ def _drain(
     deadline: float,
 ) -> Drained | None:
     kept = _kept(loader, sampler)
-    if reaches_out(sampler, kept):
-        return None
+    watched = reaches_out(sampler, kept)
+    if watched is not None:
+        with Watched(watched) as outside:
+            found = _run_copy(
+                loader, sampler, begun, kept, skip_epochs, keep_seed, advance, deadline
+            )
+        if not outside.changed:
+            return found
+    _log.info("%s is not foreseen: its code may touch what a copy shares", type(sampler))
+    return None
+
+
+def _run_copy(
+    loader: DataLoader[object],
+    sampler: Iterable[object],
+    begun: Iterator[object] | None,
+    kept: list[object],
+    skip_epochs: int,
+    keep_seed: bool,
+    advance: int,
+    deadline: float,
+) -> Drained | None:
     memo = _shared(sampler, kept)
     generator = loader.generator
     if generator is not None:

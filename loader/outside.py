@@ -3,7 +3,8 @@
 `drain` runs a copy. Where the copy draws from a generator of the module, counts in a global or in
 its class, or takes from a queue, the original would find them moved and give other batches than
 torch's. So the code is read first: the sampler's methods, and the functions, methods and classes
-that they lead to by name, as far as they are the person's own. What is never written may be shared.
+that they lead to by name, as far as they are the person's own. What is never written may be shared,
+and a list of numbers in a module that may be written is watched: most never are.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +40,9 @@ _CHANGERS = frozenset(
 _SETTLED = (sys.stdlib_module_names - {"__main__"}) | {"torch", "numpy", "creel"}
 #: How deep to look into objects within objects, and how far into lists of them.
 _DEPTH, _MANY = 4, 64
+#: Containers of no more of these are watched.
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None)})
+_PLAIN = 100_000
 
 
 class _Visit(NamedTuple):
@@ -55,11 +60,32 @@ class _Code(NamedTuple):
     rebinds: bool  # a global or a variable around it
 
 
-def reaches_out(thing: object, kept: list[object]) -> bool:
-    """Whether running a deep copy of `thing`, in which `kept` stay themselves, could be noticed."""
+def reaches_out(thing: object, kept: list[object]) -> list[object] | None:
+    """What running a deep copy of `thing`, in which `kept` stay themselves, might change.
+
+    Returns:
+        containers to be put under `Watched` meanwhile; None: it may be noticed all the same.
+    """
     search = _Search(kept)
     search.into(thing, _DEPTH)
-    return search.run()
+    return None if search.run() else search.watched
+
+
+class Watched:
+    """Containers that stay as they are: put back at the end of the block if they were changed."""
+
+    def __init__(self, containers: list[object]) -> None:
+        self._before: list[tuple[Any, Any]] = [(c, _copied(c)) for c in containers]
+        self.changed = False
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for container, before in self._before:
+            if not _equal(container, before):
+                self.changed = True
+                _put_back(container, before)
 
 
 class _Search:
@@ -68,6 +94,7 @@ class _Search:
         self._queue: deque[_Visit] = deque()
         self._met: set[tuple[int, int]] = set()
         self._own: set[str] = set()  # attributes of what is copied
+        self.watched: list[object] = []
         self._classes: list[type] = []
 
     def run(self) -> bool:
@@ -133,7 +160,7 @@ class _Search:
             if any(name in common for name in sets):
                 return True
             for value in (common[name] for name in code.names & common.keys()):
-                if _moves(value) or (code.changes and isinstance(value, _CONTAINERS)):
+                if _moves(value) or (isinstance(value, _CONTAINERS) and self._alters(value, code)):
                     return True
         return False
 
@@ -152,7 +179,7 @@ class _Search:
                 self._queue.append(_Visit(value, None))
             return False
         if isinstance(value, _CONTAINERS):
-            return code.changes
+            return self._alters(value, code)
         held: dict[str, object] = dict(getattr(value, "__dict__", {}))
         if isinstance(value, type):
             if _is_users(value):
@@ -163,12 +190,55 @@ class _Search:
             self._follow(value, code.names)
         return any(name in held for name in code.sets)
 
+    def _alters(self, container: object, code: _Code) -> bool:
+        """Whether the code may change a container for good."""
+        if not code.changes:
+            return False
+        if not _is_plain(container):
+            return True
+        self.watched.append(container)
+        return False
+
     def _follow(self, shared: object, names: frozenset[str]) -> None:
         """The methods of a shared object that the code may call."""
         kind = type(shared)
         for name in (names | {"__call__", "__iter__"}) if _is_users(kind) else ():
             for function in _functions_in(getattr(kind, name, None)):
                 self._queue.append(_Visit(function, shared))
+
+
+def _is_plain(container: Any) -> bool:
+    """Whether a copy of it is cheap and holds nothing that it shares."""
+    if isinstance(container, np.ndarray):
+        return container.size <= _PLAIN and not container.dtype.hasobject
+    if isinstance(container, torch.Tensor):
+        return container.numel() <= _PLAIN
+    if len(container) > _PLAIN:
+        return False
+    items = chain(container, container.values()) if isinstance(container, dict) else container
+    return _ATOMS.issuperset(map(type, items))
+
+
+def _copied(container: Any) -> Any:
+    return container.clone() if isinstance(container, torch.Tensor) else container.copy()
+
+
+def _equal(container: Any, before: Any) -> bool:
+    if isinstance(container, np.ndarray):
+        same: bool = container.shape == before.shape
+        return same and container.tobytes() == before.tobytes()
+    if isinstance(container, torch.Tensor):
+        return torch.equal(container, before)
+    same = container == before
+    return same and list(container) == list(before)  # in the same order, too
+
+
+def _put_back(container: Any, before: Any) -> None:
+    if isinstance(container, (np.ndarray, torch.Tensor)):
+        container[...] = before
+        return
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(before)
 
 
 def _moves(value: object) -> bool:
