@@ -170,6 +170,7 @@ def test_what_torch_says_of_a_batch_it_cannot_collate(
                 out.append(repr(next(it)))
             except Exception as e:  # noqa: BLE001, PERF203  whatever torch makes of it
                 out.append(f"{type(e).__name__}: {str(e).splitlines()[-1]}")
+        assert next(it, None) is None  # else torch's workers are waited for, for 10 s
         return out
 
     assert told(creel.DataLoader, creel=shared) == told(torch.utils.data.DataLoader)

@@ -276,14 +276,14 @@ def test_hung_reads_of_a_source_do_not_hold_up_its_other_reads(
     daemon: Running, tmp_path: Path
 ) -> None:
     live = folder(tmp_path, [1000] * 50)
-    for i in range(8):
+    for i in range(3):
         os.mkfifo(tmp_path / f"dead{i}")
-    dead = Manifest.of_files([f"dead{i}" for i in range(8)], root=str(tmp_path))
+    dead = Manifest.of_files([f"dead{i}" for i in range(3)], root=str(tmp_path))
     manifest = Manifest.concat([live, dead])
     with daemon.client() as client:
         key = client.register(manifest)
         stuck, session = client.open(key, "a"), client.open(key, "b")
-        plan(stuck, np.arange(50, 58, dtype=np.int32), 1)
+        plan(stuck, np.arange(50, 53, dtype=np.int32), 1)
         assert not stuck.wait(0, 0.3)
         plan(session, np.arange(50, dtype=np.int32), 10)
         assert read_steps(session, manifest, np.arange(50), 10) == 50

@@ -218,14 +218,17 @@ def test_an_empty_path_is_not_the_working_directory() -> None:
             make("")
 
 
+FOLDER = str(Path(__file__).parent)
+
+
 @pytest.mark.parametrize(
     "make, first, given, says",
     [
         (FileDataset, ["x"], {"nbytes": ["a"]}, "nbytes are whole numbers"),
         (FileDataset, ["x"], {"nbytes": [1.5]}, "nbytes are whole numbers"),
-        (FileDataset, ".", {"glob": 5}, "glob is a pattern of names"),
+        (FileDataset, FOLDER, {"glob": 5}, "glob is a pattern of names"),
         (FileDataset, ["x"], {"decode": 5}, "decode is a function of one argument, not 5"),
-        (ImageFolder, ".", {"decode": 5}, "decode is a function of one argument, not 5"),
+        (ImageFolder, FOLDER, {"decode": 5}, "decode is a function of one argument, not 5"),
         (RecordDataset, __file__, {"dtype": "u1", "shape": 1, "transform": 5}, "transform is a f"),
         (TarDataset, "x", {"decode": 5}, "decode is a function for each extension"),
         (TarDataset, "x", {"decode": {"png": 5}}, "decode of png is a function"),
