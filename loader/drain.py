@@ -204,7 +204,7 @@ def vars_of(thing: object) -> dict[str, object]:
 
 
 def _kept(loader: DataLoader[object], sampler: object) -> list[object]:
-    """The data sets: they are never copied."""
+    """The datasets: they are never copied."""
     kept: list[object] = [loader.dataset]
     for holder in (sampler, vars_of(sampler).get("sampler")):
         kept += [v for k, v in vars_of(holder).items() if k in {"dataset", "data_source"}]

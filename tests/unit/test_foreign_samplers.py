@@ -193,7 +193,7 @@ class OfClass(Sampler[int]):
 
 
 class OfData(Sampler[int]):
-    """Counts in the data set, which is never copied."""
+    """Counts in the dataset, which is never copied."""
 
     def __init__(self, data_source: Any) -> None:
         self.data_source = data_source
