@@ -16,7 +16,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,15 +49,15 @@ class _Job:
 
     fetch: Fetch
     nbytes: NDArray[np.int64]
-    parts: int
+    left: int  # objects of parts that are not through
     held: dict[int, bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def part_done(self) -> bool:
-        """Whether that was the last part."""
+    def part_done(self, objects: int) -> bool:
+        """Whether a part of so many objects was the last one."""
         with self.lock:
-            self.parts -= 1
-            return self.parts == 0
+            self.left -= objects
+            return self.left == 0
 
 
 class Fetcher:
@@ -107,11 +107,11 @@ class Fetcher:
         self.pending += 1
         lane = self._lanes[fetch.dataset]
         k = len(fetch.ids)
-        cuts = list(_parts(k, lane.objects_per_part()))
-        job = _Job(fetch, np.full(k, -1, np.int64), max(len(cuts), 1))
-        if not cuts:
+        job = _Job(fetch, np.full(k, -1, np.int64), k)
+        if k:
+            lane.put(fetch.deadline, job)
+        else:
             self._finish(job)
-        lane.put(fetch.deadline, job, cuts)
 
     def finished(self, event: Fetched) -> None:
         """The loop took this event off its queue."""
@@ -178,7 +178,7 @@ class Fetcher:
             self._no_memory(e)
         except Exception:  # our bug: the objects count as failed, readers go to the source
             log.exception("fetch %d failed", job.fetch.fetch)
-        if job.part_done():
+        if job.part_done(part.stop - part.start):
             self._finish(job)
 
     def _no_memory(self, error: OSError) -> None:
@@ -251,15 +251,6 @@ def _user_s() -> float:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
 
 
-def _parts(k: int, step: int) -> Iterator[slice]:
-    """Slices of at most `step` that cover k.
-
-    >>> list(_parts(3, 2))
-    [slice(0, 2, None), slice(2, 3, None)]
-    """
-    return (slice(i, min(i + step, k)) for i in range(0, k, step))
-
-
 class _Scratch(threading.local):
     """A buffer for each thread, made when it is first used."""
 
@@ -315,7 +306,8 @@ class _Lane:
         self._run = run
         self._limit = limit
         self._room = room
-        self._heap: list[tuple[float, int, _Job, slice]] = []
+        self._heap: list[tuple[float, int, _Job, int]] = []  # from which object on
+        self._waiting = 0  # objects in it
         self._count = 0
         self._idle = 0
         self._began: dict[int, float] = {}  # by thread, while it reads
@@ -328,16 +320,12 @@ class _Lane:
         self._cpu_s = _FIRST_CPU_S
         self._user_s = self._total_s = 10 * _PART_S  # CPU of late: ours, and with the system's
 
-    def objects_per_part(self) -> int:
-        """So many objects take about _PART_S."""
-        return int(min(max(_PART_S / self._object_s, 1), _PART_OBJECTS))
-
-    def put(self, deadline: float, job: _Job, parts: list[slice]) -> None:
-        """Queue parts of a job."""
+    def put(self, deadline: float, job: _Job) -> None:
+        """Queue a job."""
         with self._ready:
-            for part in parts:
-                heapq.heappush(self._heap, (deadline, self._count, job, part))
-                self._count += 1
+            heapq.heappush(self._heap, (deadline, self._count, job, 0))
+            self._count += 1
+            self._waiting += job.left
             self._grow()
 
     def tick(self) -> None:
@@ -350,8 +338,13 @@ class _Lane:
         with self._ready:
             self._closed = True
             self._heap.clear()
+            self._waiting = 0
             self._ready.notify_all()
         self.source.close()
+
+    def _part_objects(self) -> int:
+        """So many objects take about _PART_S."""
+        return int(min(max(_PART_S / self._object_s, 1), _PART_OBJECTS))
 
     def _spare(self) -> int:
         """How many more threads should be reading now."""
@@ -360,7 +353,7 @@ class _Lane:
         # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
         at_once = self._total_s / self._user_s - _TICKS
         useful = max(int(_OF_WAIT * self._wait_s / self._cpu_s), min(int(at_once), _CORES))
-        return min(len(self._heap), max(useful, 1) - busy)
+        return min(-(-self._waiting // self._part_objects()), max(useful, 1) - busy)
 
     def _grow(self) -> None:
         """Wake or start threads for what waits; the lock is held."""
@@ -404,5 +397,15 @@ class _Lane:
                 self._ready.wait()
                 self._idle -= 1
             self._began[me] = time.monotonic()
-            _, _, job, part = heapq.heappop(self._heap)
-            return job, part
+            return self._part()
+
+    def _part(self) -> tuple[_Job, slice]:
+        """Cut the next part off the most urgent job; its size is what was learnt up to now."""
+        deadline, count, job, start = self._heap[0]
+        stop = min(start + self._part_objects(), len(job.nbytes))
+        if stop < len(job.nbytes):
+            heapq.heapreplace(self._heap, (deadline, count, job, stop))
+        else:
+            heapq.heappop(self._heap)
+        self._waiting -= stop - start
+        return job, slice(start, stop)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import resource
 import select
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
@@ -21,6 +22,8 @@ from creel.cache.source import Source
 from creel.config import Config
 from creel.daemon.events import (
     Discard,
+    Fetch,
+    Fetched,
     Move,
     Store,
     Tick,
@@ -146,3 +149,32 @@ def _all_free() -> list[int]:
         while True:
             fds.append(os.dup(0))
     return fds
+
+
+def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
+    """What the first ones teach counts for the rest of it."""
+
+    class Quick:
+        parts: ClassVar[list[int]] = []
+
+        def read_into(self, ids: Any, length: Any, buffer: memoryview) -> Any:
+            self.parts.append(len(ids))
+            buffer[:] = b"x" * len(buffer)
+            return length.copy()
+
+        def close(self) -> None:
+            pass
+
+    done: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
+    arena = Arena.create(8192)
+    fetcher = Fetcher(arena, done.put, threads=1)
+    source: Any = Quick()
+    fetcher.add("d", source)
+    ids, ones = np.arange(2000, dtype=np.int32), np.ones(2000, np.int64)
+    fetcher.submit(Fetch(1, "d", ids, np.arange(2000), ones, 0.0))
+    assert (done.get(timeout=60).nbytes == 1).all()
+    assert sum(Quick.parts) == 2000
+    assert Quick.parts[0] < Quick.parts[-2]
+    assert bytes(arena.view[:2000]) == b"x" * 2000
+    fetcher.close()
+    assert fetcher.join(60)
