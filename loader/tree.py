@@ -158,7 +158,7 @@ class SubsetNode(Node):
     def current(self) -> bool:
         now: object = cast("Subset[Sample]", self.dataset).indices
         if type(now) is list and self._was is not None:
-            same = now == self._was  # mostly the very same ints: 5 ms a million
+            same = now == self._was  # quick: mostly the very same ints
         else:
             same = np.array_equal(np.asarray(now), self._indices)
         return same and _below(self.dataset) is self._child.dataset and super().current()
@@ -341,10 +341,7 @@ class Tree:
     def _subset(self, dataset: Subset[Sample]) -> Node:
         try:
             indices = np.asarray(dataset.indices)
-        except (
-            TypeError,
-            ValueError,
-        ):  # lists of different lengths, or what else its dataset takes
+        except (TypeError, ValueError):  # lists of different lengths, or whatever its dataset takes
             return Node(dataset)
         if indices.dtype.kind not in "iu" and indices.size:
             return Node(dataset)  # keys, not numbers: a dataset that is no sequence
