@@ -70,8 +70,7 @@ def test_four_ranks_on_a_node_share_one_copy() -> None:
     assert all(e.reads + e.direct <= 1.01 * 0.5 * n for e in out[1:])
 
 
-@pytest.mark.parametrize("latency_s", [0.0, 2.0])
-@pytest.mark.parametrize("f", [0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize(("f", "latency_s"), [(0.25, 0.0), (0.5, 2.0), (0.75, 0.0), (0.9, 2.0)])
 def test_a_source_that_just_keeps_up_is_enough(f: float, latency_s: float) -> None:
     """L2, paced retention: source at 1.05 x the mean miss rate; plain MIN takes 1.2-1.7 x."""
     n, batch = 64_000, 64
