@@ -114,7 +114,7 @@ class Core:
         if e.step != s.stream.end:
             raise MalformedError(f"the plan goes on at step {s.stream.end}, not {e.step}")
         s.stream.extend(e.epoch, e.objects, e.ends)
-        s.blind = s.blind and len(e.ends) == 1
+        s.blind = e.blind
         s.foretell(e.step)
         self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._survey()

@@ -46,6 +46,7 @@ class Extended:
     step: int
     objects: Ids
     ends: Sizes
+    blind: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,8 @@ class Node:
         """A session's plan goes on."""
         objects, ends = arrays
         session.steps += len(ends)
-        self.feed(mind.Extended(session.id, message.epoch, message.step, objects, ends))
+        told = (session.id, message.epoch, message.step, objects, ends, message.blind)
+        self.feed(mind.Extended(*told))
         self.waiting(session)
 
     def truncated(self, session: Session, step: int) -> None:

@@ -78,7 +78,7 @@ class Session:
         self.blocked = -1  # the object that `checked` waits for
         self.failed = 0
         self._due = 0.0  # when what was fetched last is needed
-        self.blind = True  # told one step at a time, so far: nobody knows what comes next
+        self.blind = True  # nobody knows what comes after what was told
         self.hits = self.joined = self.misses = self.stalls = 0
 
     @property
@@ -132,17 +132,22 @@ class Session:
         return Need(epoch, step if keeper is None else keeper.at(self.group.uses, step))
 
     def foretell(self, step: int) -> None:
-        """Tell the group's uses the plan from `step` on."""
+        """Tell the group's uses the plan from `step` on, if it is one.
+
+        What was not foreseen is read at once: until then it is pinned, and then nothing is known.
+        """
         while step < self.stream.end:
             epoch, stop = self.stream.epoch(step)
-            a, b = self.stream.start(step), self.stream.start(stop)
-            self.group.uses.extend(
-                epoch + self.epoch_shift,
-                self.clocked(a, b),
-                self.stream.objects(a, b).astype(np.intp),
-                self.rank,
-            )
+            if self.blind:
+                self.group.uses.blur(epoch + self.epoch_shift)
+            else:
+                self._foretell(epoch + self.epoch_shift, step, stop)
             step = stop
+
+    def _foretell(self, epoch: int, first: int, stop: int) -> None:
+        a, b = self.stream.start(first), self.stream.start(stop)
+        ids = self.stream.objects(a, b).astype(np.intp)
+        self.group.uses.extend(epoch, self.clocked(a, b), ids, self.rank)
 
     def stretches(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """(epoch, first, last) positions: start..stop-1 cut where the epoch changes."""

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from creel.cache.board import READY
 from creel.config import Config
-from creel.errors import CreelError, UnavailableError
-from creel.loader.base import CreelDataset
+from creel.errors import UnavailableError
+from creel.loader.base import CreelDataset, Ids
 from creel.loader.client import Client
 from creel.loader.embed import Start, connect_or_start, start_early
+from creel.loader.follow import Followed, Given, indices_of
 from creel.loader.session import Session
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Feed:
         self._now: Told | None = None
         self._ahead: list[Told] = []  # the epochs after this one, in order
         self._past: Told | None = None  # this epoch's, until it turned out to be wrong
+        self._followed = Followed()  # what of this epoch was not foreseen
         self._told_at = time.monotonic_ns()
         self._next = 0  # all steps below were given out
 
@@ -94,6 +96,11 @@ class Feed:
     def alive(self) -> bool:
         """Whether the daemon still serves."""
         return self.session.alive
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether the epoch that began last was read otherwise than foreseen."""
+        return self._past is not None
 
     def code(self) -> Callable[[], list[object]] | None:
         """What gives the person's code in a dataset that never changes otherwise, or None."""
@@ -106,7 +113,7 @@ class Feed:
         """An epoch begins, `skip` batches after its start."""
         self._epoch += 1
         before, self._now = self._now, None
-        self._past = None
+        self._past, self._followed = None, Followed()
         first = self._ahead.pop(0) if self._ahead else None
         plan = foreseen(order, 0)
         fits = first is not None and first.origin == self._next and not skip
@@ -139,28 +146,49 @@ class Feed:
     def _tell(self, plan: Plan | None, epoch: int, first: int, skip: int = 0) -> Told | None:
         if plan is None or len(plan.ends) <= skip:
             return None
-        try:
-            objects, counts = self.binding.objects(plan.indices.astype(np.int64))
-        except (IndexError, CreelError):  # the sampler is wrong: the person learns it from a read
+        found = self._objects(plan.indices)
+        if found is None:
             return None
-        ends = np.cumsum(counts)[plan.ends - 1]
+        objects, counts = found
+        ends = np.concatenate([[0], np.cumsum(counts)])[plan.ends]  # a step may read nothing
         start = int(ends[skip - 1]) if skip else 0
         told = self.session.extend(epoch, first, objects[start:], ends[skip:] - start)
         return Told(plan, first - skip, objects, ends) if told else None
 
+    def _objects(self, indices: NDArray[np.integer]) -> tuple[Ids, NDArray[np.int64]] | None:
+        """`Binding.objects`; None where these are wrong: the person learns that from a read."""
+        try:
+            return self.binding.objects(indices.astype(np.int64))
+        except Exception:  # noqa: BLE001  (the person's own `objects` may run here)
+            _log.debug("cannot tell what samples are made of", exc_info=True)
+            return None
+
     def give(self, i: int, index: object) -> int:
-        """Batch i of the epoch is about to be read: its step, or -1 when it was not foreseen."""
+        """Batch i of the epoch is about to be read: its step, or -1 when it is read directly."""
         now = self._now
-        if now is None:
-            return -1
-        if not now.reads(i, index):
+        if now is not None and not now.reads(i, index):
             # Steps given out before may still be read by workers: only what comes after is void.
             self._ahead.clear()
             self.session.truncate(self._next)
-            self._now, self._past = None, now
-            return -1
+            self._past = now._replace(ends=now.ends[:i])
+            self._now = now = None
+        if now is None:
+            return self._follow(i, index)
         self._next = now.origin + i + 1
         return self._next - 1
+
+    def _follow(self, i: int, index: object) -> int:
+        """Tell the daemon of batch i now, as nobody did before."""
+        indices = indices_of(index)
+        found = None if indices is None else self._objects(indices)
+        if indices is None or found is None or not len(found[0]):
+            return -1
+        step, ids = self._next, found[0]
+        if not self.session.extend(self._epoch, step, ids, np.array([len(ids)]), blind=True):
+            return -1
+        self._next += 1
+        self._followed.add(i, Given(step, ids, len(indices)))
+        return step
 
     def ahead(self) -> Told | None:
         """The next epoch as the daemon was told of it, if it was."""
@@ -172,13 +200,19 @@ class Feed:
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """(k,) objects of batch i, for which `give` gave a step."""
-        return _NONE if self._now is None else self._now.ids(i)
+        ids = self._followed.ids(i)
+        told = self._now or self._past
+        if ids is None:
+            ids = _NONE if told is None else told.ids(i)
+        return ids
 
     def done(self, i: int) -> None:
         """All batches below i have arrived."""
-        now = self._now or self._past
-        if now is not None:
-            self.session.done(min(now.origin + i, self._next))
+        told = self._now or self._past
+        step = self._followed.done(i)
+        if told is not None:
+            step = max(step, min(told.origin + i, told.stop, self._next))
+        self.session.done(step)
 
     def left(self) -> None:
         """The epoch is over, or was left: nobody reads more of it."""
@@ -188,22 +222,32 @@ class Feed:
         self.session.done(self._next)
 
     def count(self, first: int, last: int, more: dict[str, int]) -> None:
-        """Batches [first, last) of the epoch, as foreseen, were delivered: for `creel stats`."""
-        board, now = self.session.board, self._now or self._past
+        """Batches [first, last) of the epoch were delivered: for `creel stats`; `more` of others.
+
+        Those for which `give` gave no step are the caller's to count.
+        """
+        board, told = self.session.board, self._now or self._past
         before, self._told_at = self._told_at, time.monotonic_ns()
+        given = self._followed.take(first, last)
+        ids = [g.ids for g in given]
+        batches, samples = len(given), sum(g.samples for g in given)
+        step = given[-1].step + 1 if given else 0
+        last = min(last, 0 if told is None else len(told.ends))
+        if told is not None and last > first:
+            batches += last - first
+            samples += int(told.plan.ends[last - 1] - (told.plan.ends[first - 1] if first else 0))
+            ids.append(told.objects[told.ends[first - 1] if first else 0 : told.ends[last - 1]])
+            step = max(step, told.origin + last)
         for name, value in more.items():
             board.add(name, value)
-        if now is None or last <= first or last > len(now.ends):
+        if not batches:
             return
-        board.add("batches", last - first)
-        begin = now.ends[first - 1] if first else 0
-        ids = now.objects[begin : now.ends[last - 1]]
-        board.add("nbytes", int(self.session.table.length.take(ids).clip(0).sum()))
-        samples = now.plan.ends[last - 1] - (now.plan.ends[first - 1] if first else 0)
-        board.add("samples", int(samples))
+        board.add("batches", batches)
+        board.add("samples", samples)
+        length = self.session.table.length
+        board.add("nbytes", sum(int(length.take(part).clip(0).sum()) for part in ids))
         # How long a ready batch waits to be taken: as many as are ready, at the last ones' pace.
-        ahead = max(board[READY] - (now.origin + last), 0)
-        board.add("lead_ns", ahead * (self._told_at - before))
+        board.add("lead_ns", max(board[READY] - step, 0) * (self._told_at - before))
 
     def close(self) -> None:
         """End the session."""

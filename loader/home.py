@@ -128,7 +128,7 @@ class Course:
         self.delivered = 0
         self._counted = 0  # of these, batches that the daemon's statistics know of
         self._counted_at = 0.0
-        self._unforeseen: dict[int, int] = {}  # samples of batches that the daemon knows not of
+        self._untold: dict[int, int] = {}  # samples of batches that the daemon knows not of
         self._many = True  # samples in a batch
         self.finished = False
         self.slices = False  # an array of the order stands for a list of ints
@@ -144,6 +144,8 @@ class Course:
             self.feed = None
         if self.feed is None and self._fed:
             self.feed = home.take_feed(loader)
+        if home.order is not None and self.feed is not None:
+            home.order.judge(wrong=self.feed.mistaken)
         resume, home.resume = home.resume, None
         begun = Begun(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
         # A proxy: the order lives in the loader's own iterator, which must not keep it alive.
@@ -157,7 +159,7 @@ class Course:
         self._count()
         self.delivered, self.finished, self._foreseen = self.skipped, False, False
         self._counted = self.skipped
-        self._unforeseen.clear()
+        self._untold.clear()
         self._many = loader._auto_collation  # noqa: SLF001  torch's
         if self.feed is not None:
             start = time.monotonic_ns()
@@ -177,7 +179,7 @@ class Course:
         step = self.feed.give(self.skipped + i, index)
         if step < 0:
             samples = len(index) if self._many and isinstance(index, Sized) else 1
-            self._unforeseen[self.skipped + i] = samples
+            self._untold[self.skipped + i] = samples
         return step
 
     def ahead(self) -> Told | None:
@@ -233,12 +235,10 @@ class Course:
             return
         first, self._counted = self._counted, self.delivered
         more = self._home.meter.unsaid()
-        sizes = [
-            self._unforeseen.pop(i) for i in range(first, self._counted) if i in self._unforeseen
-        ]
+        sizes = [self._untold.pop(i) for i in range(first, self._counted) if i in self._untold]
         if sizes:
             more |= {"batches": len(sizes), "samples": sum(sizes)}
-        self.feed.count(first, self._counted - len(sizes), more)
+        self.feed.count(first, self._counted, more)
 
     def finish(self) -> None:
         """The epoch is over, and its iterator ends."""

@@ -26,6 +26,8 @@ from creel.loader.streams import Facts, Items, Stream
 #: Entries that are turned into int64 at once; the first piece is smaller, so that it comes early.
 _PIECE = 1 << 16
 _FIRST_PIECE = 1 << 11
+#: A sampler whose copy went another way for so many epochs in a row is not run ahead any more.
+_MISTAKES = 2
 
 
 class State(TypedDict, total=False):
@@ -93,6 +95,9 @@ class Order:
         first `next`. None: cannot be foreseen.
         """
         raise NotImplementedError
+
+    def judge(self, *, wrong: bool) -> None:
+        """The epoch is over, and was read otherwise than foreseen, or was not."""
 
     def state(self) -> State:
         """What `restore` needs to begin this same epoch again; the position is the caller's."""
@@ -262,8 +267,14 @@ class ForeignOrder(Order):
         super().__init__(loader, begun, previous)
         self._begun = begun.sampler_iter
         self._first: Plan | None = None
-        self.hopeless: bool = isinstance(previous, ForeignOrder) and previous.hopeless
+        self.hopeless, self.mistakes = False, 0
+        if isinstance(previous, ForeignOrder):
+            self.hopeless, self.mistakes = previous.hopeless, previous.mistakes
         self._epochs = _epochs_of(self._sampler)
+
+    def judge(self, *, wrong: bool) -> None:
+        self.mistakes = self.mistakes + 1 if wrong else 0
+        self.hopeless |= self.mistakes >= _MISTAKES
 
     def __next__(self) -> object:
         pulled = next(self._begun)

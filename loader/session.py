@@ -72,13 +72,20 @@ class Session:
         return not self.alive
 
     def extend(
-        self, epoch: int, step: int, objects: NDArray[np.integer], ends: NDArray[np.integer]
+        self,
+        epoch: int,
+        step: int,
+        objects: NDArray[np.integer],
+        ends: NDArray[np.integer],
+        *,
+        blind: bool = False,
     ) -> bool:
         """Add the plan of steps `step, step+1, ...`; see `messages.Extend`.
 
         Args:
             objects: (k,) object ids in order of reading.
             ends: (b,) step+i reads objects[ends[i-1]:ends[i]]; ends[-1] == k.
+            blind: these are about to be read, and nobody knows what comes after them.
 
         Returns:
             False when the daemon is lost: the plan does not matter any more.
@@ -89,7 +96,7 @@ class Session:
         while first < len(ends):
             start = int(ends[first - 1]) if first else 0
             last = max(int(np.searchsorted(ends, start + _PIECE, side="right")), first + 1)
-            message = Extend(self.token, self.id, epoch, step + first)
+            message = Extend(self.token, self.id, epoch, step + first, blind)
             piece = objects[start : int(ends[last - 1])]
             if not self._say(message, piece, ends[first:last] - start):
                 return False

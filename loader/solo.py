@@ -210,8 +210,8 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
             self._moment = before()
         _BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._course.begin(loader, self, self._moment)
-        self._queue: deque[Any] = deque()
-        self._taken = 0
+        self._queue: deque[tuple[int, Any]] = deque()  # (step, index)
+        self._pulled = self._taken = 0
         for _ in range(self._ahead):
             self._pull()
 
@@ -220,7 +220,8 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
         index = next(self._sampler_iter, self)
         self._meter.sampler_ns += time.monotonic_ns() - start
         if index is not self:
-            self._queue.append(index)
+            self._queue.append((self._course.give(self._pulled, index), index))
+            self._pulled += 1
 
     def _next_data(self) -> Any:
         course = self._course
@@ -229,11 +230,11 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
             if not self._persistent_workers:
                 course.leave()
             raise StopIteration
-        i, index = self._taken, self._queue.popleft()
+        i, (step, index) = self._taken, self._queue.popleft()
         self._taken = i + 1
         self._pull()
         try:
-            data = self._reader.read(i, course.give(i, index), index)
+            data = self._reader.read(i, step, index)
         except Exception:  # noqa: BLE001  as a worker reports it
             where = f"in DataLoader worker process {i % self._num_workers}"
             ExceptionWrapper(where=where).reraise()  # type: ignore[no-untyped-call]

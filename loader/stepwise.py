@@ -76,7 +76,7 @@ class Link:
         with self._lock:
             self._turn(ids)
             step = self._next
-            if not self.session.extend(self._epoch, step, ids, np.array([len(ids)])):
+            if not self.session.extend(self._epoch, step, ids, np.array([len(ids)]), blind=True):
                 return -1, None
             self._next += 1
             self._open.add(step)

@@ -235,13 +235,20 @@ class Sorted:
         out = []
         while k > 0:
             keys, ids, more = self._pop(k, above)
-            ids = ids[self._listed[ids] == keys]
-            self._listed[ids] = -1
+            ids = self._once(ids[self._listed[ids] == keys])
             out.append(ids)
             k -= len(ids)
             if not more:
                 break
         return np.concatenate(out) if out else _NOBODY
+
+    def _once(self, ids: Index) -> Index:
+        """Strike these off; each once, though a key that came back has two entries that count."""
+        mark = np.arange(-2, -2 - len(ids), -1)
+        self._listed[ids] = mark
+        ids = ids[self._listed[ids] == mark]
+        self._listed[ids] = -1
+        return ids
 
     def _pop(self, k: int, above: int) -> tuple[NDArray[np.int64], Index, bool]:
         """The k entries with the largest keys > above, and whether there may be more of them."""

@@ -95,6 +95,7 @@ class Uses:
     def __init__(self, objects: int) -> None:
         self.due = np.full(objects, NEVER, np.int32)
         self._epochs: dict[int, _Epoch] = {}
+        self._blurred: set[int] = set()
         self._forgotten = 0
 
     def extend(
@@ -113,6 +114,10 @@ class Uses:
         # backwards: where an object comes twice, its first read is written last
         self.due[ids[::-1]] = np.minimum(self.due[ids], steps)[::-1]
 
+    def blur(self, epoch: int) -> None:
+        """Objects are read in `epoch` of which nothing is told here."""
+        self._blurred.add(epoch)
+
     def repeated(self, epoch: int) -> bool:
         """Whether any object is read twice in `epoch`: then `consume` asks for the steps."""
         known = self._epochs.get(epoch)
@@ -121,7 +126,7 @@ class Uses:
     def distinct(self, epoch: int) -> bool:
         """Whether it is known that no object is read twice in `epoch`, not even in one step."""
         known = self._epochs.get(epoch)
-        return known is not None and not known.twice
+        return known is not None and not known.twice and epoch not in self._blurred
 
     def consume(
         self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None
@@ -146,6 +151,7 @@ class Uses:
         self._forgotten = max(self._forgotten, epoch)
         for old in [e for e in self._epochs if e < epoch]:
             del self._epochs[old]
+        self._blurred = {e for e in self._blurred if e >= epoch}
 
     def clear(self) -> None:
         """Forget all plans."""

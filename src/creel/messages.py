@@ -135,13 +135,15 @@ class Extend(Message, frozen=True):
 
     Arrays: `objects` (k,) int32 object ids in order of reading; `ends` (b,) int64: step+i reads
     `objects[ends[i-1]:ends[i]]`. `epoch` counts the session's epochs. The last step known so far
-    plus one must equal `step`. No reply.
+    plus one must equal `step`. `blind`: these steps were not foreseen, and nobody knows what comes
+    after them. No reply.
     """
 
     token: str
     session: int
     epoch: int
     step: int
+    blind: bool = False
 
 
 class Truncate(Message, frozen=True):

@@ -131,7 +131,7 @@ def test_a_wrong_prediction_leaves_no_step_pinned(
 
     def all_given_back() -> bool:
         (session,) = told(daemon)["sessions"]
-        return bool(session["known"] == session["done"] < 3 * N // BATCH)
+        return bool(session["known"] - session["done"] <= 2 * workers)  # what torch pulls ahead
 
     def nothing_pinned() -> None:
         until(all_given_back, what="no step of a plan that is void is held")

@@ -83,13 +83,15 @@ class Rig:
         self.readers[session] = Reader(name)
         self.feed(Opened(session, name, job, rank, world))
 
-    def extend(self, session: int, epoch: int, steps: list[list[int]]) -> list[Action]:
+    def extend(
+        self, session: int, epoch: int, steps: list[list[int]], *, blind: bool = False
+    ) -> list[Action]:
         reader = self.readers[session]
         first = len(reader.objects)
         reader.objects += steps
         ids = np.array([x for step in steps for x in step], np.int32)
         ends = np.cumsum([len(step) for step in steps], dtype=np.int64)
-        return self.feed(Extended(session, epoch, first, ids, ends))
+        return self.feed(Extended(session, epoch, first, ids, ends, blind))
 
     def truncate(self, session: int, step: int) -> None:
         reader = self.readers[session]
@@ -223,6 +225,7 @@ class Chaos:
             opens_dominate=bool(rng.random() < 0.2),
         )
         self.rig = Rig(capacity // (10 if tight else 1), window)
+        self.blind = float(rng.choice([0.0, 0.2, 1.0], p=[0.6, 0.2, 0.2]))
         self.epoch: dict[int, int] = {}
         self.next = 1
         for name in "abc"[: rng.integers(1, 4)]:
@@ -290,6 +293,9 @@ class Chaos:
         cuts = [ids[i : i + batch].tolist() for i in range(0, len(ids), batch)]
         if rng.random() < 0.1:
             cuts.insert(0, [])
+        if rng.random() < self.blind:
+            self.rig.extend(session, self.epoch[session], cuts[:1], blind=True)
+            return
         self.rig.extend(session, self.epoch[session], cuts)
         self.epoch[session] += rng.random() < 0.8
 
@@ -383,7 +389,7 @@ class Images(Chaos):
         capacity = int(total * rng.uniform(0.25, 0.8))
         self.rig: Bytes = Bytes(capacity, Window(fetch_objects=8, min_steps=3))
         self.sizes = {name: len(s) for name, s in sizes.items()}
-        self.epoch, self.next = {}, 1
+        self.epoch, self.next, self.blind = {}, 1, 0.2 * (seed % 2)
         for name, s in sizes.items():
             self.rig.register(name, s.tolist(), known=bool(rng.random() < 0.6))
             self.rig.bad[name] = set(rng.integers(0, len(s), 2).tolist())

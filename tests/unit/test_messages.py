@@ -31,6 +31,7 @@ UNIONS = (DeskRequest, DeskReply, LineRequest, LineReply)
 EDGES: dict[Any, list[Any]] = {
     int: [0, 1, -1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1],
     float: [0.0, -1.5, 1e300, float("inf")],
+    bool: [False, True],
     str: ["", "a", "/d/ä/€/𝄞", "x" * 70_000, "\0"],
     dict[str, Any]: [{}, {"a": 1, "b": {"c": [None, True, 1.5, "x", b"y"]}}],
 }

@@ -1,0 +1,219 @@
+"""Samplers that nobody can run ahead: their batches are torch's, and cached all the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from daemons import Running
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+from creel.loader import feed
+from kit import until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+N, NBYTES, BATCH = 160, 14_000, 8
+
+#: Whoever draws from it moves it for everybody: a sampler that does cannot be run ahead.
+OUTSIDE = torch.Generator()
+
+
+class Drawing:
+    """A shuffle that draws for each sample, from a generator that is not its own."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(N))
+        while left:
+            yield left.pop(int(torch.randint(len(left), (1,), generator=OUTSIDE)))
+
+
+class Batches(Drawing):
+    """The same in batches, some of which are nothing that the daemon could be told."""
+
+    kinds = (list, tuple, np.array, torch.tensor)
+
+    def __iter__(self) -> Iterator[Any]:
+        all_ = list(super().__iter__())
+        for i in range(0, N, BATCH):
+            yield self.kinds[i // BATCH % 4](all_[i : i + BATCH])
+            if i % 40 == 0:
+                yield [-1 - all_[i], all_[i]]
+                yield []
+
+    def __len__(self) -> int:
+        return N // BATCH + 2 * (N // 40)
+
+
+class Mining:
+    """Reads anew what the training loop found hard, as soon as it says so."""
+
+    def __init__(self) -> None:
+        self.hard: list[int] = []
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(N):
+            yield self.hard.pop() if self.hard else i
+
+
+@pytest.fixture
+def budget() -> int:
+    return 1 << 24
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch, budget: int) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    with Running(daemon_name, memory=str(budget)) as running:
+        yield running
+    client = feed._clients.pop((os.getpid(), daemon_name), None)
+    if client is not None:
+        client.close()
+
+
+@pytest.fixture(params=["files", "records"])
+def data(request: pytest.FixtureRequest, tmp_path: Path) -> Dataset[Any]:
+    rng = np.random.default_rng(0)
+    if request.param == "records":
+        (tmp_path / "records").write_bytes(rng.bytes(N * NBYTES))
+        return creel.RecordDataset(tmp_path / "records", "uint8", NBYTES, labels=range(N))
+    for i in range(N):
+        (tmp_path / f"{i:03}").write_bytes(rng.bytes(NBYTES))
+    return creel.FileDataset(sorted(map(str, tmp_path.iterdir())), labels=range(N))
+
+
+def told(daemon: Running) -> Any:
+    with daemon.client("cli") as client:
+        return client.ask("stats")
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_sample_is_read_once_from_the_source(
+    daemon: Running, data: Dataset[Any], workers: int
+) -> None:
+    theirs = DataLoader(data, BATCH, sampler=Drawing(), num_workers=workers)
+    OUTSIDE.manual_seed(5)
+    expected = [*theirs, *theirs, *theirs]
+    ours = creel.DataLoader(data, BATCH, sampler=Drawing(), num_workers=workers)
+    OUTSIDE.manual_seed(5)
+    got = [*ours, *ours, *ours]
+    assert len(got) == len(expected)
+    assert all(same(a, b) for a, b in zip(got, expected, strict=True))
+    assert ours.stats()["direct_reads"] == 0
+    stats = told(daemon)
+    assert [s["nbytes"] for s in stats["sources"]] == [N * NBYTES]
+    (session,) = stats["sessions"]
+    assert session["known"] == session["done"] == 3 * N // BATCH
+    assert (session["batches"], session["samples"]) == (3 * N // BATCH, 3 * N)
+    assert session["nbytes"] == 3 * N * NBYTES
+    (core,) = stats["core"]["sessions"].values()
+    assert (core["misses"], core["hits"] + core["joined"]) == (N, 2 * N)
+    assert stats["core"]["datasets"][core["dataset"]]["policy"] == "recent"
+
+
+@pytest.mark.parametrize("budget", [N * NBYTES // 2])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_with_half_the_memory_half_is_read(
+    daemon: Running, data: Dataset[Any], workers: int
+) -> None:
+    """L1 holds though nobody knows it; all but for what is pinned while it is read."""
+    ours = creel.DataLoader(data, BATCH, sampler=Drawing(), num_workers=workers)
+    epochs = 6
+    for _ in range(epochs):
+        assert sum(len(batch[1]) for batch in ours) == N
+    nbytes = sum(s["nbytes"] for s in told(daemon)["sources"])
+    pinned = BATCH * (2 * workers + 2)
+    assert nbytes <= (N + (epochs - 1) * (N / 2 + pinned)) * NBYTES
+    assert ours.stats()["direct_reads"] == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whatever_a_sampler_yields(daemon: Running, data: Dataset[Any], workers: int) -> None:
+    def loader(cls: Any) -> Any:
+        OUTSIDE.manual_seed(6)
+        return cls(data, batch_sampler=Batches(), collate_fn=list, num_workers=workers)
+
+    theirs, ours = loader(DataLoader), None
+    expected = [*theirs, *theirs]
+    ours = loader(creel.DataLoader)
+    got = [*ours, *ours]
+    assert [len(batch) for batch in got] == [len(batch) for batch in expected]
+    for mine, his in zip(got, expected, strict=True):
+        assert all(torch.equal(a, b) and x == y for (a, x), (b, y) in zip(mine, his, strict=True))
+    (session,) = told(daemon)["sessions"]
+    assert session["batches"] == len(expected)
+    assert session["samples"] == sum(map(len, expected))
+    # Negative numbers are read directly, and nothing else.
+    assert ours.stats()["direct_reads"] == 2 * 2 * (N // 40)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_step_that_reads_nothing_is_part_of_a_plan(
+    daemon: Running, data: Dataset[Any], workers: int
+) -> None:
+    batches = [[], *(list(range(i, i + BATCH)) for i in range(0, N, BATCH)), []]
+    ours = creel.DataLoader(data, batch_sampler=batches, collate_fn=list, num_workers=workers)
+    for _ in range(2):
+        assert [[y for _, y in batch] for batch in ours] == batches
+    assert ours.stats()["direct_reads"] == 0
+    assert [s["nbytes"] for s in told(daemon)["sources"]] == [N * NBYTES]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_decides_as_it_goes_is_run_ahead_no_more(
+    daemon: Running, data: Dataset[Any], workers: int
+) -> None:
+    def epochs(cls: Any) -> Iterator[list[list[int]]]:
+        sampler = Mining()
+        loader = cls(data, BATCH, sampler=sampler, num_workers=workers)
+        for _ in range(4):
+            seen = []
+            for i, batch in enumerate(loader):
+                seen.append(batch[1].tolist())
+                if i % 5 == 1:
+                    sampler.hard += seen[-1][:3]
+            yield seen
+
+    ran_ahead = []
+    for seen, expected in zip(epochs(creel.DataLoader), epochs(DataLoader), strict=True):
+        assert seen == expected
+        (core,) = told(daemon)["core"]["sessions"].values()
+        ran_ahead.append(core["misses"] + core["hits"] + core["joined"])
+    # Two epochs were foreseen, wrongly; the plan of another would have been fetched ahead.
+    assert ran_ahead[3] - ran_ahead[2] == N
+    assert sum(s["nbytes"] for s in told(daemon)["sources"]) <= N * NBYTES
+
+
+def test_an_epoch_left_early_holds_nothing(daemon: Running, data: Dataset[Any]) -> None:
+    ours = creel.DataLoader(data, BATCH, sampler=Drawing(), num_workers=2)
+    for _ in range(3):
+        iterator = iter(ours)
+        next(iterator)
+        del iterator
+
+    def given_back() -> bool:
+        (session,) = told(daemon)["sessions"]
+        return bool(session["known"] == session["done"] > 0)
+
+    until(given_back, what="all steps are given back")
+    OUTSIDE.manual_seed(7)
+    got = list(ours)
+    OUTSIDE.manual_seed(7)
+    expected = list(DataLoader(data, BATCH, sampler=Drawing(), num_workers=2))
+    assert all(same(a, b) for a, b in zip(got, expected, strict=True))

@@ -1,0 +1,53 @@
+"""Following what nobody foresaw: which batches can be told, and their steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from creel.loader.follow import Followed, Given, indices_of
+
+
+@pytest.mark.parametrize(
+    ("pulled", "indices"),
+    [
+        (3, [3]),
+        (np.int32(3), [3]),
+        ([3, 1], [3, 1]),
+        ((3, 1), [3, 1]),
+        (np.array([3, 1], np.uint8), [3, 1]),
+        (torch.tensor([3, 1]), [3, 1]),
+        (torch.tensor(3), [3]),
+        ([np.int64(3), torch.tensor(1)], [3, 1]),
+        ([], None),
+        (-1, None),
+        ([1, -1], None),
+        (True, None),
+        (1.0, None),
+        ("3", None),
+        (["3"], None),
+        ([[1, 2]], None),
+        ([[1], [2, 3]], None),
+        ({"a": 1}, None),
+        ({1, 2}, None),
+        (object(), None),
+        (2**70, None),
+        (np.array([2**63], np.uint64), None),
+    ],
+)
+def test_what_can_be_told(pulled: object, indices: list[int] | None) -> None:
+    found = indices_of(pulled)
+    assert (None if found is None else found.tolist()) == indices
+
+
+def test_what_was_told_is_followed_by_number() -> None:
+    followed = Followed()
+    steps = {0: 10, 1: 11, 3: 12, 4: 13}  # batch 2 could not be told
+    for i, step in steps.items():
+        followed.add(i, Given(step, np.array([i], np.int32), i))
+    assert [followed.done(i) for i in range(6)] == [0, 11, 12, 12, 13, 14]
+    assert followed.ids(2) is None
+    assert [g.samples for g in followed.take(1, 4)] == [1, 3]
+    assert followed.ids(3) is None
+    assert followed.ids(4) is not None
