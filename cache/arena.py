@@ -18,6 +18,7 @@ from creel.errors import MalformedError
 
 _F_SEAL_SHRINK = 0x2
 _PIECE = 16 << 20  # bytes prefaulted per system call: milliseconds, so that `stop` is heard soon
+_PAGE = 12  # bits of an address within a page
 
 
 class Arena:
@@ -37,6 +38,7 @@ class Arena:
         _advise(self._map, "MADV_HUGEPAGE", "MADV_DONTDUMP")
         self.view = memoryview(self._map)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+        self._written = np.zeros((nbytes >> _PAGE) + 2, np.bool_)  # pages
 
     @classmethod
     def create(cls, nbytes: int) -> Arena:
@@ -63,6 +65,23 @@ class Arena:
         done = os.pwrite(self._fd, data, offset)
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
+        self._written[offset >> _PAGE : -(-(offset + done) >> _PAGE)] = True
+
+    def written(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(k,) whether `write` has been to all pages of [offset, offset + length).
+
+        What goes there goes best through the mapping, which saves a copy; it cannot fail either.
+        """
+        first, last = offset >> _PAGE, -(-(offset + length) >> _PAGE) - 1
+        most = int((last - first).max(initial=0)) + 1
+        pages = np.minimum(first[:, None] + np.arange(most), np.maximum(last, first)[:, None])
+        found: NDArray[np.bool_] = self._written[pages].all(axis=1)
+        return found
+
+    def parts(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> list[memoryview]:
+        """Views of [offset, offset + length) each, to be written to."""
+        ranges = zip(offset.tolist(), (offset + length).tolist(), strict=True)
+        return [self.view[start:stop] for start, stop in ranges]
 
     def prefault(self, stop: threading.Event) -> int:
         """Have the system reserve and zero all pages, in small pieces, until done or `stop` is set.

@@ -105,19 +105,35 @@ class LocalStore:
                     raise _too_short(place, run.length, got)
                 yield opens if run is runs[0] else 0
 
-    def pieces(
-        self, place: Place, pieces: Iterable[tuple[int, int, int]], buffer: memoryview
-    ) -> int:
-        """Read (offset in the file, length, offset in `buffer`) each; how often it opened the file.
+    def pieces(self, place: Place, pieces: Iterable[tuple[int, memoryview]]) -> int:
+        """Fill buffers from an offset in the file each; how often it opened the file.
 
         Raises:
             OSError: one could not be read, or not all of it.
         """
         with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
-            for offset, length, at in pieces:
-                if os.preadv(fd, [buffer[at : at + length]], offset) != length:
-                    raise _too_short(place, length, 0)
+            for offset, part in pieces:
+                if os.preadv(fd, [part], offset) != len(part):
+                    raise _too_short(place, len(part), 0)
         return opens
+
+    def whole(self, uri: str, length: int, part: memoryview) -> None:
+        """`fill` for all of a file that holds one object, with little ado.
+
+        Raises:
+            OSError: it cannot be read, or has not so many bytes.
+        """
+        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != length:
+                _check_whole(fd, Place(uri, whole=True), length)
+            got = os.preadv(fd, [part], 0)
+            if got < length:  # more than 2 GiB; or it is shorter now
+                got += _preadv(fd, Run(got, length - got, [part[got:]]))
+                if got < length:
+                    raise _too_short(Place(uri), length, got)
+        finally:
+            os.close(fd)
 
 
 def _check_whole(fd: int, place: Place, length: int) -> None:

@@ -34,6 +34,8 @@ _PART_S = 0.002
 _PART_OBJECTS = 256
 #: Read before it is written to the arena; stays within a core's cache.
 _SCRATCH_NBYTES = 512 << 10
+#: Up to this an object goes through such a buffer where the arena was never written to.
+_LARGE_NBYTES = 1 << 20
 _FIRST_GUESS_S = 0.001  # per object, before anything was measured
 _FIRST_CPU_S = 0.0001
 _FORGET = 0.005  # of what is known of CPU, a part: user time is counted in ticks of milliseconds
@@ -212,19 +214,22 @@ class Fetcher:
     def _fill(
         self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Read objects to their places, small ones by way of a private buffer; (k,) bytes or -1."""
+        """Read objects to their places, straight or by way of a buffer; (k,) bytes or -1."""
+        nbytes = np.full(len(ids), -1, np.int64)
+        straight = self._arena.written(offset, length) | (length > _LARGE_NBYTES)
+        where = np.flatnonzero(straight)
+        if len(where):
+            parts = self._arena.parts(offset[where], length[where])
+            nbytes[where] = source.read_parts(ids[where], length[where], parts)
+        for where in _portions(np.flatnonzero(~straight), length):
+            nbytes[where] = self._fill_buffered(source, ids[where], offset[where], length[where])
+        return nbytes
+
+    def _fill_buffered(
+        self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         ends = length.cumsum()
-        if not len(ids):
-            return ends
-        if int(ends[-1]) > _SCRATCH_NBYTES:
-            if len(ids) == 1:
-                view = self._arena.view[int(offset[0]) : int(offset[0] + length[0])]
-                return source.read_into(ids, length, view)
-            pieces = -(-int(ends[-1]) // _SCRATCH_NBYTES)
-            cut = max(int(ends.searchsorted(ends[-1] // pieces, side="right")), 1)
-            some = [slice(cut), slice(cut, None)]
-            return np.concatenate([self._fill(source, ids[s], offset[s], length[s]) for s in some])
-        scratch = self._scratch.view()
+        scratch = self._scratch.view(int(ends[-1]))
         nbytes = source.read_into(ids, length, scratch[: int(ends[-1])])
         self._put(scratch, ends - length, offset, np.where(nbytes < 0, 0, length))
         return nbytes
@@ -251,15 +256,23 @@ def _user_s() -> float:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
 
 
+def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArray[np.intp]]:
+    """`where` cut into stretches of _SCRATCH_NBYTES, or of one object."""
+    if not len(where):
+        return []
+    cut = np.flatnonzero(np.diff(length[where].cumsum() // _SCRATCH_NBYTES)) + 1
+    return np.split(where, cut)
+
+
 class _Scratch(threading.local):
-    """A buffer for each thread, made when it is first used."""
+    """A buffer for each thread, as large as was asked for."""
 
-    _view: memoryview | None = None
+    _view = memoryview(b"")
 
-    def view(self) -> memoryview:
-        """_SCRATCH_NBYTES of memory that this thread alone uses."""
-        if self._view is None:
-            self._view = memoryview(bytearray(_SCRATCH_NBYTES))
+    def view(self, nbytes: int) -> memoryview:
+        """At least so many bytes of memory that this thread alone uses."""
+        if len(self._view) < nbytes:
+            self._view = memoryview(bytearray(max(nbytes, _SCRATCH_NBYTES)))
         return self._view
 
 

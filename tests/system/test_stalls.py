@@ -51,11 +51,14 @@ class SlowSampler(Sampler[int]):
 
 
 class Endless(SlowSampler):
-    """Cannot be foreseen: it has no length, and no copy of it can be drained."""
+    """Cannot be foreseen: it has no length, and no copy of it can be drained.
+
+    Nor is the daemon told of its batches one by one: it counts from the end.
+    """
 
     def __iter__(self) -> Iterator[int]:
         while True:
-            yield int(torch.randint(FILES, ()))
+            yield int(torch.randint(FILES, ())) - FILES
 
     def __reduce__(self) -> Any:
         raise TypeError("there is only one of me")

@@ -108,3 +108,20 @@ def test_nothing_stays_open() -> None:
     client.close()
     arena.close()
     assert not descriptors() - before
+
+
+def test_what_was_written_is_known_by_page() -> None:
+    rng = np.random.default_rng(0)
+    pages = 50
+    with Arena.create(pages << 12) as arena:
+        model = np.zeros(pages, np.bool_)
+        for _ in range(12):
+            offset = rng.integers(0, pages << 12, 40)
+            length = np.minimum(rng.integers(0, 3 << 12, 40), (pages << 12) - offset)
+            covers = [model[a >> 12 : -(-(a + n) >> 12)].all() for a, n in zip(offset, length)]  # noqa: B905
+            asked = length > 0
+            assert (arena.written(offset, length) == covers)[asked].all()
+            at, n = int(offset[0]), int(length[0])
+            arena.write(at, memoryview(bytes(n)))
+            model[at >> 12 : -(-(at + n) >> 12)] = True
+        assert len(arena.written(offset[:0], length[:0])) == 0

@@ -158,8 +158,12 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
         parts: ClassVar[list[int]] = []
 
         def read_into(self, ids: Any, length: Any, buffer: memoryview) -> Any:
+            return self.read_parts(ids, length, [buffer])
+
+        def read_parts(self, ids: Any, length: Any, parts: list[memoryview]) -> Any:
             self.parts.append(len(ids))
-            buffer[:] = b"x" * len(buffer)
+            for part in parts:
+                part[:] = b"x" * len(part)
             return length.copy()
 
         def close(self) -> None:

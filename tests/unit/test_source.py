@@ -192,6 +192,12 @@ class _Flaky(LocalStore):
             raise self.error
         yield from super().fill(place, runs)
 
+    def whole(self, uri: str, length: int, part: memoryview) -> None:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        super().whole(uri, length, part)
+
 
 class _HttpError(Exception):
     def __init__(self, status: int) -> None:
@@ -504,3 +510,16 @@ def test_nor_by_a_storage_that_says_the_address_itself() -> None:
         assert "hush" not in str(told)
         assert told.uri == "https://host/x?token=..."
     assert str(told.strerror) == "503, url='https://host/x?token=...'"
+
+
+def test_a_file_that_fails_among_others_is_tried_again_and_counted_once(tmp_path: Path) -> None:
+    files, contents = folder(tmp_path, [10, 20, 0, 30, 40])
+    (tmp_path / "001").unlink()
+    source = Source(files, _QUICK)
+    source._local = _Flaky(OSError(errno.EIO, "I/O error"), 2)  # of the first
+    got, read = read_into(source, [0, 1, 2, 3, 4])
+    assert got.tolist() == [10, -1, 0, 30, 40]
+    assert [read[i] for i in (0, 2, 3, 4)] == [contents[i] for i in (0, 2, 3, 4)]
+    counters = source.counters.snapshot()
+    assert (counters.opens, counters.nbytes, counters.retries) == (4, 80, 2)
+    assert counters.errors == {"ENOENT": 1}
