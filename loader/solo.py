@@ -38,10 +38,22 @@ _HERE_NBYTES = 4 << 20
 class Reader:
     """Reads batches in this process: from the arena's rows, else sample by sample."""
 
-    def __init__(self, loader: DataLoader[Any], home: Home, course: Course, fetcher: Any) -> None:
-        """`fetcher` is torch's, for the loader's dataset."""
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        home: Home,
+        course: Course,
+        fetcher: Any,
+        *,
+        as_worker: bool = False,
+    ) -> None:
+        """`fetcher` is torch's, for the loader's dataset.
+
+        as_worker: what becomes of the dataset after the epoch began is seen in the next.
+        """
         self._course = course
         self._fetcher = fetcher
+        self._as_worker = as_worker
         self._meter = home.meter
         self._wait_s = home.config.loader.wait_s
         self._gatherer: Gatherer | None = None
@@ -79,6 +91,8 @@ class Reader:
             gather = feed.binding.gather() if self._plainly else None
             made = None if gather is None else Gatherer(gather, feed.client, feed.session)
             self._gatherer = made
+        if self._gatherer is not None and not self._as_worker and feed.binding.has_code():
+            return None  # assigned since the epoch began
         return self._gatherer
 
     def _wait(self, session: Session, step: int) -> bool:
@@ -192,7 +206,7 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
         )
         self._workers: list[Any] = []
         self._course = course
-        self._reader = Reader(loader, home, course, fetcher)
+        self._reader = Reader(loader, home, course, fetcher, as_worker=True)
         self._reset(loader, first_iter=True)
 
     @staticmethod

@@ -128,6 +128,10 @@ class Binding:
         labels = None if raw.labels is None else self._root.labels_of
         return Gather(raw.nbytes, raw.dtype, raw.shape, labels)
 
+    def has_code(self) -> bool:
+        """Whether any sample goes through code of the person's now."""
+        return any(code is not None for leaf in self.leaves for code in leaf.callables())
+
     @cached_property
     def immutable(self) -> bool:
         """Whether the tree is creel's, torch's and torchvision's classes with picklable transforms.

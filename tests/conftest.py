@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import signal
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from kit import nothing_left, unique_name
+from creel.errors import CreelError
+from kit import daemon_of, nothing_left, unique_name
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +41,16 @@ def daemon_name(monkeypatch: pytest.MonkeyPatch) -> str:
     name = unique_name()
     monkeypatch.setenv("CREEL_SOCKET", name)
     return name
+
+
+@pytest.fixture
+def embedded(daemon_name: str) -> Iterator[str]:
+    """The name of a daemon that the first loader of the test starts; ended afterwards."""
+    yield daemon_name
+    with contextlib.suppress(CreelError, psutil.Error):
+        daemon = daemon_of(daemon_name)
+        daemon.send_signal(signal.SIGCONT)
+        daemon.terminate()
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from creel.loader.client import Client
+
 
 def unique_name() -> str:
     """A daemon name no other test (and no person on this machine) uses."""
@@ -30,6 +32,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = ""
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what or condition}")
         time.sleep(0.005)
+
+
+def daemon_of(name: str) -> psutil.Process:
+    """The daemon of that name, which serves."""
+    with Client.connect(name, "cli") as client:
+        return psutil.Process(int(client.ask("status")["pid"]))
 
 
 def gone(pid: int) -> bool:

@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,22 @@ import torch
 import creel
 from creel.cache.board import COUNTER, COUNTER_NAMES, DONE, READY, TRUNCATED, WANTED
 from creel.cache.manifest import Manifest
-from creel.errors import CreelError, NoDaemonError, SourceError, UnavailableError
+from creel.errors import NoDaemonError, SourceError, UnavailableError
 from creel.loader.client import Client
-from creel.loader.parcel import Outbox
 from creel.loader.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, desk_address, encode
-from kit import gone, nothing_left, unique_name, until
+from kit import daemon_of, gone, nothing_left, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
 N = 600
+
+
+@pytest.fixture
+def embedded(embedded: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A daemon with room for a fifth of the files."""
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
+    return embedded
 
 
 def content(i: int) -> bytes:
@@ -53,24 +59,6 @@ def paths(tmp_path_factory: pytest.TempPathFactory, contents: list[bytes]) -> li
     for i, data in enumerate(contents):
         (home / f"{i:04}.bin").write_bytes(data)
     return [f"{home}/{i:04}.bin" for i in range(N)]
-
-
-@pytest.fixture
-def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a daemon, with room for a fifth of the files, that the first loader starts."""
-    name = unique_name()
-    monkeypatch.setenv("CREEL_SOCKET", name)
-    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
-    yield name
-    with contextlib.suppress(CreelError, psutil.Error):
-        daemon = daemon_of(name)
-        daemon.send_signal(signal.SIGCONT)
-        daemon.terminate()
-
-
-def daemon_of(name: str) -> psutil.Process:
-    with Client.connect(name, "cli") as client:
-        return psutil.Process(int(client.ask("status")["pid"]))
 
 
 def as_they_are(samples: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -489,127 +477,3 @@ def test_nothing_is_left_after_the_daemon_was_killed(
         del it, train
     with pytest.raises(NoDaemonError):
         daemon_of(embedded)
-
-
-# --- minds that change ----------------------------------------------------------------------------
-
-
-class Fickle:
-    """A sampler that may be moved on at any time, and begins alike or not."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.shift, self.length, self.turn = 0, 96, 60
-        self.seed = rng.randrange(1 << 30)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        order = random.Random(self.seed).sample(range(WIDE), WIDE)
-        for i in range(self.length):
-            yield (order[i] + (self.shift if i >= self.turn else 0)) % WIDE
-
-
-WIDE = 400
-ROW_NBYTES = 8192
-
-
-def fickle(rng: random.Random) -> tuple[Any, list[Callable[[], None]]]:
-    """A sampler, and what somebody may do to it in the midst of an epoch or after it."""
-    kind = rng.randrange(4)
-    if kind == 0:
-        moody = Fickle(rng)
-        change = {"shift": range(3), "length": (72, 96, 120), "turn": (0, 24, 60)}
-        return moody, [lambda: setattr(moody, n := rng.choice([*change]), rng.choice(change[n]))]
-    if kind == 1:
-        listed = [rng.randrange(WIDE) for _ in range(96)]
-        return listed, [lambda: listed.__setitem__(rng.randrange(96), rng.randrange(WIDE))]
-    if kind == 2:
-        some = list(range(96))
-        length = [lambda: some.append(0), lambda: some.__delitem__(slice(0, 12))]
-        return torch.utils.data.SequentialSampler(some), length
-    weights = torch.rand(WIDE, generator=torch.Generator().manual_seed(rng.randrange(99)))
-    weighted = torch.utils.data.WeightedRandomSampler(weights, 96)  # type: ignore[arg-type]  # as torch
-    return weighted, [
-        lambda: setattr(weighted, "num_samples", rng.choice((72, 96, 120))),
-        lambda: setattr(weighted, "weights", weighted.weights.flip(0)),
-    ]
-
-
-def dawdling(memory: Callable[..., Any]) -> Callable[..., Any]:
-    def dawdled(*args: Any) -> Any:
-        time.sleep(0.01)
-        return memory(*args)
-
-    return dawdled
-
-
-def training(cls: Any, data: Any, seed: int) -> list[Any]:
-    """What somebody gets who changes the order, leaves early, and reads twice at a time."""
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    sampler, changes = fickle(rng)
-    workers = rng.choice([0, 1, 2])
-    more: dict[str, Any] = {"num_workers": workers, "collate_fn": rng.choice([as_they_are, None])}
-    if isinstance(data, creel.FileDataset):
-        more["collate_fn"] = as_they_are
-    if workers:
-        more["prefetch_factor"] = rng.choice([1, 2, 3])
-        more["persistent_workers"] = rng.random() < 0.25
-    loader = cls(data, 6, sampler=sampler, **more)
-    got: list[Any] = []
-    for _ in range(4):
-        streams = [iter(loader)]
-        if not loader.persistent_workers and rng.random() < 0.3:
-            streams.append(iter(loader))
-        change = rng.choice([0, 3, 9, 99, 99])
-        stop = rng.choice([1, 5, 11, 99, 99, 99])
-        for i in range(stop):
-            batches = [next(stream, None) for stream in streams]
-            if not any(batch is not None for batch in batches):
-                break
-            got.append([None if b is None else [x.numpy().tobytes() for x in b] for b in batches])
-            if i == change:
-                rng.choice(changes)()
-        del streams
-        if rng.random() < 0.3:
-            rng.choice(changes)()
-    return got
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
-    path = tmp_path_factory.mktemp("rows") / "rows"
-    np.random.default_rng(4).integers(0, 256, (WIDE, ROW_NBYTES), np.uint8).tofile(path)
-    return creel.RecordDataset(path, torch.uint8, ROW_NBYTES)
-
-
-@pytest.mark.parametrize("kind", ["rows", "files"])
-@pytest.mark.parametrize("seed", range(4))
-def test_whoever_changes_the_order_gets_torchs_batches(
-    paths: list[str], rows: Any, embedded: str, kind: str, seed: int, monkeypatch: Any
-) -> None:
-    if seed % 2:  # workers gather rows, too, and dawdle between looking them up and copying them
-        monkeypatch.setattr("creel.loader.solo._HERE_NBYTES", 0)
-        monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
-    data = rows if kind == "rows" else creel.FileDataset(paths[:WIDE])
-    next(iter(loader(paths, workers=0)))
-    stop = threading.Event()
-    others = threading.Thread(target=_fill, args=(embedded, stop))
-    others.start()
-    try:
-        assert training(creel.DataLoader, data, seed) == training(
-            torch.utils.data.DataLoader, data, seed
-        )
-    finally:
-        stop.set()
-        others.join()
-
-
-def _fill(name: str, stop: threading.Event) -> None:
-    """Have what nobody has pinned leave, and something else lie there, again and again."""
-    with Client.connect(name, "cli") as client:
-        while not stop.wait(0.002):
-            for dataset in client.ask("datasets")["datasets"]:
-                client.ask("drop", dataset=dataset["dataset"])
-                client.ask("warm", dataset=dataset["dataset"])

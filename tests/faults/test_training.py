@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +24,7 @@ import torch
 import creel
 from creel.errors import CreelError
 from creel.loader.client import Client
-from kit import gone, nothing_left, unique_name, until
+from kit import daemon_of, gone, nothing_left, until
 
 pytestmark = [
     pytest.mark.faults,
@@ -45,21 +44,6 @@ def folder(tmp_path: Path) -> Path:
     for i in range(N):
         (home / f"{i:04}.bin").write_bytes(i.to_bytes(4, "little") + rng.bytes(NBYTES - 4))
     return home
-
-
-@pytest.fixture
-def embedded(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a daemon that the first loader of the test starts; ended afterwards."""
-    name = unique_name()
-    monkeypatch.setenv("CREEL_SOCKET", name)
-    yield name
-    with_daemon(name, lambda p: p.send_signal(signal.SIGCONT))
-    with_daemon(name, psutil.Process.terminate)
-
-
-def daemon_of(name: str) -> psutil.Process:
-    with Client.connect(name, "cli") as client:
-        return psutil.Process(int(client.ask("status")["pid"]))
 
 
 def with_daemon(name: str, act: Any) -> None:
