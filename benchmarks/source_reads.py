@@ -3,8 +3,9 @@
     sudo python benchmarks/source_reads.py [--samples N] [--fractions .1 .5 1] [--sampler KIND]
 
 Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). The sampler is
-`permutation`; `replacement` and `weighted` compare with offline MIN over the same accesses instead
-of the law.
+`permutation`; `unforeseen` is one, too, but draws as it goes from a generator that is not its own,
+so that nobody can run it ahead; `replacement` and `weighted` compare with offline MIN over the same
+accesses instead of the law.
 """
 
 from __future__ import annotations
@@ -51,10 +52,32 @@ def dataset(mount: str, n: int) -> creel.FileDataset:
     return creel.FileDataset(paths, nbytes=[NBYTES] * n)
 
 
+class Unforeseen:
+    """A shuffle of n samples, one draw for each, from a generator that others may draw from."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(self.n))
+        while left:
+            at = int(torch.randint(len(left), (), generator=SHARED))
+            left[at], left[-1] = left[-1], left[at]
+            yield left.pop()
+
+
+SHARED = torch.Generator().manual_seed(7)
+
+
 def sampler_for(kind: str, data: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     if kind == "permutation":
         return RandomSampler(data, generator=generator)
+    if kind == "unforeseen":
+        return Unforeseen(len(data))
     if kind == "replacement":
         return RandomSampler(data, replacement=True, generator=generator)
     weights = 1.0 / (1.0 + torch.arange(len(data), dtype=torch.float64)) ** 0.6
@@ -102,7 +125,7 @@ def one(folder: Path, n: int, f: float, kind: str, epochs: int, batch: int) -> d
             opens.append(after["opens"] - before["opens"])
         elapsed = time.perf_counter() - began
         del loader
-    if kind == "permutation":
+    if kind in {"permutation", "unforeseen"}:
         wanted = [float(n)] + [max((1 - f) * n, 0.0)] * (epochs - 1)
     else:
         # The optimum too must not know that the run ends: it goes on for two epochs.
@@ -133,9 +156,8 @@ def main() -> None:
     parser.add_argument(
         "--fractions", type=float, nargs="*", default=[0.1, 0.25, 0.5, 0.75, 0.9, 1.0]
     )
-    parser.add_argument(
-        "--sampler", choices=["permutation", "replacement", "weighted"], default="permutation"
-    )
+    kinds = ["permutation", "unforeseen", "replacement", "weighted"]
+    parser.add_argument("--sampler", choices=kinds, default="permutation")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--json", action="store_true")
