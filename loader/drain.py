@@ -17,6 +17,7 @@ import time
 import types
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -52,83 +53,73 @@ class Drained(NamedTuple):
     ends: NDArray[np.int64]
 
 
-def drain(
-    loader: DataLoader[object],
-    sampler: Iterable[object],
-    begun: Iterator[object] | None,
-    *,
-    skip_epochs: int,
-    keep_seed: bool,
-    advance: int,
-    budget_s: float,
-) -> Drained | None:
-    """Foresee an epoch of `sampler`; None when it cannot be copied, ends too late or is no indices.
+@dataclass(frozen=True)
+class Ahead:
+    """Which epoch of a loader's sampler to run on a copy; the dataset is never copied.
 
-    Args:
-        loader: the loader; its dataset is never copied.
-        sampler: what the loader iterates for indices or batches.
+    Attributes:
+        loader: the loader.
+        sampler: what it iterates for indices or batches.
         begun: what `iter(sampler)` gave, before anything was pulled; None: begin anew.
         skip_epochs: 0: the epoch of `begun`; 1: the one after it.
         keep_seed: no base seed is drawn in between (persistent workers).
         advance: what to add to the copy's epoch in between, where it has one and does not count.
+    """
+
+    loader: DataLoader[object]
+    sampler: Iterable[object]
+    begun: Iterator[object] | None
+    skip_epochs: int
+    keep_seed: bool
+    advance: int
+
+
+def drain(ahead: Ahead, budget_s: float) -> Drained | None:
+    """Foresee an epoch; None when the sampler cannot be copied, ends too late or is no indices.
+
+    Args:
+        ahead: which epoch of which sampler.
         budget_s: seconds all this may take.
     """
-    deadline = time.monotonic() + (budget_s if hasattr(sampler, "__len__") else _ENDLESS_S)
+    limit_s = budget_s if hasattr(ahead.sampler, "__len__") else _ENDLESS_S
+    deadline = time.monotonic() + limit_s
     with _undisturbed():
         # Whatever the user's code raises, here it only means: not foreseeable.
         try:
-            return _drain(loader, sampler, begun, skip_epochs, keep_seed, advance, deadline)
+            return _drain(ahead, deadline)
         except Exception:  # noqa: BLE001
             return None
 
 
-def _drain(
-    loader: DataLoader[object],
-    sampler: Iterable[object],
-    begun: Iterator[object] | None,
-    skip_epochs: int,
-    keep_seed: bool,
-    advance: int,
-    deadline: float,
-) -> Drained | None:
-    kept = _kept(loader, sampler)
-    watched = reaches_out(sampler, kept)
+def _drain(ahead: Ahead, deadline: float) -> Drained | None:
+    kept = _kept(ahead.loader, ahead.sampler)
+    watched = reaches_out(ahead.sampler, kept)
     if watched is not None:
         with Watched(watched) as outside:
-            found = _run_copy(
-                loader, sampler, begun, kept, skip_epochs, keep_seed, advance, deadline
-            )
+            found = _run_copy(ahead, kept, deadline)
         if not outside.changed:
             return found
-    _log.info("%s is not foreseen: its code may touch what a copy shares", type(sampler))
+    _log.info("%s is not foreseen: its code may touch what a copy shares", type(ahead.sampler))
     return None
 
 
-def _run_copy(
-    loader: DataLoader[object],
-    sampler: Iterable[object],
-    begun: Iterator[object] | None,
-    kept: list[object],
-    skip_epochs: int,
-    keep_seed: bool,
-    advance: int,
-    deadline: float,
-) -> Drained | None:
+def _run_copy(ahead: Ahead, kept: list[object], deadline: float) -> Drained | None:
+    sampler = ahead.sampler
     memo = _shared(sampler, kept)
-    generator = loader.generator
+    generator = ahead.loader.generator
     if generator is not None:
         memo[id(generator)] = generator = clone(generator)
     twin = copy.deepcopy(sampler, memo)
     base_seed = None
     found = None
-    if begun is not None:
-        found = gather(_same_start(sampler, begun, twin, memo), deadline)
-    if skip_epochs and (found is not None or begun is None):
-        _advance(sampler, twin, advance)
+    if ahead.begun is not None:
+        found = gather(_same_start(sampler, ahead.begun, twin, memo), deadline)
+    if ahead.skip_epochs and (found is not None or ahead.begun is None):
+        _advance(sampler, twin, ahead.advance)
         source = iter(twin)
-        if not keep_seed:
+        if not ahead.keep_seed:
             base_seed = Dice().seed(generator)
-            if loader.num_workers > 0:
+            if ahead.loader.num_workers > 0:
                 source = iter(twin)  # torch's iterator with workers begins a second time
         found = gather(source, deadline)
     return found and found._replace(base_seed=base_seed)

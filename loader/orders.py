@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.drain import drain, gather
+from creel.loader.drain import Ahead, drain, gather
 from creel.loader.draws import Dice, Memo, Shadow, pack, state_of
 from creel.loader.foresee import Foreseen, Plan, Shape
 from creel.loader.recipes import is_sequence, opened
@@ -291,15 +291,15 @@ class ForeignOrder(Order):
             return self._first
         if self.hopeless:
             return None
-        found = drain(
+        ahead = Ahead(
             self._loader,
             self._sampler,
             None if self.pulled else self._begun,
             skip_epochs=epochs_ahead,
             keep_seed=self._keeps_seed(),
             advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
-            budget_s=budget_s,
         )
+        found = drain(ahead, budget_s)
         if found is None:
             self.hopeless = True
             return None

@@ -196,7 +196,8 @@ class _Search:
             return False
         if not _is_plain(container):
             return True
-        self.watched.append(container)
+        if not any(container is other for other in self.watched):
+            self.watched.append(container)
         return False
 
     def _follow(self, shared: object, names: frozenset[str]) -> None:
