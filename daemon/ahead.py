@@ -169,7 +169,7 @@ class Ahead:
                 self.stuck.add(s.id)
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         # The queue of a quick source is short. In turn, it would wake the reader for every step:
-        # small records from the page cache come a fifth more slowly then (cost_per_batch --cold).
+        # small records from the page cache come more slowly then.
         due = s.due(step, now, in_turn=h.service.most(_GRAIN_S) < _CHUNK)
         out += self._flights.start(h, ids, offset, length, need, now, due)
         return k

@@ -223,6 +223,22 @@ def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[Fetch]
     return [f for f in fetches if isinstance(f, Fetch)]
 
 
+def test_who_stalls_is_served_before_who_has_less_in_hand() -> None:
+    rig = Rig(10_000, Window(inflight_objects=4, min_steps=3))
+    rig.register("d", [10] * 500)
+    rig.open(2, "d", job="b")
+    rig.extend(2, 0, [[200], [201], [202], [203, 204, 205, 206], [207]])
+    rig.settle()
+    assert rig.readers[2].ready == 3
+    rig.open(1, "d", job="a")
+    rig.extend(1, 0, [[i, i + 1, i + 2] for i in range(0, 90, 3)])
+    rig.progress(2, 0, 4)  # three steps are in its hands; it waits for the next
+    asked = {x for f in rig.fetches.values() for x in f.ids.tolist()}
+    assert asked == {0, 1, 2, 203}  # all there is room for under way
+    rig.land(min(rig.fetches))
+    assert {204, 205, 206} <= {x for f in rig.fetches.values() for x in f.ids.tolist()}
+
+
 def test_steps_further_on_do_not_overtake_nearer_ones_when_the_pace_picks_up() -> None:
     rig = Rig(50_000)
     rig.register("d", [100] * 400)

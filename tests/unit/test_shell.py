@@ -9,6 +9,7 @@ import queue
 import resource
 import select
 import socket
+import time
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -20,6 +21,7 @@ from creel.cache.arena import Arena
 from creel.cache.manifest import Manifest
 from creel.cache.source import Source
 from creel.config import Config
+from creel.daemon import fetch
 from creel.daemon.events import (
     Discard,
     Fetch,
@@ -149,6 +151,28 @@ def _all_free() -> list[int]:
         while True:
             fds.append(os.dup(0))
     return fds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cpu", "user", "most"),
+    [
+        (0.002, 0.002, 0.002, 1),  # computes, and holds the interpreter
+        (0.002, 0.002, 0.0002, fetch._CORES),  # the system copies: at once, on every core
+        (0.004, 0.002, 0.0002, fetch._CORES),  # and waits for others who copy
+        (0.2, 0.001, 0.001, 32),  # a far round trip
+    ],
+)
+def test_no_more_threads_than_are_of_use(
+    seconds: float, cpu: float, user: float, most: int, tmp_path: Path
+) -> None:
+    room, source = fetch._Room(64), Source(Manifest.of_files(["x"], root=str(tmp_path)))
+    lane = fetch._Lane("d", source, lambda *_: None, 32, room)
+    lane._waiting = 1 << 20
+    for _ in range(2000):
+        lane._measure(10, seconds, cpu, user)
+    assert min(lane._spare(), 32) == most
+    lane._began = dict.fromkeys(range(most), time.monotonic())
+    assert lane._spare() <= (0 if most < 32 else 140)
 
 
 def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
