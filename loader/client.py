@@ -109,6 +109,7 @@ class Client:
 
         Raises:
             NoDaemonError: nobody listens, or who listens is somebody else.
+            DaemonLostError: it listens, and does not answer.
             UnavailableError: the daemon refuses us, and says why; or cannot be understood.
         """
         where = resolve(address)
@@ -121,6 +122,12 @@ class Client:
             hello = Hello(PROTOCOL, role, os.getpid(), token)
             welcome, fds = exchange(desk, hello, Welcome)
             arena = map_arena(fds, welcome.arena_nbytes)
+        except TimeoutError as e:
+            desk.close()
+            raise DaemonLostError(
+                f"the daemon at {shown} has not answered for {timeout_s:g} s: is it stopped, or"
+                " the machine out of memory?"
+            ) from e
         except OSError as e:
             desk.close()
             raise NoDaemonError(f"no creel daemon at {shown}: {e}") from e

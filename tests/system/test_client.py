@@ -29,6 +29,7 @@ from creel.cache.manifest import Manifest
 from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
 from creel.loader import client as client_module
+from creel.loader import embed
 from creel.loader.client import Client
 from creel.loader.embed import _connect, connect_or_start
 from creel.loader.packets import resolve
@@ -200,6 +201,25 @@ def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(daemon_name:
         pytest.raises(NoDaemonError, match="could not be started"),
     ):
         _connect(daemon_name, "trainer", time.monotonic() + 10_000, "1", log.fileno())
+
+
+def test_a_daemon_that_does_not_answer_is_not_waited_for_twice(
+    daemon: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def starts(config: Config) -> None:
+        raise AssertionError(f"another daemon would be started: {config.daemon.name}")
+
+    monkeypatch.setattr(embed, "Start", starts)
+    monkeypatch.setitem(Client.connect.__func__.__kwdefaults__, "timeout_s", 0.3)  # type: ignore[attr-defined]
+    daemon.signal(signal.SIGSTOP)
+    try:
+        assert connect_or_start(config(daemon.name)) is None
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert "has not answered for 0.3 s" in caplog.text
+    client = connect_or_start(config(daemon.name))
+    assert client is not None
+    client.close()
 
 
 def test_disabled_or_not_to_be_started_means_none(daemon_name: str) -> None:
