@@ -343,7 +343,7 @@ class Source:
             return self._remote[key]
 
     def _check_path(self, path: str) -> None:
-        if not self._relative and not path.startswith(("/", "file:")):
+        if not self._relative and not path.startswith(("/", "file:/")):
             raise SourceError(errno.EINVAL, "a relative path means nothing to a daemon", path)
 
 

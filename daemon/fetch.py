@@ -216,7 +216,8 @@ class Fetcher:
     ) -> NDArray[np.int64]:
         """Read objects to their places, straight or by way of a buffer; (k,) bytes or -1."""
         nbytes = np.full(len(ids), -1, np.int64)
-        straight = self._arena.written(offset, length) | (length > _LARGE_NBYTES)
+        straight = self._arena.written(offset, np.minimum(length, _LARGE_NBYTES))
+        straight |= length > _LARGE_NBYTES
         where = np.flatnonzero(straight)
         if len(where):
             parts = self._arena.parts(offset[where], length[where])
@@ -257,7 +258,7 @@ def _user_s() -> float:
 
 
 def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArray[np.intp]]:
-    """`where` cut into stretches of _SCRATCH_NBYTES, or of one object."""
+    """`where` cut into stretches of _SCRATCH_NBYTES and what is left of the first object."""
     if not len(where):
         return []
     cut = np.flatnonzero(np.diff(length[where].cumsum() // _SCRATCH_NBYTES)) + 1

@@ -10,6 +10,7 @@ import resource
 import select
 import socket
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -206,3 +207,18 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     assert bytes(arena.view[:2000]) == b"x" * 2000
     fetcher.close()
     assert fetcher.join(60)
+
+
+def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None:
+    """The arena is asked which pages were written to; a table of them is for small objects."""
+
+    source = mock.Mock()
+    source.read_into = source.read_parts = lambda ids, *_: np.full(len(ids), -1, np.int64)
+    length = np.append(np.full(200, 4096), 1 << 28)
+    with Arena.create(1 << 29) as arena:
+        fetcher = Fetcher(arena, lambda _: None)
+        tracemalloc.start()
+        fetcher._fill(source, np.arange(201, dtype=np.int32), length.cumsum() - length, length)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 8 << 20

@@ -167,8 +167,9 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert source.read(0) == b"x"
 
 
-def test_a_daemon_reads_no_relative_paths() -> None:
-    source = Source(Manifest.of_files(["etc/hostname"]), _QUICK, relative=False)
+@pytest.mark.parametrize("uri", ["etc/hostname", "file:etc/hostname"])
+def test_a_daemon_reads_no_relative_paths(uri: str) -> None:
+    source = Source(Manifest.of_files([uri]), _QUICK, relative=False)
     with pytest.raises(SourceError, match="relative"):
         source.read(0)
 
