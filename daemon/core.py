@@ -40,7 +40,7 @@ from creel.daemon.shares import Shares
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.masks import every, some
 from creel.policies.prefetch import Window
-from creel.policies.retain import FAILED, EpochKeeper
+from creel.policies.retain import FAILED, EpochKeeper, RecentKeeper
 
 #: A relisting of all residents is due when this part of the dataset was planned anew.
 _NEWS = 16
@@ -244,6 +244,8 @@ class Core:
         h = s.holding
         h.choose_keeper(self._window)
         keeper = h.keeper
+        if isinstance(keeper, RecentKeeper):
+            return  # it goes by the past alone
         h.news += len(ids)
         if isinstance(keeper, EpochKeeper):
             keeper.known = s.group.known()

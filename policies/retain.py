@@ -7,10 +7,11 @@ Three cases, told apart by the plans themselves (laws L1 to L3, docs/architectur
   source is read at a steady pace.
 - All else (replacement, weights, several jobs on one dataset): `FarKeeper`, the farthest next use
   first, and never for something that is due later than the victim (MIN with bypass, Belady 1966).
-- Nothing is known beyond the step that is being read (creel.wrap): `RecentKeeper`.
+- Nothing is known beyond the steps that are being read (creel.wrap, samplers that nobody can run
+  ahead): `RecentKeeper`.
 
-Lists are lazy: an entry counts while the object's stamp is the one it was entered under, the object
-is resident and nobody has pinned it.
+Lists are lazy: an entry counts while it is the object's latest, the object is resident and nobody
+has pinned it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ __all__ = [
 ]
 
 
+_PIECE = 256  # entries looked at together, at least: most of them may count no more
+
+
 class RecentKeeper(Keeper):
     """For readers who tell one step at a time: what was read last leaves first.
 
@@ -47,47 +51,50 @@ class RecentKeeper(Keeper):
 
     def __init__(self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[Uses]) -> None:
         super().__init__(life, pins, uses)
-        self._stamp = np.zeros(len(life), np.int64)  # of the latest release
-        self._last = 0
-        self._stack: list[tuple[int, Index]] = []  # (stamp, objects)
-        self._listed = 0
+        self._log = np.empty(2 * len(life), np.int32)  # objects in the order of their releases
+        self._end = 0
+        self._at = np.full(len(life), -1, np.intp)  # where the entry is that counts: the latest
 
     def relist(self) -> None:
-        """Put all residents in the order of their latest release."""
+        """Enter residents that are in no list: nobody says when they were released."""
         self.stale = False
-        ids = self._unpinned()
-        ids = ids[self._stamp[ids].argsort(kind="stable")]
-        stamps, starts = np.unique(self._stamp[ids], return_index=True)
-        parts = np.split(ids, starts[1:]) if len(ids) else []
-        self._stack = list(zip(stamps.tolist(), parts, strict=True))
-        self._listed = len(ids)
+        self._squeeze()
+        absent = (self._life == RESIDENT) & (self._pins == 0)
+        absent[self._log[: self._end]] = False
+        self._enter(np.flatnonzero(absent))
 
     def released(self, ids: Index) -> None:
         """Nobody has pinned these residents any more (an object may come twice)."""
-        self._last += 1
-        self._stamp[ids] = self._last
-        if self.stale:
-            return
-        self._stack.append((self._last, np.unique(ids)))
-        self._listed += len(ids)
-        if self._listed > 2 * len(self._life):  # most entries are of no use any more
-            self.stale = True
+        self._enter(np.unique(ids))
+
+    def _enter(self, ids: Index) -> None:
+        if self._end + len(ids) > len(self._log):
+            self._squeeze()
+        start, self._end = self._end, self._end + len(ids)
+        self._log[start : self._end] = ids
+        self._at[ids] = np.arange(start, self._end)
+
+    def _squeeze(self) -> None:
+        """Strike out the entries that do not count; no more than half are left."""
+        ids = self._log[: self._end]
+        ids = ids[self._at[ids] == np.arange(self._end)]
+        self._end = len(ids)
+        self._log[: self._end] = ids
+        self._at[ids] = np.arange(self._end)
 
     def victims(self, k: int, need: Need) -> Index:  # noqa: ARG002  (nobody knows what is due)
         """Up to k distinct objects to evict, read last; they are in no list after this."""
         if self.stale:
             self.relist()
         out = []
-        while k > 0 and self._stack:
-            stamp, ids = self._stack.pop()
-            self._listed -= len(ids)
-            ids = ids[(self._stamp[ids] == stamp) & self._leaving(ids)]
-            if len(ids) > k:
-                self._stack.append((stamp, ids[:-k]))
-                self._listed += len(ids) - k
-                ids = ids[-k:]
-            out.append(ids)
-            k -= len(ids)
+        while k > 0 and self._end:
+            start = max(self._end - 2 * k - _PIECE, 0)
+            ids = self._log[start : self._end].astype(np.intp)
+            good = (self._at[ids] == np.arange(start, self._end)) & self._leaving(ids)
+            found = good.nonzero()[0][-k:]
+            self._end = start + int(found[0]) if len(found) == k else start
+            out.append(ids[found[::-1]])
+            k -= len(found)
         return joined(out)
 
 

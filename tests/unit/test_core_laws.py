@@ -22,7 +22,7 @@ from creel.daemon.events import (
     Registered,
     Unregistered,
 )
-from creel.policies.retain import FarKeeper
+from creel.policies.retain import FarKeeper, RecentKeeper
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -114,6 +114,33 @@ def test_two_ranks_in_step_share_a_tiny_memory_without_deadlock() -> None:
             rig.progress(rank, step, step + 1)
         rig.settle()
         assert min(r.ready for r in rig.readers.values()) > step
+
+
+def test_who_is_followed_blindly_has_residents_sorted_but_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes after what is being read is no plan: nothing is to be sorted anew for it."""
+    sorts: list[RecentKeeper] = []
+    relist = RecentKeeper.relist
+
+    def counted(keeper: RecentKeeper) -> None:
+        sorts.append(keeper)
+        relist(keeper)
+
+    monkeypatch.setattr(RecentKeeper, "relist", counted)
+    n, epochs, batch = 400, 6, 10
+    rig = Rig(n // 2 * 100)
+    rig.register("d", [100] * n)
+    rig.open(1, "d")
+    rng = np.random.default_rng(0)
+    for step, ids in enumerate(
+        np.concatenate([rng.permutation(n) for _ in range(epochs)]).reshape(-1, batch).tolist()
+    ):
+        rig.extend(1, step * batch // n, [ids], blind=True)
+        rig.settle()
+        rig.progress(1, step, step + 1)
+    assert len(sorts) == 1
+    assert rig.reads <= n + (epochs - 1) * (n // 2 + 3 * batch)
 
 
 def test_jobs_on_two_datasets_told_in_pieces_share_reads_and_sort_seldom(
