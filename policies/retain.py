@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from creel.policies.epochs import EpochKeeper
 from creel.policies.keeper import ABSENT, FAILED, FETCHING, RESIDENT, Keeper, Need, joined
+from creel.policies.masks import unique
 from creel.policies.pools import Index, Sorted
 from creel.policies.uses import NEVER, Uses
 
@@ -65,7 +66,7 @@ class RecentKeeper(Keeper):
 
     def released(self, ids: Index) -> None:
         """Nobody has pinned these residents any more (an object may come twice)."""
-        self._enter(np.unique(ids))
+        self._enter(unique(ids))
 
     def _enter(self, ids: Index) -> None:
         if self._end + len(ids) > len(self._log):
@@ -122,7 +123,7 @@ class FarKeeper(Keeper):
             for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
         ]
         self._pool = Sorted(len(self._life), self.keys)
-        self.released(self._unpinned())
+        self._pool.add(self._unpinned())
 
     def keys(self, ids: Index) -> NDArray[np.int64]:
         """(k,) common time of the next use of each object."""
@@ -143,7 +144,7 @@ class FarKeeper(Keeper):
     def released(self, ids: Index) -> None:
         """Nobody has pinned these residents any more (an object may come twice)."""
         if not self.stale:
-            self._pool.add(np.unique(ids))
+            self._pool.add(unique(ids))
 
     def victims(self, k: int, need: Need) -> Index:
         """Up to k distinct objects to evict for `need`, all due later than `need.step`."""

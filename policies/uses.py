@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.masks import every, some
+from creel.policies.masks import every, some, unique
 
 #: The next use of an object that no known plan reads; later than all others.
 NEVER = int(np.iinfo(np.int32).max)
@@ -58,7 +58,7 @@ class _Epoch:
         new = (ids << 32) | steps
         known = np.empty(0, np.int64)
         if self.accesses > len(ids):
-            known = np.unique(np.concatenate([ids, self.repeats >> 32]))
+            known = unique(np.concatenate([ids, self.repeats >> 32]))
             known = known[self.first[known] != NEVER]
         old = (known << 32) | self.first[known]
         keys = np.sort(np.concatenate([self.repeats, old, new]))
