@@ -26,6 +26,7 @@ from creel.cache.arena import Arena
 from creel.cache.board import ABSENT
 from creel.cache.source import Source
 from creel.daemon.events import Discard, Fetch, Fetched, Ids, Move, Store
+from creel.policies.masks import every
 
 log = logging.getLogger("creel.fetch")
 
@@ -214,10 +215,13 @@ class Fetcher:
     def _fill(
         self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Read objects to their places, straight or by way of a buffer; (k,) bytes or -1."""
+        """Read objects to their places, straight or by way of a buffer; (k,) bytes or -1.
+
+        All small ones go one way: neighbours are one read.
+        """
         nbytes = np.full(len(ids), -1, np.int64)
-        straight = self._arena.written(offset, np.minimum(length, _LARGE_NBYTES))
-        straight |= length > _LARGE_NBYTES
+        straight = length > _LARGE_NBYTES
+        straight |= every(self._arena.written(offset[~straight], length[~straight]))
         where = np.flatnonzero(straight)
         if len(where):
             parts = self._arena.parts(offset[where], length[where])

@@ -222,3 +222,18 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 8 << 20
+
+
+def test_neighbours_are_one_read_though_some_go_to_pages_that_exist(tmp_path: Path) -> None:
+    """A page shared with what came before is there; far storage takes a round trip a read."""
+    content = np.random.default_rng(0).bytes(10_000)
+    (tmp_path / "records").write_bytes(content)
+    run = np.array([0]), np.array([100]), np.array([100])
+    source = Source(Manifest.of_runs([str(tmp_path / "records")], *run))
+    with Arena.create(1 << 14) as arena:
+        fetcher = Fetcher(arena, lambda _: None)
+        for ids in np.split(np.arange(100, dtype=np.int32), 4):
+            fetcher._fill(source, ids, 100 * ids.astype(np.int64), np.full(25, 100))
+        assert bytes(arena.view[:10_000]) == content
+    assert source.counters.reads == 4
+    source.close()
