@@ -272,7 +272,7 @@ def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArra
 class _Scratch(threading.local):
     """A buffer for each thread, as large as was asked for."""
 
-    _view = memoryview(b"")
+    _view = memoryview(bytearray())  # to be written to, also by who has nothing to write
 
     def view(self, nbytes: int) -> memoryview:
         """At least so many bytes of memory that this thread alone uses."""

@@ -237,3 +237,13 @@ def test_neighbours_are_one_read_though_some_go_to_pages_that_exist(tmp_path: Pa
         assert bytes(arena.view[:10_000]) == content
     assert source.counters.reads == 4
     source.close()
+
+
+def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    source = Source(Manifest.of_files([str(tmp_path / "empty")], lengths=[0]))
+    nothing = np.zeros(1, np.int64)
+    with Arena.create(4096) as arena:
+        fetcher = Fetcher(arena, lambda _: None)
+        assert fetcher._fill(source, np.zeros(1, np.int32), nothing, nothing).tolist() == [0]
+    assert (source.counters.reads, source.counters.opens) == (1, 1)
