@@ -69,7 +69,7 @@ class Rig:
         self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
         self.lost: list[Lost] = []
         self.checking = True
-        self.seen: dict[tuple[int, int], int] = {}  # session, object -> offset of a ready object
+        self.seen: dict[tuple[int, int, int], int] = {}  # session, ready step, object -> offset
 
     def register(self, name: str, sizes: list[int], *, known: bool = True) -> None:
         size = np.array(sizes, np.int64)
@@ -188,12 +188,13 @@ class Rig:
         seen = {}
         for number, reader in self.readers.items():
             assert reader.done <= reader.ready
-            for x in {x for s in reader.objects[reader.done : reader.ready] for x in s}:
+            steps = range(reader.done, reader.ready)
+            for step, x in ((s, x) for s in steps for x in reader.objects[s]):
                 at = int(self.offset[reader.dataset][x])
                 if at >= 0:
                     assert self.bytes[at][:2] == (reader.dataset, x)
-                    seen[number, x] = at
-                assert self.seen.get((number, x), at) == at, "moved under a reader"
+                    seen[number, step, x] = at
+                assert self.seen.get((number, step, x), at) == at, "moved under a reader"
         self.seen = seen
         assert not self.held, "bytes are held that nobody will fetch"
 
@@ -366,10 +367,10 @@ class Bytes(Rig):
                 assert n == self.size[name][x]
                 assert self.arena[at : at + n].tobytes() == self.content(name, x, n)
         seen = {
-            (number, x): int(self.offset[reader.dataset][x])
+            (number, step, x): int(self.offset[reader.dataset][x])
             for number, reader in self.readers.items()
-            for step in reader.objects[reader.done : reader.ready]
-            for x in step
+            for step in range(reader.done, reader.ready)
+            for x in reader.objects[step]
             if self.offset[reader.dataset][x] >= 0
         }
         assert all(self.seen.get(key, at) == at for key, at in seen.items()), "moved when pinned"
