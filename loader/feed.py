@@ -73,7 +73,7 @@ class Told(NamedTuple):
         if i >= len(ends):
             return False
         planned = self.plan.indices[ends[i - 1] if i else 0 : ends[i]]
-        return len(planned) == len(index) and bool((planned == index).all())
+        return planned.shape == index.shape and bool((planned == index).all())
 
 
 class Feed:

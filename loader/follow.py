@@ -7,6 +7,7 @@ It brings them into the arena, and keeps what it thinks is read again.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from typing import NamedTuple
 
@@ -57,9 +58,17 @@ def indices_of(pulled: object) -> NDArray[np.int64] | None:
     """(n,) samples of what a sampler yields: an index, or a flat group of them; else None."""
     try:
         found = np.atleast_1d(np.asarray(pulled))
-    except (TypeError, ValueError, RuntimeError):  # nothing that numpy makes an array of
+    except Exception:  # noqa: BLE001  nothing that numpy makes an array of, in whatever words
         return None
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found):
         return None
     found = found.astype(np.int64)
     return None if found.min() < 0 else found
+
+
+def samples_in(pulled: object) -> int:
+    """How many samples a batch seems to be of, whatever it is: 1 where it does not tell."""
+    try:
+        return operator.length_hint(pulled, 1)
+    except Exception:  # noqa: BLE001  the person's own code may run here
+        return 1

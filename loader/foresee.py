@@ -88,7 +88,7 @@ class Plan:
         planned = indices[ends[step - 1] if step else 0 : ends[step]]
         try:
             return np.array_equal(planned, np.atleast_1d(np.asarray(batch)))
-        except (TypeError, ValueError, RuntimeError):  # nothing that numpy makes an array of
+        except Exception:  # noqa: BLE001  nothing that numpy makes an array of, in whatever words
             return False
 
     def _opened(self) -> Foreseen:

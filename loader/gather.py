@@ -89,10 +89,10 @@ class Gatherer:
 
         Args:
             ids: (n,) objects, one per sample.
-            indices: (n,) numbers of the samples.
+            indices: (n,) numbers of the samples; None is the answer to a lone number, ().
         """
         n, nbytes = len(ids), self._gather.nbytes
-        if not n:  # default_collate has its own word for no samples at all
+        if not n or indices.ndim != 1:  # torch has its own word for no samples, and for no group
             return None
         offset = self._offset.take(ids)
         row, rest = np.divmod(offset, nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import torch
@@ -16,6 +16,7 @@ from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.bench import Bench
 from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
+from creel.loader.follow import samples_in
 from creel.loader.meter import Meter
 from creel.loader.samplers import Begun, Order, State, adopt, restore
 from creel.loader.sources import Binding, bind, bindable
@@ -178,8 +179,7 @@ class Course:
             return -1
         step = self.feed.give(self.skipped + i, index)
         if step < 0:
-            samples = len(index) if self._many and isinstance(index, Sized) else 1
-            self._untold[self.skipped + i] = samples
+            self._untold[self.skipped + i] = samples_in(index) if self._many else 1
         return step
 
     def ahead(self) -> Told | None:

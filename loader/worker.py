@@ -294,8 +294,8 @@ class _Worker:
             return self._fetcher.fetch(index)
         if step < 0 or session is None or not self._wait(session, step):
             return self._read(index, binding.counting())
-        indices = np.asarray(index, np.int64).reshape(-1)
-        ids = binding.objects(indices)[0]
+        indices = np.asarray(index, np.int64)
+        ids = binding.objects(indices.reshape(-1))[0]
         if self._gatherer is not None:
             self._collating = self._enter(COLLATING)
             data = self._gatherer.batch(ids, indices)

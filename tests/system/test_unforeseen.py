@@ -163,6 +163,36 @@ def test_whatever_a_sampler_yields(daemon: Running, data: Dataset[Any], workers:
     assert ours.stats()["direct_reads"] == 2 * 2 * (N // 40)
 
 
+class Lone:
+    """A batch sampler that yields no groups: torch cannot make a batch of these."""
+
+    def __init__(self, index: object, *, foreseen: bool) -> None:
+        self.index, self.foreseen = index, foreseen
+
+    def __iter__(self) -> Iterator[object]:
+        for _ in range(3):
+            if not self.foreseen:
+                torch.randint(N, (1,), generator=OUTSIDE)
+            yield self.index
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_index_that_is_no_group_is_refused_as_by_torch(data: Dataset[Any], workers: int) -> None:
+    def words(cls: Any, sampler: Any) -> list[str]:
+        iterator = iter(cls(data, batch_sampler=sampler, num_workers=workers))
+        out = []
+        for _ in range(3):
+            with pytest.raises(TypeError) as raised:
+                next(iterator)
+            out.append(str(raised.value).splitlines()[-1])
+        return out
+
+    for index in (3, np.array(3), torch.tensor(3), torch.tensor(-1)):
+        for sampler in ([index] * 3, Lone(index, foreseen=True), Lone(index, foreseen=False)):
+            assert words(creel.DataLoader, sampler) == words(DataLoader, sampler)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_step_that_reads_nothing_is_part_of_a_plan(
     daemon: Running, data: Dataset[Any], workers: int

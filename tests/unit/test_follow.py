@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.follow import Followed, Given, indices_of
+from creel.loader.drain import gather
+from creel.loader.follow import Followed, Given, indices_of, samples_in
+from creel.loader.foresee import Foreseen, Plan, Shape
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,30 @@ from creel.loader.follow import Followed, Given, indices_of
 def test_what_can_be_told(pulled: object, indices: list[int] | None) -> None:
     found = indices_of(pulled)
     assert (None if found is None else found.tolist()) == indices
+
+
+class Sulky:
+    """Raises whatever it is asked, in words of its own."""
+
+    def __array__(self, *_: object, **__: object) -> None:
+        raise KeyError("no array")
+
+    def __len__(self) -> int:
+        raise AttributeError("no length")
+
+
+@pytest.mark.parametrize(
+    ("pulled", "samples"),
+    [([3, 1], 2), ([], 0), (3, 1), (np.array(1.5), 1), (torch.tensor(-1), 1), (Sulky(), 1)],
+)
+def test_what_cannot_be_told_is_counted_all_the_same(pulled: object, samples: int) -> None:
+    assert samples_in(pulled) == samples
+
+
+def test_what_raises_in_words_of_its_own_is_nothing_that_was_foreseen() -> None:
+    assert indices_of(Sulky()) is None
+    drained = gather(iter([[3]]))
+    assert not Plan(lambda: Foreseen(0, Shape(None, False), drained=drained)).matches(0, Sulky())
 
 
 def test_what_was_told_is_followed_by_number() -> None:
