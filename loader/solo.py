@@ -59,6 +59,7 @@ class Reader:
         self._gatherer: Gatherer | None = None
         self._gathers: Feed | None = None  # whose rows
         feed = course.feed
+        self._dataset = fetcher.dataset
         self._collating = [0]  # when the batch's collation began
         fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
         if feed is not None:
@@ -71,6 +72,9 @@ class Reader:
         if feed is None:
             return self._fetch(index, None)
         if step < 0 or not (feed.session.ready(step) or self._wait(feed.session, step)):
+            return self._fetch(index, feed.binding.counting())
+        if not self._as_worker and not feed.binding.still(np.atleast_1d(np.asarray(index))):
+            self._fetcher.dataset = self._dataset  # changed since the epoch began
             return self._fetch(index, feed.binding.counting())
         ids = feed.ids(self._course.skipped + i)
         gatherer = self._gatherer_of(feed)

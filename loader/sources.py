@@ -91,6 +91,10 @@ class Binding:
         """Whether `bind` would still say the same of the dataset."""
         return self._root.current()
 
+    def still(self, indices: NDArray[np.int64]) -> bool:
+        """Whether `bind` would still say the same of these (n,) samples."""
+        return self._root.still(indices)
+
     def objects(self, indices: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
         """What samples are made of.
 

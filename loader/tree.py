@@ -44,6 +44,10 @@ class Node:
                 return False
         return all(child.current() for child in self.children())
 
+    def still(self, indices: Indices) -> bool:
+        """`current`, but of these samples alone, and in no more time than it takes to read them."""
+        return all(child.still(indices) for child in self.children())
+
     def objects(self, indices: Indices) -> Objects:
         """(k,) ids in the manifest and (n,) how many of them each sample has."""
         return np.zeros(0, np.int32), np.zeros(len(indices), np.int64)
@@ -84,6 +88,10 @@ class LeafNode(Node):
 
     def current(self) -> bool:
         return self._leaf.layout is self._was
+
+    def still(self, indices: Indices) -> bool:
+        del indices
+        return self.current()
 
     def objects(self, indices: Indices) -> Objects:
         ids, counts = self._leaf.objects(indices)
@@ -163,6 +171,16 @@ class SubsetNode(Node):
             same = np.array_equal(np.asarray(now), self._indices)
         return same and _below(self.dataset) is self._child.dataset and super().current()
 
+    def still(self, indices: Indices) -> bool:
+        subset = cast("Subset[Sample]", self.dataset)
+        at = positions(indices, len(self._indices))
+        below = self._indices[at]
+        try:
+            same = all(subset.indices[i] == j for i, j in zip(at.tolist(), below.tolist()))  # noqa: B905
+        except IndexError:  # they are fewer now
+            return False
+        return same and _below(subset) is self._child.dataset and self._child.still(below)
+
     def _below(self, indices: Indices) -> Indices:
         return self._indices[positions(indices, len(self._indices))]
 
@@ -197,6 +215,12 @@ class ConcatNode(Node):
         concat = cast("ConcatDataset[Sample]", self.dataset)
         same = _are(concat.datasets, self._children)
         return same and concat.cumulative_sizes == self._ends.tolist() and super().current()
+
+    def still(self, indices: Indices) -> bool:
+        concat = cast("ConcatDataset[Sample]", self.dataset)
+        same = _are(concat.datasets, self._children)
+        same = same and concat.cumulative_sizes == self._ends.tolist()
+        return same and all(child.still(inner) for child, _, inner in self._split(indices))
 
     def _split(self, indices: Indices) -> list[tuple[Node, NDArray[np.intp], Indices]]:
         """(child, where its samples stand in `indices`, their numbers in it), children in use."""

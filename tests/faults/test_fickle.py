@@ -151,23 +151,44 @@ def test_whoever_changes_the_order_gets_torchs_batches(
         others.join()
 
 
+def _transform(subset: Any, rows: Any) -> None:
+    rows.transform = None if rows.transform else torch.bitwise_not
+    del subset
+
+
+def _in_place(subset: Any, rows: Any) -> None:
+    subset.indices[:] = subset.indices[7:] + subset.indices[:7]
+    del rows
+
+
+def _reordered(subset: Any, rows: Any) -> None:
+    subset.indices = [*subset.indices[1:], *subset.indices[:1]]
+    del rows
+
+
+def _other(subset: Any, rows: Any) -> None:
+    subset.dataset = torch.utils.data.ConcatDataset([rows, rows])
+
+
+@pytest.mark.parametrize("change", [_transform, _in_place, _reordered, _other])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_transform_assigned_in_an_epoch_is_seen_as_with_torch(
-    rows: Any, embedded: str, workers: int
+@pytest.mark.usefixtures("embedded")
+def test_a_dataset_changed_in_an_epoch_is_read_as_by_torch(
+    rows: Any, workers: int, change: Callable[[Any, Any], None]
 ) -> None:
     """At once where the trainer reads itself; by workers, who have a copy, in the next epoch."""
-    del embedded
 
     def seen(cls: Any) -> list[float]:
-        data = torch.utils.data.Subset(rows, range(WIDE))
+        subset = torch.utils.data.Subset(rows, list(range(0, WIDE, 2)))
+        data: Any = torch.utils.data.ConcatDataset([subset, rows])
         loader = cls(data, 20, num_workers=workers)
         out: list[float] = []
         try:
             for _ in range(2):
                 for i, batch in enumerate(loader):
                     out.append(batch.double().mean().item())
-                    if i % 8 == 7:
-                        rows.transform = None if rows.transform else torch.bitwise_not
+                    if i % 8 == 3:
+                        change(subset, rows)
         finally:
             rows.transform = None
         return out
