@@ -68,17 +68,18 @@ class Arena:
         if done:  # nothing is no page, be it in the middle of one
             self._written[offset >> _PAGE : -(-(offset + done) >> _PAGE)] = True
 
-    def written(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """(k,) whether `write` has been to all pages of [offset, offset + length).
+    def written(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> bool:
+        """Whether `write` has been to all pages of these (k,) ranges [offset, offset + length).
 
         What goes there goes best through the mapping, which saves a copy; it cannot fail either.
         Takes 9 bytes a page of the longest, k times over.
         """
         first, last = offset >> _PAGE, -(-(offset + length) >> _PAGE) - 1
+        if not self._written[first].all():
+            return False
         most = int((last - first).max(initial=0)) + 1
-        pages = np.minimum(first[:, None] + np.arange(most), np.maximum(last, first)[:, None])
-        found: NDArray[np.bool_] = self._written[pages].all(axis=1)
-        return found
+        pages = np.minimum(first[:, None] + np.arange(1, most), np.maximum(last, first)[:, None])
+        return bool(self._written[pages].all())
 
     def parts(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> list[memoryview]:
         """Views of [offset, offset + length) each, to be written to."""

@@ -208,7 +208,7 @@ class Source:
         file, row = self._file_of_row[rows], int(rows[0])
         if (file != file[0]).any() or self._single[row]:
             return False
-        order = offset.argsort()
+        order = offset.argsort(kind="stable")  # mostly in order
         at = offset[order]
         if np.count_nonzero(at[1:] == at[:-1] + length[order[:-1]]) * _FEW > len(at):
             return False  # neighbours are better read at once

@@ -26,7 +26,6 @@ from creel.cache.arena import Arena
 from creel.cache.board import ABSENT
 from creel.cache.source import Source
 from creel.daemon.events import Discard, Fetch, Fetched, Ids, Move, Store
-from creel.policies.masks import every
 
 log = logging.getLogger("creel.fetch")
 
@@ -221,7 +220,7 @@ class Fetcher:
         """
         nbytes = np.full(len(ids), -1, np.int64)
         straight = length > _LARGE_NBYTES
-        straight |= every(self._arena.written(offset[~straight], length[~straight]))
+        straight |= self._arena.written(offset[~straight], length[~straight])
         where = np.flatnonzero(straight)
         if len(where):
             parts = self._arena.parts(offset[where], length[where])
@@ -265,7 +264,7 @@ def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArra
     """`where` cut into stretches of _SCRATCH_NBYTES and what is left of the first object."""
     if not len(where):
         return []
-    cut = np.flatnonzero(np.diff(length[where].cumsum() // _SCRATCH_NBYTES)) + 1
+    cut = np.flatnonzero(np.diff((length[where].cumsum() - 1) // _SCRATCH_NBYTES)) + 1
     return np.split(where, cut)
 
 

@@ -247,3 +247,15 @@ def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Pat
         fetcher = Fetcher(arena, lambda _: None)
         assert fetcher._fill(source, np.zeros(1, np.int32), nothing, nothing).tolist() == [0]
     assert (source.counters.reads, source.counters.opens) == (1, 1)
+
+
+def test_portions_fill_a_buffer_and_no_more_than_one_object_is_over() -> None:
+    full = fetch._SCRATCH_NBYTES
+    assert [len(p) for p in fetch._portions(np.arange(128), np.full(128, full // 64))] == [64, 64]
+    length = np.random.default_rng(0).integers(0, full // 3, 200)
+    length[50] = full + 7
+    where = np.flatnonzero(np.arange(200) % 3)
+    portions = fetch._portions(where, length)
+    assert np.concatenate(portions).tolist() == where.tolist()
+    assert max(int(length[p[1:]].sum()) for p in portions) <= full
+    assert fetch._portions(where[:0], length) == []
