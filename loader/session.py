@@ -99,6 +99,7 @@ class Session:
             message = Extend(self.token, self.id, epoch, step + first, blind)
             piece = objects[start : int(ends[last - 1])]
             if not self._say(message, piece, ends[first:last] - start):
+                self._lost |= first > 0  # the daemon has a part of it, which does not go on
                 return False
             first = last
         return True

@@ -467,6 +467,25 @@ def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
         until(lambda: client.ask("stats")["sessions"][0]["known"] == 3000, what="all of it")
 
 
+def test_a_session_is_lost_with_a_plan_that_was_told_in_part(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("creel.loader.session._PIECE", 4)
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [10] * 12)))
+        says = iter([client.send])
+
+        def send(*args: Any) -> None:
+            next(says, nobody)(*args)
+
+        def nobody(*_: object) -> None:
+            raise DaemonLostError("the line is full")
+
+        monkeypatch.setattr(client, "send", send)
+        assert not session.extend(0, 0, np.arange(12), np.arange(2, 13, 2))
+        assert not session.alive
+
+
 def test_many_threads_may_use_one_client(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [500] * 40)
     errors: list[BaseException] = []
