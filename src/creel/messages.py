@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Raised by one whenever an old client could misread a new daemon, or the other way round.
-PROTOCOL = 1
+PROTOCOL = 2
 
 #: Largest packet at the desk, and largest body on the line, in bytes (arrays are not counted).
 MAX_BODY = 1 << 20
