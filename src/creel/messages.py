@@ -223,7 +223,7 @@ def encode(message: Message) -> bytes:
     """Body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), DeskRequest)
-    Hello(protocol=1, role='cli', pid=7, token='')
+    Hello(protocol=2, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 
