@@ -18,7 +18,7 @@ from creel.errors import MalformedError
 
 _F_SEAL_SHRINK = 0x2
 _PIECE = 16 << 20  # bytes prefaulted per system call: milliseconds, so that `stop` is heard soon
-_PAGE = 12  # bits of an address within a page
+_PAGE_BITS = 12  # bits of an address within a page
 
 
 class Arena:
@@ -38,7 +38,7 @@ class Arena:
         _advise(self._map, "MADV_HUGEPAGE", "MADV_DONTDUMP")
         self.view = memoryview(self._map)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self._written = np.zeros((nbytes >> _PAGE) + 2, np.bool_)  # pages
+        self._written = np.zeros((nbytes >> _PAGE_BITS) + 2, np.bool_)  # pages
 
     @classmethod
     def create(cls, nbytes: int) -> Arena:
@@ -66,7 +66,7 @@ class Arena:
         while done < len(data):
             done += os.pwrite(self._fd, data[done:], offset + done)
         if done:  # nothing is no page, be it in the middle of one
-            self._written[offset >> _PAGE : -(-(offset + done) >> _PAGE)] = True
+            self._written[offset >> _PAGE_BITS : -(-(offset + done) >> _PAGE_BITS)] = True
 
     def written(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> bool:
         """Whether `write` has been to all pages of these (k,) ranges [offset, offset + length).
@@ -74,7 +74,7 @@ class Arena:
         What goes there goes best through the mapping, which saves a copy; it cannot fail either.
         Takes 9 bytes a page of the longest, k times over.
         """
-        first, last = offset >> _PAGE, -(-(offset + length) >> _PAGE) - 1
+        first, last = offset >> _PAGE_BITS, -(-(offset + length) >> _PAGE_BITS) - 1
         if not self._written[first].all():
             return False
         most = int((last - first).max(initial=0)) + 1

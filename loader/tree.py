@@ -212,15 +212,16 @@ class ConcatNode(Node):
         return self._children
 
     def current(self) -> bool:
-        concat = cast("ConcatDataset[Sample]", self.dataset)
-        same = _are(concat.datasets, self._children)
-        return same and concat.cumulative_sizes == self._ends.tolist() and super().current()
+        return self._same_parts() and super().current()
 
     def still(self, indices: Indices) -> bool:
+        parts = self._split(indices)
+        return self._same_parts() and all(child.still(inner) for child, _, inner in parts)
+
+    def _same_parts(self) -> bool:
         concat = cast("ConcatDataset[Sample]", self.dataset)
         same = _are(concat.datasets, self._children)
-        same = same and concat.cumulative_sizes == self._ends.tolist()
-        return same and all(child.still(inner) for child, _, inner in self._split(indices))
+        return same and concat.cumulative_sizes == self._ends.tolist()
 
     def _split(self, indices: Indices) -> list[tuple[Node, NDArray[np.intp], Indices]]:
         """(child, where its samples stand in `indices`, their numbers in it), children in use."""

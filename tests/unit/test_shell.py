@@ -172,8 +172,9 @@ def test_no_more_threads_than_are_of_use(
     for _ in range(2000):
         lane._measure(10, seconds, cpu, user)
     assert min(lane._spare(), 32) == most
-    lane._began = dict.fromkeys(range(most), time.monotonic())
-    assert lane._spare() <= (0 if most < 32 else 140)
+    if most <= fetch._CORES:  # as many are at work: no more
+        lane._began = dict.fromkeys(range(most), time.monotonic())
+        assert lane._spare() <= 0
 
 
 def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
