@@ -21,6 +21,8 @@ from creel.policies import plan
 
 #: Below this torch draws the whole in under a millisecond, and nothing is gained by waiting.
 _SMALL = 1 << 17
+#: Below this drawing it again costs no more than knowing that it was drawn.
+_TINY = 1 << 13
 
 #: So many first entries are made without the whole (20 ms); who needs more waits for the thread.
 _HEAD = 1 << 17
@@ -175,7 +177,7 @@ def _randperm(n: int, generator: torch.Generator) -> NDArray[np.int32]:
 
 
 class Memo:
-    """The large permutations that orders and plans still hold: none of them is drawn twice."""
+    """The permutations that orders and plans still hold: none but tiny ones is drawn twice."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -183,11 +185,13 @@ class Memo:
 
     def permutation(self, n: int, generator: torch.Generator) -> Permutation:
         """The permutation that `generator` would draw now; call its `leave` to move on."""
-        if n < _SMALL or n >= plan.SHUFFLE_LIMIT:
+        if n < _TINY or n >= plan.SHUFFLE_LIMIT:
             return Permutation.drawn(n, generator)
         key = (n, state_of(generator))
         with self._lock:
             found = self._held.get(key)
             if found is None:
                 found = self._held[key] = Permutation(*key)
+        if n < _SMALL:
+            found.whole()
         return found

@@ -135,7 +135,8 @@ class Feed:
         """
         if self._now is None:
             return
-        while len(self._ahead) < (2 if self._now.repeats else 1):
+        epochs = 2 if self._now.repeats else 1
+        while len(self._ahead) < epochs:
             last = self._ahead[-1] if self._ahead else self._now
             number = len(self._ahead) + 1
             told = self._tell(foreseen(order, number), self._epoch + number, last.stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import weakref
 from collections import deque
@@ -27,40 +28,56 @@ _TOUCHED_PAGES = 2048
 
 
 class Ring:
-    """Memory for batches, used again when the last tensor over it is gone."""
+    """Memory for batches, used again when the last tensor over it is gone. Thread-safe.
+
+    A page written for the first time costs the kernel several times the copy that goes into it.
+    """
 
     def __init__(self) -> None:
-        self._free: deque[mmap.mmap] = deque(maxlen=_KEEP)
-        self._size = 0
+        self._shelf = _Shelf(0)
 
     def lease(self, nbytes: int) -> Any:
         """A writable buffer of at least `nbytes`; its memory comes back when it dies."""
-        if nbytes > self._size:
-            self._size = -(-nbytes // _ALIGN) * _ALIGN
-            self._free.clear()
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            # Private: what a fork of this process sees of a batch stays as it was, as torch's does.
-            memory = mmap.mmap(-1, self._size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        buffer = (ctypes.c_char * self._size).from_buffer(memory)
-        end = weakref.finalize(buffer, _ended, weakref.ref(self), memory, self._size)
-        end.atexit = False
-        return buffer
+        shelf = self._shelf
+        if nbytes > shelf.size:
+            shelf = self._shelf = _Shelf(-(-nbytes // _ALIGN) * _ALIGN)
+        return shelf.lease()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 over a lease."""
         return torch.frombuffer(self.lease(nbytes), dtype=torch.uint8, count=nbytes)
 
-    def end(self, memory: mmap.mmap, size: int) -> None:
-        if size == self._size:
-            self._free.append(memory)
+
+class _Shelf:
+    """Memory of one size that nobody uses; what comes back to a shelf that is gone is freed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._kind = _lent(size)
+        self._free: deque[mmap.mmap] = deque(maxlen=_KEEP)
+        self._back = weakref.ref(self._free)
+
+    def lease(self) -> Any:
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            # Private: what a fork of this process sees of a batch stays as it was, as torch's does.
+            memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = self._kind.from_buffer(memory)
+        buffer.memory, buffer.back = memory, self._back
+        return buffer
 
 
-def _ended(ring: weakref.ref[Ring], memory: mmap.mmap, size: int) -> None:
-    owner = ring()
-    if owner is not None:
-        owner.end(memory, size)
+@functools.cache
+def _lent(size: int) -> Any:
+    """The class of buffers of this size: only a ctypes array can tell of its end and be written."""
+
+    def ended(self: Any) -> None:
+        free = self.back()
+        if free is not None:
+            free.append(self.memory)
+
+    return type("Lent", (ctypes.c_char * size,), {"__del__": ended})
 
 
 class Gatherer:
@@ -71,16 +88,16 @@ class Gatherer:
         gather: Gather,
         client: Client,
         session: Session,
-        memory: Callable[[int], torch.Tensor] | None = None,
+        memory: Callable[[int], torch.Tensor],
     ) -> None:
-        """`memory` gives (nbytes,) uint8 to build a batch in; by default memory of our own."""
+        """`memory` gives (nbytes,) uint8 to build a batch in."""
         self._gather = gather
         self._offset = session.table.offset
         self._rows = client.arena.rows(gather.nbytes)
         self._arena = client.arena.array
         # (p, 1): one byte in every page of a row, wherever it begins.
         self._pages = np.append(np.arange(0, gather.nbytes, _ALIGN), gather.nbytes - 1)[:, None]
-        self._memory = memory or Ring().take
+        self._memory = memory
 
     def batch(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Any | None:
         """What default_collate would give for these samples; None when one is not in the arena.
@@ -96,9 +113,7 @@ class Gatherer:
             return None
         offset = self._offset.take(ids)
         row, rest = np.divmod(offset, nbytes)
-        if (
-            rest.any() or row.min(initial=0) < 0
-        ):  # pages of mixed sizes; an absent one's is negative
+        if np.count_nonzero(rest) or row.min() < 0:  # pages of mixed sizes; an absent one
             return None
         if nbytes >= _TOUCHED_NBYTES and n * len(self._pages) <= _TOUCHED_PAGES:
             # Scattered rows cost a page-table walk and a memory latency each, one after the other

@@ -17,6 +17,7 @@ from creel.errors import ConfigError
 from creel.loader.bench import Bench
 from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
 from creel.loader.follow import samples_in
+from creel.loader.gather import Ring
 from creel.loader.meter import Meter
 from creel.loader.samplers import Begun, Order, State, adopt, restore
 from creel.loader.sources import Binding, bind, bindable
@@ -24,9 +25,8 @@ from creel.loader.sources import Binding, bind, bindable
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
 
-#: Batches between two looks of the daemon's statistics: counting costs as much as ten words do.
-_COUNT_EVERY = 16
-#: But no longer than this, seconds: `creel top` looks once a second.
+#: Seconds from one time that the daemon's statistics hear of us to the next; `creel top` looks once
+#: a second.
 _COUNT_S = 0.25
 #: Of `Progress`; a state of another version is refused.
 VERSION = 1
@@ -57,6 +57,7 @@ class Home:
         self.pid = os.getpid()
         self.config = settings(loader.creel)
         self.bench = Bench()
+        self.ring = Ring()  # here, as an epoch's first batches would each cost their pages again
         self.meter = Meter()
         self.order: Order | None = None
         self.epoch = -1
@@ -221,8 +222,6 @@ class Course:
         """Whether the daemon's statistics should hear of us: often, but not for each batch."""
         if self.feed is None or self.delivered == self._counted:
             return False
-        if self.delivered - self._counted >= _COUNT_EVERY:
-            return True
         return time.monotonic() - self._counted_at >= _COUNT_S
 
     def _count(self) -> None:

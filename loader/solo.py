@@ -55,6 +55,7 @@ class Reader:
         self._fetcher = fetcher
         self._as_worker = as_worker
         self._meter = home.meter
+        self._ring = home.ring
         self._wait_s = home.config.loader.wait_s
         self._gatherer: Gatherer | None = None
         self._gathers: Feed | None = None  # whose rows
@@ -93,8 +94,11 @@ class Reader:
         if self._gathers is not feed:
             self._gathers = feed
             gather = feed.binding.gather() if self._plainly else None
-            made = None if gather is None else Gatherer(gather, feed.client, feed.session)
-            self._gatherer = made
+            self._gatherer = (
+                None
+                if gather is None
+                else Gatherer(gather, feed.client, feed.session, self._ring.take)
+            )
         if self._gatherer is not None and not self._as_worker and feed.binding.has_code():
             return None  # assigned since the epoch began
         return self._gatherer

@@ -72,6 +72,20 @@ def no_sample(*_: object) -> None:
     raise AssertionError("a batch was not made of rows, but sample by sample")
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_epochs_batches_are_made_in_this_ones_memory(
+    daemon: Running, rows: creel.RecordDataset, workers: int
+) -> None:
+    loader = creel.DataLoader(rows, 10, num_workers=workers)
+    first, second = ({batch.data_ptr() for batch in loader} for _ in range(2))
+    assert len(first) <= 3  # and in as little as it takes
+    assert first & second
+    held = [*loader]
+    assert len({batch.data_ptr() for batch in held}) == len(held) == ROWS // 10
+    assert torch.equal(torch.cat(held), torch.cat([*loader]))
+    assert loader.stats()["direct_reads"] == 0
+
+
 @pytest.mark.parametrize("labelled", [False, True])
 def test_workers_make_large_batches_of_rows(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool

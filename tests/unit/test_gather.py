@@ -9,6 +9,28 @@ import pytest
 from creel.loader.gather import Ring
 
 
+def test_memory_comes_back_when_its_last_tensor_is_gone() -> None:
+    ring = Ring()
+    batch = ring.take(10_000)
+    where = batch.data_ptr()
+    view = batch.view(100, 100)[3:]
+    del batch
+    other = ring.take(10_000)
+    assert other.data_ptr() != where
+    del view
+    assert ring.take(9_000).data_ptr() == where
+
+
+def test_tensors_outlive_their_ring_and_its_size() -> None:
+    ring = Ring()
+    small = ring.take(4096).fill_(1)
+    large = ring.take(4097).fill_(2)
+    del small  # nowhere to go back to
+    assert ring.take(4096).fill_(3).sum() == 3 * 4096
+    del ring
+    assert large.sum() == 2 * 4097
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
     """As with torch's, though the parent's next batch goes where this one was."""

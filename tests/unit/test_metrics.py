@@ -121,7 +121,7 @@ def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> 
     assert (told[0]["rank"], told[-1]["job"]) == (2, "b")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # its end takes half a second
 def page() -> Iterator[str]:
     """What a scraper gets of one rank."""
     pytest.importorskip("prometheus_client")

@@ -285,9 +285,9 @@ def test_with_workers_the_draws_are_torch_s_too(case: int) -> None:
 _LARGE, BATCH = 2_000_000, 256
 
 
-def large(kind: str) -> Loader:
+def large(kind: str, n: int = _LARGE) -> Loader:
     generator = torch.Generator().manual_seed(1)
-    data = range(_LARGE)
+    data = range(n)
     every: dict[str, dict[str, Any]] = {
         "seeded": {"shuffle": True},
         "generator": {"shuffle": True, "generator": generator},
@@ -317,12 +317,13 @@ def test_the_first_batches_of_a_large_epoch_do_not_wait_for_the_whole(
     assert whole.matches(k, next(order))
 
 
-def test_a_large_permutation_that_was_foreseen_is_not_drawn_again() -> None:
-    loader = large("generator")
+@pytest.mark.parametrize("n", [10_000, _LARGE])
+def test_a_permutation_that_was_foreseen_is_not_drawn_again(n: int) -> None:
+    loader = large("generator", n)
     order = observe(loader)
     foreseen: Any = order.predict(1)
     indices = foreseen.indices
-    order.skip(len(range(0, _LARGE, BATCH)))
+    order.skip(len(range(0, n, BATCH)))
     assert next(order, None) is None  # all draws of the epoch's end are made
     order = observe(loader, previous=order)
     now: Any = order.predict(0)
@@ -334,8 +335,8 @@ def test_a_large_permutation_that_was_foreseen_is_not_drawn_again() -> None:
     assert foreseen.same(again)
 
 
-def test_large_permutations_in_a_row_leave_the_generator_as_torch_does() -> None:
-    n = (1 << 17) + 3
+@pytest.mark.parametrize("n", [10_000, (1 << 17) + 3])
+def test_large_permutations_in_a_row_leave_the_generator_as_torch_does(n: int) -> None:
     generators = [torch.Generator().manual_seed(4) for _ in range(2)]
     torch.randn(1, generator=generators[0])
     torch.randn(1, generator=generators[1])

@@ -1,0 +1,149 @@
+"""What a miss costs a fetch thread: from a daemon's `Fetch` to its `Fetched`, page cache warm.
+
+    python benchmarks/fetching.py [--sizes 3072 20000 150528 1000000] [--rounds N] [--json]
+
+One thread brings objects of one size into an arena, 64 at a time in random order: `files`, each
+opened, read and closed; `records` of one file. The arena is `fresh` (its pages are taken from the
+kernel as they are written) or `reused` (after the first evictions, the rule). The peer is what a
+person's dataset does in the same order: `open` and `read` to new bytes, or a seek and a read.
+Figures are us per object; one "batch" of the columns is one object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from measure import Comparison, Round, measured, report
+
+import creel
+from creel.cache.arena import Arena
+from creel.cache.manifest import Manifest
+from creel.cache.source import Source
+from creel.daemon.events import Fetch
+from creel.daemon.fetch import Fetcher
+
+AT_ONCE = 64
+NAME = "benchmark"
+
+
+def steps(count: int) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    """All objects once, `AT_ONCE` at a time, each time sorted as the core sorts them."""
+    order = np.random.default_rng(0).permutation(count).astype(np.int32)
+    for start in range(0, count - AT_ONCE + 1, AT_ONCE):
+        yield np.sort(order[start : start + AT_ONCE])
+
+
+class Filling:
+    """An arena that is filled, by one thread."""
+
+    def __init__(self, manifest: Manifest, nbytes: int) -> None:
+        self.count, self.nbytes = len(manifest), nbytes
+        self.source = Source(manifest, files=64, relative=False)
+        self.answered = threading.Semaphore(0)
+
+    @contextmanager
+    def fetcher(self) -> Iterator[Fetcher]:
+        arena = Arena.create(self.count * self.nbytes)
+        fetcher = Fetcher(arena, self._answer, threads=1, per_source=1)
+        fetcher.add(NAME, self.source)
+        try:
+            yield fetcher
+        finally:
+            fetcher.close()
+            fetcher.join(10)
+            arena.close()
+
+    def _answer(self, event: object) -> None:
+        short = np.flatnonzero(event.nbytes != self.nbytes)  # type: ignore[attr-defined]
+        if len(short):
+            raise RuntimeError(f"{len(short)} objects were not read")
+        self.answered.release()
+
+    def fill(self, fetcher: Fetcher) -> int:
+        """Bring everything in; returns how many objects."""
+        length = np.full(AT_ONCE, self.nbytes, np.int64)
+        done = 0
+        for number, ids in enumerate(steps(self.count)):
+            at = ids.astype(np.int64) * self.nbytes
+            fetcher.submit(Fetch(number, NAME, ids, at, length, 0.0))
+            if not self.answered.acquire(timeout=60):
+                raise RuntimeError("a fetch was not answered")
+            done += AT_ONCE
+        return done
+
+    def fresh(self, into: Round) -> None:
+        with self.fetcher() as fetcher, measured(into):
+            into.batches += self.fill(fetcher)
+
+    def reused(self, into: Round) -> None:
+        with self.fetcher() as fetcher:
+            self.fill(fetcher)
+            with measured(into):
+                into.batches += self.fill(fetcher)
+
+
+def read_files(paths: list[str], into: Round) -> None:
+    with measured(into):
+        for ids in steps(len(paths)):
+            for i in ids.tolist():
+                with open(paths[i], "rb") as file:  # noqa: PTH123  (as people write it)
+                    file.read()
+            into.batches += AT_ONCE
+
+
+def read_records(path: Path, count: int, nbytes: int, into: Round) -> None:
+    with measured(into), path.open("rb", buffering=0) as file:
+        for ids in steps(count):
+            for i in ids.tolist():
+                file.seek(i * nbytes)
+                file.read(nbytes)
+            into.batches += AT_ONCE
+
+
+def files(folder: Path, count: int, nbytes: int) -> tuple[Manifest, Callable[[Round], None]]:
+    paths = [str(folder / f"{i:06}.bin") for i in range(count)]
+    data = np.random.default_rng(0).bytes(nbytes)
+    for path in paths:
+        Path(path).write_bytes(data)
+    manifest = creel.FileDataset(paths, nbytes=[nbytes] * count).manifest
+    return manifest, partial(read_files, paths)
+
+
+def records(folder: Path, count: int, nbytes: int) -> tuple[Manifest, Callable[[Round], None]]:
+    path = folder / "records.bin"
+    path.write_bytes(np.random.default_rng(0).bytes(count * nbytes))
+    manifest = creel.RecordDataset(path, "uint8", (nbytes,)).manifest
+    return manifest, partial(read_records, path, count, nbytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[3072, 20_000, 150_528, 1_000_000])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--nbytes", type=int, default=300_000_000, help="of all objects together")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    for kind in files, records:
+        for nbytes in options.sizes:
+            count = min(options.nbytes // nbytes, 20_000)
+            with tempfile.TemporaryDirectory() as folder:
+                manifest, plain = kind(Path(folder), count, nbytes)
+                filling = Filling(manifest, nbytes)
+                ways = {"plain": plain, "fresh": filling.fresh, "reused": filling.reused}
+                name = f"{kind.__name__} of {nbytes / 1000:g} KB"
+                rows.append(Comparison(name).run(ways, options.rounds).summary())
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()
