@@ -12,6 +12,8 @@ DEMO   ?=
 ARGS   ?=
 
 BIN   := $(VENV)/bin
+# Two files of tests at a time; ARGS=-n0 runs one after the other (pdb needs that).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 STAMP := $(VENV)/.creel-stamp
 export DATA
 LINKS := cache daemon loader policies
@@ -40,14 +42,14 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
-	$(BIN)/python -m pytest -q tests/unit tests/test_layout.py
+	$(PYTEST) -q tests/unit tests/test_layout.py
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -72,9 +72,10 @@ def no_sample(*_: object) -> None:
     raise AssertionError("a batch was not made of rows, but sample by sample")
 
 
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_next_epochs_batches_are_made_in_this_ones_memory(
-    daemon: Running, rows: creel.RecordDataset, workers: int
+    rows: creel.RecordDataset, workers: int
 ) -> None:
     loader = creel.DataLoader(rows, 10, num_workers=workers)
     first, second = ({batch.data_ptr() for batch in loader} for _ in range(2))

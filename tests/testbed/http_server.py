@@ -81,12 +81,10 @@ class Server:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        # Its end of input would do, too, were there no forks of ours that hold it open.
+        self._process.kill()
+        self._process.wait()
         self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         self._process.stdout.close()
 
     def __enter__(self) -> Server:

@@ -608,23 +608,31 @@ def test_collated_tensors_are_not_copied_again(road: Road) -> None:
         road.writer.give_back(road.reader.returned())
 
 
-def test_functions_users_put_into_torchs_map_are_called(
-    road: Road, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def collate_fns() -> Iterator[dict[Any, Any]]:
+    """torch's map, to be changed; put back in its order, which tells workers what is new."""
     table = torch_collate.default_collate_fn_map
+    before = dict(table)
+    yield table
+    table.clear()
+    table.update(before)
 
+
+def test_functions_users_put_into_torchs_map_are_called(
+    road: Road, collate_fns: dict[Any, Any]
+) -> None:
     def of_custom(batch: Sequence[Custom], *, collate_fn_map: Any = None) -> Any:
         return Custom(
             torch_collate.collate([b.value for b in batch], collate_fn_map=collate_fn_map)
         )
 
-    monkeypatch.setitem(table, Custom, of_custom)
+    collate_fns[Custom] = of_custom
     out = road.trip(slot_collate([Custom(torch.ones(9000) * i) for i in range(3)], road.writer))
     assert type(out) is Custom
     assert out.value.shape == (3, 9000)
-    monkeypatch.setitem(table, torch.Tensor, lambda batch, **_: len(batch))
+    collate_fns[torch.Tensor] = lambda batch, **_: len(batch)
     assert slot_collate([torch.ones(9000)] * 3, road.writer) == 3
-    monkeypatch.delitem(table, torch.Tensor)
+    del collate_fns[torch.Tensor]
     with pytest.raises(TypeError, match="default_collate: batch must contain"):
         slot_collate([torch.tensor(1)] * 3, road.writer)
 
