@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -165,6 +164,8 @@ def _advise(mapping: mmap.mmap, *names: str) -> None:
 
 
 def _seals(fd: int) -> int:
+    import fcntl  # Windows has none; it imports this module, but never has an arena
+
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # no memfd at all

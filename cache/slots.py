@@ -26,11 +26,13 @@ from typing import TypeAlias
 
 from creel.cache.board import sealed_memfd
 from creel.errors import IllegalEventError
+from creel.forks import at_fork
 
 ALIGN = 64  # bytes: a cache line, and what torch's own allocator gives
 _MEMORY = 64  # batches that a slot's size is judged by
 _TOO_LARGE = 4  # times the largest of these batches: then a slot is let go
-_POPULATE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+# Windows has neither; slots are not made there, but this module is imported.
+_POPULATE = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
 
 
 #: What tensors and arrays over a slot keep alive, so that its end is theirs. No numpy array: numpy
@@ -394,4 +396,4 @@ def _stain_all() -> None:
 
 
 # Both, as other threads go on: a slot may be given back, or leased, right beside the fork.
-os.register_at_fork(before=_stain_all, after_in_parent=_stain_all)
+at_fork(before=_stain_all, after_in_parent=_stain_all)

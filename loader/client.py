@@ -32,6 +32,7 @@ from creel.errors import (
     NoDaemonError,
     UnavailableError,
 )
+from creel.forks import at_fork
 from creel.loader.packets import (
     M,
     check_owner,
@@ -378,4 +379,4 @@ def _after_fork_in_child() -> None:
     _clients.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+at_fork(after_in_child=_after_fork_in_child)

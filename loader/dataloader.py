@@ -139,11 +139,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         is resumed to the bit, with any `num_workers`; random augmentation made in workers is not:
         their generators begin anew. With `in_order=False` batches count as if they came in order.
 
+        Where the batches are torch's own (an iterable dataset, CREEL_DISABLE=1, not Linux) it is
+        not known where they are: a warning, and a state that begins anew.
+
         Raises:
             ConfigError: `delivered` is negative.
         """
         if delivered is not None and delivered < 0:
             raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
+        if not _may_take(self):
+            warnings.warn(f"{_TORCHS}: from this state_dict the epoch begins anew", stacklevel=2)
+            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
         home = self._home()
         if home.resume is not None:
             return home.resume
@@ -154,9 +160,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def load_state_dict(self, state: Progress) -> None:
         """Let the next `iter()` go on from a `state_dict`; those after it are whole epochs again.
 
+        Where the batches are torch's own the next epoch begins anew, after a warning.
+
         Raises:
             ConfigError: the state is of another version or kind of loader, or not whole.
         """
+        if not _may_take(self):
+            warnings.warn(f"{_TORCHS}: it begins the epoch anew", stacklevel=2)
+            return
         prepare_resume(self._home(), self, state)
 
     def set_epoch(self, epoch: int) -> None:
@@ -204,4 +215,5 @@ def _warn_platform() -> None:
         warnings.warn("creel needs Linux; this DataLoader is torch's", stacklevel=4)
 
 
+_TORCHS = "this DataLoader's batches are torch's own, which cannot be resumed"
 _warned = False

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from creel.cache.board import READY
 from creel.config import Config
 from creel.errors import UnavailableError
+from creel.forks import at_fork
 from creel.loader.base import CreelDataset, Ids
 from creel.loader.client import Client
 from creel.loader.embed import Start, connect_or_start, start_early
@@ -356,5 +357,5 @@ def _close_all() -> None:
         _starts.popitem()[1].close()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+at_fork(after_in_child=_renew_lock)
 atexit.register(_close_all)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from creel.forks import at_fork
 from creel.loader.alike import Snapshot
 from creel.loader.events import Ahead, Batch, Death, Event, Fit
 from creel.loader.parcel import Inbox, Parcel
@@ -437,6 +438,6 @@ def _close_all() -> None:
         pool.close()
 
 
-os.register_at_fork(after_in_child=_forget_inherited)
+at_fork(after_in_child=_forget_inherited)
 # Registered after multiprocessing's own handler, hence run before it, which waits without a limit.
 atexit.register(_close_all)

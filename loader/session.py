@@ -7,7 +7,6 @@ the caller reads the source itself.
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from creel.cache.board import (
     Table,
 )
 from creel.errors import DaemonLostError
+from creel.forks import at_fork
 from creel.messages import Close, Extend, LineRequest, Opened, Truncate, Wait
 
 if TYPE_CHECKING:  # each knows the other
@@ -199,4 +199,4 @@ def _forget_inherited() -> None:
     _sessions.clear()
 
 
-os.register_at_fork(after_in_child=_forget_inherited)
+at_fork(after_in_child=_forget_inherited)

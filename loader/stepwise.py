@@ -25,6 +25,7 @@ from torch.utils.data import get_worker_info
 
 from creel.config import Config
 from creel.errors import UnavailableError
+from creel.forks import at_fork
 from creel.loader.feed import client_of, job_name, rank_and_world
 from creel.loader.reading import leasing
 
@@ -262,4 +263,4 @@ def _before_fork() -> None:
         _log.debug("cannot prepare for workers", exc_info=True)
 
 
-os.register_at_fork(before=_before_fork)
+at_fork(before=_before_fork)

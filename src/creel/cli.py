@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from creel.loader.client import Client
 
 _FAILED, _USAGE, _NO_DAEMON, _INTERRUPTED = 1, 2, 3, 130
+_ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
 _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -79,6 +80,8 @@ def _client(context: click.Context) -> Iterator[Client]:
     from creel.loader.client import Client
 
     name = _config(context).daemon.name
+    if sys.platform != "linux":
+        raise NoDaemonError(_ELSEWHERE)
     try:
         client = Client.connect(name, "cli")
     except NoDaemonError as e:
@@ -107,6 +110,8 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
     """
     from creel import cli_run
 
+    if sys.platform != "linux":
+        raise ConfigError(_ELSEWHERE)
     if not command:
         return cli_run.serve(_config(context, **{"memory.budget": memory}))
     cli_run.check_command(command[0])

@@ -31,7 +31,11 @@ class Check(NamedTuple):
 
 def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[Check]:
     """Everything worth looking at; `ask("status")` reaches the daemon or raises."""
-    for look in (_system, _python, _torch, _memfd, _files, _locked, _shm, _daemons):
+    for look in (_system, _python, _torch):
+        yield look()
+    if platform.system() != "Linux":  # the rest is about a daemon, which cannot be here
+        return
+    for look in (_memfd, _files, _locked, _shm, _daemons):
         yield look()
     yield _memory(config)
     yield _daemon(ask)
@@ -165,6 +169,14 @@ def daemon_pids() -> Iterator[int]:
                 yield int(folder.name)
 
 
+def _cpus() -> str:
+    """How many this process may use, where the system can limit that."""
+    have = str(os.cpu_count())
+    if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
+        return have
+    return f"{len(os.sched_getaffinity(0))} of {have}"
+
+
 def environment() -> dict[str, str]:
     """Versions and limits, to paste into an issue."""
     have = limits.memory()
@@ -172,7 +184,7 @@ def environment() -> dict[str, str]:
         "creel": _version("creel"),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpus": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}",
+        "cpus": _cpus(),
         "memory": f"{format_size(have.available)} free of {format_size(have.total)}",
     }
     told |= {package: _version(package) for package in _PACKAGES}

@@ -385,6 +385,37 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
     creel.DataLoader(Squares(), 4)
 
 
+def test_elsewhere_than_on_linux_it_can_be_imported() -> None:
+    """Nothing at import needs what Windows lacks; torch and its like come first, as they do."""
+    program = (
+        "import sys, os, mmap, torch.utils.data, pyarrow.fs, zmq, msgspec, stamina, xxhash, psutil;"
+        "del os.register_at_fork, os.memfd_create, os.sched_getaffinity, os.fork, os.getuid;"
+        "del mmap.MAP_SHARED, mmap.MAP_PRIVATE, mmap.PROT_READ, mmap.PROT_WRITE;"
+        "sys.modules.update(fcntl=None, resource=None, termios=None);"
+        "import sysconfig; [sysconfig.get_path(p) for p in sysconfig.get_path_names()];"
+        "sys.platform = 'win32'; import creel;"
+        "assert [b.tolist() for b in creel.DataLoader(range(3), 2)] == [[0, 1], [2]]"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stderr.count("creel needs Linux") == 1
+
+
+def test_a_state_that_cannot_be_kept_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = creel.DataLoader(Squares(), 4)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["batches"] == 1
+    monkeypatch.setenv("CREEL_DISABLE", "1")
+    disabled = creel.DataLoader(Squares(), 4)
+    with pytest.warns(UserWarning, match="cannot be resumed"):
+        disabled.load_state_dict(state)
+    assert len(list(disabled)) == len(disabled)
+    with pytest.warns(UserWarning, match="cannot be resumed"):
+        assert disabled.state_dict()["batches"] == 0  # what was loaded did not come true, either
+
+
 @pytest.mark.skipif(
     not hasattr(torch.accelerator, "current_device_index"), reason="torch < 2.8 asks torch.cuda"
 )

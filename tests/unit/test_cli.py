@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import pytest
@@ -300,6 +301,26 @@ def test_doctor_gives_every_trouble_a_remedy(
     assert skew["level"] == "warn"
     assert "creel stop" in skew["remedy"]
     assert daemon.closed
+
+
+@pytest.mark.parametrize("words, code", [(["status"], 3), (["run"], 2), (["run", "true"], 2)])
+def test_elsewhere_than_on_linux_there_is_no_daemon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int
+) -> None:
+    monkeypatch.setattr(cli, "sys", mock.Mock(wraps=sys, platform="darwin"))
+    assert cli.main(words) == code
+    assert "the daemon needs Linux" in capsys.readouterr().err
+
+
+def test_elsewhere_than_on_linux_doctor_and_env_say_what_they_can(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.delattr("os.memfd_create")
+    assert cli.main(["doctor"]) == 1
+    assert "the daemon needs Linux" in capsys.readouterr().out
+    assert cli.main(["env"]) == 0
 
 
 def test_doctor_ends_with_1_when_something_cannot_work(
