@@ -19,7 +19,7 @@ from creel.cache.manifest import Manifest
 from creel.cache.patience import public
 from creel.cache.source import Source
 from creel.errors import ConfigError, SourceError
-from creel.loader.reading import take
+from creel.loader.reading import foreign, take, take_address
 
 #: A sample is whatever the person's transform makes of it.
 Sample: TypeAlias = Any
@@ -69,6 +69,8 @@ class CreelDataset(Dataset[Sample]):
 
     #: Attributes that a pickle leaves out, because they can be made again.
     volatile: ClassVar[tuple[str, ...]] = ("_manifest", "_opened")
+    #: Whether every object is all of a file, so that its address alone says what it is.
+    whole_files: ClassVar[bool] = False
     _manifest: Manifest | None = None
     _opened: tuple[int, Source] | None = None
 
@@ -122,6 +124,9 @@ class CreelDataset(Dataset[Sample]):
         Raises:
             SourceError: the storage failed for good.
         """
+        if self.whole_files and foreign(self):
+            uri = self.manifest.location(object_id)[0]
+            return take_address(uri, lambda _: self._read_direct(object_id))
         return take(self, object_id, self._read_direct, bytes)
 
     def decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:

@@ -54,6 +54,8 @@ class FileDataset(CreelDataset):
         ConfigError: no files, a missing root, labels or sizes that do not fit.
     """
 
+    whole_files = True
+
     def __init__(
         self,
         paths: Paths | str | os.PathLike[str],

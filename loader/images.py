@@ -101,6 +101,7 @@ class ImageFolder(CreelDataset):
     volatile = (*CreelDataset.volatile, "_targets", "_imgs")
     _targets: list[int] | None = None
     _imgs: Sequence[tuple[str, int]] | None = None
+    whole_files = True
 
     def __init__(
         self,

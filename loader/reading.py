@@ -161,6 +161,13 @@ def hear(address: str) -> None:
         hearing.addresses.append(address)
 
 
+def foreign(leaf: object) -> bool:
+    """Whether this thread reads for a dataset that does not know `leaf` for a part of it."""
+    if _active.hearing is None and _active.lease is None:
+        return False
+    return _lease_of(leaf)[0] is None
+
+
 def leasing() -> bool:
     """Whether this thread is inside of a lease that serves it."""
     lease = _active.lease

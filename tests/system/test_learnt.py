@@ -33,6 +33,19 @@ class Own(Dataset[bytes]):
             return f.read() + creel.read(self.path / "000.raw")
 
 
+class Around(Dataset[bytes]):
+    """A person's own wrapper, as is written to give one part of a split its transform."""
+
+    def __init__(self, dataset: Dataset[bytes]) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> bytes:
+        return self.dataset[i][::-1]
+
+
 class Batched(Own):
     """It cannot be heard which sample reads what."""
 
@@ -73,6 +86,17 @@ def test_from_the_second_epoch_on_the_cache_serves(
     for path in tmp_path.glob("data/*.raw"):
         path.write_bytes(b"never read again")
     assert len(next(iter(ours))[0]) > 16 * 2
+
+
+@pytest.mark.parametrize("how", ["here", "fork, persistent"])
+def test_files_below_a_wrapper_of_ones_own_are_learnt(
+    daemon: Running, tmp_path: Path, how: str
+) -> None:
+    bare = Around(creel.FileDataset(folder(tmp_path / "data"), decode=bytes))
+    ours, theirs = batches(creel.wrap(bare), **HOW[how]), batches(bare, **HOW[how])
+    for _ in range(4):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [N]
 
 
 def test_a_loader_that_drops_the_last_batch_is_learnt_too(daemon: Running, tmp_path: Path) -> None:

@@ -468,9 +468,10 @@ def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -
     assert counts.tolist() == [len(e) for e in expected]
     arena = Arena(binding.manifest, flip=255)
     plain = [binding.dataset[i] for i in range(3)]
+    other = leaf.read(2)
     with binding.reading(arena, ids) as lease:
         leased = [binding.dataset[i] for i in range(3)]
-        assert creel.read(leaf.paths[2]) == leaf.read(2)  # not one of these objects
+        assert creel.read(leaf.paths[2]) == other  # not one of these objects
     assert [bytes(b ^ 255 for b in sample) for sample in leased] == plain
     assert arena.taken == ids.tolist()
     assert lease.direct_reads == 1
