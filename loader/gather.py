@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
 _KEEP = 8
+#: But no more bytes than this, as they are kept while the loader lives: who reads a dataset as one
+#: batch, or holds many, has the memory back when the batches are gone.
+_KEEP_NBYTES = 256 << 20
 _ALIGN = 4096
 #: Rows of so many bytes, in so many pages together, are touched before they are copied.
 _TOUCHED_NBYTES = 1024
@@ -54,7 +57,7 @@ class _Shelf:
     def __init__(self, size: int) -> None:
         self.size = size
         self._kind = _lent(size)
-        self._free: deque[mmap.mmap] = deque(maxlen=_KEEP)
+        self._free: deque[mmap.mmap] = deque(maxlen=min(_KEEP, _KEEP_NBYTES // max(size, 1)))
         self._back = weakref.ref(self._free)
 
     def lease(self) -> Any:

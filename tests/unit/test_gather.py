@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 
 import pytest
 
+from creel.loader import gather
 from creel.loader.gather import Ring
 
 
@@ -29,6 +31,19 @@ def test_tensors_outlive_their_ring_and_its_size() -> None:
     assert ring.take(4096).fill_(3).sum() == 3 * 4096
     del ring
     assert large.sum() == 2 * 4097
+
+
+@pytest.mark.parametrize("nbytes, kept", [(4096, 5), (3 * 4096, 1), (6 * 4096, 0)])
+def test_what_is_kept_is_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, kept: int
+) -> None:
+    """A loader lives long; a dataset read as one batch must not stay in memory with it."""
+    monkeypatch.setattr(gather, "_KEEP_NBYTES", 5 * 4096)
+    ring = Ring()
+    lent = [ring.lease(nbytes) for _ in range(7)]
+    memory = [weakref.ref(buffer.memory) for buffer in lent]
+    del lent
+    assert sum(m() is not None for m in memory) == kept
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
