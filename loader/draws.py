@@ -192,6 +192,6 @@ class Memo:
             found = self._held.get(key)
             if found is None:
                 found = self._held[key] = Permutation(*key)
-        if n < _SMALL:
+        if n < _SMALL:  # drawn at once, but remembered
             found.whole()
         return found

@@ -73,7 +73,10 @@ class _Shelf:
 
 @functools.cache
 def _lent(size: int) -> Any:
-    """The class of buffers of this size: only a ctypes array can tell of its end and be written."""
+    """The class of buffers of this size, kept for good as ctypes keeps its own.
+
+    An mmap cannot say when its last view ends; a ctypes array with `__del__` can.
+    """
 
     def ended(self: Any) -> None:
         free = self.back()
