@@ -21,7 +21,7 @@ from creel.policies import plan
 
 #: Below this torch draws the whole in under a millisecond, and nothing is gained by waiting.
 _SMALL = 1 << 17
-#: Below this drawing it again costs no more than knowing that it was drawn.
+#: Below this a draw takes some tens of microseconds: not worth remembering.
 _TINY = 1 << 13
 
 #: So many first entries are made without the whole (20 ms); who needs more waits for the thread.

@@ -10,7 +10,7 @@ from cases import Case, play
 
 import creel
 
-CASES = int(os.environ.get("CREEL_PARITY_CASES", "120"))
+CASES = int(os.environ.get("CREEL_PARITY_CASES", "150"))
 FIRST = int(os.environ.get("CREEL_PARITY_FIRST", "0"))
 
 
