@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
+import struct
 import threading
 import time
 import uuid
@@ -38,6 +40,23 @@ def daemon_of(name: str) -> psutil.Process:
     """The daemon of that name, which serves."""
     with Client.connect(name, "cli") as client:
         return psutil.Process(int(client.ask("status")["pid"]))
+
+
+def knock(address: str, timeout_s: int = 30) -> socket.socket:
+    """A raw connection to a desk, of which no step takes longer than `timeout_s`.
+
+    The kernel waits for room in the backlog only where the socket blocks; Python's time limits make
+    it non-blocking.
+    """
+    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", timeout_s, 0))
+        s.connect(address)
+    except BaseException:
+        s.close()
+        raise
+    s.settimeout(timeout_s)
+    return s
 
 
 def gone(pid: int) -> bool:

@@ -28,7 +28,7 @@ from creel.errors import NoDaemonError, SourceError, UnavailableError
 from creel.loader.client import Client
 from creel.loader.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, desk_address, encode
-from kit import daemon_of, gone, nothing_left, until
+from kit import daemon_of, gone, knock, nothing_left, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -273,17 +273,17 @@ def test_a_full_backlog_is_no_missing_daemon(embedded: str, paths: list[str]) ->
     held = []
     try:
         while True:
-            knock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-            held.append(knock)
-            if knock.connect_ex(desk_address(os.getuid(), embedded)):
+            caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            held.append(caller)
+            if caller.connect_ex(desk_address(os.getuid(), embedded)):
                 break
         threading.Timer(0.3, daemon.resume).start()
         with Client.connect(embedded, "cli") as client:
             assert client.ask("status")["pid"] == daemon.pid
     finally:
         daemon.resume()
-        for knock in held:
-            knock.close()
+        for caller in held:
+            caller.close()
 
 
 def test_a_training_goes_on_amid_noise(
@@ -327,9 +327,7 @@ def _noise(name: str, stop: threading.Event) -> None:
 
 
 def _talk_nonsense(where: str, rng: random.Random) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as desk:
-        desk.settimeout(30)
-        desk.connect(where)
+    with knock(where) as desk:
         if rng.random() < 0.5:
             desk.send(encode(Hello(PROTOCOL, "trainer", 1)))
             desk.recv(4096)

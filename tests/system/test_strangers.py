@@ -38,7 +38,7 @@ from creel.messages import (
     encode,
     line_address,
 )
-from kit import until
+from kit import knock, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -96,13 +96,13 @@ sys.stdin.read()
 
 def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
     for first in (Open("x"), Attach(1), Close(1), Register(5), Hello(PROTOCOL, "king", 1)):
-        with _knock(daemon) as s:
+        with knock(resolve(daemon.name)) as s:
             s.send(encode(first))
             assert s.recv(1000) == b""
 
 
 def test_another_protocol_is_told_what_to_do(daemon: Running) -> None:
-    with _knock(daemon) as s:
+    with knock(resolve(daemon.name)) as s:
         s.send(encode(Hello(PROTOCOL + 1, "cli", 1)))
         assert b"restart the daemon" in s.recv(1000)
 
@@ -131,7 +131,7 @@ def test_the_arena_and_the_table_cannot_be_written_by_clients(
 ) -> None:
     import mmap
 
-    with _knock(daemon) as s:
+    with knock(resolve(daemon.name)) as s:
         s.send(encode(Hello(PROTOCOL, "cli", 1)))
         _, fds, _, _ = socket.recv_fds(s, 1000, 4)
         arena = fds[0]
@@ -230,13 +230,6 @@ def test_limits_refuse_and_hold(daemon_name: str, tmp_path: Path) -> None:
 # --- hostile bytes ----------------------------------------------------------------------------
 
 
-def _knock(daemon: Running) -> socket.socket:
-    s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    s.settimeout(30)
-    s.connect(resolve(daemon.name))
-    return s
-
-
 def _mutations(rng: np.random.Generator, good: list[bytes], count: int) -> Iterator[bytes]:
     """Random bytes, and real messages with bits changed, cut or lengthened."""
     for _ in range(count):
@@ -272,7 +265,7 @@ def test_no_packet_at_the_desk_hurts_the_daemon(
     junk[0].write_bytes(rng.bytes(1000))
     before = daemon.fds()
     for data in _mutations(rng, good, 400):
-        with _knock(daemon) as s:
+        with knock(resolve(daemon.name)) as s:
             fds = [os.open(junk[rng.integers(2)], os.O_RDONLY) for _ in range(rng.integers(4))]
             try:
                 if hello:
