@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from creel.cache.slots import Buffer, SlotReader
 from creel.errors import IllegalEventError
+from creel.loader.overlay import over
 
 _SMALL = 16 << 10  # a storage up to here is copied out (2 us): it is not worth holding a slot for
 
@@ -118,10 +119,7 @@ class _Arrival:
         if not part.nbytes:
             return torch.empty(0, dtype=torch.uint8).untyped_storage()
         buffer, offset = self.buffer(part)
-        flat = torch.frombuffer(
-            cast(Any, buffer), dtype=torch.uint8, count=part.nbytes, offset=offset
-        )
-        return flat.untyped_storage()
+        return over(buffer, part.nbytes, offset).untyped_storage()
 
 
 def _copied(source: bytes | memoryview, part: Part) -> NDArray[np.uint8]:

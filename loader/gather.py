@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from creel.loader.overlay import over
+
 if TYPE_CHECKING:
     from creel.loader.client import Client
     from creel.loader.session import Session
@@ -48,7 +50,7 @@ class Ring:
 
     def take(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 over a lease."""
-        return torch.frombuffer(self.lease(nbytes), dtype=torch.uint8, count=nbytes)
+        return over(self.lease(nbytes), nbytes)
 
 
 class _Shelf:

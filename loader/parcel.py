@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data._utils.collate import default_collate
 
 from creel.cache.slots import SlotReader, SlotWriter
+from creel.loader.overlay import over
 from creel.loader.transport import Packed, discard, pack, slot_collate, unpack
 
 Collate: TypeAlias = Callable[[Sequence[object]], object]
@@ -39,8 +40,7 @@ class Outbox:
     def memory(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 of the batch in the making, right in a slot."""
         slot, offset = self._writer.room(nbytes)
-        buffer: Any = slot.buffer()
-        return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+        return over(slot.buffer(), nbytes, offset)
 
     def pack(self, data: object) -> tuple[Parcel, list[int]]:
         """The parcel and the descriptors to send with it. Raises whatever pickling raises."""

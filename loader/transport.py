@@ -38,6 +38,7 @@ from creel.loader.arrival import (
     discard,
     unpack,
 )
+from creel.loader.overlay import over
 
 __all__ = ["Packed", "discard", "pack", "slot_collate", "unpack"]
 
@@ -337,7 +338,5 @@ class _Stack:
         if nbytes <= _SMALL:
             return torch.empty(shape, dtype=elem.dtype)
         slot, at = self._writer.room(nbytes)
-        flat = torch.frombuffer(
-            cast(Any, slot.buffer()), dtype=elem.dtype, count=nbytes // elem.itemsize, offset=at
-        )
+        flat = over(slot.buffer(), nbytes // elem.itemsize, at, elem.dtype)
         return flat.resize_(shape)  # in place: a view would tell

@@ -23,6 +23,20 @@ def test_memory_comes_back_when_its_last_tensor_is_gone() -> None:
     assert ring.take(9_000).data_ptr() == where
 
 
+def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory() -> None:
+    ring = Ring()
+    tensor = ring.take(1 << 20).fill_(5)
+    seen = tensor[9:].numpy()
+    tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+    assert tensor.data_ptr() != seen.ctypes.data - 9
+    del tensor
+    ring.take(1 << 20).fill_(6)
+    assert (seen == 5).all()
+    where = seen.ctypes.data - 9
+    del seen
+    assert ring.take(1 << 20).data_ptr() == where
+
+
 def test_tensors_outlive_their_ring_and_its_size() -> None:
     ring = Ring()
     small = ring.take(4096).fill_(1)

@@ -337,6 +337,18 @@ def test_what_arrives_is_writable_and_private(road: Road) -> None:
 
 
 @pytest.mark.parametrize("size", [3, 9000])
+def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory(road: Road, size: int) -> None:
+    out = road.trip(torch.full((size,), 5))
+    seen = out.numpy()
+    out.share_memory_()
+    assert out.is_shared()
+    held = [road.trip(torch.full((size,), 6)) for _ in range(20)]
+    road.reader.close()
+    assert (seen == 5).all()
+    assert held[-1][0] == 6
+
+
+@pytest.mark.parametrize("size", [3, 9000])
 def test_an_array_nobody_may_write_to_arrives_as_by_pickle(road: Road, size: int) -> None:
     """Writable before Python 3.14, whose protocol keeps it as it was."""
     array = np.zeros(size)
