@@ -8,6 +8,8 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import pickle
+import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -318,6 +320,30 @@ def test_other_start_methods_give_the_same_and_live_on(method: str) -> None:
     first, second = ({int(p) for b in loader for p in b} for _ in range(2))
     assert first == second
     assert os.getpid() not in first
+
+
+class Hundred(Squares):
+    """Samples of 100 KB."""
+
+    def __getitem__(self, i: int) -> bytes:
+        return bytes([i % 256]) * 100_000
+
+
+def faults(_: list[bytes]) -> int:
+    """Pages this process has touched for the first time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a hint to glibc")
+@pytest.mark.slow
+def test_a_worker_uses_what_a_batch_freed_for_the_next() -> None:
+    # Spawned: a forked one has the limits that this process came to.
+    told = list(
+        creel.DataLoader(
+            Hundred(1280), 64, num_workers=1, multiprocessing_context="spawn", collate_fn=faults
+        )
+    )
+    assert told[-1] - told[4] < 64 * 15  # there are 24 pages in a sample, 64 in a batch
 
 
 def test_a_loader_pickles_and_copies_without_its_workers() -> None:
