@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from numpy.typing import NDArray
@@ -44,6 +43,7 @@ from creel.messages import (
     Welcome,
 )
 from creel.policies.prefetch import Window
+from creel.version import VERSION
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Node:
         memory = limits.memory()
         self.config = config
         self.embedded = embedded
-        self.version = version("creel")
+        self.version = VERSION
         self.state = "serving"
         self.started = time.monotonic()
         self.bugs = 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from creel.errors import ConfigError, CreelError, NoDaemonError
+from creel.version import VERSION
 
 if TYPE_CHECKING:
     from creel.config import Config
@@ -48,7 +49,7 @@ def _exit_code(error: CreelError) -> int:
 
 @click.group(context_settings=_WORDS)
 @click.option("--name", help="Which daemon (default: CREEL_SOCKET, or the configuration's).")
-@click.version_option(package_name="creel", message="%(prog)s %(version)s")
+@click.version_option(VERSION, message="%(prog)s %(version)s")
 @click.pass_context
 def creel(context: click.Context, name: str | None) -> None:
     """Start, watch and check the daemon that keeps training fed.

@@ -15,6 +15,7 @@ from creel import limits
 from creel.config import Config, config_files, memory_budget
 from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.units import format_size
+from creel.version import VERSION
 
 _SHM = "/dev/shm"  # noqa: S108 - only looked at
 _PACKAGES = ("numpy", "pyarrow", "pyzmq", "msgspec", "psutil", "torch", "torchvision", "fsspec")
@@ -142,7 +143,7 @@ def _daemon(ask: Callable[[str], dict[str, object]]) -> Check:
         remedy = "it may hang or be of another version: creel stop --now, or end its process"
         return Check("daemon", "bad", str(e), remedy)
     found = f"{told['name']} (pid {told['pid']}, creel {told['version']})"
-    if told["version"] != _version("creel"):
+    if told["version"] != VERSION:
         remedy = f"this is creel {_version('creel')}: creel stop, and let a new one start"
         return Check("daemon", "warn", found, remedy)
     return Check("daemon", "ok", found)
@@ -181,7 +182,7 @@ def environment() -> dict[str, str]:
     """Versions and limits, to paste into an issue."""
     have = limits.memory()
     told = {
-        "creel": _version("creel"),
+        "creel": VERSION,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpus": _cpus(),
