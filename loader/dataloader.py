@@ -26,6 +26,9 @@ T_co = TypeVar("T_co", covariant=True)
 #: Attributes that belong to this process and object: never pickled, never copied.
 _OURS = ("_creel_home",)
 
+#: torch >= 2.6. Asked here: `creel verify` puts our class in the place of torch's.
+_TORCH_HAS_IN_ORDER = "in_order" in torch.utils.data.DataLoader.__init__.__annotations__
+
 
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """A drop-in for `torch.utils.data.DataLoader`.
@@ -75,9 +78,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         _check("on_error", on_error, "raise")
         if creel:
             settings(creel)  # what is wrong with it is said here, not at the first epoch
-        if "in_order" in torch.utils.data.DataLoader.__init__.__annotations__:
+        if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
-        else:  # torch < 2.6
+        else:
             self.in_order = in_order
         super().__init__(
             dataset,

@@ -443,7 +443,8 @@ def test_a_state_that_cannot_be_kept_is_no_secret(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.accelerator, "current_device_index"), reason="torch < 2.8 asks torch.cuda"
+    not hasattr(getattr(torch, "accelerator", None), "current_device_index"),
+    reason="torch < 2.8 asks torch.cuda",
 )
 def test_batches_may_be_pinned_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

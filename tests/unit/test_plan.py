@@ -96,6 +96,8 @@ def test_a_permutation_that_torch_draws_otherwise_is_refused(n: int) -> None:
 def test_draws_with_replacement_are_torch_s(case: int) -> None:
     rng = random.Random(case)
     n = rng.choice([1, 7, 1000, 2**28 - 1, 2**28, 2**31 - 1])
+    if n >= plan.WIDE_RANGE and torch.__version__ < "2.6":
+        pytest.skip("drawn otherwise: followed batch by batch, as any wrong prediction")
     k = rng.choice([1, 31, 32, 33, rng.randrange(1, 3000)])
     seed = rng.getrandbits(63)
     sampler = RandomSampler(range(n), True, k, torch_generator(seed))
