@@ -22,7 +22,7 @@ import pickle
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -32,9 +32,12 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-#: Largest pickle, bytes, by start method. A fork costs about 30 ms, a spawn 3 s and more (importing
-#: torch); pickling and unpickling runs at about 200 MB/s.
+#: Largest pickle, bytes, by start method; of the world, too. A fork costs about 30 ms, a spawn 3 s
+#: and more (importing torch); pickling and unpickling runs at about 200 MB/s.
 CAP = {"fork": 4 << 20, "spawn": 64 << 20, "forkserver": 64 << 20}
+#: What takes its time whatever its size counts as so many bytes: 7 to 9 us each way for an object
+#: such as an array; a tensor, 45 us and 60 us back, goes through `torch.save` as three of them.
+_OBJECT, _TENSOR = 2 << 10, 4 << 10
 
 _hash = partial(hashlib.blake2b, digest_size=16)
 _CODE = (types.FunctionType, type)
@@ -92,13 +95,15 @@ def snapshot(what: tuple[object, ...], start_method: str) -> Snapshot:
     Raises:
         UnlikeError: a living worker cannot become what a new one would be.
     """
-    sink = _Sink(CAP.get(start_method, 0))
-    pickler = _Pickler(sink, through_fork=start_method == "fork")
+    frozen = io.BytesIO()
+    pickler = _Pickler(
+        _Sink(frozen.write, CAP.get(start_method, 0)), through_fork=start_method == "fork"
+    )
     try:
         pickler.dump(what)
-        body = sink.getvalue()
+        body = frozen.getvalue()
         roots = pickler.met
-        world = world_of(roots)
+        world = world_of(roots, start_method)
         blob = pickle.dumps((_Raw(body), roots), 5)
     except UnlikeError:
         raise
@@ -123,14 +128,16 @@ def thaw(blob: bytes | memoryview) -> tuple[Any, list[object]]:
     return pickle.loads(raw.body), roots  # noqa: S301
 
 
-def world_of(roots: list[object]) -> bytes:
+def world_of(roots: list[object], start_method: str) -> bytes:
     """Digest of all data that the code of `roots` (classes, functions) can reach by name.
 
     Raises:
-        UnlikeError: something in reach has no content that could be compared.
+        UnlikeError: something in reach has no content that could be compared, or all of it together
+            is too much.
     """
     digest = _hash()
-    digest.update(_process_state())
+    sink = _Sink(digest.update, CAP.get(start_method, 0))
+    sink.write(_process_state())
     met: set[int] = set()
     queue = [code for code in roots if _is_users(code)]
     while queue:
@@ -139,8 +146,8 @@ def world_of(roots: list[object]) -> bytes:
             continue
         met.add(id(code))
         for name, value in _reach(code):
-            digest.update(name.encode())
-            queue += _absorb(value, digest)
+            sink.write(name.encode())
+            queue += _absorb(value, sink)
     return digest.digest()
 
 
@@ -163,19 +170,18 @@ def _name_of(value: object) -> str:
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
 
 
-def _absorb(value: object, digest: hashlib.blake2b) -> list[object]:
-    """Take the content of a value into the digest; the user's code that it leads to."""
+def _absorb(value: object, sink: _Sink) -> list[object]:
+    """Take the content of a value into a digest; the user's code that it leads to."""
     code = _code_in(value)
     if code is not None:
-        digest.update(_name_of(code).encode())
+        sink.write(_name_of(code).encode())
         cache = getattr(getattr(value, "__func__", value), "cache_info", None)
         if cache is not None:  # functools.cache: what it remembers, a new process would not
-            digest.update(repr(cache()).encode())
+            sink.write(repr(cache()).encode())
         return [code] if _is_users(code) else []
     if isinstance(value, types.ModuleType):
-        digest.update(value.__name__.encode())
+        sink.write(value.__name__.encode())
         return []
-    sink = _Sink(CAP["spawn"])
     pickler = _Pickler(sink, through_fork=False)
     try:
         pickler.dump(value)
@@ -183,7 +189,6 @@ def _absorb(value: object, digest: hashlib.blake2b) -> list[object]:
         raise
     except Exception as e:
         raise UnlikeError(f"a {type(value).__name__} has no content to compare: {e}") from e
-    digest.update(sink.getvalue())
     return [code for code in pickler.met if _is_users(code)]
 
 
@@ -280,19 +285,29 @@ def is_users_module(name: str) -> bool:
     return not (file.startswith(_INSTALLED) or "site-packages" in file or "dist-packages" in file)
 
 
-class _Sink(io.BytesIO):
-    """A buffer that refuses to grow beyond a cap."""
+class _Sink:
+    """A file for pickles that refuses what is too much, before it is copied."""
 
-    def __init__(self, cap: int) -> None:
-        super().__init__()
+    def __init__(self, keep: Callable[[bytes], object], cap: int) -> None:
+        """`keep` is given what is written, at most `cap` bytes."""
+        self._keep = keep
         self._room = cap
 
-    def write(self, data: bytes) -> int:  # type: ignore[override]  # what pickle needs
-        written = super().write(data)
-        self._room -= written
-        if self._room < 0:
+    def fit(self, nbytes: int) -> None:
+        """Raise UnlikeError unless there is room for so much."""
+        if nbytes > self._room:
             raise UnlikeError("too big to compare")
-        return written
+
+    def spend(self, nbytes: int) -> None:
+        """Take so much of the room. Raises as `fit`."""
+        self.fit(nbytes)
+        self._room -= nbytes
+
+    def write(self, data: bytes) -> int:
+        """Keep the data. Raises as `fit`."""
+        self.spend(len(data))
+        self._keep(data)
+        return len(data)
 
 
 class _Pickler(pickle.Pickler):
@@ -301,6 +316,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, sink: _Sink, *, through_fork: bool) -> None:
         super().__init__(sink, 5)
         self.met: list[object] = []
+        self._sink = sink
         self._through_fork = through_fork
         self._storages: set[int] = set()
 
@@ -309,6 +325,9 @@ class _Pickler(pickle.Pickler):
             if isinstance(obj, _CODE):
                 self.met.append(obj)
             return NotImplemented
+        self._sink.spend(_TENSOR if isinstance(obj, torch.Tensor) else _OBJECT)
+        if isinstance(obj, np.ndarray):
+            self._sink.fit(obj.nbytes)  # or it would be copied first
         if isinstance(obj, torch.Tensor):
             self._check_tensor(obj)
         elif isinstance(obj, np.memmap):
@@ -322,10 +341,12 @@ class _Pickler(pickle.Pickler):
         if tensor.device.type != "cpu" or tensor.is_shared():  # type: ignore[no-untyped-call]  # torch's
             raise UnlikeError("a tensor is shared with other processes or devices")
         if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage().data_ptr()
-            if storage and storage in self._storages:
+            storage = tensor.untyped_storage()
+            self._sink.fit(storage.nbytes())  # it goes whole, and would be copied first
+            address = storage.data_ptr()
+            if address and address in self._storages:
                 raise UnlikeError("two tensors share a storage")
-            self._storages.add(storage)
+            self._storages.add(address)
 
 
 @cache

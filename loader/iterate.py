@@ -263,7 +263,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
     def _speculate(self) -> None:
         """All of this epoch is under way: let workers go on with the next one, if it is known."""
         pool, order = self._pool, self._course.order
-        if self._key is None or pool.ahead is not None or order is None:
+        if self._key is None or self._home.bench.unlike or pool.ahead is not None or order is None:
             return
         if not (self._course.slices and self._home.may_speculate and not self._home.bench.wasted):
             return

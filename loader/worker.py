@@ -248,7 +248,7 @@ class _Worker:
             if version == KEEP:
                 return self._keep(base_seed, world)
             (dataset, collate_fn, binding), roots = thaw(self._snapshot[1])
-            if world_of(roots) != world:
+            if world_of(roots, self._start_method) != world:
                 return False
         except Exception:  # noqa: BLE001  a new process is always right
             return False
