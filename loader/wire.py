@@ -7,14 +7,19 @@ buffer can never make two processes wait for each other: the trainer never block
 
 from __future__ import annotations
 
+import copyreg
 import errno
+import io
 import os
 import pickle
 import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
 
 #: Longest packet; what is longer goes through a memfd. A socket's buffer is 208 KiB by default.
 _INLINE = 16 << 10
@@ -22,6 +27,7 @@ _INLINE = 16 << 10
 #: their own.
 _MAX_FDS = 253
 _PLAIN, _SPILLED, _AHEAD = b"p", b"s", b"a"
+_Reduced: TypeAlias = "str | tuple[Any, ...]"
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -144,7 +150,11 @@ def _packets(packet: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
 
 def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
     """The packet for `message` and the descriptors it needs (the caller's to close)."""
-    body = pickle.dumps(message, 5)
+    sink = io.BytesIO()
+    pickler = pickle.Pickler(sink, 5)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(message)
+    body = sink.getvalue()
     if len(body) < _INLINE:
         return _PLAIN + body, []
     fd = os.memfd_create("creel-message", os.MFD_CLOEXEC)
@@ -155,6 +165,25 @@ def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
         os.close(fd)
         raise
     return _SPILLED, [fd]
+
+
+def _reduced(tensor: torch.Tensor) -> _Reduced:
+    """An index that is a tensor, by its own elements: it may be one of a whole permutation's."""
+    if tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _INDICES:
+        return torch.from_numpy, (tensor.numpy(),)
+    as_ever: _Reduced = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]  # torch's
+    return as_ever
+
+
+class _Dispatch(dict[type, Callable[[Any], Any]]):
+    """What pickle would use, below what is put in here."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], Any]:
+        return copyreg.dispatch_table[kind]
+
+
+_INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_REDUCERS = _Dispatch({torch.Tensor: _reduced})
 
 
 def _spilled(fds: list[int]) -> tuple[tuple[object, ...], list[int]]:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from creel.loader.wire import Wire, pair
 
@@ -56,5 +57,26 @@ def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
     got = theirs.get()
     assert got is not None
     os.close(got[1][0])
+    ours.close()
+    theirs.close()
+
+
+def test_indices_that_are_tensors_take_no_others_along() -> None:
+    """A sampler may give out a permutation's elements: `yield from torch.randperm(n)`."""
+    permutation = torch.randperm(1 << 16)  # 512 KiB
+    sparse, floats = torch.eye(3).to_sparse(), torch.ones(2, requires_grad=True)
+    batch = [*permutation[:32], permutation[::4096], permutation[:3] > 5, sparse, floats]
+    ours, theirs = map(Wire, pair())
+    ours.post((batch,))
+    with socket.fromfd(theirs.fileno(), socket.AF_UNIX, socket.SOCK_SEQPACKET) as packet:
+        assert len(packet.recv(1 << 16, socket.MSG_PEEK)) > 100  # it lies in no memfd
+    got = theirs.get(20)
+    assert got is not None
+    (there,) = got[0]
+    assert isinstance(there, list)
+    for a, b in zip(there, batch, strict=True):
+        assert (type(a), a.dtype, a.shape, a.layout) == (type(b), b.dtype, b.shape, b.layout)
+        assert torch.equal(a.to_dense(), b.to_dense())
+        assert a.requires_grad == b.requires_grad
     ours.close()
     theirs.close()
