@@ -117,7 +117,7 @@ class _Arrival:
 
     def _built(self, part: Part) -> torch.UntypedStorage:
         if not part.nbytes:
-            return torch.empty(0, dtype=torch.uint8).untyped_storage()
+            return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
         buffer, offset = self.buffer(part)
         return over(buffer, part.nbytes, offset).untyped_storage()
 
@@ -143,7 +143,7 @@ def arrived_tensor(
     """A tensor over storage `number` of the batch being unpickled."""
     arrival = _arriving()
     part = arrival.part(number)
-    tensor = torch.empty(0, dtype=DTYPES[code])
+    tensor = torch.empty(0, dtype=DTYPES[code], device="cpu")  # whatever the default is
     start = offset - part.cut // tensor.itemsize if part.nbytes else 0
     return tensor.set_(arrival.storage(number, part), start, shape, stride)
 

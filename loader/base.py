@@ -152,7 +152,7 @@ class CreelDataset(Dataset[Sample]):
         """(nbytes,) uint8, in memory of its own."""
         data = take(self, object_id, self._read_direct, bytearray)
         if not data:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(data, dtype=torch.uint8)
 
     def _source(self) -> Source:

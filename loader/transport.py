@@ -336,7 +336,7 @@ class _Stack:
         shape = (count, *elem.shape)
         nbytes = elem.nbytes * count
         if nbytes <= _SMALL:
-            return torch.empty(shape, dtype=elem.dtype)
+            return torch.empty(shape, dtype=elem.dtype, device="cpu")
         slot, at = self._writer.room(nbytes)
         flat = over(slot.buffer(), nbytes // elem.itemsize, at, elem.dtype)
         return flat.resize_(shape)  # in place: a view would tell

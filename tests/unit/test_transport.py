@@ -222,6 +222,16 @@ def test_tensors_that_shared_memory_still_do(road: Road) -> None:
     assert out["b"].storage_offset() == 300
 
 
+def test_what_was_sent_from_the_cpu_arrives_there_whatever_the_default_device(road: Road) -> None:
+    sent = [torch.arange(size) for size in (0, 3, 9000)]
+    with torch.device("meta"):
+        out = road.trip(sent)
+        stacked = slot_collate([torch.tensor(1, device="cpu")] * 2, road.writer)
+    same(out, sent)
+    assert isinstance(stacked, torch.Tensor)
+    assert stacked.tolist() == [1, 1]
+
+
 def test_the_same_object_twice_is_the_same_object(road: Road) -> None:
     tensor, array = torch.zeros(9000), np.zeros(9000)
     out = road.trip([tensor, array, tensor, array])
