@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import os
 import threading
 import zlib
 from weakref import WeakValueDictionary
@@ -107,10 +108,15 @@ class Permutation:
         """`start` is the generator's state before the draw."""
         self._n = n
         self._start = start
-        self._lock = threading.Lock()
+        self._renew()
         self._whole: NDArray[np.int32] | None = None
         self._head: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self._after: bytes | None = None
+
+    def _renew(self) -> None:
+        """What belongs to one process: a fork leaves the thread behind, and the lock as it is."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @classmethod
@@ -145,6 +151,8 @@ class Permutation:
 
     def whole(self) -> NDArray[np.int32]:
         """All n entries; waits while another thread draws them."""
+        if self._pid != os.getpid():
+            self._renew()
         with self._lock:
             if self._whole is None:
                 generator = torch.Generator()

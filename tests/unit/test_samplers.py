@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import pickle
 import random
+import signal
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -463,3 +465,30 @@ def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
     assert torch.equal(torch.get_rng_state(), seen)
     order.skip(3)
     assert [plain(b) for b in order] == want[3:]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, gate, drawing = draws._randperm, threading.Event(), threading.Event()
+
+    def slow(n: int, generator: torch.Generator) -> Any:
+        drawing.set()
+        gate.wait()
+        return real(n, generator)
+
+    monkeypatch.setattr(draws, "_randperm", slow)
+    n = 1 << 18
+    permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
+    permutation.first(10)
+    drawing.wait()
+    pid = os.fork()
+    if not pid:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
+        torch.set_num_threads(1)  # OpenMP's threads did not come along
+        draws._randperm = real
+        whole = permutation.whole()
+        os._exit(0 if len(whole) == n else 1)
+    gate.set()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (permutation.whole() == real(n, draws.seeded(5))).all()
