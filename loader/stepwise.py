@@ -81,8 +81,12 @@ class Link:
                 return -1, None
             self._next += 1
             self._open.add(step)
-        if self.session.ready(step) or self._wait(step):
-            return step, ids
+        try:
+            if self.session.ready(step) or self._wait(step):
+                return step, ids
+        except BaseException:  # Ctrl-C: an open step would pin all that come after it for good
+            self.end(step)
+            raise
         if self.session.alive:
             _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
         return step, None

@@ -24,6 +24,7 @@ from creel.errors import ConfigError
 from creel.loader import feed
 from creel.loader.base import CreelDataset
 from creel.loader.files import FileDataset
+from creel.loader.session import Session
 from creel.loader.wrap import Wrapped, unwrap
 from kit import until
 
@@ -313,6 +314,25 @@ def test_creels_own_loader_goes_through_it(node: Node) -> None:
             pass
     assert node.reads() == N
     assert len(node.stats()["core"]["sessions"]) == 1
+
+
+def test_a_wait_that_is_interrupted_pins_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    wrapped = creel.wrap(node.files())
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "ready", lambda *_: False)
+        patch.setattr(Session, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            wrapped[0]
+    for i in range(1, 5):
+        wrapped[i]
+    (session,) = node.stats()["core"]["sessions"].values()
+    assert session["known"] == 5
+    until(lambda: next(iter(node.stats()["core"]["sessions"].values()))["done"] == 5)
 
 
 def test_threads_may_share_one(node: Node) -> None:
