@@ -144,6 +144,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         """Begin the next epoch of persistent workers (or the first of any)."""
         if not first_iter:
             self._moment = before()
+            self._drop_held()
         _BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._course.begin(loader, self, self._moment)
         self._send_idx = 0
@@ -301,7 +302,11 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
     def _process_data(self, event: Batch, worker: int) -> Any:
         self._workers_num_tasks[worker] -= 1
         self._course.done(self._rcvd_idx)
-        self._try_put_index()
+        try:
+            self._try_put_index()
+        except BaseException:  # the sampler's: as in torch, nobody gets this batch
+            self._pool.set_aside(event)
+            raise
         data = self._pool.open(event)
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
@@ -383,10 +388,19 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
             return
         self._meter.workers(self._pool.news())
         self._course.leave()
+        self._drop_held()
         if self._persistent_workers:
             self._pool.close()
         else:
             self._home.bench.leave(self._pool, self._key)
+
+    def _drop_held(self) -> None:
+        """Give back the slots of batches that came before their turn and will not be taken."""
+        tasks = self.__dict__.get("_task_info", {})
+        for idx, info in tasks.items():
+            if len(info) == 2:
+                tasks[idx] = info[:1]
+                self._pool.set_aside(info[1])
 
     def __del__(self) -> None:
         self._shutdown_workers()

@@ -292,7 +292,7 @@ class Pool:
     def _read(self, member: Member, worker: int) -> bool:
         """Take one message from a worker; False when there is none."""
         try:
-            got = member.wire.get(0)
+            return self._take(member, worker)
         except EOFError:
             # Its sentinel tells the rest; a readable end of file would only keep us awake.
             fd = member.wire.fileno()
@@ -302,6 +302,10 @@ class Pool:
         except OSError:
             member.dead = True  # to us: one of its batches is lost, and would be waited for
             raise
+
+    def _take(self, member: Member, worker: int) -> bool:
+        """`_read`, or EOFError; OSError where there is no descriptor or no room for a mapping."""
+        got = member.wire.get(0)
         if got is None:
             return False
         message, fds = got

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -24,6 +25,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import creel
+from creel.cache.slots import SlotReader
 from creel.errors import ConfigError
 from creel.loader import iterate
 from creel.loader.iterate import OwnIter, StallWarning
@@ -123,6 +125,85 @@ def test_ten_hundred_left_iterators_keep_workers_and_descriptors_constant() -> N
         assert int(next(iter(loader))[1]) == 1
     assert {w.pid for w in multiprocessing.active_children()} == {w.pid for w in workers}
     assert descriptors() <= fds + 2
+
+
+class Uneven(Squares):
+    """Worker 0 waits with its first batch for worker 1's fourth; each takes a slot."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 7:
+            self.gate.touch()
+        if i == 0:
+            until(self.gate.exists)
+        return torch.full((10_000,), float(i))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_that_came_before_their_turn_keep_no_slot_of_an_epoch_that_is_left(
+    persistent: bool, tmp_path: Path
+) -> None:
+    loader = creel.DataLoader(
+        Uneven(tmp_path / "gate"),
+        1,
+        num_workers=2,
+        prefetch_factor=4,
+        persistent_workers=persistent,
+    )
+    before = slots_mapped()
+    for _ in range(10):
+        (tmp_path / "gate").unlink(missing_ok=True)
+        assert int(next(iter(loader))[0, 0]) == 0
+    assert slots_mapped() - before <= 2 * 8  # loader.slots of each worker
+    del loader
+
+
+def test_a_batch_whose_successor_the_sampler_fails_to_give_keeps_no_slot() -> None:
+    class Ends:
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([i] for i in range(2))
+            raise ValueError("here")
+
+        def __len__(self) -> int:
+            return 3
+
+    samples = [torch.full((10_000,), float(i)) for i in range(2)]
+    loader: Any = creel.DataLoader(
+        samples,  # type: ignore[arg-type]  # has what it takes
+        batch_sampler=Ends(),
+        num_workers=1,
+        persistent_workers=True,
+    )
+    before = slots_mapped()
+    it = iter(loader)
+    for _ in range(15):
+        with pytest.raises(ValueError, match="here"):
+            list(it)
+        it = iter(loader)
+    assert slots_mapped() - before <= 8
+
+
+def slots_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:creel-slot")
+
+
+def test_a_batch_there_is_no_room_to_map_ends_the_epoch_and_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    samples = [torch.full((10_000,), float(i)) for i in range(8)]
+    it = iter(creel.DataLoader(samples, num_workers=1, timeout=20))  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotReader, "adopt", full)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            next(it)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(it)
 
 
 def test_a_worker_init_fn_means_new_workers_each_epoch() -> None:
