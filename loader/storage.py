@@ -50,7 +50,7 @@ def absolute(address: str | os.PathLike[str]) -> str:
 
     Raises:
         ConfigError: no string and no path.
-        NotFoundError: an empty one, which would be the working directory.
+        NotFoundError: an empty one, which would be the working directory; a URI of a scheme alone.
     """
     if not isinstance(address, (str, os.PathLike)):
         raise ConfigError(f"a path is a string or a Path, not {address!r}")
@@ -61,6 +61,8 @@ def absolute(address: str | os.PathLike[str]) -> str:
     if scheme == "file":
         return unquote(urlsplit(text).path)
     if scheme:
+        if not text.partition("://")[2].strip("/"):
+            raise NotFoundError(f"{text} names nothing: write {scheme}://bucket-or-host/path")
         return text.rstrip("/")
     # Not resolve(): a symbolic link is followed when it is read, as open() would do.
     return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
@@ -126,6 +128,8 @@ def nbytes_of(address: str) -> int:
     scheme = scheme_of(address)
     if not scheme:
         path = Path(address)
+        if path.is_dir():
+            raise NotFoundError(f"{address} is a folder: give the files in it, as a list")
         if not path.is_file():
             raise NotFoundError(f"there is no file {address}")
         return path.stat().st_size

@@ -182,6 +182,8 @@ def _layers(
     flags: Mapping[str, object], env: Mapping[str, str], cwd: Path | None, origin: str | None
 ) -> Iterator[_Given]:
     """Everything that was given, weakest first."""
+    if (named := env.get(_FILE)) and not _is_file(Path(named).expanduser()):
+        raise ConfigError(f"{_FILE} names {named}, and there is no such file: mend or unset it")
     for path in config_files(env, cwd):
         yield from _from_file(path)
     yield from _from_env(env)
@@ -192,7 +194,7 @@ def _layers(
 
 
 def config_files(env: Mapping[str, str] | None = None, cwd: Path | None = None) -> list[Path]:
-    """The configuration files that exist and count, weakest first."""
+    """The configuration files that exist (or are named) and count, weakest first."""
     env = os.environ if env is None else env
     home = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config")
     found = [path for path in (_SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
