@@ -76,20 +76,25 @@ class Bench:
         if pool is None:
             return wanted.pool(), 0
         try:
-            frozen = wanted.freeze()
+            return pool, self._seated(pool, wanted, wanted.freeze())
         except UnlikeError as e:
             self.unlike = str(e)
             pool.close()
             return wanted.pool(), 0
+        except BaseException:  # Ctrl-C: nobody else knows of these workers
+            pool.close()
+            raise
+
+    def _seated(self, pool: Pool, wanted: Wanted, frozen: Snapshot) -> int:
         ahead = pool.ahead
         if ahead is not None:
             same = (ahead.base_seed, ahead.frozen.digest, ahead.frozen.world)
             now = (wanted.outfit.base_seed, frozen.digest, frozen.world)
             if same == now and not pool.unfit(ahead.tag):
-                return pool, ahead.tag
+                return ahead.tag
             pool.take_ahead(wanted=False)
             self.wasted += 1
-        return pool, self.renew(pool, wanted, frozen)
+        return self.renew(pool, wanted, frozen)
 
     @staticmethod
     def renew(pool: Pool, wanted: Wanted, frozen: Snapshot) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from creel.cache.slots import SlotReader
 from creel.errors import ConfigError
 from creel.loader import iterate
 from creel.loader.iterate import OwnIter, StallWarning
+from creel.loader.pool import Pool
 from kit import gone, stopped, until
 
 pytestmark = pytest.mark.timeout(180)
@@ -125,6 +127,17 @@ def test_ten_hundred_left_iterators_keep_workers_and_descriptors_constant() -> N
         assert int(next(iter(loader))[1]) == 1
     assert {w.pid for w in multiprocessing.active_children()} == {w.pid for w in workers}
     assert descriptors() <= fds + 2
+
+
+def test_ctrl_c_as_an_epoch_begins_leaves_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    first = list(map(int, torch.cat(list(loader))))
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "unfit", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert not multiprocessing.active_children()
+    assert list(map(int, torch.cat(list(loader)))) == first
 
 
 class Uneven(Squares):
