@@ -13,6 +13,7 @@ from creel.loader.stages import Times
 
 if TYPE_CHECKING:
     from creel.loader.feed import Told
+    from creel.loader.parcel import Inbox
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Batch:
     index: int
     packed: Any
     times: Times
+    #: Of the process that made it: another may have taken its place since.
+    inbox: Inbox
 
 
 @dataclass(frozen=True)

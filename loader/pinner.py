@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,13 +64,13 @@ class Pinner:
             return event
         data: object = None
         try:
-            data = self._pool.members[event.worker].inbox.unpack(event.packed)
+            data = event.inbox.unpack(event.packed)
             if event.tag >= self._pool.board[VOID] and not isinstance(data, ExceptionWrapper):
                 data = pin_memory(data, self._device)  # type: ignore[no-untyped-call]  # torch's
         except Exception:  # noqa: BLE001  whatever a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._device_index}"
             data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
-        return Batch(event.worker, event.tag, event.index, data, event.times)
+        return replace(event, packed=data)
 
 
 def _device(kind: str | None) -> tuple[int, Callable[[int], object]]:

@@ -312,7 +312,7 @@ class Pool:
         match message:
             case ("batch", int(tag), int(index), Parcel() as parcel, tuple() as times):
                 packed = member.inbox.accept(parcel, fds)
-                self._events.append(Batch(worker, tag, index, packed, times))
+                self._events.append(Batch(worker, tag, index, packed, times, member.inbox))
             case ("fit", int(tag), bool(fit)):
                 self._events.append(Fit(worker, tag, fit))
         return True
@@ -321,7 +321,7 @@ class Pool:
         """The batch itself (an ExceptionWrapper when the worker failed)."""
         if self.pinner is not None:
             return event.packed
-        return self.members[event.worker].inbox.unpack(event.packed)
+        return event.inbox.unpack(event.packed)
 
     def set_aside(self, event: Batch) -> None:
         """Keep a result that came ahead of its epoch; give back what any other one holds."""
@@ -341,7 +341,7 @@ class Pool:
 
     def _discard(self, event: Batch) -> None:
         if self.pinner is None:
-            self.members[event.worker].inbox.discard(event.packed)
+            event.inbox.discard(event.packed)
 
     def unfit(self, tag: int, timeout_s: float = _FIT_S) -> list[int]:
         """The workers that cannot (or do not in time say that they can) begin epoch `tag`."""
