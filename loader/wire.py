@@ -59,12 +59,16 @@ class Wire:
         """Send, or keep for the next `flush` when the buffer is full. Never blocks.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other end is gone, or no descriptor is free.
             Exception: whatever pickling `message` raises; then nothing was sent.
         """
         packet, owned = _packed(message)
-        # Descriptors are duplicated: the caller may close its own before the packet leaves.
-        owned += [os.dup(fd) for fd in fds]
+        try:
+            for fd in fds:  # the caller may close its own before the packet leaves
+                owned.append(os.dup(fd))
+        except OSError:
+            _close(owned)
+            raise
         with self._lock:
             self._backlog += _packets(packet, owned)
             self.flush()

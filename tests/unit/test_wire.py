@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
     got = theirs.get()
     assert got is not None
     os.close(got[1][0])
+    ours.close()
+    theirs.close()
+
+
+def test_a_message_that_finds_no_free_descriptor_leaves_none_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = map(Wire, pair())
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    free = iter([os.dup(ours.fileno())])
+    monkeypatch.setattr(os, "dup", lambda _: next(free, None) or os.open("/nowhere", os.O_RDONLY))
+    with pytest.raises(OSError, match="nowhere"):
+        ours.post((bytes(100_000),), [ours.fileno()] * 3)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
     ours.close()
     theirs.close()
 
