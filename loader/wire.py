@@ -104,17 +104,21 @@ class Wire:
         """The next message and its descriptors (now the caller's); None when none came in time.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is gone, or this one was closed.
             OSError: this process may have no more descriptors, so the message is lost.
         """
-        if timeout_s is not None and not self._readable(timeout_s):
-            return None
         try:
+            if timeout_s is not None and not self._readable(timeout_s):
+                return None
             packet, fds, flags, _ = socket.recv_fds(
                 self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
             )
         except ConnectionError as e:
             raise EOFError("the other end is gone") from e
+        except (OSError, ValueError) as e:
+            if self.fileno() < 0:  # by another thread: the pinning one reads, this one replaces
+                raise EOFError("this end is closed") from e
+            raise
         if not packet:
             raise EOFError("the other end is gone")
         if flags & socket.MSG_CTRUNC:

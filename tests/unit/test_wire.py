@@ -62,6 +62,15 @@ def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
     theirs.close()
 
 
+def test_reading_from_an_end_that_was_closed_says_so() -> None:
+    ours, theirs = map(Wire, pair())
+    ours.close()
+    for timeout_s in (None, 0, 1):
+        with pytest.raises(EOFError, match="this end is closed"):
+            ours.get(timeout_s)
+    theirs.close()
+
+
 def test_a_message_that_finds_no_free_descriptor_leaves_none_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
