@@ -285,7 +285,8 @@ class Core:
             h.release(ids)
         if s.front < stop:  # read directly, before they could be fetched
             s.front = stop
-        s.checked = max(s.checked, stop)
+        if s.checked < stop:  # what still comes of the steps that are done holds up nobody
+            s.checked, s.blocked = stop, -1
         s.ready = max(s.ready, done)
         stream.forget(done)
 

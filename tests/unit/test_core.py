@@ -48,6 +48,19 @@ def test_a_step_is_ready_once_its_last_object_is_there() -> None:
     assert [a for a in actions if isinstance(a, SetReady)] == [SetReady(1, 2, 0)]
 
 
+def test_a_read_that_hangs_holds_up_no_step_but_its_own() -> None:
+    """Its reader gives up in time and goes to the source; what comes after is there."""
+    rig = Rig(1000, Window(fetch_objects=1))
+    rig.register("d", [100] * 30)
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0], [1], [2], [3]])
+    for number in [n for n, f in rig.fetches.items() if f.ids[0] != 0]:
+        rig.land(number)
+    assert rig.readers[1].ready == 0
+    rig.progress(1, done=1)
+    assert rig.readers[1].ready == 4
+
+
 def test_a_fetch_is_sorted_by_object_and_has_room_of_its_own(rig: Rig) -> None:
     rig.open(1, "d")
     (fetch,) = (a for a in rig.extend(1, 0, [[9, 4, 7]]) if isinstance(a, Fetch))
