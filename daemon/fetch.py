@@ -382,8 +382,13 @@ class _Lane:
             if self.threads and not self._room.take():
                 return
             name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
-            self.threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self.threads[-1].start()
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of the system's: with those there are, until `tick`
+                self._room.give(min(len(self.threads), 1))
+                return
+            self.threads.append(thread)
 
     def _work(self) -> None:
         me = threading.get_ident()

@@ -6,6 +6,7 @@ through `call_soon`. Every event goes through `feed`, which carries out what the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -330,13 +331,15 @@ class Node:
             int(d.table.length[d.table.length > 0].sum()) for d in self.registry.datasets.values()
         )
         if self._prefault is None and self.config.memory.prefault and total >= self.arena.nbytes:
-            self._prefault = threading.Thread(
+            thread = threading.Thread(
                 target=self.arena.prefault,
                 args=(self._stop_prefault,),
                 name="creel-prefault",
                 daemon=True,
             )
-            self._prefault.start()
+            with contextlib.suppress(RuntimeError):  # no more threads: pages come as they are used
+                thread.start()
+                self._prefault = thread
 
     def close(self) -> None:
         """Give everything back."""
@@ -368,8 +371,13 @@ class _Registrar:
 
     def put(self, work: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="creel-register", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="creel-register", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more: late for everybody, but done
+                work()
+                return
+            self._thread = thread
         self._queue.put(work)
 
     def close(self) -> None:

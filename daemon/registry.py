@@ -175,6 +175,18 @@ class Session:
         os.close(self.board_fd)
 
 
+def _new_board() -> tuple[Board, int]:
+    """A board and its descriptor; UnavailableError where there is none to be had."""
+    fd = -1
+    try:
+        fd = sealed_memfd("creel-board", BOARD_NBYTES)
+        return Board(fd), fd
+    except OSError as e:  # the mapping takes a descriptor, too
+        if fd >= 0:
+            os.close(fd)
+        raise UnavailableError(f"no room for a session here: {e}", retry_after=10.0) from e
+
+
 class Registry:
     """All datasets and sessions, within their limits."""
 
@@ -226,7 +238,8 @@ class Registry:
         """Enter a session.
 
         Raises:
-            UnavailableError: the dataset is unknown, or there are too many sessions.
+            UnavailableError: the dataset is unknown, there are too many sessions, or the system
+                gives no descriptor for one more.
         """
         dataset = self.datasets.get(request.dataset)
         if dataset is None:
@@ -237,8 +250,7 @@ class Registry:
                 " raise daemon.max_sessions",
                 retry_after=10.0,
             )
-        fd = sealed_memfd("creel-board", BOARD_NBYTES)
-        board = Board(fd)
+        board, fd = _new_board()
         board[HEARTBEAT] = time.monotonic_ns()
         session = Session(next(self._ids), token, dataset, request, board, fd)
         self.sessions[session.id] = session

@@ -9,6 +9,7 @@ import queue
 import resource
 import select
 import socket
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -34,7 +35,9 @@ from creel.daemon.events import (
 from creel.daemon.fetch import Fetcher
 from creel.daemon.local import Desk
 from creel.daemon.node import Node
-from creel.daemon.registry import Dataset
+from creel.daemon.registry import Dataset, Registry
+from creel.errors import UnavailableError
+from creel.messages import Extend, Open
 from creel.settings import Memory
 from kit import descriptors
 
@@ -117,6 +120,43 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     assert bool(node.arena.array.sum() > 50 * 7) is not draining
     assert (offset.tolist() == [-1, -1]) is draining
     node.close()
+
+
+def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) -> None:
+    """Limits on processes count threads, too; what cannot be fetched now is, once it can."""
+    (tmp_path / "x").write_bytes(b"x" * 3000)
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    config = Config(memory=Memory(budget="1MiB", prefault=True))
+    node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
+    answers: list[Any] = []
+    refused = RuntimeError("can't start new thread")
+    with mock.patch.object(threading.Thread, "start", side_effect=refused):
+        files = [str(tmp_path / name) for name in ("x", "another, which fills the memory")]
+        manifest = Manifest.of_files(files, lengths=[3000, 1 << 20])
+        node.register("token", lambda: manifest, answers.append)
+        while not answers:
+            calls.get_nowait()()
+        session = node.open("token", Open(manifest.key))
+        node.extended(session, Extend("token", 1, 0, 0), [np.zeros(1, np.int32), np.ones(1, int)])
+        assert node.fetcher.pending == 1
+        node.tick()
+    node.tick()
+    calls.get(timeout=60)()
+    assert (node.fetcher.pending, session.ready) == (0, 1)
+    node.close()
+
+
+def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
+    """Else all that become free go, one for each who asks; who asks keeps what it has."""
+    registry = Registry(max_datasets=1, max_sessions=1)
+    manifest = Manifest.of_files(["/a"])
+    registry.add(Dataset.create(manifest, Source(manifest)))
+    before = descriptors()
+    none = OSError(errno.EMFILE, "Too many open files")
+    with mock.patch("mmap.mmap", side_effect=none), pytest.raises(UnavailableError, match="Too"):
+        registry.open("token", Open(manifest.key))
+    assert descriptors() == before
+    registry.close()
 
 
 def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Path) -> None:
