@@ -29,7 +29,7 @@ from creel.daemon import metrics
 from creel.daemon.line import Line
 from creel.daemon.local import Desk
 from creel.daemon.logs import set_up_logging
-from creel.daemon.node import Node
+from creel.daemon.node import BEAT_S, Node
 from creel.daemon.notify import Notify
 from creel.daemon.takeover import made_way
 from creel.errors import ConfigError, CreelError, UnavailableError
@@ -37,7 +37,6 @@ from creel.messages import desk_address, line_address
 
 log = logging.getLogger("creel.main")
 
-_BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
 _QUICK_S = 0.001  # a client is not held up longer than this by a board nobody looked at
 _TICK_S = 0.25
 _DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm are patient for longer
@@ -83,7 +82,7 @@ class Daemon:
         self._drain_by = float("inf")
         self._leaving = False
         self._reload = False
-        self._moved = self._beaten = self._ticked = time.monotonic()
+        self._moved = self._ticked = time.monotonic()
         self._alone_since: float | None = None
         self._watched = 0.0
         self.node = Node(config, call_soon=self.call_soon, send=self._send, embedded=embedded)
@@ -182,22 +181,17 @@ class Daemon:
             if not self._calls:
                 return False
             self._calls.popleft()()
-            self._beat(time.monotonic())
+            self.node.beat(time.monotonic())
         return True
 
     def _pace(self, now: float) -> float:
         """Seconds to sleep at most."""
         if not self.node.registry.sessions:
             return 0.1 if self._leaving else 0.5
-        return min(max((now - self._moved) / 8, _QUICK_S), _BEAT_S)
-
-    def _beat(self, now: float) -> None:
-        if now - self._beaten >= _BEAT_S / 2:
-            self._beaten = now
-            self.node.registry.beat()
+        return min(max((now - self._moved) / 8, _QUICK_S), BEAT_S)
 
     def _timers(self, now: float) -> None:
-        self._beat(now)
+        self.node.beat(now)
         if now - self._ticked < _TICK_S:
             return
         self._ticked = now

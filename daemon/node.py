@@ -50,6 +50,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("creel.node")
 
+BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
 #: Descriptors kept on files that hold many objects, per dataset (the default soft limit is 1024).
 _KEPT_FILES = 128
 
@@ -97,6 +98,7 @@ class Node:
             threads=config.fetch.threads,
             per_source=config.fetch.per_source,
         )
+        self._beaten = self.started
         self._send = send
         self._call_soon = call_soon
         self._stop_prefault = threading.Event()
@@ -110,11 +112,16 @@ class Node:
 
         Nothing while draining: READY does not go back for those who hang up now, so all must lie
         where it lies. The core would go on with a table and a memory that are not as it thinks.
+
+        Beats first: of plans for millions of objects, each event may take a second, and a turn of
+        the loop has many.
         """
         if self.state == "draining":
             return
+        now = time.monotonic()
+        self.beat(now)
         try:
-            actions = self.core.handle(event, time.monotonic())
+            actions = self.core.handle(event, now)
         except CreelError:  # IllegalEventError: our bug; readers go to the source meanwhile
             self.bugs += 1
             log.exception("the core refused %s", type(event).__name__)
@@ -154,6 +161,12 @@ class Node:
         self.feed(event)
         # What the core did not have stored by now it never will: the fetch was no longer current.
         self.fetcher.discard(mind.Discard(event.fetch))
+
+    def beat(self, now: float) -> None:
+        """Write the heartbeat on all boards, where it is time to."""
+        if now - self._beaten >= BEAT_S / 2:
+            self._beaten = now
+            self.registry.beat()
 
     def poll_boards(self) -> bool:
         """Tell the core how far the trainers are; whether anything moved."""

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from creel.cache.arena import Arena
+from creel.cache.board import HEARTBEAT
 from creel.cache.manifest import Manifest
 from creel.cache.source import Source
 from creel.config import Config
@@ -39,7 +40,7 @@ from creel.daemon.registry import Dataset, Registry
 from creel.errors import UnavailableError
 from creel.messages import Extend, Open
 from creel.settings import Memory
-from kit import descriptors
+from kit import descriptors, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -157,6 +158,23 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
         registry.open("token", Open(manifest.key))
     assert descriptors() == before
     registry.close()
+
+
+def test_the_heart_beats_between_events_of_one_turn() -> None:
+    """Many plans in one turn, or many clients that leave, are no reason to give a daemon up."""
+    config = Config(memory=Memory(budget="1MiB", prefault=False))
+    node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
+    manifest = Manifest.of_files(["/a"])
+    node.register("token", lambda: manifest, lambda _: None)
+    until(lambda: manifest.key in node.registry.datasets, what="the registrar is through")
+    session = node.open("token", Open(manifest.key))
+    slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
+    with mock.patch("creel.daemon.node.time.monotonic", side_effect=slow):
+        for _ in range(3):
+            session.board[HEARTBEAT] = 0
+            node.feed(Tick())
+            assert session.board[HEARTBEAT] > 0
+    node.close()
 
 
 def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Path) -> None:
