@@ -17,6 +17,7 @@ has pinned it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +114,7 @@ class FarKeeper(Keeper):
         super().__init__(life, pins, uses)
         self._clock = clock
         self._lines: list[tuple[float, float, float]] = []
-        self._pool = Sorted(0, self.keys)
+        self._pool = self._sorted(0)
 
     def relist(self) -> None:
         """Sort all residents anew: plans or the jobs' speeds have changed."""
@@ -122,17 +123,12 @@ class FarKeeper(Keeper):
             (a, b, a * uses.beyond + b)
             for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
         ]
-        self._pool = Sorted(len(self._life), self.keys)
+        self._pool = self._sorted(len(self._life))
         self._pool.add(self._unpinned())
 
-    def keys(self, ids: Index) -> NDArray[np.int64]:
-        """(k,) common time of the next use of each object."""
-        out = np.full(len(ids), np.inf)
-        for uses, (a, b, beyond) in zip(self.all_uses, self._lines, strict=True):
-            due = uses.due[ids]
-            np.minimum(out, np.where(due == NEVER, beyond, a * due + b), out=out)
-        keys: NDArray[np.int64] = np.clip(out, 0, 2**62).astype(np.int64)
-        return keys
+    def _sorted(self, objects: int) -> Sorted:
+        """No bound method for a key: keepers are large, and a ring waits for the collector."""
+        return Sorted(objects, partial(_next_uses, self.all_uses, self._lines))
 
     def at(self, uses: Uses, step: int) -> int:
         """A job's step on the clock of `Need.step`."""
@@ -159,3 +155,15 @@ class FarKeeper(Keeper):
             out.append(ids)
             k -= len(ids)
         return joined(out)
+
+
+def _next_uses(
+    jobs: list[Uses], lines: list[tuple[float, float, float]], ids: Index
+) -> NDArray[np.int64]:
+    """(k,) common time of the next use of each object; `lines` as FarKeeper has them."""
+    out = np.full(len(ids), np.inf)
+    for uses, (a, b, beyond) in zip(jobs, lines, strict=True):
+        due = uses.due[ids]
+        np.minimum(out, np.where(due == NEVER, beyond, a * due + b), out=out)
+    keys: NDArray[np.int64] = np.clip(out, 0, 2**62).astype(np.int64)
+    return keys

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -219,6 +223,22 @@ def test_a_reader_of_one_step_at_a_time_loses_the_latest_first() -> None:
     pins[9] = 0
     keeper.stale = True
     assert sorted(keeper.victims(2, Need(0, 0)).tolist()) == [6, 9]
+
+
+@pytest.mark.parametrize("kind", [EpochKeeper, FarKeeper, RecentKeeper])
+def test_a_keeper_that_nobody_needs_is_gone_at_once(kind: Any) -> None:
+    """It has dozens of bytes an object; the collector comes to old rings once in hours, if ever."""
+    life, pins, uses = np.full(9, RESIDENT, np.uint8), np.zeros(9, np.int32), Uses(9)
+    clock = [lambda: [(1.0, 0.0)]] if kind is FarKeeper else []
+    keeper = kind(life, pins, uses if kind is EpochKeeper else [uses], *clock)
+    assert len(keeper.victims(3, Need(0, -1))) == 3
+    known = weakref.ref(keeper)
+    gc.disable()
+    try:
+        del keeper
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(20))
