@@ -260,6 +260,11 @@ class Client:
             except (OSError, MalformedError) as e:
                 self._lost = True  # its answer may still come: the conversation is out of step
                 raise DaemonLostError(f"the daemon did not answer: {e}") from e
+            except UnavailableError:  # that is an answer
+                raise
+            except BaseException:  # Ctrl-C: likewise
+                self._lost = True
+                raise
 
     def tell(self, request: Close) -> None:
         with self._desk_lock:
@@ -271,13 +276,20 @@ class Client:
 
     def _session(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
         try:
-            if len(fds) != 2:
-                raise DaemonLostError(f"a session comes with 2 descriptors, not {len(fds)}")
-            session = Session(self, reply, Board(fds[0]), Table(fds[1], reply.objects), trainer)
+            session = self._mapped(reply, fds, trainer=trainer)
+        except BaseException:  # no room for a mapping, for one: nobody will read there
+            if trainer:
+                self.tell(Close(reply.session))
+            raise
         finally:
             close_all(fds)
         self._sessions.add(session)
         return session
+
+    def _mapped(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
+        if len(fds) != 2:
+            raise DaemonLostError(f"a session comes with 2 descriptors, not {len(fds)}")
+        return Session(self, reply, Board(fds[0]), Table(fds[1], reply.objects), trainer)
 
     # --- line ---------------------------------------------------------------------------------
 

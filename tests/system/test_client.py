@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -444,6 +445,25 @@ def test_where_descriptors_run_out_the_line_is_not_made(daemon: Running, free: i
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Too many open files" in done.stdout
+
+
+def test_ctrl_c_amid_a_question_leaves_no_answer_to_the_next(daemon: Running) -> None:
+    with daemon.client() as client:
+        amid = mock.patch.object(socket, "recv_fds", side_effect=KeyboardInterrupt)
+        with amid, pytest.raises(KeyboardInterrupt):
+            client.register(Manifest.of_files(["/a"]))
+        with pytest.raises(DaemonLostError):
+            client.register(Manifest.of_files(["/b"]))
+
+
+def test_a_session_that_cannot_be_mapped_is_not_left_open(daemon: Running) -> None:
+    with daemon.client() as client:
+        key = client.register(Manifest.of_files(["/a"]))
+        none = OSError(errno.ENOMEM, "Cannot allocate memory")
+        with mock.patch.object(client_module, "Table", side_effect=none), pytest.raises(OSError):  # noqa: PT011
+            client.open(key)
+        client.open(key)  # the daemon has dealt with all that was said before
+        assert client.ask("status")["sessions"] == 1
 
 
 def test_done_never_goes_back(daemon: Running, tmp_path: Path) -> None:
