@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -136,6 +137,24 @@ def test_freed_neighbours_become_one() -> None:
         pool.free(got[i : i + 1], sizes(64))
     assert space.extents.sorted()[0].tolist() == [0]
     assert pool.alloc(sizes(6400))[0] == 0
+
+
+def test_of_very_many_neighbours_go_back_together() -> None:
+    """A dataset of a million files is forgotten in a moment: the daemon's loop waits for it."""
+    rng = np.random.default_rng(0)
+    space = Space(1 << 30)
+    pool = space.pool(sizes(100_000, 90_000))
+    nbytes = rng.integers(1000, 100_000, 9_000)
+    held = pool.alloc(nbytes)
+    kept, gone = np.arange(0, 9_000, 3_000), rng.permutation(9_000)
+    gone = gone[gone % 3_000 != 0]
+    put = mock.Mock(side_effect=space.extents.put)
+    with mock.patch.object(space.extents, "put", put):
+        pool.free(held[gone], nbytes[gone])
+    assert put.call_count <= len(kept) + 1
+    space.check()
+    pool.free(held[kept], nbytes[kept])
+    assert space.extents.largest == space.nbytes
 
 
 def test_best_fit_takes_the_smallest_hole() -> None:
