@@ -165,12 +165,20 @@ class FixedPool:
         Raises:
             IllegalEventError: an offset that is not in use (nothing was freed).
         """
+        if len(offsets) >= _MANY:  # what follows is several times as fast in order
+            offsets = np.sort(offsets)
         records, rest = np.divmod(np.asarray(offsets, np.int64), self.record)
         self._refuse_strangers(records, rest)
         self._state[records] = _FREE
         self._busy -= self._per_slab(records)
         self.used -= len(records) * self.record
         self._push(records)
+
+    def clear(self) -> None:
+        """Give all back at once: record by record, 14 million take seconds."""
+        self._busy[:] = 0
+        self._top = self.used = 0
+        self.trim()
 
     def trim(self) -> None:
         """Give slabs in which nothing is left back to the space."""
@@ -249,7 +257,7 @@ class FixedPool:
     def _refuse_strangers(self, records: Sizes, rest: Sizes) -> None:
         if not len(records):
             return
-        ordered = np.sort(records)
+        ordered = records if every(records[1:] > records[:-1]) else np.sort(records)
         if (
             rest.any()
             or ordered[0] < 0

@@ -229,7 +229,7 @@ class Core:
         if e.dataset not in self._holdings or self.busy(e.dataset):
             raise IllegalEventError(f"dataset {e.dataset!r} cannot go")
         holding = self._holdings[e.dataset]
-        holding.evict(holding.loose(), "dropped")
+        holding.evict_all()
         self._shares.space.discard(holding.pool)
         self._past.update(holding.counted())
         del self._holdings[e.dataset]

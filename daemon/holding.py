@@ -188,6 +188,15 @@ class Holding:
         self.pool.free(self.vacate(ids, why), nbytes)
         return int(nbytes.sum())
 
+    def evict_all(self) -> None:
+        """All leave, and for good: nobody reads them, nothing is under way."""
+        if isinstance(self.pool, FixedPool):
+            self.offset[:] = NOWHERE
+            self.evicted["dropped"] += self.resident
+            self.pool.clear()
+        else:
+            self.evict(self.loose(), "dropped")
+
     def lose(self, ids: Index, offset: Sizes) -> None:
         """These residents, which nobody was told of, never got to their places."""
         self.resident -= len(ids)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from core_rig import Rig, absent
 
+from creel.cache.space import FixedPool
 from creel.daemon.events import (
     Closed,
     Dropped,
@@ -389,3 +392,18 @@ def test_a_dataset_in_use_cannot_go(why: str) -> None:
     assert rig.fetches == fetches
     rig.settle()
     assert (rig.offset["d"] >= 0).any() == (why != "unknown")
+
+
+def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> None:
+    """Record by record, 14 million would hold up the daemon's loop for seconds."""
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0, 1], [2]])
+    for number in list(rig.fetches):
+        rig.land(number)
+    rig.close(1)
+    with mock.patch.object(FixedPool, "free", side_effect=AssertionError):
+        rig.feed(Unregistered("d"))
+    assert absent(rig, "d", range(30))
+    told = rig.core.snapshot()
+    assert told["past"]["datasets"]["evicted_dropped"] == 3
+    assert told["memory"]["node"]["free_nbytes"] == 1000
