@@ -158,8 +158,8 @@ class Desk:
             except BlockingIOError:
                 return
             except OSError as e:
-                # Out of descriptors, or the peer left again: the others are served on.
-                if e.errno in {errno.EMFILE, errno.ENFILE}:
+                # Out of descriptors or memory, or the peer left again: the others are served on.
+                if e.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
                     self._deaf = True  # who waits goes on waiting: it must not keep us awake
                     self._epoll.modify(self.fd, 0)
                 elif e.errno != errno.ECONNABORTED:

@@ -204,6 +204,18 @@ def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Pat
         desk.close()
 
 
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOBUFS, errno.ENFILE])
+def test_who_knocks_while_the_system_is_short_ends_no_daemon(number: int, tmp_path: Path) -> None:
+    with select.epoll() as epoll:
+        host: Any = None
+        desk = Desk(str(tmp_path / "desk"), host, epoll, limit=8)
+        with mock.patch.object(desk, "_listener") as listener:
+            listener.accept.side_effect = OSError(number, os.strerror(number))
+            desk.ready(desk.fd, 0.0)
+        assert desk._deaf
+        desk.close()
+
+
 def _all_free() -> list[int]:
     fds = []
     with contextlib.suppress(OSError):
