@@ -147,6 +147,8 @@ class Binding:
 
 def bind(dataset: object) -> Binding | None:
     """The objects behind a map-style dataset; None where nothing in it can be cached."""
+    if not bindable(dataset):
+        return None  # without a look at the indices of Subsets, of which there may be millions
     tree = Tree()
     root = tree.plant(dataset)
     if not tree.leaves:
@@ -155,7 +157,10 @@ def bind(dataset: object) -> Binding | None:
 
 
 def bindable(dataset: object) -> bool:
-    """Whether `bind` finds anything to cache: the answer alone, in no time."""
+    """Whether `bind` finds anything to cache: the answer alone, in no time.
+
+    Indices of Subsets are not looked at: of one that no sample has, `bind` may think otherwise.
+    """
     scout = Scout()
     scout.plant(dataset)
     return scout.found

@@ -158,15 +158,17 @@ class SubsetNode(Node):
         self._child = child
         self._indices = indices
         listed: object = cast("Subset[Sample]", dataset).indices
-        self._was = list(listed) if type(listed) is list else None
+        self._was: object = list(listed) if type(listed) is list else None
+        if type(listed) is range:  # quickly compared, and the same for good
+            self._was = listed
 
     def children(self) -> Sequence[Node]:
         return (self._child,)
 
     def current(self) -> bool:
         now: object = cast("Subset[Sample]", self.dataset).indices
-        if type(now) is list and self._was is not None:
-            same = now == self._was  # quick: mostly the very same ints
+        if type(now) is type(self._was):
+            same = bool(now == self._was)  # quick: mostly the very same ints
         else:
             same = np.array_equal(np.asarray(now), self._indices)
         return same and _below(self.dataset) is self._child.dataset and super().current()
@@ -389,6 +391,10 @@ class Scout(Tree):
     """Looks only whether there are leaves, and makes none: they cost time per sample."""
 
     found = False
+
+    def _subset(self, dataset: Subset[Sample]) -> Node:
+        self.plant(dataset.dataset)  # whatever the indices are, of which there may be millions
+        return Node(dataset)
 
     def _leaf(self, dataset: Dataset[Sample]) -> Node:
         if isinstance(dataset, CreelDataset):

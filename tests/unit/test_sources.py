@@ -32,7 +32,7 @@ from creel.cache.manifest import Manifest
 from creel.cache.source import Source
 from creel.errors import ConfigError
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
-from creel.loader.sources import Binding, bind
+from creel.loader.sources import Binding, bind, bindable
 from folders import folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -222,6 +222,46 @@ class Opaque(Dataset[int]):
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
+
+
+class Listed(Sequence[int]):
+    """0, 1, ... and how often somebody looked."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.looks = 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: Any) -> Any:
+        self.looks += 1
+        return range(self.n)[i]
+
+
+def test_the_indices_of_a_subset_are_read_only_to_find_objects(tmp_path: Path) -> None:
+    indices = Listed(3)
+    assert bind(Subset(Subset(Opaque(), indices), indices)) is None
+    leaf = files(tmp_path, "a", 3, decode=len)
+    assert bindable(Subset(leaf, indices))
+    assert indices.looks == 0, "millions of them would take seconds"
+    assert bound(Subset(leaf, indices)).current()
+    assert indices.looks > 0, "or this test sees nothing"
+
+
+def test_a_range_is_not_spread_out_to_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = Subset(files(tmp_path, "a", 5, decode=len), range(1, 4))
+    binding = bound(tree)
+    with monkeypatch.context() as patch:
+        patch.setattr("creel.loader.tree.np.asarray", None)
+        assert binding.current()
+    for other in (range(4), [1, 2, 4], range(1, 3)):
+        tree.indices = other
+        assert not binding.current()
+    tree.indices = [1, 2, 3]
+    assert binding.current()
 
 
 class Shuffled(Subset[Any]):
