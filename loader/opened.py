@@ -12,7 +12,7 @@ import os
 from typing import IO
 
 from creel.errors import ConfigError
-from creel.loader.reading import declared, hear, take_address
+from creel.loader.reading import declared, hear, take_address, take_found
 from creel.loader.storage import absolute, read_all, scheme_of
 
 
@@ -50,7 +50,8 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
     if mode != "rb":
         raise ConfigError(f"creel.open reads bytes: its mode is 'rb', not {mode!r}")
     address = absolute(uri)
-    if not scheme_of(address) and not declared(address):
+    found = declared(address)
+    if found is None and not scheme_of(address):
         hear(address)
         return builtins.open(address, "rb")  # noqa: PTH123 - the caller closes it
-    return Opened(take_address(address, read_all), address)
+    return Opened(take_found(found, address, read_all), address)

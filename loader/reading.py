@@ -202,22 +202,29 @@ def take(
 
 def take_address(address: str, direct: Callable[[str], bytes]) -> bytes:
     """The bytes at an address: from the arena when an active lease's dataset declares it."""
+    return take_found(declared(address), address, direct)
+
+
+def take_found(
+    found: tuple[Named, int] | None, address: str, direct: Callable[[str], bytes]
+) -> bytes:
+    """`take_address` for an address that `declared` was asked about."""
     hear(address)
+    if found is None:
+        return direct(address)
+    return take(*found, lambda _: direct(address), bytes)
+
+
+def declared(address: str) -> tuple[Named, int] | None:
+    """The leaf of this thread's innermost lease that covers the address, and the object's number.
+
+    None where no active lease covers it.
+    """
     lease = _active.lease
     while lease is not None:
         for leaf in lease.named:
             object_id = leaf.find(address)
             if object_id is not None:
-                return take(leaf, object_id, lambda _: direct(address), bytes)
+                return leaf, object_id
         lease = lease.outer
-    return direct(address)
-
-
-def declared(address: str) -> bool:
-    """Whether an active lease of this thread covers the address."""
-    lease = _active.lease
-    while lease is not None:
-        if any(leaf.find(address) is not None for leaf in lease.named):
-            return True
-        lease = lease.outer
-    return False
+    return None

@@ -31,6 +31,7 @@ from creel.cache.board import ABSENT
 from creel.cache.manifest import Manifest
 from creel.cache.source import Source
 from creel.errors import ConfigError
+from creel.loader.adapters import Declared
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
 from creel.loader.sources import Binding, bind, bindable
 from folders import folder
@@ -516,6 +517,25 @@ def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -
     assert arena.taken == ids.tolist()
     assert lease.direct_reads == 1
     assert not binding.immutable
+
+
+def test_an_address_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf = files(tmp_path, "a", 3)
+    binding = bound(Pairs([Path(p) for p in leaf.paths[:2]], "numbers"))
+    looked: list[str] = []
+    find = Declared.find
+
+    def seen(self: Declared, address: str) -> int | None:
+        looked.append(address)
+        return find(self, address)
+
+    monkeypatch.setattr(Declared, "find", seen)
+    with binding.reading(Arena(binding.manifest)):
+        for path in leaf.paths:  # the last one is not declared
+            with creel.open(path) as f:
+                assert f.read() == Path(path).read_bytes()
+            assert creel.read(path) == Path(path).read_bytes()
+    assert looked == [path for path in leaf.paths for _ in range(2)]
 
 
 def test_a_wrong_declaration_is_one_sentence(tmp_path: Path) -> None:
