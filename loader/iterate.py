@@ -25,6 +25,7 @@ from creel.loader.bench import Held, Wanted
 from creel.loader.events import Ahead, Batch
 from creel.loader.feed import foreseen
 from creel.loader.home import Course, Home, collates_plainly
+from creel.loader.modes import modes
 from creel.loader.pinner import Pinner
 from creel.loader.pool import Pool
 from creel.loader.samplers import before
@@ -96,8 +97,10 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         """The arguments that workers of a later epoch must share; None: they cannot live on."""
         if self._worker_init_fn is not None or self._persistent_workers:
             return None
+        method = self._context.get_start_method()
         return (
-            self._context.get_start_method(),
+            method,
+            modes() if method == "fork" else (),
             id(self._context),
             self._num_workers,
             self._auto_collation,
