@@ -19,6 +19,7 @@ from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
 from creel.loader.follow import samples_in
 from creel.loader.gather import Ring
 from creel.loader.meter import Meter
+from creel.loader.orders import index_sampler
 from creel.loader.samplers import Begun, Order, State, adopt, restore
 from creel.loader.sources import Binding, bind, bindable
 
@@ -170,7 +171,7 @@ class Course:
             self.feed.begin(order, self.skipped)
         if self.skipped:
             order.skip(self.skipped)
-        self.slices = order.known and type(loader.batch_sampler) is BatchSampler
+        self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
         return order
 

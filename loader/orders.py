@@ -6,7 +6,7 @@ import copy
 import functools
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict, cast
 
 import numpy as np
 from torch.utils.data import (
@@ -311,8 +311,8 @@ class ForeignOrder(Order):
 
 
 def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
-    """What torch iterates for the loader: its `_index_sampler`."""
-    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    """What torch iterates for the loader; a subclass may have its own."""
+    return cast("Iterable[object]", loader._index_sampler)  # noqa: SLF001  torch's
 
 
 def kind_of(sampler: object) -> str:

@@ -450,6 +450,20 @@ def test_a_loader_pickles_and_copies_without_its_workers() -> None:
         pickle.dumps(iter(loader))
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "value"), [("_index_sampler", [[3, 4], [8]]), ("_auto_collation", False)]
+)
+def test_a_subclass_may_say_what_is_iterated(name: str, value: object, workers: int) -> None:
+    def batches(cls: type[Any]) -> list[Any]:
+        torch.manual_seed(1)
+        mine = type("Mine", (cls,), {name: property(lambda _: value)})
+        loader = mine(Squares(), 8, shuffle=True, num_workers=workers)
+        return [[b.tolist() for b in loader] for _ in range(2)]
+
+    assert batches(creel.DataLoader) == batches(torch.utils.data.DataLoader)
+
+
 def test_the_type_can_be_subscribed_and_arguments_stay_attributes() -> None:
     assert creel.DataLoader[int] is not None
     loader = creel.DataLoader(Squares(), creel=False)
