@@ -25,7 +25,7 @@ _PAGE_SHARE = 128  # pages are at most mean / 128, and one cell per page is 0.9 
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
 _GRAINS = 128  # at most so many grains in a page: a cell says in which of them an object begins
 
-#: So many rooms are joined before they are given back: one by one, those of an ImageNet take 7 s.
+#: So many rooms are joined before they are given back: one by one, a million would take seconds.
 _MANY = 4096
 
 _FREE, _USED = 1, 2

@@ -35,8 +35,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 #: Largest pickle, bytes, by start method; of the world, too. A fork costs about 30 ms, a spawn 3 s
 #: and more (importing torch); pickling and unpickling runs at about 200 MB/s.
 CAP = {"fork": 4 << 20, "spawn": 64 << 20, "forkserver": 64 << 20}
-#: What takes its time whatever its size counts as so many bytes: 7 to 9 us each way for an object
-#: such as an array; a tensor, 45 us and 60 us back, goes through `torch.save` as three of them.
+#: What takes its time whatever its size counts as so many bytes: an object such as an array, and a
+#: tensor, which goes through `torch.save` as three objects.
 _OBJECT, _TENSOR = 2 << 10, 4 << 10
 
 _hash = partial(hashlib.blake2b, digest_size=16)

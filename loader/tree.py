@@ -158,9 +158,9 @@ class SubsetNode(Node):
         self._child = child
         self._indices = indices
         listed: object = cast("Subset[Sample]", dataset).indices
-        self._was: object = list(listed) if type(listed) is list else None
-        if type(listed) is range:  # quickly compared, and the same for good
-            self._was = listed
+        self._was: object = None  # what is quickly compared, and nobody can change
+        if type(listed) in {list, range}:
+            self._was = copy.copy(listed)
 
     def children(self) -> Sequence[Node]:
         return (self._child,)

@@ -15,9 +15,9 @@ import pickle
 import select
 import socket
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections import ChainMap, deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -183,15 +183,8 @@ def _reduced(tensor: torch.Tensor) -> _Reduced:
     return as_ever
 
 
-class _Dispatch(dict[type, Callable[[Any], Any]]):
-    """What pickle would use, below what is put in here."""
-
-    def __missing__(self, kind: type) -> Callable[[Any], Any]:
-        return copyreg.dispatch_table[kind]
-
-
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
-_REDUCERS = _Dispatch({torch.Tensor: _reduced})
+_REDUCERS = ChainMap({torch.Tensor: _reduced}, cast(Any, copyreg.dispatch_table))
 
 
 def _spilled(fds: list[int]) -> tuple[tuple[object, ...], list[int]]:

@@ -483,12 +483,14 @@ def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.Mo
     drawing.wait()
     pid = os.fork()
     if not pid:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(30)
-        torch.set_num_threads(1)  # OpenMP's threads did not come along
-        draws._randperm = real
-        whole = permutation.whole()
-        os._exit(0 if len(whole) == n else 1)
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            torch.set_num_threads(1)  # OpenMP's threads did not come along
+            draws._randperm = real
+            os._exit(0 if len(permutation.whole()) == n else 1)
+        finally:
+            os._exit(2)  # whatever was raised: the tests are the parent's
     gate.set()
     assert os.waitpid(pid, 0)[1] == 0
     assert (permutation.whole() == real(n, draws.seeded(5))).all()
