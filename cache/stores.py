@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -168,13 +169,17 @@ def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 class _Kept:
-    """Open descriptors, at most `limit` idle ones, least recently used out first."""
+    """Open descriptors, at most `limit` idle ones, least recently used out first.
+
+    They are closed with it: a person who drops a dataset has nothing to close.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._idle: OrderedDict[str, list[int]] = OrderedDict()
         self._count = 0
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._idle).atexit = False
 
     @contextmanager
     def open(self, path: str, *, keep: bool) -> Iterator[tuple[int, int]]:
@@ -195,11 +200,8 @@ class _Kept:
 
     def close(self) -> None:
         with self._lock:
-            fds = [fd for stack in self._idle.values() for fd in stack]
-            self._idle.clear()
+            _close_all(self._idle)
             self._count = 0
-        for fd in fds:
-            os.close(fd)
 
     def _take(self, path: str) -> int | None:
         with self._lock:
@@ -228,6 +230,12 @@ class _Kept:
         if not stack:
             del self._idle[path]
         return fd
+
+
+def _close_all(idle: OrderedDict[str, list[int]]) -> None:
+    while idle:
+        for fd in idle.popitem()[1]:
+            os.close(fd)
 
 
 # --- object stores and the rest ---------------------------------------------------------------

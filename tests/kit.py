@@ -80,8 +80,10 @@ def state(pid: int) -> str:
 def descriptors() -> frozenset[tuple[str, str]]:
     """(number, what it is) of all that is open here; `after - before` is what a test opened.
 
-    Counts would differ where a thread of an earlier test closes something meanwhile.
+    Compare them no other way: an earlier test's garbage is collected first, but a thread of it may
+    still close something.
     """
+    gc.collect()
     found = set()
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the listing itself
@@ -99,6 +101,7 @@ class Holdings:
 
     @classmethod
     def now(cls) -> Holdings:
+        gc.collect()
         me = psutil.Process()
         children = frozenset(c.pid for c in me.children(recursive=True) if not gone(c.pid))
         return cls(me.num_fds(), threading.active_count(), children)
@@ -118,7 +121,6 @@ def nothing_left(timeout_s: float = 30.0) -> Iterator[None]:
             and now.children <= before.children
         )
 
-    gc.collect()
     try:
         until(back, timeout_s)
     except AssertionError:

@@ -266,7 +266,8 @@ def test_patience_ends(tmp_path: Path) -> None:
     assert source.counters.snapshot().retries == _QUICK.attempts - 1
 
 
-def test_kept_descriptors_are_bounded_and_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["hand", "the end of its life"])
+def test_kept_descriptors_are_bounded_and_given_back(tmp_path: Path, by: str) -> None:
     before = descriptors()
     parts = []
     for i in range(40):
@@ -275,7 +276,9 @@ def test_kept_descriptors_are_bounded_and_given_back(tmp_path: Path) -> None:
     source = Source(Manifest.concat(parts), files=8)
     read_into(source, list(range(0, 400, 10)))
     assert len(descriptors() - before) == 8
-    source.close()
+    if by == "hand":
+        source.close()
+    del source
     assert not descriptors() - before
 
 
