@@ -152,7 +152,32 @@ class Source:
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[bytes | None]:
         """The bytes of each object in turn (for those of unknown length), None where it failed."""
-        return [self._read_or_none(int(i)) for i in ids]
+        found: list[bytes | None] = []
+        seconds: list[float] = []
+        total, start = 0, time.perf_counter()
+        for object_id, row in zip(ids.tolist(), self.manifest.rows(ids).tolist(), strict=True):
+            data = self._read_local(self.manifest.uri(row))
+            now = time.perf_counter()
+            if data is None:
+                data = self._read_or_none(object_id)
+                now = time.perf_counter()
+            else:
+                seconds.append(now - start)
+                total += len(data)
+            found.append(data)
+            start = now
+        self.counters.count_reads(total, seconds, len(seconds))
+        return found
+
+    def _read_local(self, uri: str) -> bytes | None:
+        """All of a local file; None for others and for what is not so simple."""
+        if "://" in uri and not uri.startswith("file:"):
+            return None
+        try:
+            self._check_path(uri)
+            return self._local.everything(uri)
+        except OSError:
+            return None
 
     def read_into(
         self, ids: NDArray[np.integer], length: NDArray[np.int64], buffer: memoryview

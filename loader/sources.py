@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from creel.cache.manifest import Manifest
-from creel.loader.adapters import Declared
+from creel.loader.adapters import Addressed
 from creel.loader.base import CreelDataset, Ids, Indices, Sample
 from creel.loader.reading import Lease, Session
 from creel.loader.tree import Node, Scout, Tree
@@ -65,7 +65,7 @@ class Binding:
         for leaf in self.leaves:
             self._bases[id(leaf)] = total
             total += leaf.object_count
-        self._named = [leaf for leaf in self.leaves if isinstance(leaf, Declared)]
+        self._named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
 
     def __getstate__(self) -> dict[str, object]:
         return {"_root": self._root, "leaves": self.leaves}
@@ -161,9 +161,19 @@ def bindable(dataset: object) -> bool:
 
     Indices of Subsets are not looked at: of one that no sample has, `bind` may think otherwise.
     """
+    return _scouted(dataset).found
+
+
+def promising(dataset: object) -> bool:
+    """Whether `bind` finds something, or may find it later: below `creel.wrap` reads are learnt."""
+    scout = _scouted(dataset)
+    return scout.found or scout.listens
+
+
+def _scouted(dataset: object) -> Scout:
     scout = Scout()
     scout.plant(dataset)
-    return scout.found
+    return scout
 
 
 def _picklable(code: list[object]) -> bool:

@@ -32,7 +32,7 @@ from creel.loader.reading import leasing
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from creel.loader.base import Sample
+    from creel.loader.base import CreelDataset, Sample
     from creel.loader.client import Client
     from creel.loader.learn import Learner
     from creel.loader.reading import Lease
@@ -160,11 +160,10 @@ class Stepwise:
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """`fetch(dataset)`, which reads these samples, through the arena where that is possible."""
         if leasing():  # inside of creel's own loader: as it says
-            return fetch(self._dataset)
+            return self._listened(fetch)
         link = self._linked()
-        listening = cast("Dataset[Sample] | None", self._learner)
         if link is None:
-            return fetch(listening or self._dataset)
+            return self._listened(fetch)
         step, pinned = link.begin(indices)
         binding, lengths = link.binding, None
         lease = binding.counting()
@@ -177,6 +176,30 @@ class Stepwise:
         finally:
             link.counted(len(indices), lengths, lease)
             link.end(step)
+
+    def learnt(self) -> CreelDataset | None:
+        """What the dataset was heard to read, once that is known (see `creel.loader.learn`).
+
+        Who asks wants it heard from here on; not one that says itself what it reads.
+        """
+        from creel.loader.sources import bindable  # knows of wrap, too
+
+        self._renew_if_forked()
+        with self._lock:
+            if not self._bound and bindable(self._dataset):
+                return None
+            binding = self._bind()
+            return None if binding is None or self._learner is None else binding.leaves[0]
+
+    def _listened(self, fetch: Callable[[Dataset[Sample]], T]) -> T:
+        """`fetch(dataset)`, heard as long as it is not known what the dataset reads."""
+        learner = self._learner
+        if learner is None or self._binding is not None:
+            return fetch(self._dataset)
+        try:
+            return fetch(cast("Dataset[Sample]", learner))
+        finally:
+            learner.write()
 
     def hold(self) -> None:
         """Before workers are made: keep a daemon alive over epochs, and do once what they need."""

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-from creel.loader.adapters import Declared, FolderLeaf, adapt, adapts
+from creel.loader.adapters import Addressed, FolderLeaf, adapt, adapts
 from creel.loader.base import CreelDataset, Ids, Indices, Raw, Sample, Transformed, positions
-from creel.loader.wrap import Wrapped, unwrap
+from creel.loader.wrap import Wrapped, learnt, unwrap
 
 Objects = tuple[Ids, NDArray[np.int64]]
 
@@ -108,7 +108,7 @@ class LeafNode(Node):
 
     def known(self) -> bool:
         creel_or_adapted = type(self._leaf).__module__.startswith("creel.")
-        return creel_or_adapted and not isinstance(self._leaf, Declared)
+        return creel_or_adapted and not isinstance(self._leaf, Addressed)
 
     def callables(self) -> list[object]:
         return self._leaf.callables()
@@ -125,8 +125,12 @@ class PassNode(Node):
         return (self._child,)
 
     def current(self) -> bool:
-        passes_on = type(self.dataset) is Wrapped or _below(self.dataset) is self._child.dataset
-        return passes_on and super().current()
+        return self._passes_on() and super().current()
+
+    def _passes_on(self) -> bool:
+        if type(self.dataset) is Wrapped:
+            return isinstance(self._child, LeafNode) or learnt(self.dataset) is None
+        return _below(self.dataset) is self._child.dataset
 
     def objects(self, indices: Indices) -> Objects:
         return self._child.objects(indices)
@@ -346,12 +350,18 @@ class Tree:
         """The node of a dataset, with all below it."""
         whole = cast("Dataset[Sample]", dataset)
         if type(dataset) is Wrapped:
-            return PassNode(whole, self.plant(unwrap(dataset)))
+            return PassNode(whole, self._wrapped(dataset))
         if type(dataset) is Transformed:
             return PassNode(whole, self.plant(dataset.dataset))
         if isinstance(dataset, IterableDataset):
             return Node(whole)
         return self._torch(whole) or self._leaf(whole)
+
+    def _wrapped(self, proxy: Wrapped) -> Node:
+        leaf, inner = learnt(proxy), unwrap(proxy)
+        if leaf is None:
+            return self.plant(inner)
+        return self._leaf_node(cast("Dataset[Sample]", inner), leaf)
 
     def _torch(self, dataset: Dataset[Sample]) -> Node | None:
         if _unchanged(dataset, Subset):
@@ -380,10 +390,14 @@ class Tree:
         leaf = dataset if isinstance(dataset, CreelDataset) else adapt(dataset)
         if leaf is None or not leaf.cacheable:
             return Node(dataset)
-        node = LeafNode(dataset, leaf, self._total)
-        self._nodes[id(dataset)] = node
-        self._total += leaf.object_count
-        self.leaves.append(leaf)
+        return self._leaf_node(dataset, leaf)
+
+    def _leaf_node(self, dataset: Dataset[Sample], leaf: CreelDataset) -> Node:
+        node = self._nodes.get(id(dataset))
+        if node is None:
+            node = self._nodes[id(dataset)] = LeafNode(dataset, leaf, self._total)
+            self._total += leaf.object_count
+            self.leaves.append(leaf)
         return node
 
 
@@ -391,6 +405,11 @@ class Scout(Tree):
     """Looks only whether there are leaves, and makes none: they cost time per sample."""
 
     found = False
+    listens = False  # whether there may be some once what is read was heard
+
+    def _wrapped(self, proxy: Wrapped) -> Node:
+        self.listens = True
+        return super()._wrapped(proxy)
 
     def _subset(self, dataset: Subset[Sample]) -> Node:
         self.plant(dataset.dataset)  # whatever the indices are, of which there may be millions
@@ -401,4 +420,9 @@ class Scout(Tree):
             self.found |= dataset.cacheable
         else:
             self.found |= adapts(dataset)
+        return Node(dataset)
+
+    def _leaf_node(self, dataset: Dataset[Sample], leaf: CreelDataset) -> Node:
+        del leaf
+        self.found = True
         return Node(dataset)

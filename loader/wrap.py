@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 from torch.utils.data import Dataset, IterableDataset
 
 from creel.errors import ConfigError
-from creel.loader.base import Sample, fetch_many
+from creel.loader.base import CreelDataset, Sample, fetch_many
 from creel.loader.stepwise import Stepwise, spawning
 
 D = TypeVar("D")
@@ -73,6 +73,12 @@ def wrap(dataset: D) -> D:
     if not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"creel.wrap takes a dataset, not {dataset!r}")
     return cast(D, Wrapped(cast("Dataset[Sample]", dataset)))
+
+
+def learnt(dataset: Wrapped) -> CreelDataset | None:
+    """What a proxy's dataset, which declares nothing, is known to read by now."""
+    stepwise: Stepwise = object.__getattribute__(dataset, "_stepwise")
+    return stepwise.learnt()
 
 
 def unwrap(dataset: object) -> object:

@@ -6,6 +6,7 @@ import re
 
 from creel.errors import ConfigError
 
+_NUMBER = r"\s*(\d+(?:\.\d+)?|\.\d+)\s*"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 _TIMES = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -19,7 +20,7 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: anything else.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
+    found = re.fullmatch(_NUMBER + r"([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
     if not found or (found[3] and not found[2]):
         raise ConfigError(f"{text!r} is no size: write it like 64GiB, 100GB or 4096")
     base = 1024.0 if found[3] else 1000.0
@@ -29,13 +30,13 @@ def parse_size(text: str) -> int:
 def parse_seconds(text: str) -> float:
     """Seconds in "250ms", "30s", "10m", "2h" or "1.5".
 
-    >>> parse_seconds("250ms"), parse_seconds("10m")
-    (0.25, 600.0)
+    >>> parse_seconds("250ms"), parse_seconds("10m"), parse_seconds(".5")
+    (0.25, 600.0, 0.5)
 
     Raises:
         ConfigError: anything else.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text)
+    found = re.fullmatch(_NUMBER + r"([a-z]*)\s*", text)
     if not found or found[2] not in _TIMES:
         raise ConfigError(f"{text!r} is no duration: write it like 250ms, 30s, 10m or 1.5")
     return float(found[1]) * _TIMES[found[2]]

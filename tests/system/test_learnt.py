@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from daemons import Running
 from test_wrap import BATCH, HOW, N, batches, folder, hang_up
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
 from kit import descriptors
@@ -97,6 +97,49 @@ def test_files_below_a_wrapper_of_ones_own_are_learnt(
     for _ in range(4):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N]
+
+
+def told(daemon: Running) -> list[int]:
+    """Batches that each session's daemon knows of."""
+    with daemon.client("cli") as client:
+        sessions = client.ask("stats")["core"]["sessions"]
+    return sorted(int(s["known"]) for s in sessions.values())
+
+
+@pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
+    daemon: Running, tmp_path: Path, how: str, *, inside: bool
+) -> None:
+    """Also where the proxy is only a part of what the loader reads."""
+    bare = Own(folder(tmp_path / "data"))
+    wrapped = creel.wrap(bare)
+    some = range(N - 1)
+    ours = batches(Subset(wrapped, some) if inside else wrapped, kind=creel.DataLoader, **HOW[how])
+    theirs = batches(Subset(bare, some) if inside else bare, **HOW[how])
+    assert list(ours) == list(theirs)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [N]
+    if how != "fork, persistent":  # whose workers were made when nothing was known
+        epoch = -(-(N - 1) // BATCH)
+        assert told(daemon)[-1] >= 3 * epoch
+    for path in tmp_path.glob("data/*.raw"):
+        path.write_bytes(b"never read again")
+    assert len(next(iter(ours))[0]) > 16 * 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_part_that_is_learnt_later_joins(daemon: Running, tmp_path: Path, workers: int) -> None:
+    known = creel.FileDataset(folder(tmp_path / "known"), decode=bytes)
+    bare = Own(folder(tmp_path / "learnt"))
+    ours = batches(
+        ConcatDataset([known, creel.wrap(bare)]), kind=creel.DataLoader, num_workers=workers
+    )
+    theirs = batches(ConcatDataset([known, bare]), num_workers=workers)
+    for _ in range(4):
+        assert list(ours) == list(theirs)
+    assert max(reads(daemon)) == 2 * N
 
 
 def test_a_loader_that_drops_the_last_batch_is_learnt_too(daemon: Running, tmp_path: Path) -> None:

@@ -100,10 +100,10 @@ def hang_up(name: str) -> None:
         client.close()
 
 
-def batches(dataset: Any, size: int = BATCH, **more: Any) -> Any:
-    """A plain loader, and the same order each time it is made."""
+def batches(dataset: Any, size: int = BATCH, kind: Any = DataLoader, **more: Any) -> Any:
+    """A loader, torch's own or another, and the same order each time it is made."""
     generator = torch.Generator().manual_seed(3)
-    return DataLoader(dataset, size, True, collate_fn=list, generator=generator, **more)
+    return kind(dataset, size, True, collate_fn=list, generator=generator, **more)
 
 
 HOW: dict[str, dict[str, Any]] = {

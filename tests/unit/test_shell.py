@@ -48,17 +48,19 @@ pytestmark = pytest.mark.timeout(120)
 def test_the_shell_stores_bytes_and_then_publishes() -> None:
     arena = Arena.create(4096)
     fetcher = Fetcher(arena, lambda _: None)
-    fetcher._held[7] = {2: b"abc", 0: b"de"}
+    fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"fghi"}
 
     class Watched(np.ndarray[Any, Any]):
         def __setitem__(self, ids: Any, at: Any) -> None:
             assert bytes(arena.view[4:7]) == b"abc"
-            assert bytes(arena.view[9:11]) == b"de"
+            assert bytes(arena.view[9:15]) == b"defghi"
             super().__setitem__(ids, at)
 
     offset = np.full(3, -1, np.int64).view(Watched)
-    fetcher.store(Store(7, "d", np.array([2, 0], np.int32), np.array([4, 9])), offset)
-    assert offset.tolist() == [9, -1, 4]
+    ids, places = np.array([2, 0, 1], np.int32), np.array([4, 9, 11])
+    assert fetcher.store(Store(7, "d", ids, places), offset) == 3
+    assert offset.tolist() == [9, 11, 4]
+    assert fetcher.held_nbytes() == 0
 
 
 def test_a_machine_without_memory_stores_no_more_and_says_so_once(
@@ -66,7 +68,7 @@ def test_a_machine_without_memory_stores_no_more_and_says_so_once(
 ) -> None:
     arena = Arena.create(4096)
     fetcher = Fetcher(arena, lambda _: None)
-    fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"f"}
+    fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"f", 3: b"g"}
     write = arena.write
 
     def short(offset: int, data: memoryview) -> None:
@@ -75,11 +77,11 @@ def test_a_machine_without_memory_stores_no_more_and_says_so_once(
         write(offset, data)
 
     monkeypatch.setattr(arena, "write", short)
-    offset = np.full(3, -1, np.int64)
+    offset = np.full(4, -1, np.int64)
     places = np.array([4, 9, 20])
     assert fetcher.store(Store(7, "d", np.array([2, 0, 1], np.int32), places), offset) == 1
-    assert offset.tolist() == [-1, -1, 4]
-    assert fetcher.store(Store(7, "d", np.array([1], np.int32), np.array([9])), offset) == 0
+    assert offset.tolist() == [-1, -1, 4, -1]
+    assert fetcher.store(Store(7, "d", np.array([3], np.int32), np.array([9])), offset) == 0
     fetcher.discard(Discard(7))
     assert fetcher.held_nbytes() == 0
     assert caplog.text.count("no memory") == 1

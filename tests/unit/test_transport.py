@@ -288,7 +288,7 @@ def test_other_kinds_of_tensor_arrive_as_torch_delivers_them(road: Road, tensor:
     same(road.trip([tensor])[0], theirs([tensor])[0])
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:Sparse invariant checks")
 def test_compressed_sparse_tensors_arrive(road: Road) -> None:
     out = road.trip(torch.eye(300).to_sparse_csr())
     assert out.layout is torch.sparse_csr
