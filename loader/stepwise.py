@@ -162,6 +162,9 @@ class Stepwise:
         if leasing():  # inside of creel's own loader: as it says
             return self._listened(fetch)
         link = self._linked()
+        if link is not None and not _still(link.binding, indices):
+            self._unbind(link)
+            link = self._linked()
         if link is None:
             return self._listened(fetch)
         step, pinned = link.begin(indices)
@@ -205,6 +208,9 @@ class Stepwise:
         """Before workers are made: keep a daemon alive over epochs, and do once what they need."""
         self._renew_if_forked()
         try:
+            link = self._link
+            if link is not None and not link.binding.current():
+                self._unbind(link)
             with self._lock:
                 binding, client = self._bind(), self._client()
                 if binding is not None and client is not None and not self._key:
@@ -229,6 +235,13 @@ class Stepwise:
             if self._link is None:
                 self._not_before = time.monotonic() + _RETRY_S
             return self._link
+
+    def _unbind(self, link: Link) -> None:
+        """The person has changed the dataset: its samples are made of other objects now."""
+        with self._lock:
+            if self._link is link:
+                link.session.close()
+                self._link, self._binding, self._bound, self._key = None, None, False, ""
 
     def _connected(self) -> Link | None:
         binding = self._bind()
@@ -271,6 +284,13 @@ class Stepwise:
         if self._config is None:
             self._config = Config.load()[0]
         return self._config
+
+
+def _still(binding: Binding, indices: Sequence[int]) -> bool:
+    try:
+        return binding.still(np.asarray(indices, np.int64))
+    except Exception:  # noqa: BLE001  the person learns from the read what is wrong with them
+        return True
 
 
 _alive: weakref.WeakSet[Stepwise] = weakref.WeakSet()

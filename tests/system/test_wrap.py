@@ -7,7 +7,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -190,6 +190,39 @@ def test_torchs_wrappers_may_be_inside_and_outside(node: Node, workers: int) -> 
         node.reads()
         assert sorted(chain.from_iterable(got)) == expected
         assert node.reads() == 0
+
+
+def other_samples(dataset: Any) -> None:
+    dataset.dataset.samples = dataset.dataset.samples[::-1]
+
+
+def other_indices(dataset: Any) -> None:
+    dataset.indices = dataset.indices[::-1]
+
+
+@pytest.mark.parametrize("change", [other_samples, other_indices])
+@pytest.mark.parametrize("how", ["here", "fork"])
+def test_a_dataset_that_was_changed_gives_its_new_samples(
+    node: Node, tmp_path: Path, how: str, change: Callable[[Any], None]
+) -> None:
+    """A person may assign what its samples are made of; objects have other numbers then."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in "ab":
+        for path in folder(images / name).iterdir():
+            path.rename(path.with_suffix(".jpg"))
+
+    def made() -> Any:
+        return Subset(creel.ImageFolder(images, decode=bytes), range(7, 150))
+
+    ours, theirs = made(), made()
+    loader, plain = batches(creel.wrap(ours), **HOW[how]), batches(theirs, **HOW[how])
+    assert list(loader) == list(plain)
+    change(ours)
+    change(theirs)
+    for _ in range(2):
+        assert list(loader) == list(plain)
+    assert len(node.stats()["core"]["sessions"]) == (how == "here")
 
 
 def broken(data: bytes) -> bytes:
