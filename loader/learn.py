@@ -1,11 +1,11 @@
 """What a dataset that declares nothing reads: learnt in one epoch, known from the next on.
 
-Below creel.wrap, a person's own `__getitem__` that reads by creel.open or creel.read is heard. What
-was heard goes into a journal, a memfd that forked workers share (a spawned one has its own): lines
-of JSON, one a batch, `[[sample, address, ...], ...]`, each an atomic append. When the samples come
-again somebody appends the line `[]`: what stands before the first such line is the map, the same
-for all. Samples that are not in the map, or read differently later, are read from the source as
-ever.
+Below creel.wrap, a person's own `__getitem__` is heard that reads by creel.open or creel.read, or
+from a creel dataset which it holds. What was heard goes into a journal, a memfd that forked workers
+share (a spawned one has its own): lines of JSON, one a batch, `[[sample, item, ...], ...]`, each an
+atomic append. When the samples come again somebody appends the line `[]`: what stands before the
+first such line is the map, the same for all. Samples that are not in the map, or read differently
+later, are read from the source as ever.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ import weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from creel.loader.adapters import Addressed
-from creel.loader.base import Ids, Indices, position, positions
-from creel.loader.reading import Hearing
-from creel.loader.sources import Binding
-from creel.loader.tree import LeafNode
+from creel.loader.base import position
+from creel.loader.learnt import Item, Learnt, parts_of
+from creel.loader.reading import Heard, Hearing
 
 if TYPE_CHECKING:
     from creel.loader.base import Sample
@@ -36,37 +33,14 @@ _MOST_SAMPLES = 1_000_000
 _PIECE = 1 << 24  # bytes of the journal read in one go
 
 
-class Learnt(Addressed):
-    """The objects of a dataset that declared nothing; what it reads is known by now."""
-
-    def __init__(self, size: int, known: dict[int, list[str]]) -> None:
-        """Of `size` samples; `known` has the addresses that each one read."""
-        addresses = sorted({address for heard in known.values() for address in heard})
-        super().__init__(addresses)
-        number = {address: i for i, address in enumerate(addresses)}
-        self._counts = np.zeros(size, np.int64)
-        self._counts[list(known)] = [len(heard) for heard in known.values()]
-        self._ends = np.cumsum(self._counts)
-        self._numbers = np.array([number[a] for i in sorted(known) for a in known[i]], np.int32)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
-        """What these samples read; nothing where nobody has heard."""
-        at = positions(indices, len(self))
-        counts = self._counts[at]
-        ends = np.cumsum(counts)
-        first = np.repeat(self._ends[at] - ends, counts)  # of each sample, less what stands before
-        return self._numbers[first + np.arange(len(first))], counts
-
-
 class Learner:
     """Listens to one dataset; thread-safe, and shared with forked workers."""
 
     def __init__(self, dataset: Dataset[Sample]) -> None:
         self.dataset = dataset
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller minds a TypeError
+        self._parts = parts_of(dataset)
+        self._number = {id(part): i for i, part in enumerate(self._parts)}
         memory = os.memfd_create("creel-learnt", os.MFD_CLOEXEC)
         # opened anew, since only open() gives O_APPEND its atomicity on every kernel
         self._fd = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
@@ -77,8 +51,8 @@ class Learner:
     def _renew(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._known: dict[int, list[str]] = {}
-        self._heard: list[list[int | str]] = []  # since the last `write`
+        self._known: dict[int, list[Item]] = {}
+        self._heard: list[list[int | Item]] = []  # since the last `write`
         self._at = 0
         self._rest = b""
         self._again = 0
@@ -90,32 +64,39 @@ class Learner:
             return self.dataset[index]
         with Hearing() as heard:
             sample = self.dataset[index]
-        if heard.addresses and isinstance(index, (int, np.integer)):
-            self._note(position(index, self._size), heard.addresses)
+        if heard.heard and isinstance(index, (int, np.integer)):
+            self._note(position(index, self._size), heard.heard)
         return sample
 
-    def binding(self) -> Binding | None:
-        """The dataset with the objects it is known to read; None while that is being learnt."""
+    def learnt(self) -> Learnt | None:
+        """What the samples read, for good; None while that is being learnt. Gives it once."""
         with self._here():
             self._catch_up()
             if not self._sealed or not self._known:
                 return None
-            leaf = Learnt(self._size, self._known)
-            self._known = {}
-            return Binding(LeafNode(self.dataset, leaf, 0), [leaf])
+            known, self._known = self._known, {}
+        return Learnt(self._size, known, self._parts)
 
     def _here(self) -> threading.Lock:
         if self._pid != os.getpid():
             self._renew()
         return self._lock
 
-    def _note(self, index: int, addresses: list[str]) -> None:
+    def _note(self, index: int, heard: list[Heard]) -> None:
+        items = [item for what in heard if (item := self._item(what)) is not None]
         with self._here():
             if index in self._known:
                 self._again += 1
-            else:
+            elif items:
                 self._again = 0
-                self._heard.append([index, *addresses])
+                self._heard.append([index, *items])
+
+    def _item(self, heard: Heard) -> Item | None:
+        """What the journal calls it; None for an object of a dataset that is no part of ours."""
+        if isinstance(heard, str):
+            return heard
+        part = self._number.get(heard[0])
+        return None if part is None else (part, heard[1])
 
     def write(self) -> None:
         """Put what was heard into the journal, after each batch; learn what others have heard."""

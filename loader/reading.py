@@ -139,11 +139,15 @@ def _lease_of(leaf: object) -> tuple[Lease | None, int]:
     return None, 0
 
 
+#: What a thread asked for: an address, or an object of a leaf: (id(leaf), its number).
+Heard = str | tuple[int, int]
+
+
 class Hearing:
-    """Inside of the `with`, the addresses that this thread asks for, each once, in order."""
+    """Inside of the `with`, what this thread asks for, each once, in order."""
 
     def __init__(self) -> None:
-        self.addresses: list[str] = []
+        self.heard: list[Heard] = []
         self._outer: Hearing | None = None
 
     def __enter__(self) -> Hearing:
@@ -154,11 +158,11 @@ class Hearing:
         _active.hearing = self._outer
 
 
-def hear(address: str) -> None:
-    """Somebody asks for the bytes at an address."""
+def hear(what: Heard) -> None:
+    """Somebody asks for these bytes."""
     hearing = _active.hearing
-    if hearing is not None and address not in hearing.addresses:
-        hearing.addresses.append(address)
+    if hearing is not None and what not in hearing.heard:
+        hearing.heard.append(what)
 
 
 def foreign(leaf: object) -> bool:
@@ -190,6 +194,7 @@ def take(
     """
     lease, base = _lease_of(leaf)
     if lease is None:
+        hear((id(leaf), int(object_id)))
         return kind(direct(object_id))
     data = lease.copy(base + object_id, kind)
     if data is not None:

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,6 +26,9 @@ from creel.loader.adapters import Addressed
 from creel.loader.base import CreelDataset, Ids, Indices, Sample
 from creel.loader.reading import Lease, Session
 from creel.loader.tree import Node, Scout, Tree
+
+if TYPE_CHECKING:
+    from creel.loader.learnt import Learnt
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,12 @@ def bind(dataset: object) -> Binding | None:
     if not tree.leaves:
         return None
     return Binding(root, tree.leaves)
+
+
+def bound(dataset: Dataset[Sample], learnt: Learnt) -> Binding:
+    """A dataset that declares nothing with what it was heard to read."""
+    tree = Tree()
+    return Binding(learnt.plant(dataset, tree.place), tree.leaves)
 
 
 def bindable(dataset: object) -> bool:

@@ -32,9 +32,10 @@ from creel.loader.reading import leasing
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from creel.loader.base import CreelDataset, Sample
+    from creel.loader.base import Sample
     from creel.loader.client import Client
     from creel.loader.learn import Learner
+    from creel.loader.learnt import Learnt
     from creel.loader.reading import Lease
     from creel.loader.session import Session
     from creel.loader.sources import Binding
@@ -142,6 +143,7 @@ class Stepwise:
         self._binding: Binding | None = None
         self._bound = False
         self._learner: Learner | None = None  # where nothing else is known
+        self._learnt: Learnt | None = None
         self._key = ""  # of the binding's manifest, once it was registered
         self._renew()
         _alive.add(self)
@@ -180,7 +182,7 @@ class Stepwise:
             link.counted(len(indices), lengths, lease)
             link.end(step)
 
-    def learnt(self) -> CreelDataset | None:
+    def learnt(self) -> Learnt | None:
         """What the dataset was heard to read, once that is known (see `creel.loader.learn`).
 
         Who asks wants it heard from here on; not one that says itself what it reads.
@@ -191,8 +193,8 @@ class Stepwise:
         with self._lock:
             if not self._bound and bindable(self._dataset):
                 return None
-            binding = self._bind()
-            return None if binding is None or self._learner is None else binding.leaves[0]
+            self._bind()
+            return self._learnt
 
     def _listened(self, fetch: Callable[[Dataset[Sample]], T]) -> T:
         """`fetch(dataset)`, heard as long as it is not known what the dataset reads."""
@@ -241,7 +243,8 @@ class Stepwise:
         with self._lock:
             if self._link is link:
                 link.session.close()
-                self._link, self._binding, self._bound, self._key = None, None, False, ""
+                self._link, self._key = None, ""
+                self._binding, self._bound, self._learner, self._learnt = None, False, None, None
 
     def _connected(self) -> Link | None:
         binding = self._bind()
@@ -265,16 +268,18 @@ class Stepwise:
         return client.open(self._key, job_name(), rank, world)
 
     def _bind(self) -> Binding | None:
-        if not self._bound and not self._settings().loader.disable:
-            from creel.loader.learn import learner_of  # these know of wrap, too
-            from creel.loader.sources import bind
+        from creel.loader.learn import learner_of  # these know of wrap, too
+        from creel.loader.sources import bind, bound
 
+        if not self._bound and not self._settings().loader.disable:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
                 self._learner = learner_of(self._dataset)
         if self._binding is None and self._learner is not None:
-            self._binding = self._learner.binding()
+            self._learnt = self._learner.learnt()
+            if self._learnt is not None:
+                self._binding = bound(self._dataset, self._learnt)
         return self._binding
 
     def _client(self) -> Client | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 from creel.loader.adapters import Addressed, FolderLeaf, adapt, adapts
 from creel.loader.base import CreelDataset, Ids, Indices, Raw, Sample, Transformed, positions
 from creel.loader.wrap import Wrapped, learnt, unwrap
+
+if TYPE_CHECKING:
+    from creel.loader.learnt import Learnt
 
 Objects = tuple[Ids, NDArray[np.int64]]
 
@@ -28,7 +31,7 @@ class Node:
 
     def __getstate__(self) -> dict[str, object]:
         # What `current` compares with stays here: a pickle begins anew.
-        return {k: v for k, v in self.__dict__.items() if k not in {"_twin", "_was"}}
+        return {k: v for k, v in self.__dict__.items() if k not in {"_twin", "_was", "_learnt"}}
 
     def children(self) -> Sequence[Node]:
         return ()
@@ -117,9 +120,11 @@ class LeafNode(Node):
 class PassNode(Node):
     """A wrapper that keeps numbers as they are: Transformed, creel.wrap."""
 
-    def __init__(self, dataset: Dataset[Sample], child: Node) -> None:
+    def __init__(self, dataset: Dataset[Sample], child: Node, learnt: Learnt | None = None) -> None:
+        """`learnt`: what is known of a proxy's dataset, where that is more than it declares."""
         super().__init__(dataset)
         self._child = child
+        self._learnt = learnt
 
     def children(self) -> Sequence[Node]:
         return (self._child,)
@@ -129,7 +134,7 @@ class PassNode(Node):
 
     def _passes_on(self) -> bool:
         if type(self.dataset) is Wrapped:
-            return isinstance(self._child, LeafNode) or learnt(self.dataset) is None
+            return learnt(self.dataset) is self._learnt
         return _below(self.dataset) is self._child.dataset
 
     def objects(self, indices: Indices) -> Objects:
@@ -344,24 +349,35 @@ class Tree:
     def __init__(self) -> None:
         self.leaves: list[CreelDataset] = []
         self._nodes: dict[int, LeafNode] = {}
+        self._bases: dict[int, int] = {}
         self._total = 0
 
     def plant(self, dataset: object) -> Node:
         """The node of a dataset, with all below it."""
         whole = cast("Dataset[Sample]", dataset)
         if type(dataset) is Wrapped:
-            return PassNode(whole, self._wrapped(dataset))
+            known = learnt(dataset)
+            return PassNode(whole, self._wrapped(dataset, known), known)
         if type(dataset) is Transformed:
             return PassNode(whole, self.plant(dataset.dataset))
         if isinstance(dataset, IterableDataset):
             return Node(whole)
         return self._torch(whole) or self._leaf(whole)
 
-    def _wrapped(self, proxy: Wrapped) -> Node:
-        leaf, inner = learnt(proxy), unwrap(proxy)
-        if leaf is None:
+    def _wrapped(self, proxy: Wrapped, known: Learnt | None) -> Node:
+        inner = unwrap(proxy)
+        if known is None:
             return self.plant(inner)
-        return self._leaf_node(cast("Dataset[Sample]", inner), leaf)
+        return known.plant(cast("Dataset[Sample]", inner), self.place)
+
+    def place(self, leaf: CreelDataset) -> int:
+        """The first object id of a leaf, which is a part of the tree from now on."""
+        base = self._bases.get(id(leaf))
+        if base is None:
+            base = self._bases[id(leaf)] = self._total
+            self._total += leaf.object_count
+            self.leaves.append(leaf)
+        return base
 
     def _torch(self, dataset: Dataset[Sample]) -> Node | None:
         if _unchanged(dataset, Subset):
@@ -390,14 +406,7 @@ class Tree:
         leaf = dataset if isinstance(dataset, CreelDataset) else adapt(dataset)
         if leaf is None or not leaf.cacheable:
             return Node(dataset)
-        return self._leaf_node(dataset, leaf)
-
-    def _leaf_node(self, dataset: Dataset[Sample], leaf: CreelDataset) -> Node:
-        node = self._nodes.get(id(dataset))
-        if node is None:
-            node = self._nodes[id(dataset)] = LeafNode(dataset, leaf, self._total)
-            self._total += leaf.object_count
-            self.leaves.append(leaf)
+        node = self._nodes[id(dataset)] = LeafNode(dataset, leaf, self.place(leaf))
         return node
 
 
@@ -407,9 +416,12 @@ class Scout(Tree):
     found = False
     listens = False  # whether there may be some once what is read was heard
 
-    def _wrapped(self, proxy: Wrapped) -> Node:
+    def _wrapped(self, proxy: Wrapped, known: Learnt | None) -> Node:
         self.listens = True
-        return super()._wrapped(proxy)
+        if known is None:
+            return super()._wrapped(proxy, known)
+        self.found = True
+        return Node(cast("Dataset[Sample]", proxy))
 
     def _subset(self, dataset: Subset[Sample]) -> Node:
         self.plant(dataset.dataset)  # whatever the indices are, of which there may be millions
@@ -420,9 +432,4 @@ class Scout(Tree):
             self.found |= dataset.cacheable
         else:
             self.found |= adapts(dataset)
-        return Node(dataset)
-
-    def _leaf_node(self, dataset: Dataset[Sample], leaf: CreelDataset) -> Node:
-        del leaf
-        self.found = True
         return Node(dataset)

@@ -7,13 +7,16 @@ The proxy reads through the node's daemon in whatever process it is asked for sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
 from creel.errors import ConfigError
-from creel.loader.base import CreelDataset, Sample, fetch_many
+from creel.loader.base import Sample, fetch_many
 from creel.loader.stepwise import Stepwise, spawning
+
+if TYPE_CHECKING:
+    from creel.loader.learnt import Learnt
 
 D = TypeVar("D")
 
@@ -75,7 +78,7 @@ def wrap(dataset: D) -> D:
     return cast(D, Wrapped(cast("Dataset[Sample]", dataset)))
 
 
-def learnt(dataset: Wrapped) -> CreelDataset | None:
+def learnt(dataset: Wrapped) -> Learnt | None:
     """What a proxy's dataset, which declares nothing, is known to read by now."""
     stepwise: Stepwise = object.__getattribute__(dataset, "_stepwise")
     return stepwise.learnt()

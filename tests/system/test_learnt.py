@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from daemons import Running
 from test_wrap import BATCH, HOW, N, batches, folder, hang_up
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
@@ -36,14 +41,21 @@ class Own(Dataset[bytes]):
 class Around(Dataset[bytes]):
     """A person's own wrapper, as is written to give one part of a split its transform."""
 
-    def __init__(self, dataset: Dataset[bytes]) -> None:
-        self.dataset = dataset
+    def __init__(self, *parts: Any) -> None:
+        self.inside = {"parts": parts}
 
     def __len__(self) -> int:
         return N
 
     def __getitem__(self, i: int) -> bytes:
-        return self.dataset[i][::-1]
+        samples = [part[i] for part in self.inside["parts"]]
+        return b"".join(map(content, samples))[::-1]
+
+
+def content(sample: Any) -> bytes:
+    if isinstance(sample, dict):
+        return b"".join(content(sample[key]) for key in sorted(sample))
+    return sample.numpy().tobytes() if isinstance(sample, torch.Tensor) else str(sample).encode()
 
 
 class Batched(Own):
@@ -88,15 +100,52 @@ def test_from_the_second_epoch_on_the_cache_serves(
     assert len(next(iter(ours))[0]) > 16 * 2
 
 
+def files(path: Path) -> Any:
+    return creel.FileDataset(folder(path / "files"))
+
+
+def records(path: Path) -> Any:
+    np.random.default_rng(0).integers(0, 256, (N, 300), np.uint8).tofile(path / "records")
+    return creel.RecordDataset(path / "records", np.uint8, 300)
+
+
+def shards(path: Path) -> Any:
+    paths = [path / "0.tar", path / "1.tar"]
+    for i, name in enumerate(paths):
+        with tarfile.open(name, "w") as tar:
+            for sample in range(i * N // 2, (i + 1) * N // 2):
+                for suffix in ("raw", "txt"):
+                    info = tarfile.TarInfo(f"{sample:03}.{suffix}")
+                    info.size = 100
+                    tar.addfile(info, io.BytesIO(b"%100d" % (sample * len(suffix))))
+    return creel.TarDataset(paths)
+
+
+def decoded(path: Path) -> Any:
+    return creel.FileDataset(folder(path / "decoded"), decode=bytes)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "objects"),
+    [((decoded,), 1), ((records,), 1), ((shards, files), 3)],
+    ids=lambda x: "+".join(k.__name__ for k in x) if isinstance(x, tuple) else "",
+)
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
 @pytest.mark.parametrize("how", ["here", "fork, persistent"])
-def test_files_below_a_wrapper_of_ones_own_are_learnt(
-    daemon: Running, tmp_path: Path, how: str
+def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
+    daemon: Running, tmp_path: Path, how: str, kind: Any, kinds: tuple[Any, ...], objects: int
 ) -> None:
-    bare = Around(creel.FileDataset(folder(tmp_path / "data"), decode=bytes))
-    ours, theirs = batches(creel.wrap(bare), **HOW[how]), batches(bare, **HOW[how])
+    bare = Around(*[make(tmp_path) for make in kinds])
+    ours, theirs = batches(creel.wrap(bare), kind=kind, **HOW[how]), batches(bare, **HOW[how])
     for _ in range(4):
         assert list(ours) == list(theirs)
-    assert reads(daemon) == [N]
+    assert reads(daemon) == [objects * N]
+    before = sorted(chain.from_iterable(theirs))
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            path.write_bytes(bytes(path.stat().st_size))
+    assert sorted(chain.from_iterable(theirs)) != before
+    assert sorted(chain.from_iterable(ours)) == before
 
 
 def told(daemon: Running) -> list[int]:

@@ -1,0 +1,116 @@
+"""What a dataset was heard to read (see `creel.loader.learn`), as a part of the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from creel.loader.adapters import Addressed
+from creel.loader.base import CreelDataset, positions
+from creel.loader.tree import Node, Objects
+from creel.loader.wrap import Wrapped, unwrap
+
+if TYPE_CHECKING:
+    from creel.loader.base import Indices, Sample
+
+#: An object: its address, or (which of the parts, its number in there).
+Item = str | tuple[int, int]
+#: So many things are looked at in search of parts, and at no longer list than that.
+_MOST_PARTS = 10_000
+
+
+class Learnt:
+    """What each sample of a dataset reads, as far as it was heard.
+
+    Args:
+        size: samples of the dataset.
+        known: what some of them read, in order.
+        parts: the creel datasets in the dataset, as `parts_of` gives them.
+    """
+
+    def __init__(
+        self, size: int, known: Mapping[int, Iterable[Item]], parts: list[CreelDataset]
+    ) -> None:
+        heard = {i: list(known[i]) for i in sorted(known)}
+        addresses = sorted({x for items in heard.values() for x in items if isinstance(x, str)})
+        number = {address: (len(parts), i) for i, address in enumerate(addresses)}
+        flat = [number[x] if isinstance(x, str) else x for items in heard.values() for x in items]
+        pairs = np.array(flat, np.int64).reshape(-1, 2)
+        read, self._leaf = np.unique(pairs[:, 0], return_inverse=True)
+        everything = [*parts, Addressed(addresses)]
+        self.leaves = [everything[i] for i in read.tolist()]
+        self._object = pairs[:, 1]
+        self.counts = np.zeros(size, np.int64)
+        self.counts[list(heard)] = [len(items) for items in heard.values()]
+
+    def plant(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> Node:
+        """The node of the dataset; `place` puts a leaf into the tree and tells its first id."""
+        bases = np.array([place(leaf) for leaf in self.leaves], np.int64)
+        return _LearntNode(dataset, self, (bases[self._leaf] + self._object).astype(np.int32))
+
+
+class _LearntNode(Node):
+    """A dataset that reads by code of the person's, and what that is known to read."""
+
+    def __init__(
+        self, dataset: Dataset[Sample], learnt: Learnt, numbers: NDArray[np.int32]
+    ) -> None:
+        super().__init__(dataset)
+        self._leaves = learnt.leaves
+        self._was = [leaf.layout for leaf in self._leaves]
+        self._counts = learnt.counts
+        self._ends = np.cumsum(learnt.counts)
+        self._numbers = numbers
+
+    def current(self) -> bool:
+        pairs = zip(self._leaves, self._was, strict=True)
+        return all(leaf.layout is was for leaf, was in pairs)
+
+    def still(self, indices: Indices) -> bool:
+        del indices
+        return self.current()
+
+    def objects(self, indices: Indices) -> Objects:
+        """Nothing for a sample that nobody has heard."""
+        at = positions(indices, len(self._counts))
+        counts = self._counts[at]
+        first = self._ends[at] - np.cumsum(counts)  # of each sample, less what stands before it
+        where = np.repeat(first, counts) + np.arange(int(counts.sum()))
+        return self._numbers[where], counts
+
+
+def parts_of(dataset: object) -> list[CreelDataset]:
+    """The creel datasets that a person's dataset holds, in an order that all processes agree on."""
+    parts: list[CreelDataset] = []
+    seen: set[int] = set()
+    queue = [dataset]
+    while queue and len(seen) < _MOST_PARTS:
+        one = queue.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one) is Wrapped:
+            queue.append(unwrap(one))
+        elif isinstance(one, CreelDataset):
+            if one.cacheable:
+                parts.append(one)
+        else:
+            queue.extend(_inside(one))
+    return parts
+
+
+def _inside(one: object) -> list[object]:
+    """What may hold datasets: no numbers, no arrays, nothing with a life of its own."""
+    if isinstance(one, Dataset):
+        held = list(vars(one).values())
+    elif isinstance(one, dict):
+        held = list(one.values()) if len(one) <= _MOST_PARTS else []
+    elif isinstance(one, (list, tuple)):
+        held = list(one) if len(one) <= _MOST_PARTS else []
+    else:
+        held = []
+    return [x for x in held if isinstance(x, (Dataset, list, tuple, dict))]

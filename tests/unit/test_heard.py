@@ -1,0 +1,100 @@
+"""What was heard of a dataset, against brute force; the parts of a dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+import creel
+from creel.loader.base import CreelDataset
+from creel.loader.learn import Learner
+from creel.loader.learnt import Learnt, parts_of
+from creel.loader.sources import bound
+
+ADDRESSES = ["/a", "/b", "/c"]
+
+
+class Part(CreelDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Holder(Dataset[Any]):
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+    def __len__(self) -> int:
+        return 12
+
+
+items = st.one_of(
+    st.sampled_from(ADDRESSES),
+    st.tuples(st.just(0), st.integers(0, 4)),
+    st.tuples(st.just(1), st.integers(0, 6)),
+)
+
+
+@given(
+    st.dictionaries(st.integers(0, 11), st.lists(items, min_size=1, max_size=5), min_size=1),
+    st.lists(st.integers(-12, 11)),
+)
+def test_each_sample_has_the_objects_that_were_heard(
+    known: dict[int, list[Any]], indices: list[int]
+) -> None:
+    parts: list[CreelDataset] = [Part(5), Part(7)]
+    binding = bound(Holder(), Learnt(12, known, parts))
+    names: list[Any] = []
+    for leaf in binding.leaves:
+        if leaf in parts:
+            names += [(parts.index(leaf), i) for i in range(len(leaf))]
+        else:
+            names += sorted({x for heard in known.values() for x in heard if isinstance(x, str)})
+    ids, counts = binding.objects(np.array(indices, np.int64))
+    expected = [known.get(i % 12, []) for i in indices]
+    assert [names[i] for i in ids] == [x for heard in expected for x in heard]
+    assert counts.tolist() == [len(heard) for heard in expected]
+    heard_of = {x[0] for heard in known.values() for x in heard if not isinstance(x, str)}
+    assert {parts.index(leaf) for leaf in binding.leaves if leaf in parts} == heard_of
+
+
+def test_parts_are_found_wherever_a_dataset_keeps_them() -> None:
+    a, b, c, d = (Part(i + 1) for i in range(4))
+    inner = Holder(one=a, many=[Subset(b, [0]), ("x", {"k": creel.wrap(Holder(c=c, again=a))})])
+    inner.itself = inner  # type: ignore[attr-defined]
+    whole = Holder(parts=ConcatDataset([inner, d]), numbers=list(range(100_000)), other=object())
+    found = parts_of(whole)
+    assert sorted(map(len, found)) == [1, 2, 3, 4]
+    assert found == parts_of(whole)
+
+
+class Numbered(Holder):
+    def __getitem__(self, i: int) -> bytes:
+        if not 0 <= i < 12:
+            raise IndexError(i)
+        return bytes(self.files[np.int64(i)] + self.hidden().read(0))
+
+
+def test_numbers_of_any_kind_are_heard_and_what_is_no_part_is_not(tmp_path: Path) -> None:
+    for i in range(12):
+        (tmp_path / f"{i:02}").write_bytes(b"%d" % i)
+    files = creel.FileDataset(tmp_path, decode=bytes)
+    rows = creel.RecordDataset(tmp_path / "00", np.uint8, 1)
+    learner = Learner(Numbered(files=files, hidden=lambda: rows))
+    for i in range(12):
+        assert learner[i] == b"%d0" % i
+        learner.write()
+    with pytest.raises(IndexError):
+        learner[12]
+    learnt = learner.learnt()
+    assert learnt is not None
+    assert learnt.counts.tolist() == [1] * 12
+    assert [leaf.object_count for leaf in learnt.leaves] == [12]
