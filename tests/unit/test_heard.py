@@ -77,6 +77,9 @@ def test_parts_are_found_wherever_a_dataset_keeps_them() -> None:
 
 
 class Numbered(Holder):
+    files: Any
+    hidden: Any
+
     def __getitem__(self, i: int) -> bytes:
         if not 0 <= i < 12:
             raise IndexError(i)
