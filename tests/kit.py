@@ -77,16 +77,16 @@ def state(pid: int) -> str:
         return "gone"
 
 
-def descriptors() -> frozenset[tuple[str, str]]:
-    """(number, what it is) of all that is open here; `after - before` is what a test opened.
+def descriptors(pid: int | str = "self") -> frozenset[tuple[str, str]]:
+    """(number, what it is) of all that a process has open; `after - before` is what a test opened.
 
     Compare them no other way: an earlier test's garbage is collected first, but a thread of it may
     still close something.
     """
     gc.collect()
     found = set()
-    for fd in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # the listing itself
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # the listing itself, and what is closed meanwhile
             found.add((fd.name, str(fd.readlink())))
     return frozenset(found)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -20,9 +19,9 @@ from creel.errors import NoDaemonError
 from creel.loader import feed
 from creel.loader.client import Client
 from creel.loader.embed import connect_or_start, start_early
-from kit import until
+from kit import gone, until
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("clean")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("clean")]
 
 
 def config(name: str, **more: object) -> Config:
@@ -42,12 +41,8 @@ def pid_of(name: str) -> int:
             return False
         return True
 
-    until(answers, 20, "a daemon serves")
+    until(answers, 60, "a daemon serves")
     return found[0]
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
@@ -57,7 +52,7 @@ def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
     with pytest.raises(AssertionError):
         until(lambda: gone(pid), 1.0)
     start.close()
-    until(lambda: gone(pid), 10, "the daemon ends")
+    until(lambda: gone(pid), what="the daemon ends")
 
 
 def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
@@ -67,7 +62,7 @@ def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
     pid = client.daemon_pid
     assert client.ask("status")["clients"] == 1
     client.close()
-    until(lambda: gone(pid), 10, "the daemon ends")
+    until(lambda: gone(pid), what="the daemon ends")
 
 
 def test_none_is_started_where_one_serves_or_none_is_wanted(daemon_name: str) -> None:
@@ -78,7 +73,7 @@ def test_none_is_started_where_one_serves_or_none_is_wanted(daemon_name: str) ->
     assert start_early(config(daemon_name)) is None
     pid = client.daemon_pid
     client.close()
-    until(lambda: gone(pid), 10, "the daemon ends")
+    until(lambda: gone(pid), what="the daemon ends")
 
 
 def test_a_loader_of_what_cannot_be_cached_starts_none(
@@ -115,7 +110,7 @@ def test_it_ends_with_a_process_that_never_read(daemon_name: str, tmp_path: Path
         assert person.stdout.readline() == b"made\n"
         pid = pid_of(daemon_name)
         person.kill()
-    until(lambda: gone(pid), 10, "the daemon ends")
+    until(lambda: gone(pid), what="the daemon ends")
 
 
 class Endless(Sequence[str]):

@@ -160,9 +160,12 @@ def test_a_wrong_prediction_leaves_no_step_pinned(
     nothing_pinned()
     with daemon.client("cli") as client:
         (dataset,) = client.ask("datasets")["datasets"]
-        client.ask("drop", dataset=dataset["dataset"])
-        (dataset,) = client.ask("datasets")["datasets"]
-    assert dataset["resident_objects"] == 0  # it forgets what nobody has pinned
+
+        def forgotten() -> bool:
+            dropped = client.ask("drop", dataset=dataset["dataset"])
+            return bool(dropped["resident_objects"] == 0)
+
+        until(forgotten, what="it forgets what nobody has pinned")
 
     monkeypatch.setattr(Moody, "shift", 0)
     theirs: Any = DataLoader(files, BATCH, sampler=Moody(), num_workers=workers)

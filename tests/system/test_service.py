@@ -18,7 +18,7 @@ from daemons import COMMAND, Running, folder, plan, read_steps
 
 from creel.errors import ConfigError
 from creel.loader.client import Client
-from kit import until
+from kit import descriptors, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -78,7 +78,7 @@ def test_nothing_is_left(daemon_name: str, tmp_path: Path) -> None:
                 assert read_steps(session, manifest, np.arange(10), 5) == 10
         until(lambda: daemon.fds() <= idle + 3, what="one dataset stays")
         process = Path(f"/proc/{daemon.pid}")
-        held = [str(fd.readlink()) for fd in (process / "fd").iterdir()]
+        held = [what for _, what in descriptors(daemon.pid)]
         held += (process / "maps").read_text().splitlines()
         assert not [one for one in held if "/dev/shm/" in one]
         daemon.end()

@@ -8,12 +8,12 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from creel.loader.wire import Wire, pair
+from kit import descriptors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,12 +75,12 @@ def test_a_message_that_finds_no_free_descriptor_leaves_none_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = map(Wire, pair())
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = descriptors()
     free = iter([os.dup(ours.fileno())])
     monkeypatch.setattr(os, "dup", lambda _: next(free, None) or os.open("/nowhere", os.O_RDONLY))
     with pytest.raises(OSError, match="nowhere"):
         ours.post((bytes(100_000),), [ours.fileno()] * 3)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert not descriptors() - before
     ours.close()
     theirs.close()
 
