@@ -1,4 +1,8 @@
-"""What the training waited for, as the daemon tells it: each cause made the greatest by force."""
+"""What the training waited for, as the daemon tells it: each cause made the greatest by force.
+
+A machine that is busy with something else for a second has a training wait as well, for whatever it
+was about to get. So what is slow goes on until it is the greatest: what is not counted never is.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,10 @@ from torch.utils.data import Sampler, default_collate
 
 import creel
 from creel.loader import feed
+from kit import until
 from testbed.http_server import Server
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 FILES, NBYTES = 64, 16_384
 PAUSE_S = 0.01  # for a sample or for a batch's draw: 64 of them are more than all else together
@@ -101,6 +106,13 @@ def worst_since(before: dict[str, float], node: Running) -> str:
     return worst({cause: now[cause] - before[cause] for cause in now})
 
 
+def forget(node: Running) -> None:
+    """Have the daemon read again what it has, if it has anything."""
+    with node.client("cli") as client:
+        for dataset in client.ask("datasets")["datasets"]:
+            client.ask("drop", dataset=dataset["dataset"])
+
+
 def epoch(loader: creel.DataLoader[Any]) -> None:
     for _ in loader:
         pass
@@ -127,18 +139,25 @@ def test_what_is_slow_in_a_persons_own_code_is_named(
     loader = creel.DataLoader(files, 4, num_workers=workers, **how)
     epoch(loader)  # workers start, files are read
     before = told(node)["stall_s"]
-    epoch(loader)
-    assert worst_since(before, node) == cause
-    counted: Any = loader.stats()["stall_seconds"]
-    assert worst(counted) == cause
+
+    def named() -> bool:
+        epoch(loader)
+        counted: Any = loader.stats()["stall_seconds"]
+        return worst_since(before, node) == worst(counted) == cause
+
+    until(named, what=f"{cause} is the greatest")
 
 
 @WORKERS
 def test_a_slow_sampler_of_rows_is_named(workers: int, node: Running, folder: Path) -> None:
     rows = creel.RecordDataset(folder / "000.raw", torch.uint8, NBYTES // FILES)
     loader = creel.DataLoader(rows, 4, sampler=SlowSampler(), num_workers=workers)
-    epoch(loader)
-    assert worst(told(node)["stall_s"]) == "sampler"
+
+    def named() -> bool:
+        epoch(loader)
+        return worst(told(node)["stall_s"]) == "sampler"
+
+    until(named, what="the sampler is the greatest")
 
 
 @pytest.mark.parametrize("workers", [2])
@@ -147,8 +166,13 @@ def test_a_slow_source_is_named(workers: int, node: Running, folder: Path) -> No
         urls = [f"{server.url}/{i:03}.raw" for i in range(FILES)]
         files = creel.FileDataset(urls, decode=decode)
         loader = creel.DataLoader(files, 4, num_workers=workers)
-        epoch(loader)
-        assert worst(told(node)["stall_s"]) == "source"
+
+        def named() -> bool:
+            forget(node)
+            epoch(loader)
+            return worst(told(node)["stall_s"]) == "source"
+
+        until(named, what="the source is the greatest")
 
 
 @pytest.mark.parametrize("workers", [0])
@@ -159,14 +183,18 @@ def test_a_slow_source_is_named_where_the_loader_reads_it_itself(
         urls = [f"{server.url}/{i:03}.raw" for i in range(FILES)]
         files = creel.FileDataset(urls, decode=decode)
         loader = creel.DataLoader(files, 4, sampler=Endless(), num_workers=workers)
-        batches = iter(loader)
-        for _ in range(17):
-            next(batches)
-        del batches
+
+        def named() -> bool:
+            batches = iter(loader)
+            for _ in range(17):
+                next(batches)
+            del batches
+            return worst(told(node)["stall_s"]) == "source"
+
+        until(named, what="the source is the greatest")
         session = told(node)
     assert session["direct_reads"] >= 17 * 4
     assert session["direct_nbytes"] == session["direct_reads"] * NBYTES
-    assert worst(session["stall_s"]) == "source"
 
 
 @WORKERS
@@ -175,14 +203,18 @@ def test_a_stopped_daemon_is_named(workers: int, node: Running, folder: Path) ->
     loader = creel.DataLoader(files, 4, num_workers=workers)
     epoch(loader)
     before = told(node)["stall_s"]
-    node.signal(signal.SIGSTOP)
-    try:
-        epoch(loader)
-    finally:
-        node.signal(signal.SIGCONT)
-    assert told(node)["pid"] == os.getpid()  # it serves again
-    epoch(loader)  # and is told of the time when it could not hear
-    assert worst_since(before, node) == "daemon"
+
+    def named() -> bool:
+        node.signal(signal.SIGSTOP)
+        try:
+            epoch(loader)
+        finally:
+            node.signal(signal.SIGCONT)
+        assert told(node)["pid"] == os.getpid()  # it serves again
+        epoch(loader)  # and is told of the time when it could not hear
+        return worst_since(before, node) == "daemon"
+
+    until(named, what="the daemon is the greatest")
 
 
 @WORKERS
@@ -202,7 +234,13 @@ def test_batches_that_were_not_foreseen_are_counted_exactly(
 @WORKERS
 def test_what_workers_do_is_told_by_stage(workers: int, node: Running, folder: Path) -> None:
     files = creel.FileDataset(folder, "*.raw", decode=decode_slowly)
-    epoch(loader := creel.DataLoader(files, 4, num_workers=workers))
+    loader = creel.DataLoader(files, 4, num_workers=workers)
+
+    def named() -> bool:
+        epoch(loader)
+        return not workers or worst(told(node)["busy_s"]) == "decode"
+
+    until(named, what="decoding is the greatest")
     session = told(node)
     busy = session["busy_s"]
     assert set(busy) == {"source", "decode", "collate", "handover"}
@@ -210,7 +248,6 @@ def test_what_workers_do_is_told_by_stage(workers: int, node: Running, folder: P
     assert all(seconds >= 0 for seconds in busy.values())
     if workers:
         assert busy["decode"] > FILES * PAUSE_S
-        assert worst(busy) == "decode"
     else:
         assert session["worker_busy_s"] == 0
     assert loader.stats()["worker_busy_seconds"] == pytest.approx(session["worker_busy_s"])
