@@ -115,14 +115,14 @@ def _shown(cls: Any, mode: Callable[[], AbstractContextManager[Any]]) -> list[An
     return shown + list(loader)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_set_between_epochs_reaches_the_workers(name: str) -> None:
     assert _shown(creel.DataLoader, MODES[name]) == _shown(torch.utils.data.DataLoader, MODES[name])
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_workers_live_on_within_one_mode() -> None:
     loader = creel.DataLoader(Modes(), batch_size=None, num_workers=1)
     pids = []

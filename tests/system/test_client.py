@@ -279,7 +279,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None
         "client = Client.connect()\n"
         "pid = os.fork()\n"
         "print(pid, flush=True) if pid else None\n"
-        "time.sleep(30)\n"
+        "time.sleep(150)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

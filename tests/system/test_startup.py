@@ -19,7 +19,7 @@ from creel.config import Config
 from creel.loader.embed import connect_or_start
 from kit import gone, unique_name, until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 #: For sitecustomize.py: the daemon's `import pyarrow` says that it began, and waits for a word.
 _SLOW_PYARROW = """
@@ -60,12 +60,12 @@ def test_a_slow_import_holds_up_nobody_but_the_first_dataset(tmp_path: Path) -> 
     with Running(unique_name(), env=env) as daemon, daemon.client() as client:
         registering = threading.Thread(target=client.register, args=(manifest,))
         registering.start()
-        until((tmp_path / "began").exists, 20, "the daemon imports pyarrow")
+        until((tmp_path / "began").exists, what="the daemon imports pyarrow")
         with daemon.client("cli") as other:
             assert other.ask("status")["datasets"] == 0
         assert registering.is_alive()
         (tmp_path / "go").touch()
-        registering.join(20)
+        registering.join(60)
         assert client.ask("status")["datasets"] == 1
 
 

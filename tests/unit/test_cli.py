@@ -359,13 +359,12 @@ def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:
         cli_run.check_command("/nowhere/python")
 
 
-def test_help_is_instant_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys, time; start = time.process_time(); from creel import cli;"
+        "import sys; from creel import cli;"
         "code = cli.main(['--help']);"
         "heavy = {'torch', 'numpy', 'pyarrow', 'zmq', 'rich', 'msgspec'} & set(sys.modules);"
-        "assert code == 0 and not heavy, heavy;"
-        "assert time.process_time() - start < 0.3"
+        "assert code == 0 and not heavy, heavy"
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith("COV")}
     done = subprocess.run(

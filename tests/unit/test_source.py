@@ -25,8 +25,8 @@ from creel.cache.stores import LocalStore, Place, Run
 from creel.errors import SourceError
 from kit import descriptors
 
-pytestmark = pytest.mark.timeout(60)
-_QUICK = Patience(attempts=3, deadline_s=5.0, backoff_s=0.001, backoff_max_s=0.002)
+pytestmark = pytest.mark.timeout(120)
+_QUICK = Patience(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
 
 
 def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
@@ -476,7 +476,7 @@ def test_retries_make_one_line_of_ours_and_none_of_staminas(
             failing.read(i)
     (line,) = (r for r in caplog.records if r.levelno >= logging.WARNING)
     assert line.name == "creel.source"
-    assert "000: the disk coughs: trying again for up to 5 s" in line.getMessage()
+    assert "000: the disk coughs: trying again for up to 60 s" in line.getMessage()
 
 
 def test_the_persons_own_stamina_is_left_alone(
