@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import re
 import warnings
@@ -376,6 +377,7 @@ def play(case: Case, cls: type[torch.utils.data.DataLoader[Any]]) -> Record:
     random.seed(case.seed)
     KNOB["value"] = 0
     Counting.seen = 0
+    gc.collect()  # what an earlier test left may warn when it goes
     record = Record()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
