@@ -176,7 +176,7 @@ class Source:
         try:
             self._check_path(uri)
             return self._local.everything(uri)
-        except OSError:
+        except Exception:  # noqa: BLE001  as `_fill`: a name with a zero byte is a ValueError
             return None
 
     def read_into(

@@ -142,6 +142,12 @@ def test_a_file_that_is_not_as_listed_has_failed_and_the_others_have_not(tmp_pat
             source.read(i)
 
 
+def test_a_name_that_no_file_has_costs_the_others_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    source = Source(Manifest.of_files(["\0", "a", "b"], root=str(tmp_path)), _QUICK)
+    assert source.read_whole(np.arange(3)) == [None, b"a", None]
+
+
 def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
     _, contents = folder(tmp_path, [10, 0, 3000])
     source = Source(Manifest.of_files(["000", "001", "002", "003"], root=str(tmp_path)), _QUICK)
