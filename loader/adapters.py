@@ -230,7 +230,8 @@ class _Places:
 
     def find(self, text: str) -> int | None:
         """The first place of `text`, or None."""
-        wanted = np.uint64(xxhash.xxh3_64_intdigest(text.encode()))
+        # Anybody's path: in the column all are UTF-8.
+        wanted = np.uint64(xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass")))
         at = int(np.searchsorted(self._hashes, wanted))
         while at < len(self._hashes) and self._hashes[at] == wanted:
             place = int(self._order[at])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex, TypeAlias, overload
 
@@ -205,10 +205,11 @@ class Transformed(Dataset[Sample]):
         return [self.fn(sample) for sample in fetch_many(self.dataset, indices)]
 
 
-def fetch_many(dataset: Dataset[Sample], indices: Sequence[int]) -> list[Sample]:
+def fetch_many(dataset: Dataset[Sample], indices: Sequence[int]) -> Iterable[Sample]:
     """Samples of a batch, by the dataset's own `__getitems__` where it has one, as torch does."""
+    many: Callable[[Sequence[int]], Iterable[Sample]] | None
     many = getattr(dataset, "__getitems__", None)
-    return list(many(indices)) if many else [dataset[i] for i in indices]
+    return many(indices) if many else [dataset[i] for i in indices]
 
 
 def check_callable(**given: object) -> None:

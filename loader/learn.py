@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset
 
 from creel.loader.base import position
 from creel.loader.learnt import Item, Learnt, parts_of
-from creel.loader.reading import Heard, Hearing
+from creel.loader.reading import Asked, Hearing
 
 if TYPE_CHECKING:
     from creel.loader.base import Sample
@@ -64,8 +65,10 @@ class Learner:
             return self.dataset[index]
         with Hearing() as heard:
             sample = self.dataset[index]
-        if heard.heard and isinstance(index, (int, np.integer)):
-            self._note(position(index, self._size), heard.heard)
+        items = [item for what in heard.wanted() if (item := self._item(what)) is not None]
+        if isinstance(index, (int, np.integer)):
+            with suppress(IndexError):  # a dataset may give more samples than its length says
+                self._note(position(index, self._size), items)
         return sample
 
     def learnt(self) -> Learnt | None:
@@ -82,8 +85,7 @@ class Learner:
             self._renew()
         return self._lock
 
-    def _note(self, index: int, heard: list[Heard]) -> None:
-        items = [item for what in heard if (item := self._item(what)) is not None]
+    def _note(self, index: int, items: list[Item]) -> None:
         with self._here():
             if index in self._known:
                 self._again += 1
@@ -91,12 +93,15 @@ class Learner:
                 self._again = 0
                 self._heard.append([index, *items])
 
-    def _item(self, heard: Heard) -> Item | None:
-        """What the journal calls it; None for an object of a dataset that is no part of ours."""
-        if isinstance(heard, str):
-            return heard
-        part = self._number.get(heard[0])
-        return None if part is None else (part, heard[1])
+    def _item(self, asked: Asked) -> Item | None:
+        """What the journal calls it; None where a daemon cannot be told of it.
+
+        That is an object of a dataset that is no part of ours.
+        """
+        if isinstance(asked, str):
+            return asked if _tellable(asked) else None
+        part = self._number.get(asked[0])
+        return None if part is None else (part, asked[1])
 
     def write(self) -> None:
         """Put what was heard into the journal, after each batch; learn what others have heard."""
@@ -124,6 +129,14 @@ class Learner:
                     self._sealed = True
                     return
                 self._known.update((index, addresses) for index, *addresses in heard)
+
+
+def _tellable(address: str) -> bool:
+    """Whether a daemon can be told of it: a file's name need not be UTF-8."""
+    try:
+        return b"\0" not in address.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def learner_of(dataset: Dataset[Sample]) -> Learner | None:

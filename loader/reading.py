@@ -139,16 +139,28 @@ def _lease_of(leaf: object) -> tuple[Lease | None, int]:
     return None, 0
 
 
-#: What a thread asked for: an address, or an object of a leaf: (id(leaf), its number).
-Heard = str | tuple[int, int]
+#: What a thread asks for: an address, or an object of a leaf: (id(leaf), its number).
+Asked = str | tuple[int, int]
+
+
+class Partly(Protocol):
+    """A file that is open, of which some may be read."""
+
+    def wanted(self) -> bool:
+        """Whether a copy of all of it would do as well."""
+        ...
 
 
 class Hearing:
-    """Inside of the `with`, what this thread asks for, each once, in order."""
+    """Inside of the `with`, what this thread asks for."""
 
     def __init__(self) -> None:
-        self.heard: list[Heard] = []
+        self.asked: dict[Asked, Partly | None] = {}
         self._outer: Hearing | None = None
+
+    def wanted(self) -> list[Asked]:
+        """Each once, in order, without files of which only a little was read."""
+        return [asked for asked, file in self.asked.items() if file is None or file.wanted()]
 
     def __enter__(self) -> Hearing:
         self._outer, _active.hearing = _active.hearing, self
@@ -158,11 +170,15 @@ class Hearing:
         _active.hearing = self._outer
 
 
-def hear(what: Heard) -> None:
-    """Somebody asks for these bytes."""
-    hearing = _active.hearing
-    if hearing is not None and what not in hearing.heard:
-        hearing.heard.append(what)
+def hearing() -> Hearing | None:
+    """Who listens to this thread."""
+    return _active.hearing
+
+
+def hear(asked: Asked) -> None:
+    """Somebody asks for all of these bytes."""
+    if _active.hearing is not None:
+        _active.hearing.asked[asked] = None
 
 
 def foreign(leaf: object) -> bool:

@@ -6,7 +6,7 @@ The proxy reads through the node's daemon in whatever process it is asked for sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from torch.utils.data import Dataset, IterableDataset
@@ -37,7 +37,7 @@ class Wrapped(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         return self._stepwise.read([index], lambda dataset: dataset[index])
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+    def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
         return self._stepwise.read(indices, lambda dataset: fetch_many(dataset, indices))
 
     @property  # type: ignore[misc]  # a property where object has a plain attribute: meant so

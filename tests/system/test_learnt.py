@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 from collections.abc import Iterator
 from itertools import chain
@@ -61,8 +62,12 @@ def content(sample: Any) -> bytes:
 class Batched(Own):
     """It cannot be heard which sample reads what."""
 
-    def __getitems__(self, indices: list[int]) -> list[bytes]:
-        return [self[i] for i in indices]
+    def __getitems__(self, indices: list[int]) -> tuple[bytes, ...]:
+        return tuple(self[i] for i in indices)
+
+
+def kind_and_items(samples: Any) -> tuple[type, list[Any]]:
+    return type(samples), list(samples)
 
 
 @pytest.fixture
@@ -222,10 +227,93 @@ def test_a_sample_that_reads_differently_later_is_right(daemon: Running, tmp_pat
     assert reads(daemon) == [N]
 
 
+class More(Own):
+    """It gives more samples than its length says."""
+
+    def __getitem__(self, i: int) -> bytes:
+        return creel.read(self.path / f"{i % N:03}.raw")
+
+
+class Foreign(Own):
+    """Not all of its files have names that a daemon can be told of."""
+
+    def __getitem__(self, i: int) -> bytes:
+        name = os.fsdecode(b"\xff") if i % 2 else f"{i:03}.raw"
+        try:
+            creel.read(f"{self.path}\0")
+        except ValueError:
+            return creel.read(self.path / name)
+        raise AssertionError
+
+
+class Mapped(Own):
+    """As numpy does, which hands on the descriptor; every other sample is read as others are."""
+
+    def __getitem__(self, i: int) -> bytes:
+        with creel.open(self.path / f"{i % 7:03}.raw") as f:
+            if i % 2:
+                return f.read()
+            f.seek(5)
+            found = np.fromfile(f, np.uint8, 100).tobytes()
+            ahead: bytes = f.peek(1)[:1]  # type: ignore[attr-defined]
+            return found + ahead + f.read(10)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader])
+@pytest.mark.parametrize("own", [More, Foreign, Mapped])
+def test_what_cannot_be_told_of_is_right(tmp_path: Path, own: type[Own], kind: Any) -> None:
+    bare = own(folder(tmp_path / "data"))
+    (bare.path / os.fsdecode(b"\xff")).write_bytes(b"odd")
+    order: Any = range(2 * N) if own is More else range(N - 1)
+    ours = kind(creel.wrap(bare), BATCH, sampler=order, collate_fn=list)
+    for _ in range(3):
+        assert list(ours) == [[bare[i] for i in order[at : at + BATCH]] for at in order[::BATCH]]
+
+
+def test_a_file_of_which_little_is_read_is_left_alone(daemon: Running, tmp_path: Path) -> None:
+    """All of it for each sample would cost a thousand times as much."""
+
+    class Records(Own):
+        def __getitem__(self, i: int) -> bytes:
+            with creel.open(self.path / "big") as f:
+                f.seek(i * 100)
+                return f.read(100) + creel.read(self.path / f"{i:03}.raw")
+
+    bare = Records(folder(tmp_path / "data"))
+    (bare.path / "big").write_bytes(bytes(range(250)) * 1000)
+    ours, theirs = batches(creel.wrap(bare)), batches(bare)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [N - 1]
+
+
+class Arrays(Own):
+    """numpy reads a real file by its descriptor where it can."""
+
+    def __getitem__(self, i: int) -> bytes:
+        with creel.open(self.path / f"{i:03}.raw") as f:
+            return bytes(np.load(f))
+
+
+def test_arrays_are_cached(daemon: Running, tmp_path: Path) -> None:
+    bare = Arrays(folder(tmp_path / "data"))
+    for i in range(N - 1):
+        with (bare.path / f"{i:03}.raw").open("wb") as f:
+            np.save(f, np.full(100_000, i, np.uint8))
+    ours, theirs = batches(creel.wrap(bare)), batches(bare)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [N - 1]
+
+
 def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:
     bare = Batched(folder(tmp_path / "data"))
-    ours = batches(creel.wrap(bare))
-    assert [list(ours) for _ in range(2)] == [list(b) for b in [batches(bare)] for _ in range(2)]
+    ours, theirs = (
+        DataLoader(d, BATCH, collate_fn=kind_and_items) for d in (creel.wrap(bare), bare)
+    )
+    for _ in range(2):
+        assert list(ours) == list(theirs)
     assert reads(daemon) == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import creel
 from creel.loader.base import CreelDataset
 from creel.loader.learn import Learner
 from creel.loader.learnt import Learnt, parts_of
+from creel.loader.opened import Opened
+from creel.loader.reading import Hearing
 from creel.loader.sources import bound
 
 ADDRESSES = ["/a", "/b", "/c"]
@@ -74,6 +78,57 @@ def test_parts_are_found_wherever_a_dataset_keeps_them() -> None:
     found = parts_of(whole)
     assert sorted(map(len, found)) == [1, 2, 3, 4]
     assert found == parts_of(whole)
+
+
+def step(f: Any, name: str, n: int) -> Any:
+    if name == "seek":
+        return f.seek(n)
+    if name == "readinto":
+        buffer = bytearray(n)
+        return f.readinto(buffer), buffer
+    if name == "rest":
+        return list(f)
+    if name == "peek":
+        return f.peek(n)[:n]
+    return getattr(f, name)(n)
+
+
+STEPS = ("read", "read1", "readline", "readinto", "peek", "seek", "rest")
+
+
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 700))))
+def test_a_file_that_is_listened_to_and_its_copy_are_like_any(steps: list[tuple[str, int]]) -> None:
+    data = bytes(range(7, 20)) * 50
+    with tempfile.NamedTemporaryFile() as made:
+        Path(made.name).write_bytes(data)
+        listener = Hearing()
+        with listener, creel.open(made.name) as ours, Path(made.name).open("rb") as real:
+            copy = Opened(data, made.name)
+            assert ours.name == copy.name == real.name
+            for name, n in steps:
+                expected = step(real, name, n)
+                assert step(ours, name, n) == step(copy, name, n) == expected
+                assert ours.tell() == copy.tell() == real.tell()
+            assert os.fstat(copy.fileno()).st_ino == os.fstat(real.fileno()).st_ino
+            copy.close()
+        assert listener.wanted() == [made.name]
+
+
+def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
+    for name in ("whole", "a quarter", "little", "handed on", "twice", "all and a little"):
+        (tmp_path / name).write_bytes(bytes(1 << 20))
+    (tmp_path / "small").write_bytes(bytes(1 << 16))
+    reads = {"whole": [1 << 20], "a quarter": [1 << 18], "little": [1 << 17], "small": [1]}
+    reads |= {"handed on": [1 << 20], "twice": [1 << 17, 1 << 17]}
+    with Hearing() as listener:
+        creel.read(tmp_path / "all and a little")
+        for name, sizes in {**reads, "all and a little": [1]}.items():
+            for size in sizes:
+                with creel.open(tmp_path / name) as f:
+                    assert len(f.read(size)) == size
+                    assert name != "handed on" or f.fileno() > 0
+    worth = {Path(str(asked)).name for asked in listener.wanted()}
+    assert worth == {"whole", "a quarter", "small", "twice", "all and a little"}
 
 
 class Numbered(Holder):
