@@ -187,13 +187,15 @@ class Declared(Addressed):
 
     def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
         """As each sample says; one call of the person's `objects` per sample, negative or not."""
-        given = [self._dataset.objects(i) for i in indices.tolist()]
-        if all(type(item) is int for item in given):  # in a fifth of the time
-            counts, flat = np.ones(len(given), np.int64), np.array(given, np.int64)
+        given = (self._dataset.objects(i) for i in indices.tolist())
+        # Each is looked at before the next is asked for: it may be one list, filled anew.
+        found = [item if type(item) is int else self._of(item) for item in given]
+        if all(type(item) is int for item in found):  # in a fifth of the time
+            counts, flat = np.ones(len(found), np.int64), np.array(found, np.int64)
         else:
-            found = [self._of(item) for item in given]
-            counts = np.array([len(ids) for ids in found], np.int64)
-            flat = np.array([i for ids in found for i in ids], np.int64)
+            several = [item if isinstance(item, list) else [item] for item in found]
+            counts = np.array([len(ids) for ids in several], np.int64)
+            flat = np.array([i for ids in several for i in ids], np.int64)
         if flat.size and (flat.min() < 0 or flat.max() >= self.object_count):
             raise ConfigError(
                 f"objects() gave {flat.min()} to {flat.max()}, creel_uris has {self.object_count}"

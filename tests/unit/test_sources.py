@@ -480,6 +480,7 @@ class Pairs(Dataset[bytes]):
     def __init__(self, paths: list[Path], how: str) -> None:
         self.creel_uris = [str(p) for p in paths]
         self.how = how
+        self.same: list[int] = []
 
     def __len__(self) -> int:
         return len(self.creel_uris) - 1
@@ -489,7 +490,10 @@ class Pairs(Dataset[bytes]):
             return i
         if self.how == "address":
             return self.creel_uris[i : i + 2]
-        return np.array([i, i + 1])
+        if self.how == "numbers":
+            return np.array([i, i + 1])
+        self.same[:] = [i, i + 1]
+        return self.same
 
     def __getitem__(self, i: int) -> bytes:
         if self.how == "one":
@@ -498,7 +502,7 @@ class Pairs(Dataset[bytes]):
             return f.read() + creel.read(self.creel_uris[i + 1])
 
 
-@pytest.mark.parametrize("how", ["one", "numbers", "address"])
+@pytest.mark.parametrize("how", ["one", "numbers", "address", "one list"])
 def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -> None:
     leaf = files(tmp_path, "a", 6)
     dataset = Pairs([Path(p) for p in leaf.paths], how)
