@@ -2,10 +2,10 @@
 
 Below creel.wrap, a person's own `__getitem__` is heard that reads by creel.open or creel.read, or
 from a creel dataset which it holds. What was heard goes into a journal, a memfd that forked workers
-share (a spawned one has its own): lines of JSON, one a batch, `[[sample, item, ...], ...]`, each an
-atomic append. When the samples come again somebody appends the line `[]`: what stands before the
-first such line is the map, the same for all. Samples that are not in the map, or read differently
-later, are read from the source as ever.
+share (a spawned one has its own): lines of JSON, one a batch, `[again, [sample, item, ...], ...]`,
+each an atomic append; `again` counts samples that were known. When enough came again somebody
+appends the line `[]`: what stands before the first such line is the map, the same for all. Samples
+that are not in the map, or read differently later, are read from the source as ever.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,13 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from creel.loader.base import position
-from creel.loader.learnt import Item, Learnt, parts_of
+from creel.loader.learnt import Item, Learnt, by_sample, parts_of
 from creel.loader.reading import Asked, Hearing
 
 if TYPE_CHECKING:
     from creel.loader.base import Sample
 
-#: An epoch is over when one process meets nothing new over so much of what was heard: 1/16.
+#: An epoch is over when nothing new was met over so much of what was heard: 1/16.
 _AGAIN = 16
 #: A process that listens needs about 300 bytes a sample; who has more can say what is read.
 _MOST_SAMPLES = 1_000_000
@@ -52,11 +53,12 @@ class Learner:
     def _renew(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._known: dict[int, list[Item]] = {}
+        self._known: dict[int, Sequence[Item]] = {}
         self._heard: list[list[int | Item]] = []  # since the last `write`
+        self._met = 0  # known samples since then
         self._at = 0
         self._rest = b""
-        self._again = 0
+        self._again = 0  # samples since the last new one
         self._sealed = False
 
     def __getitem__(self, index: int) -> Sample:
@@ -75,9 +77,11 @@ class Learner:
         """What the samples read, for good; None while that is being learnt. Gives it once."""
         with self._here():
             self._catch_up()
-            if not self._sealed or not self._known:
+            if not self._sealed:
                 return None
             known, self._known = self._known, {}
+        if not any(known.values()):
+            return None
         return Learnt(self._size, known, self._parts)
 
     def _here(self) -> threading.Lock:
@@ -88,9 +92,8 @@ class Learner:
     def _note(self, index: int, items: list[Item]) -> None:
         with self._here():
             if index in self._known:
-                self._again += 1
-            elif items:
-                self._again = 0
+                self._met += 1
+            else:
                 self._heard.append([index, *items])
 
     def _item(self, asked: Asked) -> Item | None:
@@ -106,9 +109,9 @@ class Learner:
     def write(self) -> None:
         """Put what was heard into the journal, after each batch; learn what others have heard."""
         with self._here():
-            if self._heard and not self._sealed:
-                os.write(self._fd, json.dumps(self._heard).encode() + b"\n")
-                self._heard = []
+            if (self._heard or self._met) and not self._sealed:
+                os.write(self._fd, json.dumps([self._met, *self._heard]).encode() + b"\n")
+            self._heard, self._met = [], 0
             self._catch_up()
             if self._over() and not self._sealed:
                 os.write(self._fd, b"[]\n")
@@ -124,11 +127,12 @@ class Learner:
             self._at += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                heard = json.loads(line)
-                if not heard:
+                if line == b"[]":
                     self._sealed = True
                     return
-                self._known.update((index, addresses) for index, *addresses in heard)
+                again, *new = json.loads(line)
+                self._again = 0 if new else self._again + again
+                self._known.update((index, items or ()) for index, *items in new)
 
 
 def _tellable(address: str) -> bool:
@@ -141,10 +145,8 @@ def _tellable(address: str) -> bool:
 
 def learner_of(dataset: Dataset[Sample]) -> Learner | None:
     """A listener; None for a dataset that cannot be listened to sample by sample."""
-    if hasattr(dataset, "__getitems__") or not hasattr(dataset, "__len__"):
-        return None
     try:
-        small = len(dataset) <= _MOST_SAMPLES
-        return Learner(dataset) if small else None
+        fit = by_sample(dataset) and len(dataset) <= _MOST_SAMPLES  # type: ignore[arg-type]
+        return Learner(dataset) if fit else None
     except Exception:  # noqa: BLE001  a person's __len__ raises what it likes
         return None

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, StackDataset, Subset
 
 from creel.loader.adapters import Addressed
-from creel.loader.base import CreelDataset, positions
-from creel.loader.tree import Node, Objects
+from creel.loader.base import CreelDataset, Transformed, positions
+from creel.loader.tree import Node, Objects, unchanged
 from creel.loader.wrap import Wrapped, unwrap
 
 if TYPE_CHECKING:
@@ -81,6 +81,18 @@ class _LearntNode(Node):
         first = self._ends[at] - np.cumsum(counts)  # of each sample, less what stands before it
         where = np.repeat(first, counts) + np.arange(int(counts.sum()))
         return self._numbers[where], counts
+
+
+def by_sample(dataset: object) -> bool:
+    """Whether a batch is but its samples, taken one by one: all they read can be told apart."""
+    if type(dataset) is Wrapped:
+        return by_sample(unwrap(dataset))
+    if unchanged(dataset, Subset) or type(dataset) is Transformed:
+        return by_sample(dataset.dataset)
+    if unchanged(dataset, StackDataset):
+        parts = dataset.datasets
+        return all(map(by_sample, parts.values() if isinstance(parts, dict) else parts))
+    return not hasattr(dataset, "__getitems__")
 
 
 def parts_of(dataset: object) -> list[CreelDataset]:

@@ -27,7 +27,7 @@ from creel.config import Config
 from creel.errors import UnavailableError
 from creel.forks import at_fork
 from creel.loader.feed import client_of, job_name, rank_and_world
-from creel.loader.reading import leasing
+from creel.loader.reading import hearing, leasing
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -161,6 +161,8 @@ class Stepwise:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """`fetch(dataset)`, which reads these samples, through the arena where that is possible."""
+        if hearing() is not None:  # inside of another proxy, which minds what is read here
+            return fetch(self._dataset)
         if leasing():  # inside of creel's own loader: as it says
             return self._listened(fetch)
         link = self._linked()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from creel.loader.wrap import Wrapped, learnt, unwrap
 if TYPE_CHECKING:
     from creel.loader.learnt import Learnt
 
+D = TypeVar("D")
 Objects = tuple[Ids, NDArray[np.int64]]
 
 
@@ -335,7 +336,7 @@ def _are(datasets: Collection[object], nodes: Sequence[Node]) -> bool:
     )
 
 
-def _unchanged(dataset: object, base: type) -> bool:
+def unchanged(dataset: object, base: type[D]) -> TypeGuard[D]:
     """Whether the dataset takes samples exactly as `base` does."""
     return isinstance(dataset, base) and all(
         getattr(type(dataset), name, None) is getattr(base, name, None)
@@ -380,14 +381,13 @@ class Tree:
         return base
 
     def _torch(self, dataset: Dataset[Sample]) -> Node | None:
-        if _unchanged(dataset, Subset):
-            return self._subset(cast("Subset[Sample]", dataset))
-        if _unchanged(dataset, ConcatDataset):
-            concat = cast("ConcatDataset[Sample]", dataset)
-            children = [self.plant(d) for d in concat.datasets]
-            return ConcatNode(dataset, children, np.array(concat.cumulative_sizes, np.int64))
-        if _unchanged(dataset, StackDataset):
-            named = _named(cast("StackDataset[Sample]", dataset))
+        if unchanged(dataset, Subset):
+            return self._subset(dataset)
+        if unchanged(dataset, ConcatDataset):
+            children = [self.plant(d) for d in dataset.datasets]
+            return ConcatNode(dataset, children, np.array(dataset.cumulative_sizes, np.int64))
+        if unchanged(dataset, StackDataset):
+            named = _named(dataset)
             return StackNode(dataset, {key: self.plant(d) for key, d in named.items()})
         return None
 

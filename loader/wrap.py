@@ -66,11 +66,13 @@ class Wrapped(Dataset[Sample]):
 
 
 def wrap(dataset: D) -> D:
-    """A proxy for a map-style dataset, usable wherever the dataset is.
+    """A proxy for a map-style dataset, usable wherever the dataset is. A proxy is given back.
 
     Raises:
         ConfigError: an iterable dataset, or nothing that has samples by number.
     """
+    if type(dataset) is Wrapped:
+        return dataset
     if isinstance(dataset, IterableDataset):
         raise ConfigError("creel.wrap takes a map-style dataset, not an IterableDataset")
     if not hasattr(dataset, "__getitem__"):

@@ -288,6 +288,42 @@ def test_a_file_of_which_little_is_read_is_left_alone(daemon: Running, tmp_path:
     assert reads(daemon) == [N - 1]
 
 
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_split_and_a_proxy_in_a_proxy_are_learnt(
+    daemon: Running, tmp_path: Path, kind: Any, workers: int
+) -> None:
+    bare = Own(folder(tmp_path / "data"))
+    one = creel.wrap(bare)
+    assert creel.wrap(one) is one
+    half, order = range(0, N - 1, 2), torch.randperm(N // 2).tolist()
+    theirs = batches(Subset(Subset(bare, half), order), num_workers=workers)
+    ours = batches(creel.wrap(Subset(Subset(one, half), order)), kind=kind, num_workers=workers)
+    for _ in range(4):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [N // 2 + 1]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+def test_many_new_workers_each_epoch_learn_together(
+    daemon: Running, tmp_path: Path, kind: Any
+) -> None:
+    """Each meets too few samples again to know that an epoch is over. A part reads nothing."""
+
+    class Odd(Own):
+        def __getitem__(self, i: int) -> bytes:
+            return super().__getitem__(i) if i % 2 else b""
+
+    bare = Odd(folder(tmp_path / "data"))
+    some = range(5, N - 1)  # the whole is never read
+    more: Any = {"num_workers": 20, "drop_last": True, "multiprocessing_context": "fork"}
+    ours = batches(Subset(creel.wrap(bare), some), 1, kind=kind, **more)
+    theirs = batches(Subset(bare, some), 1, num_workers=1)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+    assert reads(daemon)[-1] >= len(some) // 2
+
+
 class Arrays(Own):
     """numpy reads a real file by its descriptor where it can."""
 
