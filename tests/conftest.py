@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import signal
 from collections.abc import Iterator
 
@@ -12,7 +14,7 @@ import psutil
 import pytest
 
 from creel.errors import CreelError
-from kit import daemon_of, nothing_left, unique_name
+from kit import daemon_of, descriptors, nothing_left, unique_name, until
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,3 +60,17 @@ def clean() -> Iterator[None]:
     """Nothing may be left behind: descriptors, threads, processes."""
     with nothing_left():
         yield
+
+
+@pytest.fixture
+def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No child process, and no descriptor, outlives a loader."""
+    if "slow" in request.keywords:  # python's own two helpers stay
+        multiprocessing.resource_tracker.ensure_running()
+        multiprocessing.forkserver.ensure_running()
+    before = len(descriptors())
+    yield
+    gc.collect()
+    # A thread that was collecting a loader itself may still be at it.
+    until(lambda: not multiprocessing.active_children(), what="no child process")
+    until(lambda: len(descriptors()) <= before, what=f"{before} descriptors again")

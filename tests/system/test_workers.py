@@ -1,0 +1,392 @@
+"""Workers of creel.DataLoader: dead, hung and left ones, and what they leave behind."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import os
+import pickle
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from squares import Pids, Squares, pids
+
+import creel
+from creel.cache.slots import SlotReader
+from creel.loader import iterate
+from creel.loader.iterate import StallWarning
+from creel.loader.pool import Pool
+from kit import descriptors, gone, stopped, until
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]
+
+
+class Act(Squares):
+    """Does something drastic at sample 5."""
+
+    def __init__(self, what: str, gate: Path = Path()) -> None:
+        super().__init__()
+        self.what = what
+        self.gate = gate
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 5:
+            acts: dict[str, Callable[[], object]] = {
+                "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+                "exit": lambda: os._exit(3),
+                "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+                "wait": lambda: until(self.gate.exists),
+            }
+            acts[self.what]()
+        return i
+
+
+def test_workers_outlive_their_epoch() -> None:
+    loader = creel.DataLoader(Pids(), 4, num_workers=2)
+    seen = [{int(p) for b in loader for p in b} for _ in range(3)]
+    assert seen[0] == seen[1] == seen[2]
+    assert len(seen[0]) == 2
+
+
+def test_workers_of_a_left_iterator_serve_the_next() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=2)
+    first = iter(loader)
+    next(first)
+    before = pids(first)
+    del first
+    again = iter(loader)
+    assert pids(again) == before
+    assert [int(b[0]) for b in again] == [(4 * i) ** 2 for i in range(10)]
+
+
+def test_ten_hundred_left_iterators_keep_workers_and_descriptors_constant() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    next(iter(loader))
+    workers, fds = multiprocessing.active_children(), len(descriptors())
+    for _ in range(300):
+        assert int(next(iter(loader))[1]) == 1
+    assert {w.pid for w in multiprocessing.active_children()} == {w.pid for w in workers}
+    assert len(descriptors()) <= fds + 2
+
+
+def test_ctrl_c_as_an_epoch_begins_leaves_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    first = list(map(int, torch.cat(list(loader))))
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "unfit", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    assert not multiprocessing.active_children()
+    assert list(map(int, torch.cat(list(loader)))) == first
+
+
+class Uneven(Squares):
+    """Worker 0 waits with its first batch for worker 1's fourth; each takes a slot."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 7:
+            self.gate.touch()
+        if i == 0:
+            until(self.gate.exists)
+        return torch.full((10_000,), float(i))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_that_came_before_their_turn_keep_no_slot_of_an_epoch_that_is_left(
+    persistent: bool, tmp_path: Path
+) -> None:
+    loader = creel.DataLoader(
+        Uneven(tmp_path / "gate"),
+        1,
+        num_workers=2,
+        prefetch_factor=4,
+        persistent_workers=persistent,
+    )
+    before = slots_mapped()
+    for _ in range(10):
+        (tmp_path / "gate").unlink(missing_ok=True)
+        assert int(next(iter(loader))[0, 0]) == 0
+    assert slots_mapped() - before <= 2 * 8  # loader.slots of each worker
+    del loader
+
+
+def test_a_batch_whose_successor_the_sampler_fails_to_give_keeps_no_slot() -> None:
+    class Ends:
+        def __iter__(self) -> Iterator[list[int]]:
+            yield from ([i] for i in range(2))
+            raise ValueError("here")
+
+        def __len__(self) -> int:
+            return 3
+
+    samples = [torch.full((10_000,), float(i)) for i in range(2)]
+    loader: Any = creel.DataLoader(
+        samples,  # type: ignore[arg-type]  # has what it takes
+        batch_sampler=Ends(),
+        num_workers=1,
+        persistent_workers=True,
+    )
+    before = slots_mapped()
+    it = iter(loader)
+    for _ in range(15):
+        with pytest.raises(ValueError, match="here"):
+            list(it)
+        it = iter(loader)
+    assert slots_mapped() - before <= 8
+
+
+def slots_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:creel-slot")
+
+
+def test_a_batch_there_is_no_room_to_map_ends_the_epoch_and_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    samples = [torch.full((10_000,), float(i)) for i in range(8)]
+    it = iter(creel.DataLoader(samples, num_workers=1, timeout=20))  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotReader, "adopt", full)
+        with pytest.raises(OSError, match="Cannot allocate"):
+            next(it)
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        next(it)
+
+
+def test_a_worker_init_fn_means_new_workers_each_epoch() -> None:
+    loader = creel.DataLoader(Pids(), 4, num_workers=1, worker_init_fn=print_nothing)
+    assert {int(b[0]) for b in loader} != {int(b[0]) for b in loader}
+
+
+def print_nothing(worker: int) -> None: ...
+
+
+def test_two_live_iterators_have_workers_of_their_own() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    a, b = iter(loader), iter(loader)
+    assert not set(pids(a)) & set(pids(b))
+    assert [int(x[0]) for x in a] == [int(x[0]) for x in b]
+
+
+@pytest.mark.parametrize(
+    "what, words", [("kill", "killed by signal: Killed"), ("exit", "exit code 3")]
+)
+def test_a_dead_worker_is_named_at_once(
+    what: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(iterate, "_LOOK_S", 1000)  # no wait looks up by itself
+    loader = creel.DataLoader(Act(what), 2, num_workers=2)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited") as e:
+        list(loader)
+    assert words in str(e.value.__cause__)
+    assert [int(b[0]) for b in creel.DataLoader(Squares(), 2, num_workers=2)][:2] == [0, 4]
+
+
+def test_after_a_death_the_other_workers_batches_still_come() -> None:
+    iterator = iter(creel.DataLoader(Act("kill"), 2, num_workers=2))
+    got: list[int] = []
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        got += (int(b[0]) for b in iterator)
+    got += (int(b[0]) for b in iterator)
+    assert got[:1] == [0]
+    assert got == sorted(set(range(0, 40, 2)) - {4, 8})  # the two that it had been given
+
+
+def test_a_worker_killed_between_epochs_is_replaced() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=2)
+    iterator = iter(loader)
+    list(iterator)
+    victim = pids(iterator)[0]
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: gone(victim))
+    assert [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
+
+
+def test_a_timeout_says_torchs_words_and_iteration_goes_on(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    iterator: Any = iter(creel.DataLoader(Act("wait", gate), 5, num_workers=1, timeout=50))
+    assert next(iterator).tolist() == [0, 1, 2, 3, 4]
+    iterator._timeout = 0.3
+    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after 0.3 seconds$"):
+        next(iterator)
+    gate.touch()
+    iterator._timeout = 50
+    assert next(iterator).tolist() == [5, 6, 7, 8, 9]
+
+
+def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iterate, "_LOOK_S", 0.3)
+    options = {"loader.hung_s": 70}
+    iterator: Any = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, creel=options))
+    next(iterator)
+    (worker,) = pids(iterator)
+    until(lambda: stopped(worker))
+    assert iterator._tell_after_s == 70
+    iterator._tell_after_s = 0.5  # the first batch may take longer to come
+    with (
+        pytest.warns(StallWarning, match=r"batch 1 .* stopped by a signal.* reading") as told,
+        woken_when(lambda: len(told) > 0, worker),
+    ):
+        assert next(iterator).tolist() == [5, 6, 7, 8, 9]
+
+
+@contextmanager
+def woken_when(condition: Callable[[], bool], pid: int) -> Iterator[None]:
+    """A stopped process goes on as soon as something is true."""
+
+    def wake() -> None:
+        try:
+            until(condition)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_closing_kills_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("creel.loader.pool._GRACE_S", 0.5)
+    iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, worker_init_fn=print_nothing))
+    next(iterator)
+    (worker,) = pids(iterator)
+    until(lambda: stopped(worker))
+    del iterator
+    assert gone(worker)
+
+
+def test_long_index_lists_and_many_of_them_do_not_block() -> None:
+    batches = [list(range(30_000))] * 40
+    loader = creel.DataLoader(
+        Squares(30_000), batch_sampler=batches, num_workers=2, prefetch_factor=16, collate_fn=len
+    )
+    assert list(loader) == [30_000] * 40
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error_not_a_hang() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1, collate_fn=lambda b: lambda: b)
+    with pytest.raises(Exception, match="in DataLoader worker process 0"):
+        next(iter(loader))
+
+
+def test_an_unpicklable_index_is_an_error_in_the_trainer() -> None:
+    loader = creel.DataLoader(Squares(), 4, sampler=[lambda: 0] * 4, num_workers=1)
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        iter(loader)
+
+
+#: Of a trainer in a process of its own.
+IMPORTS = f"""
+import os, sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
+import creel
+from squares import Squares
+"""
+
+
+def test_workers_end_when_the_trainer_is_killed() -> None:
+    code = IMPORTS + (
+        "it = iter(creel.DataLoader(Squares(), 4, num_workers=2)); next(it)\n"
+        "print(*[w.pid for w in it._workers], flush=True); os.kill(os.getpid(), 9)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    workers = [int(p) for p in run.stdout.split()]
+    assert len(workers) == 2, run.stderr
+    until(lambda: all(map(gone, workers)), what="the workers end")
+
+
+def test_an_interpreter_with_live_workers_exits_quietly() -> None:
+    code = IMPORTS + (
+        "loader = creel.DataLoader(Squares(), 4, num_workers=2)\n"
+        "list(loader); it = iter(loader); next(it); print('end')"
+    )
+    command = [sys.executable, "-W", "ignore:This DataLoader will create", "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("end\n", "")
+
+
+def test_a_forked_child_may_drop_or_use_the_loader() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    child = os.fork()
+    if child == 0:
+        ok = [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
+        del iterator
+        loader._home().close()
+        os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert int(next(iterator)[0]) == 16
+
+
+def test_a_forked_child_is_told_to_begin_an_iterator_of_its_own() -> None:
+    iterator = iter(creel.DataLoader(Squares(), 4, num_workers=2))
+    next(iterator)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            next(iterator)
+        except RuntimeError as e:
+            os.write(write, str(e).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as told:
+        assert told.read() == (
+            f"this iterator belongs to process {os.getpid()}, whose workers answer to it alone;"
+            f" in the forked process {child} begin a new one: iter(loader)"
+        )
+    os.waitpid(child, 0)
+    assert [int(b[0]) for b in iterator] == [(4 * i) ** 2 for i in range(1, 10)]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.slow
+def test_other_start_methods_give_the_same_and_live_on(method: str) -> None:
+    loader = creel.DataLoader(Pids(), 4, num_workers=1, multiprocessing_context=method)
+    first, second = ({int(p) for b in loader for p in b} for _ in range(2))
+    assert first == second
+    assert os.getpid() not in first
+
+
+class Hundred(Squares):
+    """Samples of 100 KB."""
+
+    def __getitem__(self, i: int) -> bytes:
+        return bytes([i % 256]) * 100_000
+
+
+def faults(_: list[bytes]) -> int:
+    """Pages this process has touched for the first time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a hint to glibc")
+@pytest.mark.slow
+def test_a_worker_uses_what_a_batch_freed_for_the_next() -> None:
+    # Spawned: a forked one has the limits that this process came to.
+    told = list(
+        creel.DataLoader(
+            Hundred(1280), 64, num_workers=1, multiprocessing_context="spawn", collate_fn=faults
+        )
+    )
+    assert told[-1] - told[4] < 64 * 15  # there are 24 pages in a sample, 64 in a batch
