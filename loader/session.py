@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # each knows the other
 
 #: A heartbeat older than this means a stopped or swapped-out daemon; it beats every 0.1 s.
 STALE_NS = 2_000_000_000
+#: Nor is that believed at the first look: the whole machine may have stood still, or all of a job
+#: (Slurm's suspend). A daemon that goes on has beaten again long before this.
+DOUBT_NS = 500_000_000
 #: How late, at worst, a waiting thread notices a stale heartbeat.
 SLICE_S = 0.05
 _PIECE = 1 << 20  # objects of one Extend: 4 MB, so that no message holds up the daemon for long
@@ -54,6 +57,7 @@ class Session:
         self._closed = False
         self._lost = False
         self._truncates = 0
+        self._doubted = (0, 0)  # a stale heartbeat, and when it was first seen to be
         _sessions.add(self)
 
     @property
@@ -66,7 +70,12 @@ class Session:
         """Whether the daemon serves: connected, beating, not draining."""
         if self._closed or self._lost or not self._client.alive or self.board[STATE] != 0:
             return False
-        return time.monotonic_ns() - self.board[HEARTBEAT] < STALE_NS
+        now, beat = time.monotonic_ns(), self.board[HEARTBEAT]
+        if now - beat < STALE_NS:
+            return True
+        if self._doubted[0] != beat:
+            self._doubted = (beat, now)
+        return now - self._doubted[1] < DOUBT_NS
 
     def _gone(self) -> bool:
         return not self.alive

@@ -44,7 +44,7 @@ T = TypeVar("T")
 _log = logging.getLogger("creel.loader")
 
 #: A step waits this long at most. Only the source can be so slow (a dead or stopped daemon is known
-#: within 2 s), and reading it a second time from here costs no more than it cost the daemon.
+#: within 3 s), and reading it a second time from here costs no more than it cost the daemon.
 _WAIT_S = 10.0
 #: After a refusal, seconds until the daemon is asked again.
 _RETRY_S = 30.0

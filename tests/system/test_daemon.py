@@ -216,6 +216,23 @@ def test_a_stopped_daemon_is_given_up_after_two_seconds(daemon: Running, tmp_pat
         until(lambda: session.alive, what="it comes back")
 
 
+def test_a_machine_that_stood_still_gives_no_daemon_up(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks first after all were stopped finds an old heartbeat, and a daemon that goes on."""
+    monkeypatch.setattr("creel.loader.session.DOUBT_NS", 10**12)
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [100] * 10)))
+        daemon.signal(signal.SIGSTOP)
+        until(lambda: time.monotonic_ns() - session.board[HEARTBEAT] > STALE_NS)
+        old = session.board[HEARTBEAT]
+        assert session.alive
+        daemon.signal(signal.SIGCONT)
+        until(lambda: session.board[HEARTBEAT] > old, what="it goes on")
+        assert session.wait(0, 0.001) is False  # nothing was planned: asked, and answered
+        assert session.alive
+
+
 def test_sigterm_drains(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as client:

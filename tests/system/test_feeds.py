@@ -21,7 +21,7 @@ from creel.loader import feed, solo
 from creel.loader.gather import Gatherer, Ring
 from creel.loader.iterate import OwnIter
 from creel.loader.parcel import Outbox
-from creel.loader.session import STALE_NS, Session
+from creel.loader.session import DOUBT_NS, STALE_NS, Session
 from creel.loader.sources import bind
 from kit import until
 
@@ -458,15 +458,18 @@ def test_batches_made_ahead_through_a_session_that_closed_are_dropped(
     until(gate.arrived.exists, what="the first batch of the epoch ahead is being made")
 
     beats, close = "creel.loader.session.STALE_NS", Session.close
+    doubt = "creel.loader.session.DOUBT_NS"
 
     def unpinned() -> None:
         monkeypatch.setattr(beats, STALE_NS)
+        monkeypatch.setattr(doubt, DOUBT_NS)
         monkeypatch.setattr(Session, "close", close)
         until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
         write_over(tight, rows)
         gate.let_through()
 
     monkeypatch.setattr(Session, "close", after(close, unpinned))
+    monkeypatch.setattr(doubt, 0)
     monkeypatch.setattr(beats, 0)  # as if the daemon had been stopped for a while
     assert numbers(loader) == list(range(40))
     assert gate.passed.exists()
