@@ -155,8 +155,9 @@ class Declares(Protocol):
 class Addressed(CreelDataset):
     """Objects that are whole files, found by their addresses when code of the person's reads."""
 
-    def __init__(self, uris: Iterable[str]) -> None:
-        self._uris = strings([absolute(uri) for uri in uris])
+    def __init__(self, uris: Sequence[str]) -> None:
+        """`uris`: as `absolute` gives them."""
+        self._uris = strings(uris)
         self._places = _Places(self._uris)
 
     @property
@@ -179,7 +180,7 @@ class Declared(Addressed):
         values = uris.to_pylist() if isinstance(uris, pa.Array) else uris
         if any(not isinstance(uri, str) for uri in values):
             raise ConfigError("creel_uris is a sequence of strings")
-        super().__init__(values)
+        super().__init__([absolute(uri) for uri in values])
         self._dataset = dataset
 
     def __len__(self) -> int:

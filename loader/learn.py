@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 #: An epoch is over when nothing new was met over so much of what was heard: 1/16.
 _AGAIN = 16
-#: A process that listens needs about 300 bytes a sample; who has more can say what is read.
-_MOST_SAMPLES = 1_000_000
-_PIECE = 1 << 24  # bytes of the journal read in one go
+#: The journal has about 100 bytes a sample; who has more can say what is read.
+_MOST_SAMPLES = 10_000_000
+_PIECE = 1 << 20  # bytes of the journal read in one go
+_SEAL = b"[]"
 
 
 class Learner:
@@ -53,13 +54,14 @@ class Learner:
     def _renew(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._known: dict[int, Sequence[Item]] = {}
+        self._known = np.zeros(self._size, np.bool_)
+        self._count = 0  # of them
         self._heard: list[list[int | Item]] = []  # since the last `write`
         self._met = 0  # known samples since then
         self._at = 0
         self._rest = b""
         self._again = 0  # samples since the last new one
-        self._sealed = False
+        self._sealed = self._given = False
 
     def __getitem__(self, index: int) -> Sample:
         """The dataset's sample, listened to; what was heard waits for `write`."""
@@ -77,12 +79,24 @@ class Learner:
         """What the samples read, for good; None while that is being learnt. Gives it once."""
         with self._here():
             self._catch_up()
-            if not self._sealed:
+            if not self._sealed or self._given:
                 return None
-            known, self._known = self._known, {}
-        if not any(known.values()):
-            return None
-        return Learnt(self._size, known, self._parts)
+            self._given = True
+        learnt = Learnt(self._size, self._all(), self._parts)
+        return learnt if learnt.leaves else None
+
+    def _all(self) -> Iterator[tuple[int, list[Item]]]:
+        """What stands in the journal, which is complete."""
+        at, rest = 0, b""
+        while True:
+            data = os.pread(self._fd, _PIECE, at)
+            at += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line == _SEAL:
+                    return
+                for index, *items in json.loads(line)[1:]:
+                    yield index, items
 
     def _here(self) -> threading.Lock:
         if self._pid != os.getpid():
@@ -91,7 +105,7 @@ class Learner:
 
     def _note(self, index: int, items: list[Item]) -> None:
         with self._here():
-            if index in self._known:
+            if self._known[index]:
                 self._met += 1
             else:
                 self._heard.append([index, *items])
@@ -114,11 +128,11 @@ class Learner:
             self._heard, self._met = [], 0
             self._catch_up()
             if self._over() and not self._sealed:
-                os.write(self._fd, b"[]\n")
+                os.write(self._fd, _SEAL + b"\n")
 
     def _over(self) -> bool:
         """Whether the first epoch is. Not because somebody looks at the same sample often."""
-        known, again, size = len(self._known), self._again, self._size
+        known, again, size = self._count, self._again, self._size
         return known == size or (again * _AGAIN > known and max(2 * known, again) >= size)
 
     def _catch_up(self) -> None:
@@ -127,12 +141,14 @@ class Learner:
             self._at += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                if line == b"[]":
+                if line == _SEAL:
                     self._sealed = True
                     return
                 again, *new = json.loads(line)
                 self._again = 0 if new else self._again + again
-                self._known.update((index, items or ()) for index, *items in new)
+                for index, *_ in new:
+                    self._count += not self._known[index]
+                    self._known[index] = True
 
 
 def _tellable(address: str) -> bool:

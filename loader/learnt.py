@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,24 +29,40 @@ class Learnt:
 
     Args:
         size: samples of the dataset.
-        known: what some of them read, in order.
+        heard: (sample, what it reads in order); what is said first of a sample counts.
         parts: the creel datasets in the dataset, as `parts_of` gives them.
     """
 
     def __init__(
-        self, size: int, known: Mapping[int, Iterable[Item]], parts: list[CreelDataset]
+        self, size: int, heard: Iterable[tuple[int, Sequence[Item]]], parts: list[CreelDataset]
     ) -> None:
-        heard = {i: list(known[i]) for i in sorted(known)}
-        addresses = sorted({x for items in heard.values() for x in items if isinstance(x, str)})
-        number = {address: (len(parts), i) for i, address in enumerate(addresses)}
-        flat = [number[x] if isinstance(x, str) else x for items in heard.values() for x in items]
-        pairs = np.array(flat, np.int64).reshape(-1, 2)
-        read, self._leaf = np.unique(pairs[:, 0], return_inverse=True)
-        everything = [*parts, Addressed(addresses)]
-        self.leaves = [everything[i] for i in read.tolist()]
-        self._object = pairs[:, 1]
+        number: dict[str, int] = {}
+        samples, counts = array("q"), array("q")
+        leaf, place = array("q"), array("q")
+        for sample, items in heard:
+            samples.append(sample)
+            counts.append(len(items))
+            for item in items:
+                if isinstance(item, str):
+                    leaf.append(len(parts))
+                    place.append(number.setdefault(item, len(number)))
+                else:
+                    leaf.append(item[0])
+                    place.append(item[1])
+        order = sorted(number)  # so that who heard the same in another order says the same
+        rank = np.empty(len(order), np.int64)
+        rank[[number[address] for address in order]] = np.arange(len(order))
+        which, first = np.unique(samples, return_index=True)
         self.counts = np.zeros(size, np.int64)
-        self.counts[list(heard)] = [len(items) for items in heard.values()]
+        self.counts[which] = _numbers(counts)[first]
+        begin = _numbers(counts).cumsum() - _numbers(counts)
+        kept = _stretches(begin[first], self.counts[which])
+        read, self._leaf = np.unique(_numbers(leaf)[kept], return_inverse=True)
+        self._object = _numbers(place)[kept]
+        named = self._leaf == np.searchsorted(read, len(parts))
+        self._object[named] = rank[self._object[named]]
+        everything = [*parts, Addressed(order)]
+        self.leaves = [everything[i] for i in read.tolist()]
 
     def plant(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> Node:
         """The node of the dataset; `place` puts a leaf into the tree and tells its first id."""
@@ -78,9 +95,21 @@ class _LearntNode(Node):
         """Nothing for a sample that nobody has heard."""
         at = positions(indices, len(self._counts))
         counts = self._counts[at]
-        first = self._ends[at] - np.cumsum(counts)  # of each sample, less what stands before it
-        where = np.repeat(first, counts) + np.arange(int(counts.sum()))
-        return self._numbers[where], counts
+        return self._numbers[_stretches(self._ends[at] - counts, counts)], counts
+
+
+def _numbers(values: array[int]) -> NDArray[np.int64]:
+    return np.frombuffer(values, np.int64) if len(values) else np.zeros(0, np.int64)
+
+
+def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """begin[0], begin[0] + 1, ..., `counts[0]` of them, then those of the next.
+
+    >>> _stretches(np.array([7, 2]), np.array([2, 3])).tolist()
+    [7, 8, 2, 3, 4]
+    """
+    before = counts.cumsum() - counts
+    return np.repeat(begin - before, counts) + np.arange(int(counts.sum()))
 
 
 def by_sample(dataset: object) -> bool:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
@@ -30,6 +32,7 @@ from creel.loader.datasets import (
     TarDataset,
     Transformed,
 )
+from creel.loader.storage import absolute
 from folders import folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -649,3 +652,9 @@ def test_a_shape_or_offset_that_is_no_number_is_refused_in_words(tmp_path: Path)
         creel.RecordDataset(tmp_path / "r", torch.uint8, "8")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="offset is '4': bytes before"):
         creel.RecordDataset(tmp_path / "r", torch.uint8, 8, "4")  # type: ignore[arg-type]
+
+
+@given(st.lists(st.sampled_from(["/", ".", "..", "~", "a", "b c", ".x", "é"]), min_size=1))
+def test_a_local_address_is_an_absolute_path(parts: list[str]) -> None:
+    text = "".join(parts)
+    assert absolute(text) == os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111

@@ -48,21 +48,23 @@ items = st.one_of(
 
 
 @given(
-    st.dictionaries(st.integers(0, 11), st.lists(items, min_size=1, max_size=5), min_size=1),
+    st.lists(st.tuples(st.integers(0, 11), st.lists(items, max_size=5)), min_size=1),
     st.lists(st.integers(-12, 11)),
 )
-def test_each_sample_has_the_objects_that_were_heard(
-    known: dict[int, list[Any]], indices: list[int]
+def test_each_sample_has_the_objects_that_were_heard_first(
+    heard: list[tuple[int, list[Any]]], indices: list[int]
 ) -> None:
     parts: list[CreelDataset] = [Part(5), Part(7)]
-    binding = bound(Holder(), Learnt(12, known, parts))
+    known = dict(reversed(heard))
+    binding = bound(Holder(), Learnt(12, heard, parts))
     names: list[Any] = []
     for leaf in binding.leaves:
         if leaf in parts:
             names += [(parts.index(leaf), i) for i in range(len(leaf))]
         else:
-            names += sorted({x for heard in known.values() for x in heard if isinstance(x, str)})
+            names += sorted({x for _, items in heard for x in items if isinstance(x, str)})
     ids, counts = binding.objects(np.array(indices, np.int64))
+    assert len(names) == sum(leaf.object_count for leaf in binding.leaves)
     expected = [known.get(i % 12, []) for i in indices]
     assert [names[i] for i in ids] == [x for heard in expected for x in heard]
     assert counts.tolist() == [len(heard) for heard in expected]
