@@ -124,11 +124,20 @@ class Learner:
         """Put what was heard into the journal, after each batch; learn what others have heard."""
         with self._here():
             if (self._heard or self._met) and not self._sealed:
-                os.write(self._fd, json.dumps([self._met, *self._heard]).encode() + b"\n")
+                self._append(json.dumps([self._met, *self._heard]).encode())
             self._heard, self._met = [], 0
             self._catch_up()
             if self._over() and not self._sealed:
-                os.write(self._fd, _SEAL + b"\n")
+                self._append(_SEAL)
+
+    def _append(self, line: bytes) -> None:
+        """Where the system has no room for it, nothing is learnt any more: here or elsewhere."""
+        try:
+            whole = os.write(self._fd, line + b"\n") > len(line)
+        except OSError:
+            whole = False
+        if not whole:
+            self._sealed = self._given = True
 
     def _over(self) -> bool:
         """Whether the first epoch is. Not because somebody looks at the same sample often."""
@@ -144,7 +153,11 @@ class Learner:
                 if line == _SEAL:
                     self._sealed = True
                     return
-                again, *new = json.loads(line)
+                try:
+                    again, *new = json.loads(line)
+                except ValueError:  # there was no room for all of it
+                    self._sealed = self._given = True
+                    return
                 self._again = 0 if new else self._again + again
                 for index, *_ in new:
                     self._count += not self._known[index]

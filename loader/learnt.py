@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: An object: its address, or (which of the parts, its number in there).
 Item = str | tuple[int, int]
+Column = NDArray[np.int64]
 #: So many things are looked at in search of parts, and at no longer list than that.
 _MOST_PARTS = 10_000
 
@@ -36,32 +37,14 @@ class Learnt:
     def __init__(
         self, size: int, heard: Iterable[tuple[int, Sequence[Item]]], parts: list[CreelDataset]
     ) -> None:
-        number: dict[str, int] = {}
-        samples, counts = array("q"), array("q")
-        leaf, place = array("q"), array("q")
-        for sample, items in heard:
-            samples.append(sample)
-            counts.append(len(items))
-            for item in items:
-                if isinstance(item, str):
-                    leaf.append(len(parts))
-                    place.append(number.setdefault(item, len(number)))
-                else:
-                    leaf.append(item[0])
-                    place.append(item[1])
-        order = sorted(number)  # so that who heard the same in another order says the same
-        rank = np.empty(len(order), np.int64)
-        rank[[number[address] for address in order]] = np.arange(len(order))
+        samples, counts, leaf, place, addresses = _columns(heard, len(parts))
         which, first = np.unique(samples, return_index=True)
         self.counts = np.zeros(size, np.int64)
-        self.counts[which] = _numbers(counts)[first]
-        begin = _numbers(counts).cumsum() - _numbers(counts)
-        kept = _stretches(begin[first], self.counts[which])
-        read, self._leaf = np.unique(_numbers(leaf)[kept], return_inverse=True)
-        self._object = _numbers(place)[kept]
-        named = self._leaf == np.searchsorted(read, len(parts))
-        self._object[named] = rank[self._object[named]]
-        everything = [*parts, Addressed(order)]
+        self.counts[which] = counts[first]
+        kept = _stretches((counts.cumsum() - counts)[first], counts[first])
+        read, self._leaf = np.unique(leaf[kept], return_inverse=True)
+        self._object = place[kept]
+        everything = [*parts, Addressed(addresses)]
         self.leaves = [everything[i] for i in read.tolist()]
 
     def plant(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> Node:
@@ -98,8 +81,32 @@ class _LearntNode(Node):
         return self._numbers[_stretches(self._ends[at] - counts, counts)], counts
 
 
-def _numbers(values: array[int]) -> NDArray[np.int64]:
-    return np.frombuffer(values, np.int64) if len(values) else np.zeros(0, np.int64)
+def _columns(
+    heard: Iterable[tuple[int, Sequence[Item]]], named: int
+) -> tuple[Column, Column, Column, Column, list[str]]:
+    """(n,) samples, (n,) items of each; (k,) leaf and (k,) object of each item; the addresses.
+
+    An address is the object of leaf `named` that has its place among all of them, sorted: whoever
+    heard the same in another order says the same.
+    """
+    number: dict[str, int] = {}
+    samples, counts, leaf, place = array("q"), array("q"), array("q"), array("q")
+    for sample, items in heard:
+        samples.append(sample)
+        counts.append(len(items))
+        for item in items:
+            if isinstance(item, str):
+                leaf.append(named)
+                place.append(number.setdefault(item, len(number)))
+            else:
+                leaf.append(item[0])
+                place.append(item[1])
+    addresses = sorted(number)
+    rank = np.empty(len(addresses), np.int64)
+    rank[[number[address] for address in addresses]] = np.arange(len(addresses))
+    leaves, objects = np.array(leaf), np.array(place)
+    objects[leaves == named] = rank[objects[leaves == named]]
+    return np.array(samples), np.array(counts), leaves, objects, addresses
 
 
 def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

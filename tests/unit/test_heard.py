@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -158,3 +160,21 @@ def test_numbers_of_any_kind_are_heard_and_what_is_no_part_is_not(tmp_path: Path
     assert learnt is not None
     assert learnt.counts.tolist() == [1] * 12
     assert [leaf.object_count for leaf in learnt.leaves] == [12]
+
+
+def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "00").write_bytes(b"0")
+    files = creel.FileDataset(tmp_path, decode=bytes)
+
+    def sample(learner: Learner) -> bytes:
+        learner.write()
+        return bytes(learner[0])
+
+    full = Learner(Numbered(files=files, hidden=lambda: files))
+    with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        assert [sample(full) for _ in range(3)] == [b"00"] * 3
+    torn = Learner(Numbered(files=files, hidden=lambda: files))
+    os.write(torn._fd, b'[0, [1, "/a/fi')
+    assert [sample(torn) for _ in range(3)] == [b"00"] * 3
+    assert full.learnt() is None
+    assert torn.learnt() is None
