@@ -66,13 +66,9 @@ class _LearntNode(Node):
         self._ends = np.cumsum(learnt.counts)
         self._numbers = numbers
 
-    def current(self) -> bool:
+    def _same(self) -> bool:
         pairs = zip(self._leaves, self._was, strict=True)
         return all(leaf.layout is was for leaf, was in pairs)
-
-    def still(self, indices: Indices) -> bool:
-        del indices
-        return self.current()
 
     def objects(self, indices: Indices) -> Objects:
         """Nothing for a sample that nobody has heard."""

@@ -42,15 +42,18 @@ class Node:
 
         The person may assign a Subset's indices, or the samples of a folder, from epoch to epoch.
         """
-        if self._twin is not None:
-            twin, name = (vars(self._twin[0]), self._twin[1])
-            if any(twin.get(k) is not v for k, v in vars(self.dataset).items() if k != name):
-                return False
-        return all(child.current() for child in self.children())
+        return self._same() and all(child.current() for child in self.children())
 
     def still(self, indices: Indices) -> bool:
         """`current`, but of these samples alone, and in no more time than it takes to read them."""
-        return all(child.still(indices) for child in self.children())
+        return self._same() and all(child.still(indices) for child in self.children())
+
+    def _same(self) -> bool:
+        """`current`, but of the dataset without what is below it, and in no time."""
+        if self._twin is None:
+            return True
+        twin, name = vars(self._twin[0]), self._twin[1]
+        return all(twin.get(k) is v for k, v in vars(self.dataset).items() if k != name)
 
     def objects(self, indices: Indices) -> Objects:
         """(k,) ids in the manifest and (n,) how many of them each sample has."""
@@ -90,12 +93,8 @@ class LeafNode(Node):
         self._base = base
         self._was: object = leaf.layout
 
-    def current(self) -> bool:
+    def _same(self) -> bool:
         return self._leaf.layout is self._was
-
-    def still(self, indices: Indices) -> bool:
-        del indices
-        return self.current()
 
     def objects(self, indices: Indices) -> Objects:
         ids, counts = self._leaf.objects(indices)
@@ -131,12 +130,13 @@ class PassNode(Node):
         return (self._child,)
 
     def current(self) -> bool:
-        return self._passes_on() and super().current()
+        known = learnt(self.dataset) if type(self.dataset) is Wrapped else None
+        return known is self._learnt and super().current()
 
-    def _passes_on(self) -> bool:
+    def _same(self) -> bool:
         if type(self.dataset) is Wrapped:
-            return learnt(self.dataset) is self._learnt
-        return _below(self.dataset) is self._child.dataset
+            return True
+        return _below(self.dataset) is self._child.dataset and super()._same()
 
     def objects(self, indices: Indices) -> Objects:
         return self._child.objects(indices)
@@ -223,17 +223,15 @@ class ConcatNode(Node):
     def children(self) -> Sequence[Node]:
         return self._children
 
-    def current(self) -> bool:
-        return self._same_parts() and super().current()
-
     def still(self, indices: Indices) -> bool:
         parts = self._split(indices)
-        return self._same_parts() and all(child.still(inner) for child, _, inner in parts)
+        return self._same() and all(child.still(inner) for child, _, inner in parts)
 
-    def _same_parts(self) -> bool:
+    def _same(self) -> bool:
         concat = cast("ConcatDataset[Sample]", self.dataset)
         same = _are(concat.datasets, self._children)
-        return same and concat.cumulative_sizes == self._ends.tolist()
+        same &= concat.cumulative_sizes == self._ends.tolist()
+        return same and super()._same()
 
     def _split(self, indices: Indices) -> list[tuple[Node, NDArray[np.intp], Indices]]:
         """(child, where its samples stand in `indices`, their numbers in it), children in use."""
@@ -275,10 +273,10 @@ class StackNode(Node):
     def children(self) -> Sequence[Node]:
         return list(self._children.values())
 
-    def current(self) -> bool:
+    def _same(self) -> bool:
         named = _named(cast("StackDataset[Sample]", self.dataset))
         same = list(named) == list(self._children) and _are(named.values(), self.children())
-        return same and super().current()
+        return same and super()._same()
 
     def objects(self, indices: Indices) -> Objects:
         # Each child answers for every sample; a sample's objects are those of child 0, 1, ...

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from daemons import Running
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
+from PIL import Image
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
 import creel
 from creel.errors import ConfigError
@@ -26,6 +27,7 @@ from creel.loader.base import CreelDataset
 from creel.loader.files import FileDataset
 from creel.loader.session import Session
 from creel.loader.wrap import Wrapped, unwrap
+from folders import folder as torchvision
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -223,6 +225,42 @@ def test_a_dataset_that_was_changed_gives_its_new_samples(
     for _ in range(2):
         assert list(loader) == list(plain)
     assert len(node.stats()["core"]["sessions"]) == (how == "here")
+
+
+def one_way(stacked: Any) -> Any:
+    return 1, stacked[0][0].tobytes()
+
+
+def other_way(stacked: Any) -> Any:
+    return 2, stacked[0][0].tobytes()
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("kind", [None, creel.DataLoader], ids=["wrap", "creel"])
+def test_what_stands_around_a_folder_may_change_at_any_time(tmp_path: Path, kind: Any) -> None:
+    """torchvision's folders are read through a copy of what is around them."""
+    made = []
+    for name, gray in (("one", 0), ("other", 9)):
+        (tmp_path / name / "a").mkdir(parents=True)
+        for i in range(8):
+            Image.new("L", (4, 4), gray + i).save(tmp_path / name / "a" / f"{i}.png")
+        made.append(torchvision.ImageFolder(tmp_path / name))
+    one, other = made
+    inner = StackDataset(one)
+    around: Any = creel.datasets.Transformed(inner, one_way)
+    got: Any
+    if kind is None:
+        wrapped: Any = creel.wrap(around)
+        got = (wrapped.__getitems__([i]) for i in range(8))
+    else:
+        got = iter(kind(around, 1, collate_fn=list))
+    assert next(got) == [around[0]]
+    around.fn = other_way
+    assert next(got) == [around[1]]
+    inner.datasets = (other,)
+    assert next(got) == [around[2]]
+    around.dataset = StackDataset(one)
+    assert next(got) == [around[3]]
 
 
 def broken(data: bytes) -> bytes:
