@@ -176,7 +176,7 @@ def hearing() -> Hearing | None:
 
 
 def hear(asked: Asked) -> None:
-    """Somebody asks for all of these bytes."""
+    """Somebody got all of these bytes; what is not there is nothing to be read ahead."""
     if _active.hearing is not None:
         _active.hearing.asked[asked] = None
 
@@ -210,11 +210,12 @@ def take(
     """
     lease, base = _lease_of(leaf)
     if lease is None:
+        data = kind(direct(object_id))
         hear((id(leaf), int(object_id)))
-        return kind(direct(object_id))
-    data = lease.copy(base + object_id, kind)
-    if data is not None:
         return data
+    copied = lease.copy(base + object_id, kind)
+    if copied is not None:
+        return copied
     began = time.monotonic_ns()
     data = kind(direct(object_id))
     lease.note(len(data), time.monotonic_ns() - began)
@@ -230,10 +231,9 @@ def take_found(
     found: tuple[Named, int] | None, address: str, direct: Callable[[str], bytes]
 ) -> bytes:
     """`take_address` for an address that `declared` was asked about."""
+    data = direct(address) if found is None else take(*found, lambda _: direct(address), bytes)
     hear(address)
-    if found is None:
-        return direct(address)
-    return take(*found, lambda _: direct(address), bytes)
+    return data
 
 
 def declared(address: str) -> tuple[Named, int] | None:

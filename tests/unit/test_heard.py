@@ -135,6 +135,18 @@ def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
     assert worth == {"whole", "a quarter", "small", "twice", "all and a little"}
 
 
+def test_what_is_not_there_is_not_told_of(tmp_path: Path) -> None:
+    """A daemon would look for it in each epoch."""
+    (tmp_path / "gone").touch()
+    gone = creel.FileDataset([tmp_path / "gone"])
+    (tmp_path / "gone").unlink()
+    with Hearing() as listener:
+        for read in (lambda: creel.read(tmp_path / "gone"), lambda: gone[0]):
+            with pytest.raises(FileNotFoundError):
+                read()
+    assert listener.wanted() == []
+
+
 class Numbered(Holder):
     files: Any
     hidden: Any
