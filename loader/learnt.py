@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -131,9 +132,9 @@ def parts_of(dataset: object) -> list[CreelDataset]:
     """The creel datasets that a person's dataset holds, in an order that all processes agree on."""
     parts: list[CreelDataset] = []
     seen: set[int] = set()
-    queue = [dataset]
+    queue = deque([dataset])  # what is held directly comes before what is in long lists
     while queue and len(seen) < _MOST_PARTS:
-        one = queue.pop()
+        one = queue.popleft()
         if id(one) in seen:
             continue
         seen.add(id(one))

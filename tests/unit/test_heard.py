@@ -84,6 +84,11 @@ def test_parts_are_found_wherever_a_dataset_keeps_them() -> None:
     assert found == parts_of(whole)
 
 
+def test_a_part_is_found_beside_long_lists() -> None:
+    a, *pairs = Part(1), *([(i, i) for i in range(9_000)] for _ in range(2))
+    assert parts_of(Holder(files=a, images=pairs[0], masks=pairs[1])) == [a]
+
+
 def step(f: Any, name: str, n: int) -> Any:
     if name == "seek":
         return f.seek(n)
