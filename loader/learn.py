@@ -3,9 +3,10 @@
 Below creel.wrap, a person's own `__getitem__` is heard that reads by creel.open or creel.read, or
 from a creel dataset which it holds. What was heard goes into a journal, a memfd that forked workers
 share (a spawned one has its own): lines of JSON, one a batch, `[again, [sample, item, ...], ...]`,
-each an atomic append; `again` counts samples that were known. When enough came again somebody
-appends the line `[]`: what stands before the first such line is the map, the same for all. Samples
-that are not in the map, or read differently later, are read from the source as ever.
+each an atomic append; `again` counts samples that were known. When enough came again, or the
+journal is too long, somebody appends the line `[]`: what stands before the first such line is the
+map, the same for all. Samples that are not in the map, or read differently later, are read from the
+source as ever.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
 #: An epoch is over when nothing new was met over so much of what was heard: 1/16.
 _AGAIN = 16
-#: The journal has about 100 bytes a sample; who has more can say what is read.
+#: Who has more can say what is read.
 _MOST_SAMPLES = 10_000_000
+#: Nor is more heard once the journal has so many bytes: of some 100 a sample, if it reads one file.
+_MOST_NBYTES = 1 << 29
 _PIECE = 1 << 20  # bytes of the journal read in one go
 _SEAL = b"[]"
 
@@ -142,7 +145,9 @@ class Learner:
     def _over(self) -> bool:
         """Whether the first epoch is. Not because somebody looks at the same sample often."""
         known, again, size = self._count, self._again, self._size
-        return known == size or (again * _AGAIN > known and max(2 * known, again) >= size)
+        if known == size or self._at >= _MOST_NBYTES:
+            return True
+        return again * _AGAIN > known and max(2 * known, again) >= size
 
     def _catch_up(self) -> None:
         """Take in what others have heard."""

@@ -201,7 +201,7 @@ class Stepwise:
     def _listened(self, fetch: Callable[[Dataset[Sample]], T]) -> T:
         """`fetch(dataset)`, heard as long as it is not known what the dataset reads."""
         learner = self._learner
-        if learner is None or self._binding is not None:
+        if learner is None:
             return fetch(self._dataset)
         try:
             return fetch(cast("Dataset[Sample]", learner))
@@ -282,6 +282,7 @@ class Stepwise:
             self._learnt = self._learner.learnt()
             if self._learnt is not None:
                 self._binding = bound(self._dataset, self._learnt)
+                self._learner = None  # and its journal, of up to 256 MB
         return self._binding
 
     def _client(self) -> Client | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import tarfile
 from collections.abc import Iterator
 from itertools import chain
@@ -18,6 +19,7 @@ from test_wrap import BATCH, HOW, N, batches, folder, hang_up
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
+from creel.loader import learn
 from kit import descriptors
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -350,6 +352,45 @@ def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:
     )
     for _ in range(2):
         assert list(ours) == list(theirs)
+    assert reads(daemon) == []
+
+
+def journals() -> list[str]:
+    """Of this process, that are open."""
+    return [what for _, what in descriptors() if "creel-learnt" in what]
+
+
+def test_a_journal_goes_once_it_was_read(daemon: Running, tmp_path: Path) -> None:
+    ours = batches(creel.wrap(Own(folder(tmp_path / "data"))))
+    before = len(journals())
+    for _ in range(2):
+        for _ in ours:
+            pass
+    assert reads(daemon) == [N]
+    assert len(journals()) == before
+
+
+def test_a_journal_that_is_long_is_over(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Own(folder(tmp_path / "data"))
+    ours, theirs = batches(creel.wrap(bare)), batches(bare)
+    monkeypatch.setattr(learn, "_MOST_NBYTES", 1)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [BATCH + 1]
+
+
+def test_a_journal_that_cannot_be_written_costs_no_batch(daemon: Running, tmp_path: Path) -> None:
+    bare = Own(folder(tmp_path / "data"))
+    ours = creel.wrap(bare)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        got = [ours[i] for i in range(N - 1)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert got == [bare[i] for i in range(N - 1)]
     assert reads(daemon) == []
 
 
