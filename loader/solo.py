@@ -72,10 +72,10 @@ class Reader:
         feed = self._course.feed
         if feed is None:
             return self._fetch(index, None)
+        if step < 0 or not (feed.session.ready(step) or self._wait(feed.session, step)):
+            return self._fetch(index, feed.binding.counting())
         if not self._as_worker and not feed.binding.still(np.atleast_1d(np.asarray(index))):
             self._fetcher.dataset = self._dataset  # changed since the epoch began
-            return self._fetch(index, feed.binding.counting())
-        if step < 0 or not (feed.session.ready(step) or self._wait(feed.session, step)):
             return self._fetch(index, feed.binding.counting())
         ids = feed.ids(self._course.skipped + i)
         gatherer = self._gatherer_of(feed)
