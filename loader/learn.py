@@ -1,12 +1,12 @@
 """What a dataset that declares nothing reads: learnt in one epoch, known from the next on.
 
 Below creel.wrap, a person's own `__getitem__` is heard that reads by creel.open or creel.read, or
-from a creel dataset which it holds. What was heard goes into a journal, a memfd that forked workers
-share (a spawned one has its own): lines of JSON, one a batch, `[again, [sample, item, ...], ...]`,
-each an atomic append; `again` counts samples that were known. When enough came again, or the
-journal is too long, somebody appends the line `[]`: what stands before the first such line is the
-map, the same for all. Samples that are not in the map, or read differently later, are read from the
-source as ever.
+from a creel dataset which it holds. What was heard goes into a journal, a memfd that the trainer
+and its workers share: lines of JSON, one a batch, `[again, [sample, item, ...], ...]`, each an
+atomic append; `again` counts samples that were known. When enough came again, or the journal is too
+long, somebody appends the line `[]`: what stands before the first such line is the map, the same
+for all. Samples that are not in the map, or read differently later, are read from the source as
+ever.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,16 +43,15 @@ _SEAL = b"[]"
 class Learner:
     """Listens to one dataset; thread-safe, and shared with forked workers."""
 
-    def __init__(self, dataset: Dataset[Sample]) -> None:
+    def __init__(self, dataset: Dataset[Sample], journal: int | None = None) -> None:
+        """`journal`: another process's, a descriptor."""
         self.dataset = dataset
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller minds a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
-        memory = os.memfd_create("creel-learnt", os.MFD_CLOEXEC)
-        # opened anew, since only open() gives O_APPEND its atomicity on every kernel
-        self._fd = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-        os.close(memory)
-        weakref.finalize(self, os.close, self._fd)
+        self.token = uuid.uuid4().hex  # of the journal, for other processes
+        self.fd = _new_journal() if journal is None else os.dup(journal)
+        weakref.finalize(self, os.close, self.fd)
         self._renew()
 
     def _renew(self) -> None:
@@ -92,7 +92,7 @@ class Learner:
         """What stands in the journal, which is complete."""
         at, rest = 0, b""
         while True:
-            data = os.pread(self._fd, _PIECE, at)
+            data = os.pread(self.fd, _PIECE, at)
             at += len(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
@@ -136,7 +136,7 @@ class Learner:
     def _append(self, line: bytes) -> None:
         """Where the system has no room for it, nothing is learnt any more: here or elsewhere."""
         try:
-            whole = os.write(self._fd, line + b"\n") > len(line)
+            whole = os.write(self.fd, line + b"\n") > len(line)
         except OSError:
             whole = False
         if not whole:
@@ -151,7 +151,7 @@ class Learner:
 
     def _catch_up(self) -> None:
         """Take in what others have heard."""
-        while not self._sealed and (data := os.pread(self._fd, _PIECE, self._at)):
+        while not self._sealed and (data := os.pread(self.fd, _PIECE, self._at)):
             self._at += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
@@ -169,6 +169,14 @@ class Learner:
                     self._known[index] = True
 
 
+def _new_journal() -> int:
+    memory = os.memfd_create("creel-learnt", os.MFD_CLOEXEC)
+    # opened anew, since only open() gives O_APPEND its atomicity on every kernel
+    journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    os.close(memory)
+    return journal
+
+
 def _tellable(address: str) -> bool:
     """Whether a daemon can be told of it: a file's name need not be UTF-8."""
     try:
@@ -177,10 +185,10 @@ def _tellable(address: str) -> bool:
         return False
 
 
-def learner_of(dataset: Dataset[Sample]) -> Learner | None:
+def learner_of(dataset: Dataset[Sample], journal: int | None = None) -> Learner | None:
     """A listener; None for a dataset that cannot be listened to sample by sample."""
     try:
         fit = by_sample(dataset) and len(dataset) <= _MOST_SAMPLES  # type: ignore[arg-type]
-        return Learner(dataset) if fit else None
+        return Learner(dataset, journal) if fit else None
     except Exception:  # noqa: BLE001  a person's __len__ raises what it likes
         return None

@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing.context
+import multiprocessing.reduction
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,18 @@ if TYPE_CHECKING:
     from creel.loader.sources import Binding
 
 T = TypeVar("T")
+
+
+class Handle(Protocol):
+    """A descriptor on its way into a process that is being spawned."""
+
+    def detach(self) -> int:
+        """The descriptor, there."""
+        ...
+
+
+#: A learner's journal in a pickle: its token and, for a process that is being spawned, a handle.
+Journal = tuple[str, Handle | None]
 _log = logging.getLogger("creel.loader")
 
 #: A step waits this long at most. Only the source can be so slow (a dead or stopped daemon is known
@@ -144,6 +157,7 @@ class Stepwise:
         self._bound = False
         self._learner: Learner | None = None  # where nothing else is known
         self._learnt: Learnt | None = None
+        self._token = ""  # of the journal of the process that spawned this one
         self._key = ""  # of the binding's manifest, once it was registered
         self._renew()
         _alive.add(self)
@@ -207,6 +221,22 @@ class Stepwise:
             return fetch(cast("Dataset[Sample]", learner))
         finally:
             learner.write()
+
+    def journal(self) -> Journal | None:
+        """What a pickle of the dataset needs to listen for us elsewhere; None where nobody does."""
+        if self._learner is None:
+            return None
+        handle = multiprocessing.reduction.DupFd(self._learner.fd) if spawning() else None
+        return self._learner.token, handle
+
+    def goes_on(self, journal: Journal) -> None:
+        """Listen for the process that this one was spawned by; a copy in the same one learns anew.
+
+        A worker may be sent its dataset again: then it has the handle already.
+        """
+        self._token, handle = journal
+        if handle is not None:
+            _journals[self._token] = handle.detach()
 
     def hold(self) -> None:
         """Before workers are made: keep a daemon alive over epochs, and do once what they need."""
@@ -277,7 +307,7 @@ class Stepwise:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
-                self._learner = learner_of(self._dataset)
+                self._learner = learner_of(self._dataset, _journals.get(self._token))
         if self._binding is None and self._learner is not None:
             self._learnt = self._learner.learnt()
             if self._learnt is not None:
@@ -301,6 +331,7 @@ def _still(binding: Binding, indices: Sequence[int]) -> bool:
         return True
 
 
+_journals: dict[str, int] = {}  # descriptors by token, of the process that spawned this one
 _alive: weakref.WeakSet[Stepwise] = weakref.WeakSet()
 
 

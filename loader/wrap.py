@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from creel.errors import ConfigError
 from creel.loader.base import Sample, fetch_many
-from creel.loader.stepwise import Stepwise, spawning
+from creel.loader.stepwise import Journal, Stepwise, spawning
 
 if TYPE_CHECKING:
     from creel.loader.learnt import Learnt
@@ -59,10 +59,19 @@ class Wrapped(Dataset[Sample]):
     def __reduce__(self) -> tuple[object, ...]:
         if spawning():
             self._stepwise.hold()
-        return Wrapped, (self._wrapped,)
+        return _wrapped_again, (self._wrapped, self._stepwise.journal())
 
     def __repr__(self) -> str:
         return f"creel.wrap({self._wrapped!r})"
+
+
+def _wrapped_again(dataset: Dataset[Sample], journal: Journal | None) -> Wrapped:
+    """A proxy out of its pickle: in a worker it goes on listening for its trainer."""
+    proxy = Wrapped(dataset)
+    if journal is not None:
+        stepwise: Stepwise = object.__getattribute__(proxy, "_stepwise")
+        stepwise.goes_on(journal)
+    return proxy
 
 
 def wrap(dataset: D) -> D:

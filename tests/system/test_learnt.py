@@ -306,6 +306,25 @@ def test_a_split_and_a_proxy_in_a_proxy_are_learnt(
     assert reads(daemon) == [N // 2 + 1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_learn_together(
+    daemon: Running, tmp_path: Path, kind: Any, method: str
+) -> None:
+    """A half each is too little for either."""
+    bare = Own(folder(tmp_path / "data"))
+    more: Any = {"num_workers": 2, "multiprocessing_context": method}
+    if kind is DataLoader:
+        more["persistent_workers"] = True  # each start imports torch
+    ours = batches(creel.wrap(bare), kind=kind, **more)
+    same = HOW["fork, persistent"] if kind is DataLoader else HOW["fork"]
+    theirs = batches(bare, **same)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [N]
+
+
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
 def test_many_new_workers_each_epoch_learn_together(
     daemon: Running, tmp_path: Path, kind: Any

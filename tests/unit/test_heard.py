@@ -191,7 +191,7 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert [sample(full) for _ in range(3)] == [b"00"] * 3
     torn = Learner(Numbered(files=files, hidden=lambda: files))
-    os.write(torn._fd, b'[0, [1, "/a/fi')
+    os.write(torn.fd, b'[0, [1, "/a/fi')
     assert [sample(torn) for _ in range(3)] == [b"00"] * 3
     assert full.learnt() is None
     assert torn.learnt() is None
