@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 _DESK_S = 10.0  # a desk answer takes well below 10 ms; the daemon may be starting on a busy node
 _REGISTER_S = 120.0  # checking a manifest of 10 million files takes seconds
 _LINE_FDS = 16  # a context and a DEALER have 8 (libzmq 4.3); other threads open some meanwhile
+_LINE_THREADS = 4  # a context starts 2 (libzmq 4.3); others may start some meanwhile
 
 
 class Client:
@@ -297,6 +298,7 @@ class Client:
         """Say it over the line, or raise DaemonLostError."""
         if self._line is None:
             _check_descriptors()
+            _check_threads()
         import zmq
 
         frames = [encode(message), *(a.tobytes() for a in arrays)]
@@ -371,6 +373,26 @@ def _check_descriptors() -> None:
         raise DaemonLostError(f"no descriptors for a line to the daemon: {e}") from e
     finally:
         close_all(free)
+
+
+def _check_threads() -> None:
+    """Raise DaemonLostError where libzmq could start none: it ends the process then (thread.cpp).
+
+    A limit of processes (`ulimit -u`, a container's pids) counts threads, and the daemon's, too.
+    """
+    gate = threading.Event()
+    begun: list[threading.Thread] = []
+    try:
+        while len(begun) < _LINE_THREADS:
+            thread = threading.Thread(target=gate.wait, name="creel-room", daemon=True)
+            thread.start()
+            begun.append(thread)
+    except RuntimeError as e:
+        raise DaemonLostError(f"no threads for a line to the daemon: {e}") from e
+    finally:
+        gate.set()
+        for thread in begun:
+            thread.join()
 
 
 def _knock(desk: socket.socket, where: str, timeout_s: float) -> None:

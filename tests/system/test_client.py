@@ -55,6 +55,27 @@ def daemon(daemon_name: str) -> Iterator[Running]:
 # --- connecting -------------------------------------------------------------------------------
 
 
+def test_a_line_is_not_begun_where_no_thread_can_be(
+    daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libzmq would end the process. Nothing is left of what was tried; the next call is whole."""
+    start, begun = threading.Thread.start, []
+
+    def scarce(thread: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    with Client.connect(daemon.name) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", scarce)
+            with pytest.raises(DaemonLostError, match="no threads"):
+                client.ask("status")
+        assert not any(thread.is_alive() for thread in begun)
+        assert client.ask("status")
+
+
 def test_without_a_daemon_there_is_an_error_that_says_so(daemon_name: str) -> None:
     with pytest.raises(NoDaemonError, match=f"creel/{os.getuid()}/{daemon_name}"):
         Client.connect()
