@@ -97,7 +97,11 @@ def in_threads(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
     if len(items) <= 1:
         return [job(item) for item in items]
     with ThreadPoolExecutor(min(_THREADS, len(items)), "creel-list") as pool:
-        return list(pool.map(job, items))
+        try:
+            done = pool.map(job, items)  # starts the threads
+        except RuntimeError:  # there are none (`ulimit -u`)
+            return [job(item) for item in items]
+        return list(done)
 
 
 # --- single reads -----------------------------------------------------------------------------

@@ -59,7 +59,8 @@ def test_a_line_is_not_begun_where_no_thread_can_be(
     daemon: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libzmq would end the process. Nothing is left of what was tried; the next call is whole."""
-    start, begun = threading.Thread.start, []
+    start = threading.Thread.start
+    begun: list[threading.Thread] = []
 
     def scarce(thread: threading.Thread) -> None:
         if begun:

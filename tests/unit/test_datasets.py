@@ -32,7 +32,7 @@ from creel.loader.datasets import (
     TarDataset,
     Transformed,
 )
-from creel.loader.storage import absolute
+from creel.loader.storage import absolute, in_threads
 from folders import folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -658,3 +658,13 @@ def test_a_shape_or_offset_that_is_no_number_is_refused_in_words(tmp_path: Path)
 def test_a_local_address_is_an_absolute_path(parts: list[str]) -> None:
     text = "".join(parts)
     assert absolute(text) == os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+
+
+def test_a_listing_needs_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none can be started, the caller does it alone."""
+
+    def scarce(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    assert in_threads(str, [3, 1, 2]) == ["3", "1", "2"]
