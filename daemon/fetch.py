@@ -361,6 +361,18 @@ class _Lane:
             self._count += 1
             self._waiting += job.left
             self._grow()
+            alone = not self.threads
+        if alone:
+            self._work_alone()
+
+    def _work_alone(self) -> None:
+        """The system gives no thread at all: what waits is read here, late for all, but done."""
+        while True:
+            with self._ready:
+                if not self._heap:
+                    return
+                job, part = self._part()
+            self._run(self.source, job, part)
 
     def tick(self) -> None:
         """Look whether threads hang that others must replace."""

@@ -167,8 +167,10 @@ class Permutation:
         """Have the whole drawn behind the caller's back."""
         if self._thread is None:
             # No daemon thread: one that comes back from torch while Python ends aborts the process.
-            self._thread = threading.Thread(target=self._try_whole, name="creel-randperm")
-            self._thread.start()
+            thread = threading.Thread(target=self._try_whole, name="creel-randperm")
+            with contextlib.suppress(RuntimeError):  # no more threads: drawn when it is needed
+                thread.start()
+                self._thread = thread
 
     def _try_whole(self) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # then `whole` meets it again, in time

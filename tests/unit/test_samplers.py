@@ -494,3 +494,15 @@ def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.Mo
     gate.set()
     assert os.waitpid(pid, 0)[1] == 0
     assert (permutation.whole() == real(n, draws.seeded(5))).all()
+
+
+def test_a_permutation_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    n = 1 << 18
+    permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
+    want = draws._randperm(n, draws.seeded(5))
+    assert (permutation.first(10)[:10] == want[:10]).all()
+    assert (permutation.whole() == want).all()
