@@ -24,6 +24,10 @@ from kit import descriptors
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
+#: Enough that all is cached. What is learnt as an epoch ends may come too late for the next one,
+#: some batches of which were made ahead; and these may be read directly once more.
+EPOCHS = 5
+
 
 class Own(Dataset[bytes]):
     """A person's own: two files a sample, one of them shared by all."""
@@ -144,7 +148,7 @@ def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
 ) -> None:
     bare = Around(*[make(tmp_path) for make in kinds])
     ours, theirs = batches(creel.wrap(bare), kind=kind, **HOW[how]), batches(bare, **HOW[how])
-    for _ in range(4):
+    for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [objects * N]
     before = sorted(chain.from_iterable(theirs))
@@ -174,7 +178,7 @@ def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
     ours = batches(Subset(wrapped, some) if inside else wrapped, kind=creel.DataLoader, **HOW[how])
     theirs = batches(Subset(bare, some) if inside else bare, **HOW[how])
     assert list(ours) == list(theirs)
-    for _ in range(3):
+    for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N]
     if how != "fork, persistent":  # whose workers were made when nothing was known
@@ -193,7 +197,7 @@ def test_a_part_that_is_learnt_later_joins(daemon: Running, tmp_path: Path, work
         ConcatDataset([known, creel.wrap(bare)]), kind=creel.DataLoader, num_workers=workers
     )
     theirs = batches(ConcatDataset([known, bare]), num_workers=workers)
-    for _ in range(4):
+    for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert max(reads(daemon)) == 2 * N
 
@@ -301,7 +305,7 @@ def test_a_split_and_a_proxy_in_a_proxy_are_learnt(
     half, order = range(0, N - 1, 2), torch.randperm(N // 2).tolist()
     theirs = batches(Subset(Subset(bare, half), order), num_workers=workers)
     ours = batches(creel.wrap(Subset(Subset(one, half), order)), kind=kind, num_workers=workers)
-    for _ in range(4):
+    for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N // 2 + 1]
 
@@ -320,7 +324,7 @@ def test_workers_that_are_not_forked_learn_together(
     ours = batches(creel.wrap(bare), kind=kind, **more)
     same = HOW["fork, persistent"] if kind is DataLoader else HOW["fork"]
     theirs = batches(bare, **same)
-    for _ in range(3):
+    for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N]
 
@@ -340,7 +344,7 @@ def test_many_new_workers_each_epoch_learn_together(
     more: Any = {"num_workers": 20, "drop_last": True, "multiprocessing_context": "fork"}
     ours = batches(Subset(creel.wrap(bare), some), 1, kind=kind, **more)
     theirs = batches(Subset(bare, some), 1, num_workers=1)
-    for _ in range(3):
+    for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon)[-1] >= len(some) // 2
 
