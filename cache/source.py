@@ -171,7 +171,7 @@ class Source:
 
     def _read_local(self, uri: str) -> bytes | None:
         """All of a local file; None for others and for what is not so simple."""
-        if "://" in uri and not uri.startswith("file:"):
+        if _is_far(uri):
             return None
         try:
             self._check_path(uri)
@@ -265,7 +265,7 @@ class Source:
         total, start = 0, time.perf_counter()
         for i, (row, n) in enumerate(zip(rows[:files].tolist(), length[:files].tolist())):  # noqa: B905
             uri = self.manifest.uri(row)
-            if "://" in uri and not uri.startswith("file:"):
+            if _is_far(uri):
                 files = i
                 break
             quick = self._read_file(uri, row, n, parts[i], nbytes[i : i + 1])
@@ -370,6 +370,10 @@ class Source:
     def _check_path(self, path: str) -> None:
         if not self._relative and not path.startswith(("/", "file:/")):
             raise SourceError(errno.EINVAL, "a relative path means nothing to a daemon", path)
+
+
+def _is_far(uri: str) -> bool:
+    return "://" in uri and not uri.startswith("file:")
 
 
 def _files_of(manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -191,7 +191,7 @@ class Declared(Addressed):
         given = (self._dataset.objects(i) for i in indices.tolist())
         # Each is looked at before the next is asked for: it may be one list, filled anew.
         found = [item if type(item) is int else self._of(item) for item in given]
-        if all(type(item) is int for item in found):  # in a fifth of the time
+        if all(type(item) is int for item in found):  # as most are
             counts, flat = np.ones(len(found), np.int64), np.array(found, np.int64)
         else:
             several = [item if isinstance(item, list) else [item] for item in found]
