@@ -312,7 +312,7 @@ class Stepwise:
             self._learnt = self._learner.learnt()
             if self._learnt is not None:
                 self._binding = bound(self._dataset, self._learnt)
-                self._learner = None  # and its journal, of up to 256 MB
+                self._learner = None  # and the memory of its journal
         return self._binding
 
     def _client(self) -> Client | None:
