@@ -15,7 +15,7 @@ from creel.daemon.sessions import Session
 from creel.daemon.shares import Shares
 from creel.policies.masks import some
 from creel.policies.prefetch import Window
-from creel.policies.retain import ABSENT, FAILED, FETCHING, FarKeeper, Need
+from creel.policies.retain import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT, FarKeeper, Need
 
 #: Positions looked at in one go: about one urgency class at 256 objects a step.
 _CHUNK = 512
@@ -53,22 +53,43 @@ class Ahead:
         s.reach = max(reach, stream.start(min(least, end)))
 
     def settle(self, s: Session) -> None:
-        """Move `ready` over all steps whose objects are resident or failed."""
-        life = s.holding.life
-        if s.checked < s.front and s.blocked >= 0 and life[s.blocked] == FETCHING:
+        """Move `ready` over all steps whose objects are resident and current, or failed."""
+        limit = s.limit
+        if s.checked < limit and s.blocked >= 0 and self._still_blocked(s):
             return
         s.blocked = -1
-        while s.checked < s.front and s.blocked < 0:
-            ids = s.stream.objects(s.checked, min(s.checked + _CHUNK, s.front))
-            found = life[ids]
-            coming = found == FETCHING
+        while s.checked < limit and s.blocked < 0:
+            ids = s.stream.objects(s.checked, min(s.checked + _CHUNK, limit))
+            found = s.holding.life[ids]
+            coming = self._awaited(s, ids.astype(np.intp), found)
             settled = int(coming.argmax())
             if coming[settled]:
                 s.blocked = int(ids[settled])
                 found = found[:settled]
-            s.failed += int(np.count_nonzero(found == FAILED))
+            s.failed += int(np.count_nonzero((found == FAILED) | (found == OVERDUE)))
             s.checked += len(found)
+        if s.blocked >= 0:
+            self._still_blocked(s)  # its version may have to be asked for
         s.ready = max(s.ready, s.stream.step_at(s.checked))
+
+    def _still_blocked(self, s: Session) -> bool:
+        """Whether the object that `checked` waits for is awaited still."""
+        ids = np.array([s.blocked])
+        life = s.holding.life[ids]
+        if not some(self._awaited(s, ids, life)):
+            return False
+        versions = s.holding.versions
+        if life[0] == RESIDENT and len(versions.unasked(ids, s.since, s.since_remote)):
+            s.verified = min(s.verified, s.checked)  # it landed after its turn to be asked about
+        return True
+
+    @staticmethod
+    def _awaited(s: Session, ids: Index, life: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """(k,) whether an object is on its way, or its file's version is."""
+        coming: NDArray[np.bool_] = life == FETCHING
+        if s.since_remote:
+            coming |= (life == RESIDENT) & ~s.current(ids)
+        return coming
 
     def pump(self, sessions: Iterable[Session], now: float) -> list[Fetch]:
         """Go on with the most urgent session until nothing more can be done for any."""

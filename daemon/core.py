@@ -13,8 +13,11 @@ from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.extents import must
 from creel.cache.space import FixedPool, Space
 from creel.daemon.ahead import Ahead
+from creel.daemon.checks import Checks
 from creel.daemon.events import (
     Action,
+    Begun,
+    Checked,
     Closed,
     Discard,
     Dropped,
@@ -37,11 +40,23 @@ from creel.daemon.flights import Flight, Flights
 from creel.daemon.holding import Holding, Index
 from creel.daemon.sessions import Session
 from creel.daemon.shares import Shares
+from creel.daemon.versions import Versions
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.masks import every, some
 from creel.policies.prefetch import Window
-from creel.policies.retain import FAILED, EpochKeeper, RecentKeeper
+from creel.policies.retain import (
+    FAILED,
+    FETCHING,
+    OVERDUE,
+    RESIDENT,
+    EpochKeeper,
+    RecentKeeper,
+)
 
+#: Who waits for an object, or for its version, longer than this (seconds, and four times what a
+#: fetch takes at worst) goes to the source: one read that hangs must not hold up all later steps.
+_OVERDUE_S = 5.0
+_OVERDUE_LATENCIES = 4
 #: A relisting of all residents is due when this part of the dataset was planned anew.
 _NEWS = 16
 
@@ -59,6 +74,7 @@ class Core:
         self._shares = Shares(space)
         self._flights = Flights(self._shares, self._window)
         self._ahead = Ahead(self._shares, self._flights, self._window)
+        self._checks = Checks(self._flights)
         self._holdings = self._shares.holdings
         self._sessions: dict[int, Session] = {}
         self._past: Counter[str] = Counter()  # what datasets counted that are known no more
@@ -81,15 +97,20 @@ class Core:
         fetches = self._ahead.pump(self._sessions.values(), now)
         self._out += self._shares.mover.take()  # before what is fetched to where they were
         self._out += fetches
+        for session in self._sessions.values():
+            self._out += self._checks.ask(session, now)
         for holding in self._holdings.values():
             if holding.warming >= 0:
                 self._out += self._flights.warm(holding, now)
         for session in self._sessions.values():
-            if session.ready != session.told:
-                session.told = session.ready
-                self._out.append(SetReady(session.id, session.ready, session.failed))
+            self._announce(session)
         self._shares.mover.done()
         return self._out
+
+    def _announce(self, s: Session) -> None:
+        if s.ready != s.told:
+            s.told = s.ready
+            self._out.append(SetReady(s.id, s.ready, s.failed))
 
     # --- events --------------------------------------------------------------------------------
 
@@ -97,14 +118,28 @@ class Core:
         del now
         if e.dataset in self._holdings:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
-        self._holdings[e.dataset] = Holding(e.dataset, e.offset, e.length, self._shares.space)
+        versions = Versions(len(e.offset), e.bounds, e.remote)
+        space = self._shares.space
+        self._holdings[e.dataset] = Holding(e.dataset, e.offset, e.length, space, versions)
 
     def _opened(self, e: Opened, now: float) -> None:
         if e.dataset not in self._holdings or e.session in self._sessions:
             raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
         holding = self._holdings[e.dataset]
-        self._sessions[e.session] = holding.join(e.session, e.job, e.rank, e.world, now)
+        who = (e.session, e.job, e.rank, e.world)
+        self._sessions[e.session] = holding.join(*who, now, e.recheck, self._generation())
         self._survey()
+
+    def _generation(self) -> int:
+        """From now on what was known of files before may be out of date, for somebody."""
+        self._flights.generation += 1
+        return self._flights.generation
+
+    def _begun(self, e: Begun, now: float) -> None:
+        del now
+        s = self._sessions.get(e.session)
+        if s is not None:
+            s.begin(e.epoch, self._generation())
 
     def _extended(self, e: Extended, now: float) -> None:
         del now
@@ -115,6 +150,8 @@ class Core:
             raise MalformedError(f"the plan goes on at step {s.stream.end}, not {e.step}")
         s.stream.extend(e.epoch, e.objects, e.ends)
         s.blind = e.blind
+        if s.recheck == "step":
+            s.begin(e.epoch, self._generation())
         s.foretell(e.step)
         self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._survey()
@@ -125,11 +162,8 @@ class Core:
         if s is None or e.step >= s.stream.end:
             return
         step = max(e.step, s.done)
-        position = s.stream.start(step)
-        loose = s.stream.objects(position, max(s.front, position)).astype(np.intp)
-        s.holding.unpin(loose)
-        s.front, s.checked = min(s.front, position), min(s.checked, position)
-        s.ready, s.wanted, s.blocked = min(s.ready, step), min(s.wanted, step), -1
+        loose = s.rewind(step)
+        s.wanted = min(s.wanted, step)
         s.truncate(step)
         s.group.replan()
         self._unplanned(s.holding, loose)
@@ -169,6 +203,7 @@ class Core:
         h.service.saw(len(flight.ids), flight.begun, now)
         known = flight.offset != NOWHERE
         good = (e.nbytes >= 0) & ((e.nbytes == flight.length) | ~known)
+        good[good] = self._current(flight, good, e.version)
         if every(good) and every(known):
             if h.landed(flight.ids, flight.offset):
                 self._ahead.stuck.clear()
@@ -177,6 +212,39 @@ class Core:
             self._partly(e, flight, good, known)
         h.counts["reads"] += int(np.count_nonzero(good))
         h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+
+    def _current(
+        self, flight: Flight, good: NDArray[np.bool_], version: Sizes | None
+    ) -> NDArray[np.bool_]:
+        """(k,) whether each object that was read is still of use; others of its file may not be."""
+        h = flight.holding
+        found = None if version is None else version[good]
+        late, changed = h.versions.read(flight.ids[good], found, flight.generation)
+        self._outdate(h, h.residents_of(changed))
+        return ~late
+
+    def _checked(self, e: Checked, now: float) -> None:
+        del now
+        asked = self._checks.land(e.check)
+        if asked is not None:
+            h = asked.holding
+            changed = h.versions.answered(asked.files, e.version, asked.generation)
+            self._outdate(h, h.residents_of(changed))
+
+    def _outdate(self, h: Holding, ids: Index) -> None:
+        """These residents are of files that have changed: whoever needs them gets them anew."""
+        if not len(ids):
+            return
+        self._ahead.stuck.clear()
+        gone = np.zeros(len(h), np.bool_)
+        gone[ids] = True
+        for s in (s for s in self._sessions.values() if s.holding is h):
+            hit = gone[s.stream.objects(s.at, s.front)]
+            if some(hit):
+                loose = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
+                self._announce(s)
+                h.release(loose[~gone[loose]])
+        h.outdate(ids)
 
     def _partly(
         self, e: Fetched, flight: Flight, good: NDArray[np.bool_], known: NDArray[np.bool_]
@@ -187,9 +255,14 @@ class Core:
         h.landed(flight.ids[good & known], flight.offset[good & known])
         bad = known & ~good
         h.give_back(flight.ids[bad], flight.offset[bad])
-        h.unlearn(flight.ids[bad & (e.nbytes >= 0)])
+        wrong = bad & (e.nbytes >= 0)
+        if h.listed is not None:  # a length that was only read may be the reason
+            wrong |= bad & ~h.listed[flight.ids]
+        h.unlearn(flight.ids[wrong])
         if not every(known):
             self._store(e.fetch, flight, good & ~known, e.nbytes)
+            if some(~known & ~good & (e.nbytes >= 0)):  # of an older version
+                self._out.append(Discard(e.fetch))
         h.counts["failed"] += int((h.life[flight.ids] == FAILED).sum())
 
     def _store(self, fetch: int, flight: Flight, good: NDArray[np.bool_], nbytes: Sizes) -> None:
@@ -232,10 +305,30 @@ class Core:
         holding.evict_all()
         self._shares.space.discard(holding.pool)
         self._past.update(holding.counted())
+        self._checks.forget(holding)
         del self._holdings[e.dataset]
 
     def _ticked(self, e: Tick, now: float) -> None:
-        """Nothing: whatever waits for room or for its turn is looked at after every event."""
+        """Give up what somebody has waited for too long.
+
+        Whatever waits for room or for its turn is looked at after every event.
+        """
+        del e
+        for s in self._sessions.values():
+            if s.stalling and s.blocked >= 0:
+                h = s.holding
+                before = now - _OVERDUE_S - _OVERDUE_LATENCIES * h.latency.seconds
+                self._give_up(h, s.blocked, before)
+
+    def _give_up(self, h: Holding, blocked: int, before: float) -> None:
+        """Let nobody wait for an object any more that was asked for before a time."""
+        if h.life[blocked] == FETCHING:
+            flight = self._flights.of(h, blocked)
+            if flight is not None and flight.begun < before:
+                h.life[flight.ids] = OVERDUE  # until it lands after all
+        elif h.life[blocked] == RESIDENT:
+            for asked in self._checks.hung(h, blocked, before):
+                self._outdate(h, h.residents_of(asked.files))  # they are read anew, or that hangs
 
     # --- plans and cursors ---------------------------------------------------------------------
 
@@ -285,6 +378,7 @@ class Core:
             h.release(ids)
         if s.front < stop:  # read directly, before they could be fetched
             s.front = stop
+        s.verified = max(s.verified, stop)
         if s.checked < stop:  # what still comes of the steps that are done holds up nobody
             s.checked, s.blocked = stop, -1
         s.ready = max(s.ready, done)
@@ -365,10 +459,12 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     Registered: Core._registered,
     Opened: Core._opened,
     Extended: Core._extended,
+    Begun: Core._begun,
     Truncated: Core._truncated,
     Progressed: Core._progressed,
     Closed: Core._closed,
     Fetched: Core._fetched,
+    Checked: Core._checked,
     Lost: Core._lost,
     Warm: Core._warmed,
     Dropped: Core._dropped,

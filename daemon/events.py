@@ -18,23 +18,30 @@ Sizes: TypeAlias = NDArray[np.int64]
 class Registered:
     """A dataset is known; `offset` and `length` are the columns of its shared `Table`.
 
-    The core is their one writer: it publishes an object by writing its offset.
+    The core is their one writer: it publishes an object by writing its offset. `bounds`, `remote`:
+    see `Versions`.
     """
 
     dataset: str
     offset: Sizes
     length: Sizes
+    bounds: Sizes | None = None
+    remote: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session begins: rank `rank` of `world` of job `job` will read from `dataset`."""
+    """A session begins: rank `rank` of `world` of job `job` will read from `dataset`.
+
+    `recheck`: when the version of a file is asked for again; see `messages.Open`.
+    """
 
     session: int
     dataset: str
     job: str
     rank: int
     world: int
+    recheck: str = "never"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +54,14 @@ class Extended:
     objects: Ids
     ends: Sizes
     blind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A session's epoch begins now: what was known of its files before may be out of date."""
+
+    session: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +93,21 @@ class Fetched:
     """Fetch `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
 
     Where the action's offset was ABSENT (length unknown) the shell holds the bytes until it is
-    told to `Store` or `Discard` them.
+    told to `Store` or `Discard` them. `version` (k,): of the file each was read from, as
+    `cache/version.py` has it; None where nobody knows.
     """
 
     fetch: int
     nbytes: Sizes
+    version: Sizes | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """Check `check` ended: (k,) `version` of its files as the storage has them now."""
+
+    check: int
+    version: Sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,10 +155,12 @@ Event: TypeAlias = (
     Registered
     | Opened
     | Extended
+    | Begun
     | Truncated
     | Progressed
     | Closed
     | Fetched
+    | Checked
     | Lost
     | Warm
     | Dropped
@@ -157,6 +184,16 @@ class Fetch:
     ids: Ids
     offset: Sizes
     length: Sizes
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Check:
+    """Ask the storage for the versions of these files; `Checked` says what they are."""
+
+    check: int
+    dataset: str
+    files: Ids
     deadline: float
 
 
@@ -198,11 +235,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class SetReady:
-    """Write READY = `ready` on the session's board and answer whoever waits for a step below it."""
+    """Write READY = `ready` on the session's board and answer whoever waits for a step below it.
+
+    Where READY goes back, this comes before any action that may write over the bytes of the steps
+    that are not ready any more.
+    """
 
     session: int
     ready: int
     failed: int
 
 
-Action: TypeAlias = Fetch | Store | Discard | Move | SetReady
+Action: TypeAlias = Fetch | Check | Store | Discard | Move | SetReady

@@ -39,6 +39,7 @@ class Flight:
     begun: float
     nbytes: int
     expected: int
+    generation: int  # see `Versions`
 
 
 class Flights:
@@ -51,6 +52,7 @@ class Flights:
         self._window = window
         self._flights: dict[int, Flight] = {}
         self._last = 0
+        self.generation = 0  # the present one
         shares.busy = self.offsets
 
     def leave(self, nbytes: Sizes, *, urgent: bool) -> int:
@@ -86,7 +88,8 @@ class Flights:
             self._last += 1
             total = int(nbytes[part].sum())
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
-            flight = Flight(h, ids[part], offset[part], length[part], need, now, total, guessed)
+            room = offset[part], length[part]
+            flight = Flight(h, ids[part], *room, need, now, total, guessed, self.generation)
             self._flights[self._last] = flight
             self.objects += len(flight.ids)
             self.nbytes += total
@@ -136,6 +139,11 @@ class Flights:
             h.warming = stop
         h.warming = -1
         return out
+
+    def of(self, h: Holding, object_id: int) -> Flight | None:
+        """The fetch that brings an object, if one does."""
+        flights = (f for f in self._flights.values() if f.holding is h)
+        return next((f for f in flights if object_id in f.ids), None)
 
     def ids(self, h: Holding) -> Index:
         """(k,) objects of a dataset that are under way."""

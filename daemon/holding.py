@@ -13,12 +13,14 @@ from creel.cache.extents import must
 from creel.cache.space import FixedPool, PagedPool, Space
 from creel.daemon.owners import Owners
 from creel.daemon.sessions import COUNTED, Group, Session
+from creel.daemon.versions import Versions
 from creel.policies.masks import every, some
 from creel.policies.prefetch import Latency, Service, Window
 from creel.policies.retain import (
     ABSENT,
     FAILED,
     FETCHING,
+    OVERDUE,
     RESIDENT,
     EpochKeeper,
     FarKeeper,
@@ -45,8 +47,16 @@ _CRUMB = 0.1  # of the mean: with a larger one residents grow, with a smaller on
 class Holding:
     """One dataset: its objects' state, its share of the space, its jobs."""
 
-    def __init__(self, name: str, offset: Sizes, length: Sizes, space: Space) -> None:
+    def __init__(
+        self,
+        name: str,
+        offset: Sizes,
+        length: Sizes,
+        space: Space,
+        versions: Versions | None = None,
+    ) -> None:
         n = len(offset)
+        self.versions = versions or Versions(n)
         self.name = name
         self.offset = offset
         self.length = length
@@ -65,10 +75,13 @@ class Holding:
         self.warming = -1  # next object to load for `Warm`, or -1
         self.news = 0  # planned reads since the keeper last sorted all residents
         known = length >= 0
+        #: Which lengths the manifest says; all others are what was read last.
+        self.listed = None if known.all() else known
         self._known = int(known.sum())
         self._known_nbytes = int(length[known].sum())
         self.counts = dict.fromkeys((*COUNTED, "reads", "read_nbytes", "failed"), 0)
-        self.evicted = dict.fromkeys(("due_later", "other_dataset", "dropped", "stalled"), 0)
+        why = ("due_later", "other_dataset", "dropped", "stalled", "changed")
+        self.evicted = dict.fromkeys(why, 0)
         self.resident = 0
         self.resident_nbytes = 0
 
@@ -133,6 +146,18 @@ class Holding:
             self._known -= len(ids)
             self._known_nbytes -= int(self.length[ids].sum())
             self.length[ids] = -1
+
+    def outdate(self, ids: Index) -> None:
+        """These (distinct, resident, unpinned) are of files that have changed since."""
+        self.evict(ids, "changed")
+        if self.listed is not None:
+            self.unlearn(ids[~self.listed[ids]])
+
+    def residents_of(self, files: NDArray[np.int32]) -> Index:
+        """(k,) resident objects of some files."""
+        bounds = map(self.versions.objects, files.tolist())
+        found = [a + np.flatnonzero(self.life[a:b] == RESIDENT) for a, b in bounds]
+        return np.concatenate([np.empty(0, np.intp), *found])
 
     def place(self, ids: Index, nbytes: Sizes) -> Sizes:
         """(k,) offsets for objects of these sizes in free room; NOWHERE where there is none."""
@@ -296,7 +321,16 @@ class Holding:
 
     # --- jobs ----------------------------------------------------------------------------------
 
-    def join(self, number: int, job: str, rank: int, world: int, now: float) -> Session:
+    def join(
+        self,
+        number: int,
+        job: str,
+        rank: int,
+        world: int,
+        now: float,
+        recheck: str = "never",
+        generation: int = 0,
+    ) -> Session:
         """A session of this rank; with the other ranks of its job where they are here."""
         for group in self.groups:
             if group.job == job and group.world == world and rank not in group.sessions:
@@ -304,7 +338,7 @@ class Holding:
         else:
             group = Group(job, world, Uses(len(self)))
             self.groups.append(group)
-        session = Session(number, self, group, rank, now)
+        session = Session(number, self, group, rank, now, recheck, generation)
         group.sessions[rank] = session
         return session
 
@@ -358,7 +392,11 @@ class Holding:
         must(int(resident.sum()) == self.resident, "residents are miscounted")
         must(int(self.length[resident].sum()) == self.resident_nbytes, "resident bytes")
         fetching = np.flatnonzero(self.life == FETCHING)
-        must(np.array_equal(fetching, np.sort(under_way)), "fetching is not under way, or twice")
+        coming = np.append(fetching, np.flatnonzero(self.life == OVERDUE))
+        must(
+            np.array_equal(np.sort(coming), np.sort(under_way)),
+            "fetching is not under way, or twice",
+        )
         must(int(known.sum()) == self._known, "known lengths are miscounted")
         must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")
 

@@ -47,6 +47,9 @@ class Host(Protocol):
     def extended(self, session: Session, message: Extend, arrays: list[NDArray[Any]]) -> None:
         """A session's plan goes on (checked)."""
 
+    def begun(self, session: Session, epoch: int) -> None:
+        """An epoch of a session begins."""
+
     def truncated(self, session: Session, step: int) -> None:
         """A session's plan ends earlier."""
 

@@ -22,6 +22,7 @@ from creel.daemon.registry import Session
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
     Ask,
+    Begin,
     Extend,
     Failed,
     LineRequest,
@@ -114,6 +115,8 @@ class Line:
             return  # it may have ended while the message was under way
         if isinstance(message, Extend):
             self._host.extended(session, message, _checked(session, message, arrays))
+        elif isinstance(message, Begin):
+            self._host.begun(session, message.epoch)
         elif isinstance(message, Truncate):
             if not session.done <= message.step <= session.steps:
                 raise MalformedError(f"truncate at {message.step} of {session.steps} steps")

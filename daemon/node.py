@@ -139,6 +139,8 @@ class Node:
             self.fetcher.discard(action)
         elif isinstance(action, mind.Fetch):
             self.fetcher.submit(action)
+        elif isinstance(action, mind.Check):
+            self.fetcher.check(action)
         elif isinstance(action, mind.Move):
             self.fetcher.move(action, self._offset(action))
         else:
@@ -153,12 +155,16 @@ class Node:
         session = self.registry.sessions.get(action.session)
         if session is None:
             return
+        if action.ready < session.ready:
+            session.unready(action.ready)
         for who, call, step in session.set_ready(action.ready, action.failed):
             self._send(who, Ready(call, session.id, step))
 
-    def _fetched(self, event: mind.Fetched) -> None:
+    def _fetched(self, event: mind.Fetched | mind.Checked) -> None:
         self.fetcher.finished(event)
         self.feed(event)
+        if isinstance(event, mind.Checked):
+            return
         # What the core did not have stored by now it never will: the fetch was no longer current.
         self.fetcher.discard(mind.Discard(event.fetch))
 
@@ -247,7 +253,9 @@ class Node:
                 return Answer(Refused(str(e)))
             self.registry.add(dataset)
             self.fetcher.add(dataset.key, dataset.source)
-            self.feed(mind.Registered(dataset.key, dataset.table.offset, dataset.table.length))
+            table, manifest = dataset.table, dataset.manifest
+            files = manifest.file_bounds, manifest.remote
+            self.feed(mind.Registered(dataset.key, table.offset, table.length, *files))
             self._prefault_when_it_will_be_full()
         elif known is not dataset:  # two clients registered the same thing at once
             dataset.close()
@@ -264,7 +272,14 @@ class Node:
         self._check_serving()
         session = self.registry.open(token, request)
         self.feed(
-            mind.Opened(session.id, request.dataset, request.job, request.rank, request.world)
+            mind.Opened(
+                session.id,
+                request.dataset,
+                request.job,
+                request.rank,
+                request.world,
+                request.recheck,
+            )
         )
         return session
 
@@ -313,6 +328,10 @@ class Node:
         told = (session.id, message.epoch, message.step, objects, ends, message.blind)
         self.feed(mind.Extended(*told))
         self.waiting(session)
+
+    def begun(self, session: Session, epoch: int) -> None:
+        """An epoch of a session begins."""
+        self.feed(mind.Begun(session.id, epoch))
 
     def truncated(self, session: Session, step: int) -> None:
         """A session's plan ends earlier."""

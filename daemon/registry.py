@@ -22,6 +22,7 @@ from creel.cache.board import (
     FAILED,
     HEARTBEAT,
     READY,
+    REVOKED,
     STATE,
     TRUNCATED,
     WANTED,
@@ -117,6 +118,7 @@ class Session:
     wanted: int = 0
     ready: int = 0
     truncates: int = 0
+    revoked: int = 0  # how often READY went back
     asked: int = 0  # highest step + 1 that came in a Wait
     waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (who, call) -> step
 
@@ -142,6 +144,8 @@ class Session:
         """The bytes of all steps from `step` on may go: who reads them must know before they do."""
         self.ready = min(self.ready, step)
         self.board[READY] = self.ready
+        self.revoked += 1
+        self.board[REVOKED] = self.revoked
 
     def truncate(self, step: int) -> None:
         """The plan ends at `step`."""

@@ -15,6 +15,8 @@ from creel.policies.uses import Uses
 if TYPE_CHECKING:  # each knows the other
     from creel.daemon.holding import Holding
 
+Index = NDArray[np.intp]
+
 #: What a read found: a resident, a fetch under way for somebody else, nothing.
 COUNTED = ("hits", "joined", "misses")
 #: A rank that opens when its group is further on than this joins an old job: its steps are shifted.
@@ -56,8 +58,23 @@ class Group:
 class Session:
     """One rank's stream. Positions before `front` are pinned from step `done` on."""
 
-    def __init__(self, number: int, holding: Holding, group: Group, rank: int, now: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        holding: Holding,
+        group: Group,
+        rank: int,
+        now: float,
+        recheck: str = "never",
+        generation: int = 0,
+    ) -> None:
+        """`recheck`: see `messages.Open`; `generation`: the moment at which the session opens."""
         self.id = number
+        self.recheck = recheck
+        #: What is held of a file must be known to be good in these generations (`Versions`).
+        self.since = self.since_remote = 0 if recheck == "never" else generation
+        self.begun = -1  # the latest epoch that has begun
+        self.verified = 0  # positions before it: the versions of their files were asked for
         self.holding = holding
         self.group = group
         self.rank = rank
@@ -100,6 +117,39 @@ class Session:
         due = now + (step - self.done) * self.pace.step_s
         self._due = max(self._due, due) if in_turn else due
         return self._due
+
+    def begin(self, epoch: int, generation: int) -> None:
+        """An epoch begins; what was known of files before does not count any more."""
+        self.begun = max(self.begun, epoch)
+        if self.recheck in {"epoch", "step"}:
+            self.since = generation
+            self.verified = self.checked
+
+    @property
+    def limit(self) -> int:
+        """The position up to which steps may become ready.
+
+        Where files are looked at again in each epoch, no step of an epoch that has not begun may.
+        """
+        if self.recheck != "epoch":
+            return self.front
+        return min(self.front, self.stream.start(self.stream.until(self.begun)))
+
+    def current(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether what is held of each object is known to be good for this session."""
+        return self.holding.versions.current(ids, self.since, self.since_remote)
+
+    def rewind(self, step: int) -> Index:
+        """Give up all that was brought in from `step` on; (k,) objects that were pinned for it."""
+        position = self.stream.start(step)
+        loose = self.stream.objects(position, max(self.front, position)).astype(np.intp)
+        self.holding.unpin(loose)
+        self.front = min(self.front, position)
+        self.checked = min(self.checked, position)
+        self.verified = min(self.verified, position)
+        self.ready = min(self.ready, step)
+        self.blocked = -1
+        return loose
 
     def truncate(self, step: int) -> None:
         """The plan is void from `step` on."""

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
 
@@ -169,14 +169,21 @@ class Client:
         return reply.dataset
 
     def open(
-        self, dataset: str, job: str = "", rank: int = 0, world: int = 1, name: str = ""
+        self,
+        dataset: str,
+        job: str = "",
+        rank: int = 0,
+        world: int = 1,
+        name: str = "",
+        recheck: str = "never",
     ) -> Session:
-        """Begin a stream of batches over a registered dataset.
+        """Begin a stream of batches over a registered dataset; see `messages.Open`.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        reply, fds = self._call(Open(dataset, job, rank, world, name), Opened)
+        request = Open(dataset, job, rank, world, name, cast(Any, recheck))
+        reply, fds = self._call(request, Opened)
         return self._session(reply, fds, trainer=True)
 
     def attach(self, session_id: int) -> Session:

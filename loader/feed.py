@@ -120,12 +120,14 @@ class Feed:
         fits = first is not None and first.origin == self._next and not skip
         if fits and first is not None and plan is not None and plan.same(first.plan):
             self._now = first
+            self.session.begin(self._epoch)
             return
         # An iterator that begins anew has not left what it never read.
         if first is not None or (before is not None and self._next < before.stop):
             self._ahead.clear()
             self.session.truncate(self._next)
         self.session.done(self._next)
+        self.session.begin(self._epoch)
         self._now = self._tell(plan, self._epoch, self._next, skip)
 
     def foresee(self, order: Order) -> None:
@@ -264,7 +266,8 @@ def open_feed(binding: Binding, config: Config) -> Feed | None:
     rank, world = rank_and_world()
     try:
         dataset = client.register(binding.manifest)
-        session = client.open(dataset, job_name(), rank, world)
+        recheck = config.loader.recheck
+        session = client.open(dataset, job_name(), rank, world, recheck=recheck)
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
         _log.warning("creel reads directly, without a cache: %s", e)
         return None

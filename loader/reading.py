@@ -42,6 +42,10 @@ class Session(Protocol):
         """The bytes of an object in the arena, read-only; None when it is not there."""
         ...
 
+    def stamp(self) -> int:
+        """Another number once anything that could be copied before may not be any more."""
+        ...
+
 
 class Named(Protocol):
     """A leaf whose objects can be found by their address."""
@@ -69,6 +73,7 @@ class Lease:
     __slots__ = (
         "_allowed",
         "_session",
+        "_stamp",
         "bases",
         "direct_nbytes",
         "direct_ns",
@@ -83,12 +88,15 @@ class Lease:
         bases: Mapping[int, int],
         named: Sequence[Named],
         allowed: frozenset[int] | None,
+        stamp: int = -1,
     ) -> None:
         """Without a session nothing is taken, and reads are only counted.
 
-        `bases`: first object id by `id(leaf)`; `allowed`: the only ids to take, None for all.
+        `bases`: first object id by `id(leaf)`; `allowed`: the only ids to take, None for all;
+        `stamp`: what `session.stamp()` must still be after each copy, -1: what it is now.
         """
         self._session = session
+        self._stamp = session.stamp() if session is not None and stamp < 0 else stamp
         self.bases = bases
         self.named = named
         self._allowed = allowed
@@ -120,7 +128,8 @@ class Lease:
         if view is None:
             return None
         data = kind(view)
-        return data if offset[object_id] == before else None
+        whole = offset[object_id] == before and session.stamp() == self._stamp
+        return data if whole else None
 
     def note(self, nbytes: int, ns: int) -> None:
         self.direct_reads += 1

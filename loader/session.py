@@ -19,6 +19,7 @@ from creel.cache.board import (
     DONE,
     HEARTBEAT,
     READY,
+    REVOKED,
     STATE,
     TRUNCATED,
     WANTED,
@@ -27,7 +28,7 @@ from creel.cache.board import (
 )
 from creel.errors import DaemonLostError
 from creel.forks import at_fork
-from creel.messages import Close, Extend, LineRequest, Opened, Truncate, Wait
+from creel.messages import Begin, Close, Extend, LineRequest, Opened, Truncate, Wait
 
 if TYPE_CHECKING:  # each knows the other
     from creel.loader.client import Client
@@ -134,11 +135,25 @@ class Session:
             pause = min(pause * 2, 0.001)
         return True
 
-    def ready(self, step: int) -> bool:
-        """Whether the objects of `step` can be read from the arena (or have failed) now.
+    def begin(self, epoch: int) -> bool:
+        """The epoch begins now: its files are looked at again before its steps are ready."""
+        return self._say(Begin(self.token, self.id, epoch))
 
-        Asked again after a copy: they could all the while, unless the plan was told anew meanwhile.
-        """
+    def stamp(self) -> int:
+        """How often READY was taken back; what was copied while this changed may be torn."""
+        return self.board[REVOKED]
+
+    def hold(self, step: int) -> int:
+        """The stamp under which the objects of a ready step may be copied; -1 when not ready."""
+        stamp = self.stamp()  # before READY is looked at
+        return stamp if self.ready(step) else -1
+
+    def held(self, step: int, stamp: int) -> bool:
+        """Whether what was copied under a stamp is whole."""
+        return self.ready(step) and self.stamp() == stamp
+
+    def ready(self, step: int) -> bool:
+        """Whether the objects of `step` can be read from the arena (or have failed) now."""
         return not (self._closed or self._lost) and self.board[READY] > step
 
     def wait(self, step: int, timeout_s: float) -> bool:

@@ -74,6 +74,9 @@ class Reader:
             return self._fetch(index, None)
         if step < 0 or not (feed.session.ready(step) or self._wait(feed.session, step)):
             return self._fetch(index, feed.binding.counting())
+        stamp = feed.session.hold(step)
+        if stamp < 0:
+            return self._fetch(index, feed.binding.counting())
         if not self._as_worker and not feed.binding.still(np.atleast_1d(np.asarray(index))):
             self._fetcher.dataset = self._dataset  # changed since the epoch began
             return self._fetch(index, feed.binding.counting())
@@ -83,11 +86,11 @@ class Reader:
             start = time.monotonic_ns()
             data = gatherer.batch(ids, np.asarray(index))
             self._meter.collate_ns += time.monotonic_ns() - start
-            if not feed.session.ready(step):  # nor was it, perhaps, while they were copied
+            if not feed.session.held(step, stamp):
                 return self._fetch(index, feed.binding.counting())
             if data is not None:
                 return data
-        return self._fetch(index, feed.binding.reading(feed.session, ids))
+        return self._fetch(index, feed.binding.reading(feed.session, ids, stamp))
 
     def _gatherer_of(self, feed: Feed) -> Gatherer | None:
         """What builds batches from this session's rows; a lost one's are no longer true."""

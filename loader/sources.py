@@ -113,16 +113,19 @@ class Binding:
         """
         return self._root.objects(np.asarray(indices, np.int64))
 
-    def reading(self, session: Session, ids: NDArray[np.integer] | None = None) -> Lease:
+    def reading(
+        self, session: Session, ids: NDArray[np.integer] | None = None, stamp: int = -1
+    ) -> Lease:
         """A context in which this thread's reads of the leaves are served by the session's arena.
 
         Args:
             ids: (k,) objects of the step, which the daemon has pinned; others are then read from
                 the source. Without them any object may be taken that stays in its place while it
                 is copied.
+            stamp: what `session.hold` gave for the step.
         """
         allowed = None if ids is None else frozenset(ids.tolist())
-        return Lease(session, self._bases, self._named, allowed)
+        return Lease(session, self._bases, self._named, allowed, stamp)
 
     def counting(self) -> Lease:
         """The same where nothing lies ready: the leaves are read directly, which is counted."""

@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,13 @@ _WAIT_S = 10.0
 _RETRY_S = 30.0
 
 
+class Pinned(NamedTuple):
+    """(k,) objects that lie in the arena, and the stamp under which they may be copied."""
+
+    ids: NDArray[np.int32]
+    stamp: int
+
+
 class Link:
     """One process's session over a dataset; its steps may be open in several threads at once."""
 
@@ -77,12 +84,12 @@ class Link:
         self._epoch = 0
         self._told = np.zeros(len(session.table.offset), np.bool_)  # in this epoch
 
-    def begin(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32] | None]:
+    def begin(self, indices: Sequence[int]) -> tuple[int, Pinned | None]:
         """Have the objects of these samples brought into the arena and pinned.
 
         Returns:
-            The step, for `end`, or -1; the (k,) objects that may be read from the arena until
-            then, or None when all are to be read directly.
+            The step, for `end`, or -1; what may be read from the arena until then, or None when
+            all is to be read directly.
         """
         try:
             ids = self.binding.objects(np.asarray(indices, np.int64))[0]
@@ -97,7 +104,8 @@ class Link:
             self._open.add(step)
         try:
             if self.session.ready(step) or self._wait(step):
-                return step, ids
+                stamp = self.session.hold(step)
+                return step, Pinned(ids, stamp) if stamp >= 0 else None
         except BaseException:  # Ctrl-C: an open step would pin all that come after it for good
             self.end(step)
             raise
@@ -190,8 +198,8 @@ class Stepwise:
         lease = binding.counting()
         try:
             if pinned is not None:
-                lengths = link.session.table.length[pinned]
-                lease = binding.reading(link.session, pinned)
+                lengths = link.session.table.length[pinned.ids]
+                lease = binding.reading(link.session, pinned.ids, pinned.stamp)
             with lease:
                 return fetch(binding.dataset)
         finally:
@@ -292,12 +300,15 @@ class Stepwise:
 
     def _session(self, client: Client, binding: Binding) -> Session:
         rank, world = rank_and_world()
+        recheck = self._settings().loader.recheck
+        if recheck == "epoch":
+            recheck = "step"  # where an epoch begins is known to the loader alone
         if self._key:
             # Another daemon than the one we told: it knows nothing of the dataset.
             with contextlib.suppress(UnavailableError):
-                return client.open(self._key, job_name(), rank, world)
+                return client.open(self._key, job_name(), rank, world, recheck=recheck)
         self._key = client.register(binding.manifest)
-        return client.open(self._key, job_name(), rank, world)
+        return client.open(self._key, job_name(), rank, world, recheck=recheck)
 
     def _bind(self) -> Binding | None:
         from creel.loader.learn import learner_of  # these know of wrap, too

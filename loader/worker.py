@@ -309,19 +309,22 @@ class _Worker:
             return self._fetcher.fetch(index)
         if step < 0 or session is None or not self._wait(session, step):
             return self._read(index, binding.counting())
+        stamp = session.hold(step)
+        if stamp < 0:
+            return self._read(index, binding.counting())
         indices = np.asarray(index, np.int64)
         ids = binding.objects(indices.reshape(-1))[0]
         if self._gatherer is not None:
             self._collating = self._enter(COLLATING)
             data = self._gatherer.batch(ids, indices)
-            ready = session.ready(step)  # and was, while they were copied
-            if ready and data is not None:
+            whole = session.held(step, stamp)
+            if whole and data is not None:
                 return data
             self._enter(READING)
             self._collating = 0
-            if not ready:
+            if not whole:
                 return self._read(index, binding.counting())
-        return self._read(index, binding.reading(session, ids))
+        return self._read(index, binding.reading(session, ids, stamp))
 
     def _wait(self, session: Session, step: int) -> bool:
         """Whether the step's objects are pinned; if not, what the table says may be void."""

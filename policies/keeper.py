@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from creel.policies.pools import Index
 from creel.policies.uses import NEVER, Uses
 
-# An object's life. All below FETCHING are not on their way.
-ABSENT, FAILED, FETCHING, RESIDENT = range(4)
+# An object's life. All below FETCHING are not on their way; an OVERDUE one is, but nobody waits for
+# it any more.
+ABSENT, FAILED, FETCHING, RESIDENT, OVERDUE = range(5)
 
 NOBODY = np.empty(0, np.intp)
 

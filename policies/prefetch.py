@@ -144,6 +144,11 @@ class Stream:
         i = max(bisect_right(self._firsts, step) - 1, 0)
         return self._epochs[i], self._firsts[i + 1] if i + 1 < len(self._firsts) else self.end
 
+    def until(self, epoch: int) -> int:
+        """First step of an epoch later than `epoch`; the end where there is none."""
+        i = bisect_right(self._epochs, epoch)
+        return self._firsts[i] if i < len(self._firsts) else self.end
+
     @property
     def last_epoch(self) -> int:
         """The latest epoch of which anything is known; -1 without a plan."""

@@ -23,7 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.epochs import EpochKeeper
-from creel.policies.keeper import ABSENT, FAILED, FETCHING, RESIDENT, Keeper, Need, joined
+from creel.policies.keeper import (
+    ABSENT,
+    FAILED,
+    FETCHING,
+    OVERDUE,
+    RESIDENT,
+    Keeper,
+    Need,
+    joined,
+)
 from creel.policies.masks import unique
 from creel.policies.pools import Index, Sorted
 from creel.policies.uses import NEVER, Uses
@@ -32,6 +41,7 @@ __all__ = [
     "ABSENT",
     "FAILED",
     "FETCHING",
+    "OVERDUE",
     "RESIDENT",
     "EpochKeeper",
     "FarKeeper",

@@ -15,7 +15,7 @@ Numbers of a step are per session, start at 0 and never restart at an epoch's en
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Raised by one whenever an old client could misread a new daemon, or the other way round.
-PROTOCOL = 2
+PROTOCOL = 3
 
 #: Largest packet at the desk, and largest body on the line, in bytes (arrays are not counted).
 MAX_BODY = 1 << 20
@@ -76,13 +76,19 @@ class Attach(Message, frozen=True):
 
 
 class Open(Message, frozen=True):
-    """Begin a session: one stream of batches that one rank will read from one dataset."""
+    """Begin a session: one stream of batches that one rank will read from one dataset.
+
+    `recheck` tells when the version of a file whose bytes are held is asked for again: "open", now;
+    "epoch", now and, of local files, after each `Begin`, before any step of that epoch is ready;
+    "step", after each `Extend`, for who cannot tell where an epoch begins; "never".
+    """
 
     dataset: str
     job: str = ""
     rank: int = 0
     world: int = 1
     name: str = ""
+    recheck: Literal["epoch", "open", "step", "never"] = "never"
 
 
 class Close(Message, frozen=True):
@@ -146,6 +152,14 @@ class Extend(Message, frozen=True):
     blind: bool = False
 
 
+class Begin(Message, frozen=True):
+    """Epoch `epoch` of the session begins now; see `Open.recheck`. No reply."""
+
+    token: str
+    session: int
+    epoch: int
+
+
 class Truncate(Message, frozen=True):
     """Forget the plan from `step` on (a prediction was wrong, or an epoch was left). No reply."""
 
@@ -202,7 +216,7 @@ class Failed(Message, frozen=True):
 
 DeskRequest: TypeAlias = Hello | Register | Attach | Open | Close
 DeskReply: TypeAlias = Welcome | Registered | Opened | Refused
-LineRequest: TypeAlias = Extend | Truncate | Wait | Ask
+LineRequest: TypeAlias = Extend | Begin | Truncate | Wait | Ask
 LineReply: TypeAlias = Ready | Told | Failed
 
 #: Arrays that follow the body on the line, by class: (name, dtype).

@@ -154,6 +154,15 @@ class Loader(_Section, frozen=True):
             description="a worker that is silent this long is named in a warning",
         ),
     ] = 60.0
+    recheck: Annotated[
+        str,
+        Meta(
+            extra={"like": "epoch, open or never"},
+            pattern="^(epoch|open|never)$",
+            description='when to look whether files have changed: local ones in each "epoch" (and'
+            ' remote ones when a loader first reads), all when it first reads ("open"), or "never"',
+        ),
+    ] = "epoch"
     speculate: Annotated[
         bool, Meta(description="start the next epoch's first batches before this one ends")
     ] = True

@@ -71,17 +71,33 @@ class Rig:
         self.checking = True
         self.seen: dict[tuple[int, int, int], int] = {}  # session, ready step, object -> offset
 
-    def register(self, name: str, sizes: list[int], *, known: bool = True) -> None:
+    def register(
+        self,
+        name: str,
+        sizes: list[int],
+        *,
+        known: bool = True,
+        bounds: NDArray[np.int64] | None = None,
+        remote: NDArray[np.bool_] | None = None,
+    ) -> None:
         size = np.array(sizes, np.int64)
         self.size[name] = size
         self.offset[name] = np.zeros(len(size), np.int64)  # as a fresh mapping is
         self.length[name] = size.copy() if known else np.full(len(size), -1, np.int64)
         self.bad[name] = set()
-        self.feed(Registered(name, self.offset[name], self.length[name]))
+        self.feed(Registered(name, self.offset[name], self.length[name], bounds, remote))
 
-    def open(self, session: int, name: str, job: str = "j", rank: int = 0, world: int = 1) -> None:
+    def open(
+        self,
+        session: int,
+        name: str,
+        job: str = "j",
+        rank: int = 0,
+        world: int = 1,
+        recheck: str = "never",
+    ) -> None:
         self.readers[session] = Reader(name)
-        self.feed(Opened(session, name, job, rank, world))
+        self.feed(Opened(session, name, job, rank, world, recheck))
 
     def extend(
         self, session: int, epoch: int, steps: list[list[int]], *, blind: bool = False
@@ -125,7 +141,11 @@ class Rig:
                 self.write(int(fetch.offset[i]), name, x, int(fetch.length[i]))
         if held:
             self.held[number] = name, held
-        return self.feed(Fetched(number, out))
+        return self.feed(Fetched(number, out, self.versions(fetch)))
+
+    def versions(self, fetch: Fetch) -> NDArray[np.int64] | None:  # noqa: ARG002
+        """Of what was read."""
+        return None
 
     def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
         for at, (_, _, n) in list(self.bytes.items()):
