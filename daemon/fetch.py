@@ -210,10 +210,10 @@ class Fetcher:
         lengths = job.fetch.length[part][known]
         nbytes[known] = self._fill(source, ids[known], offset[known], lengths)
         strange = np.flatnonzero(~known)
-        for i, data in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
-            if data is not None:
-                nbytes[i] = len(data)
-                job.held[int(ids[i])] = data
+        for i, found in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
+            if found is not None:
+                nbytes[i] = len(found[0])
+                job.held[int(ids[i])] = found[0]
 
     def _fill(
         self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
@@ -228,7 +228,7 @@ class Fetcher:
         where = np.flatnonzero(straight)
         if len(where):
             parts = self._arena.parts(offset[where], length[where])
-            nbytes[where] = source.read_parts(ids[where], length[where], parts)
+            nbytes[where] = source.read_parts(ids[where], length[where], parts).nbytes
         for where in _portions(np.flatnonzero(~straight), length):
             nbytes[where] = self._fill_buffered(source, ids[where], offset[where], length[where])
         return nbytes
@@ -238,7 +238,7 @@ class Fetcher:
     ) -> NDArray[np.int64]:
         ends = length.cumsum()
         scratch = self._scratch.view(int(ends[-1]))
-        nbytes = source.read_into(ids, length, scratch[: int(ends[-1])])
+        nbytes = source.read_into(ids, length, scratch[: int(ends[-1])]).nbytes
         self._put(scratch, ends - length, offset, np.where(nbytes < 0, 0, length))
         return nbytes
 

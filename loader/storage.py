@@ -19,7 +19,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.manifest import UNKNOWN
 from creel.cache.patience import Patience, public, source_error
-from creel.cache.stores import ARROW, Place, Store, open_store
+from creel.cache.remote import ARROW, open_store
+from creel.cache.stores import Place, Store
 from creel.errors import ConfigError, CreelError, NotFoundError
 
 T = TypeVar("T")
