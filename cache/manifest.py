@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data never
 _ROOT = b"creel.root"
 UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
+#: Addresses compared at a time: a few megabytes.
+_COMPARE = 1 << 15
 
 
 @cache
@@ -147,6 +149,63 @@ class Manifest:
         return self._offsets[rows] + (np.asarray(ids) - first) * length, length
 
     @cached_property
+    def file_rows(self) -> NDArray[np.int64]:
+        """(files + 1,) first row of each file, and the number of rows.
+
+        A *file* is a run of rows of one address, numbered from 0. That it is met again further
+        down makes it two files, which costs an open or a check more, nothing else.
+        """
+        n = self.table.num_rows
+        if n == 0:
+            return np.zeros(1, np.int64)
+        begins = np.ones(n + 1, np.bool_)  # begins[i]: row i is the first of a file; n is the end
+        # Two rows at offset 0 are two files (or one file twice, which needs no care).
+        rows = np.flatnonzero((self._offsets[1:] != 0) | (self._offsets[:-1] != 0))
+        begins[1 + rows[_like_next(*self._letters, rows)]] = False
+        return np.flatnonzero(begins)
+
+    @cached_property
+    def file_bounds(self) -> NDArray[np.int64]:
+        """(files + 1,) file f holds the objects from file_bounds[f] up to file_bounds[f + 1]."""
+        if self._plain:
+            return self.file_rows
+        return np.append(0, self._ends)[self.file_rows]
+
+    def file_of(self, ids: NDArray[np.integer]) -> NDArray[np.int32]:
+        """(k,) number of the file that holds each object."""
+        bounds = self.file_bounds
+        if self._plain and len(bounds) == self.table.num_rows + 1:  # a file for each object
+            return np.asarray(ids, np.int32)
+        if len(bounds) == 2:
+            return np.zeros(len(ids), np.int32)
+        return (np.searchsorted(bounds, ids, side="right") - 1).astype(np.int32)
+
+    @cached_property
+    def remote(self) -> NDArray[np.bool_]:
+        """(files,) whether each file is elsewhere than in a file system of this machine."""
+        n = len(self.file_rows) - 1
+        if self.root or not _has(self._text()[1], b"://"):
+            return np.broadcast_to(np.bool_(is_remote(self.root)), n)
+        return np.array([is_remote(uri) for uri in self.addresses(self.file_rows[:-1])], np.bool_)
+
+    def extent(self, row: int) -> int:
+        """Bytes that the file of a row has at least, as far as is known; UNKNOWN if it is not."""
+        file = int(np.searchsorted(self.file_rows, row, side="right")) - 1
+        rows = slice(*self.file_rows[file : file + 2].tolist())
+        ends = self._offsets[rows] + self._lengths[rows] * self._counts[rows]
+        return int(ends.max())
+
+    def addresses(self, rows: NDArray[np.integer]) -> list[str]:
+        """Full addresses of many rows; `uri` for one."""
+        bounds, text = self._letters
+        spans = zip(bounds[rows].tolist(), bounds[1:][rows].tolist(), strict=True)
+        names = [str(text[start:stop], "utf-8") for start, stop in spans]
+        if not self.root:
+            return names
+        root = self.root.rstrip("/") + "/"
+        return [root + name for name in names]
+
+    @cached_property
     def _offsets(self) -> NDArray[np.int64]:
         return self._column("offset")
 
@@ -189,14 +248,19 @@ class Manifest:
 
     def _text(self) -> tuple[memoryview, memoryview]:
         """The ends of all uris in their text, and the text, however the table was cut or joined."""
+        ends, text = self._letters
+        first, last = int(ends[0]), int(ends[-1])
+        return (ends[1:] - first).view(np.uint8).data, text[first:last]
+
+    @cached_property
+    def _letters(self) -> tuple[NDArray[np.int64], memoryview]:
+        """(rows + 1,) where each row's uri begins and ends in a text, and that text; no copy."""
         uris = self._uris
         if not len(uris):
-            return memoryview(b""), memoryview(b"")
+            return np.zeros(1, np.int64), memoryview(b"")
         _, ends, text = uris.buffers()
-        ends = np.frombuffer(ends, np.int64)[uris.offset :][: len(uris) + 1]
-        first, last = int(ends[0]), int(ends[-1])
-        told = memoryview(b"" if text is None else text)[first:last]
-        return (ends[1:] - first).view(np.uint8).data, told
+        bounds = np.frombuffer(ends, np.int64)[uris.offset :][: len(uris) + 1]
+        return bounds, memoryview(b"" if text is None else text)
 
     def to_arrow(self) -> bytes:
         """An Arrow IPC file."""
@@ -245,6 +309,48 @@ class Manifest:
             raise ConfigError(f"{total:.0f} objects are more than {MAX_OBJECTS}: split the dataset")
         if (offset.astype(np.float64) + length * count.astype(np.float64) >= 2.0**62).any():
             raise MalformedError("a manifest's ranges end below 2**62")
+
+
+def is_remote(uri: str) -> bool:
+    """Whether an address is elsewhere than in a file system of this machine.
+
+    >>> is_remote("s3://bucket/a"), is_remote("file:///a"), is_remote("/odd://name")
+    (True, False, False)
+    """
+    scheme, found, _ = uri.partition("://")
+    return bool(found) and "/" not in scheme and scheme.lower() != "file"
+
+
+def _has(text: memoryview, word: bytes) -> bool:
+    """Whether a long text has a word in it, without a copy of all of it."""
+    step = _COMPARE << 8
+    return any(
+        word in bytes(text[at : at + step + len(word) - 1]) for at in range(0, len(text), step)
+    )
+
+
+def _like_next(
+    bounds: NDArray[np.int64], text: memoryview, rows: NDArray[np.intp]
+) -> NDArray[np.bool_]:
+    """(k,) whether the uris of rows[i] and rows[i] + 1 are equal; `bounds`: theirs in `text`.
+
+    By hand, because `import pyarrow.compute` costs every daemon 8 MB: equal neighbours of L bytes
+    repeat after L bytes, and rows of one length are compared in one go.
+    """
+    same = np.zeros(len(rows), np.bool_)
+    if len(rows) == 0:
+        return same
+    start, size = bounds[rows], np.diff(bounds)
+    alike = size[rows] == size[rows + 1]
+    same |= alike & (size[rows] == 0)
+    data = np.frombuffer(text, np.uint8)
+    for length in np.unique(size[rows[alike & ~same]]).tolist():
+        window = np.lib.stride_tricks.sliding_window_view(data, 2 * length)
+        members = np.flatnonzero(alike & (size[rows] == length))
+        for some in np.array_split(members, len(members) // _COMPARE + 1):
+            pair = window[start[some]]
+            same[some] = (pair[:, :length] == pair[:, length:]).all(axis=1)
+    return same
 
 
 def _text_column(uris: Sequence[str] | pa.Array) -> pa.Array:

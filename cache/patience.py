@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -120,6 +120,15 @@ class Patience:
     deadline_s: float = 30.0
     backoff_s: float = 0.1
     backoff_max_s: float = 5.0
+
+    def pauses(self) -> Iterator[float]:
+        """Seconds to wait before each further try, until tries or time are used up."""
+        end, pause_s = time.monotonic() + self.deadline_s, self.backoff_s
+        for _ in range(self.attempts - 1):
+            if time.monotonic() + pause_s > end:
+                return
+            yield pause_s
+            pause_s = min(2 * pause_s, self.backoff_max_s)
 
     def again(self, job: Callable[[], T], error: Exception, uri: str) -> T:
         """Do `job`, whose first try ended in `error`, as often as patience lasts.

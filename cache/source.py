@@ -12,22 +12,21 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.manifest import Manifest
-from creel.cache.patience import Patience, source_error
-from creel.cache.stores import LocalStore, Place, Run, Store, open_store
+from creel.cache import version
+from creel.cache.manifest import UNKNOWN, Manifest, is_remote
+from creel.cache.patience import Patience, source_error, transient
+from creel.cache.remote import open_store
+from creel.cache.stores import Filled, LocalStore, Place, Run, Store, TornError
 from creel.errors import SourceError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 T = TypeVar("T")
 
@@ -37,8 +36,6 @@ _MANY = 8
 _FEW = 8
 #: Most objects of one read: Linux takes 1024 buffers at once (IOV_MAX).
 _VECTOR = 512
-#: Addresses compared at a time: a few megabytes.
-_COMPARE = 1 << 15
 #: Upper ends of the histogram's buckets, in seconds: page cache to a struggling object store.
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -98,6 +95,17 @@ class Counters:
             )
 
 
+class Read(NamedTuple):
+    """Of objects that were asked for, each in turn.
+
+    nbytes: (k,) bytes read; -1 where the object failed (`counters.last_error` says how).
+    version: (k,) int64 of the file at that time (see `cache.version`); UNKNOWN where it failed.
+    """
+
+    nbytes: NDArray[np.int64]
+    version: NDArray[np.int64]
+
+
 class Source:
     """The objects of one manifest, readable.
 
@@ -124,8 +132,7 @@ class Source:
         self._local = LocalStore(files)
         self._remote: dict[tuple[int, str, str], Store] = {}
         self._lock = threading.Lock()
-        self._file_of_row, self._single = _files_of(manifest)
-        self._first = manifest.table.column("offset").to_numpy() == 0
+        self._single, self._whole = _single(manifest)
 
     @classmethod
     def open(cls, manifest: Manifest) -> Source:
@@ -150,38 +157,89 @@ class Source:
         self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
         return data
 
-    def read_whole(self, ids: NDArray[np.integer]) -> list[bytes | None]:
-        """The bytes of each object in turn (for those of unknown length), None where it failed."""
-        found: list[bytes | None] = []
+    def versions(self, files: NDArray[np.integer]) -> NDArray[np.int64]:
+        """The version of each file by now: the storage itself is asked.
+
+        Locally by path, so that a file in another's place shows. What may pass is waited for, once
+        for all of them.
+
+        Args:
+            files: (k,) numbers, as `Manifest.file_of` gives them.
+
+        Returns:
+            (k,) versions; MISSING for what is not there or cannot be read.
+        """
+        found = np.full(len(files), version.MISSING, np.int64)
+        uris = self.manifest.addresses(self.manifest.file_rows[:-1][files])
+        left = self._ask(uris, np.arange(len(files)), found)
+        for pause_s in self._patience.pauses():
+            if not len(left):
+                break
+            self.counters.count_retry()
+            time.sleep(pause_s)
+            left = self._ask(uris, left, found)
+        return found
+
+    def _ask(
+        self, uris: list[str], which: NDArray[np.intp], found: NDArray[np.int64]
+    ) -> NDArray[np.intp]:
+        """Fill in what is told of some of the addresses; those that are worth another try."""
+        stores: dict[Store | None, list[int]] = defaultdict(list)
+        if not self.manifest.remote.any():
+            stores[self._local] = which.tolist()
+        else:
+            for i in which.tolist():
+                stores[self._store_or_none(uris[i])].append(i)
+        again: list[int] = []
+        for store, members in stores.items():
+            if store is None:
+                continue
+            for i, told in zip(members, self._versions(store, uris, members), strict=True):
+                if not isinstance(told, Exception):
+                    found[i] = told
+                elif transient(told):
+                    again.append(i)
+        return np.array(again, np.intp)
+
+    def _versions(
+        self, store: Store, uris: list[str], members: list[int]
+    ) -> Sequence[int | Exception]:
+        try:
+            return store.versions([uris[i] for i in members])
+        except Exception as e:  # noqa: BLE001  stores raise what they like
+            return [e] * len(members)
+
+    def _store_or_none(self, uri: str) -> Store | None:
+        try:
+            return self._store(uri)
+        except Exception:  # noqa: BLE001  likewise
+            return None
+
+    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
+        """Bytes and version of each object (for those of unknown length), None where it failed."""
+        found: list[tuple[bytes, int] | None] = []
         seconds: list[float] = []
-        total, start = 0, time.perf_counter()
-        for object_id, row in zip(ids.tolist(), self.manifest.rows(ids).tolist(), strict=True):
-            data = self._read_local(self.manifest.uri(row))
-            now = time.perf_counter()
-            if data is None:
-                data = self._read_or_none(object_id)
-                now = time.perf_counter()
-            else:
-                seconds.append(now - start)
-                total += len(data)
-            found.append(data)
-            start = now
+        total = 0
+        for row in self.manifest.rows(ids).tolist():
+            start = time.perf_counter()
+            place = self._place(row)
+            try:
+                one = self._whole_of(place)
+            except SourceError:
+                found.append(None)
+                continue
+            seconds.append(time.perf_counter() - start)
+            total += len(one[0])
+            found.append(one)
         self.counters.count_reads(total, seconds, len(seconds))
         return found
 
-    def _read_local(self, uri: str) -> bytes | None:
-        """All of a local file; None for others and for what is not so simple."""
-        if _is_far(uri):
-            return None
-        try:
-            self._check_path(uri)
-            return self._local.everything(uri)
-        except Exception:  # noqa: BLE001  as `_fill`: a name with a zero byte is a ValueError
-            return None
+    def _whole_of(self, place: Place) -> tuple[bytes, int]:
+        return self._patiently(place, lambda store: store.whole(place.uri))
 
     def read_into(
         self, ids: NDArray[np.integer], length: NDArray[np.int64], buffer: memoryview
-    ) -> NDArray[np.int64]:
+    ) -> Read:
         """`read_parts` into one buffer, as long as all together, one object after the other."""
         ends = length.cumsum()
         ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
@@ -189,86 +247,87 @@ class Source:
 
     def read_parts(
         self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: list[memoryview]
-    ) -> NDArray[np.int64]:
+    ) -> Read:
         """Fill each of `parts` with an object.
 
         Neighbours in one file become one read. A file of its own that is longer or shorter than
-        the manifest says has failed: it is not the file that was listed.
+        the manifest says has failed: it is not the file that was listed. So has one that is
+        written to again and again while it is read.
 
         Args:
             ids: (k,) objects.
             length: (k,) bytes of each, as the manifest says, or an earlier read where it does not.
             parts: (k,) of these lengths.
-
-        Returns:
-            (k,) bytes read; -1 where the object failed (`counters.last_error` says how).
         """
         rows = self.manifest.rows(ids)
         offset = self.manifest.ranges(ids, rows)[0]
-        if len(ids) >= _MANY and self._read_pieces(rows, offset, length, parts):
-            return length.copy()
-        nbytes = np.full(len(ids), -1, np.int64)
-        done = self._read_files(rows, length, parts, nbytes)
-        for file in _files(self._file_of_row[rows[done:]], offset[done:], length[done:]):
-            runs = [Run(at, n, [parts[done + i] for i in members]) for at, n, members in file]
-            place = self._place(int(rows[done + file[0].members[0]]))
-            for one, good in zip(file, self._fill(place, runs), strict=True):
-                if good:
-                    read = np.array(one.members) + done
-                    nbytes[read] = length[read]
-        return nbytes
+        if len(ids) >= _MANY and (found := self._read_pieces(ids, rows, offset, length, parts)):
+            return Read(length.copy(), np.full(len(ids), found.version, np.int64))
+        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), version.UNKNOWN, np.int64))
+        done = self._read_files(rows, length, parts, read)
+        file = self.manifest.file_of(ids[done:])
+        for reads in _files(file, offset[done:], length[done:]):
+            runs = [Run(at, n, [parts[done + i] for i in members]) for at, n, members in reads]
+            place = self._place(int(rows[done + reads[0].members[0]]))
+            for one, told in zip(reads, self._fill(place, runs), strict=True):
+                if told is not None:
+                    members = np.array(one.members) + done
+                    read.nbytes[members] = length[members]
+                    read.version[members] = told.version
+        return read
 
     def _read_pieces(
         self,
+        ids: NDArray[np.integer],
         rows: NDArray[np.int64],
         offset: NDArray[np.int64],
         length: NDArray[np.int64],
         parts: list[memoryview],
-    ) -> bool:
+    ) -> Filled | None:
         """Read scattered pieces of one local file, if that is what they are, with little ado.
 
-        Small records from the page cache cost more to keep books of than to read. False when it is
+        Small records from the page cache cost more to keep books of than to read. None when it is
         not so simple, or something failed: then nothing is said to be read.
         """
-        file, row = self._file_of_row[rows], int(rows[0])
+        file, row = self.manifest.file_of(ids), int(rows[0])
         if (file != file[0]).any() or self._single[row]:
-            return False
+            return None
         order = offset.argsort(kind="stable")  # mostly in order
         at = offset[order]
         if np.count_nonzero(at[1:] == at[:-1] + length[order[:-1]]) * _FEW > len(at):
-            return False  # neighbours are better read at once
+            return None  # neighbours are better read at once
         place = self._place(row)
         try:
             store = self._store(place.uri)
             if not isinstance(store, LocalStore):
-                return False
+                return None
             start = time.perf_counter()
-            pieces = zip(at.tolist(), [parts[i] for i in order.tolist()], strict=True)
-            opens = store.pieces(place, pieces)
+            pieces = list(zip(at.tolist(), [parts[i] for i in order.tolist()], strict=True))
+            filled = store.pieces(place, pieces)
         except OSError:
-            return False
+            return None
         seconds = time.perf_counter() - start
-        self.counters.count_alike(len(rows), int(length.sum()), seconds, opens)
-        return True
+        self.counters.count_alike(len(rows), int(length.sum()), seconds, filled.opens)
+        return filled
 
     def _read_files(
         self,
         rows: NDArray[np.int64],
         length: NDArray[np.int64],
         parts: list[memoryview],
-        nbytes: NDArray[np.int64],
+        read: Read,
     ) -> int:
         """Read local files of one object each, likewise; how many, of the first ones, are such."""
-        whole = self._single[rows] & self._first[rows]
+        whole = self._whole[rows]
         files = len(rows) if whole.all() else int(whole.argmin())
         seconds: list[float] = []
         total, start = 0, time.perf_counter()
         for i, (row, n) in enumerate(zip(rows[:files].tolist(), length[:files].tolist())):  # noqa: B905
             uri = self.manifest.uri(row)
-            if _is_far(uri):
+            if is_remote(uri):
                 files = i
                 break
-            quick = self._read_file(uri, row, n, parts[i], nbytes[i : i + 1])
+            quick = self._read_file(uri, row, n, parts[i], read, i)
             now = time.perf_counter()
             if quick:
                 seconds.append(now - start)
@@ -278,56 +337,57 @@ class Source:
         return files
 
     def _read_file(
-        self, uri: str, row: int, length: int, part: memoryview, nbytes: NDArray[np.int64]
+        self, uri: str, row: int, length: int, part: memoryview, read: Read, i: int
     ) -> bool:
         """Read a local file of one object; whether it took but one try, and was not counted yet."""
         try:
             self._check_path(uri)
-            self._local.whole(uri, length, part)
+            read.version[i] = self._local.single(uri, length, part)
         except Exception as e:  # noqa: BLE001  as `_fill`
-            if self._fill_again(self._place(row), Run(0, length, [part]), e):
-                nbytes[:] = length
+            filled = self._fill_again(self._place(row), Run(0, length, [part]), e)
+            if filled is not None:
+                read.nbytes[i], read.version[i] = length, filled.version
             return False
-        nbytes[:] = length
+        read.nbytes[i] = length
         return True
 
-    def _fill(self, place: Place, runs: list[Run]) -> list[bool]:
-        """Whether each run of one address was read. The first try is of all with one open."""
-        good: list[bool] = []
-        while len(good) < len(runs):
+    def _fill(self, place: Place, runs: list[Run]) -> list[Filled | None]:
+        """What became of each run of one address. The first try is of all with one open."""
+        done: list[Filled | None] = []
+        while len(done) < len(runs):
             seconds: list[float] = []
-            opens, at = 0, len(good)
+            opens, at = 0, len(done)
             try:
                 start = time.perf_counter()
-                for opened in self._store(place.uri).fill(place, runs[at:]):
+                for filled in self._store(place.uri).fill(place, runs[at:]):
                     now = time.perf_counter()
                     seconds.append(now - start)
-                    start, opens = now, opens + opened
-                    good.append(True)
+                    start, opens = now, opens + filled.opens
+                    done.append(filled)
             except Exception as e:  # noqa: BLE001  stores raise what they like
-                good.append(self._fill_again(place, runs[len(good)], e))
+                done.append(self._fill_again(place, runs[len(done)], e))
             read = sum(run.length for run in runs[at : at + len(seconds)])
             self.counters.count_reads(read, seconds, opens)
-        return good
+        return done
 
-    def _fill_again(self, place: Place, run: Run, error: Exception) -> bool:
-        """Patience for the one run that failed; whether it was read in the end."""
+    def _fill_again(self, place: Place, run: Run, error: Exception) -> Filled | None:
+        """Patience for the one run that failed; None if it was not read in the end."""
+
+        def once(store: Store) -> Filled:
+            (filled,) = store.fill(place, [run])
+            return filled
+
         try:
-            self._patiently(place, lambda store: sum(store.fill(place, [run])), error)
+            filled = self._patiently(place, once, None if isinstance(error, TornError) else error)
         except SourceError:
-            return False  # counted; the reader of the object will meet the error itself
+            return None  # counted; the reader of the object will meet the error itself
         self.counters.count_reads(run.length, [], 1)
-        return True
-
-    def _read_or_none(self, object_id: int) -> bytes | None:
-        try:
-            return self.read(object_id)
-        except SourceError:
-            return None
+        return filled
 
     def _place(self, row: int) -> Place:
-        single = bool(self._single[row])
-        return Place(self.manifest.uri(row), keep=not single, whole=single and self._first[row])
+        uri, single = self.manifest.uri(row), bool(self._single[row])
+        least = self.manifest.extent(row) if is_remote(uri) else UNKNOWN
+        return Place(uri, keep=not single, whole=bool(self._whole[row]), least=least)
 
     def _patiently(
         self, place: Place, job: Callable[[Store], T], error: Exception | None = None
@@ -354,17 +414,15 @@ class Source:
         return job(self._store(place.uri))
 
     def _store(self, uri: str) -> Store:
-        scheme, found, rest = uri.partition("://")
-        if not found:
+        if not is_remote(uri):
             self._check_path(uri)
             return self._local
-        if scheme == "file":
-            return self._local
+        scheme, _, rest = uri.partition("://")
         # The process id: clients of object stores own threads and do not live through a fork.
         key = (os.getpid(), scheme, rest.partition("/")[0])
         with self._lock:
             if key not in self._remote:
-                self._remote[key] = open_store(uri)
+                self._remote[key] = open_store(uri, self._patience.deadline_s)
             return self._remote[key]
 
     def _check_path(self, path: str) -> None:
@@ -372,51 +430,13 @@ class Source:
             raise SourceError(errno.EINVAL, "a relative path means nothing to a daemon", path)
 
 
-def _is_far(uri: str) -> bool:
-    return "://" in uri and not uri.startswith("file:")
-
-
-def _files_of(manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Number of the file of each row, and whether that file holds nothing but this row's object.
-
-    Neighbouring rows of one address count as one file; that a file is met again further down
-    costs an open, nothing else.
-    """
-    n = manifest.table.num_rows
-    if n == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.bool_)
-    offset = manifest.table.column("offset").to_numpy()
-    changes = np.ones(n + 1, np.bool_)  # changes[i]: row i begins a file; n is the end
-    # Two rows at offset 0 are two files (or one file twice, which needs no care).
-    rows = np.flatnonzero((offset[1:] != 0) | (offset[:-1] != 0))
-    changes[1 + rows[_like_next(manifest.table.column("uri").combine_chunks(), rows)]] = False
-    single = changes[:n] & changes[1:]
+def _single(manifest: Manifest) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(rows,) whether its file holds nothing but this row's object; and, from its first byte on."""
+    rows = manifest.file_rows
+    single = np.zeros(manifest.table.num_rows, np.bool_)
+    single[rows[:-1][np.diff(rows) == 1]] = True
     single &= manifest.table.column("count").to_numpy() == 1
-    return np.cumsum(changes[:n]), single
-
-
-def _like_next(uris: pa.Array, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """(k,) whether uris[rows[i]] == uris[rows[i] + 1].
-
-    By hand, because `import pyarrow.compute` costs every daemon 8 MB: equal neighbours of L bytes
-    repeat after L bytes, and rows of one length are compared in one go.
-    """
-    same = np.zeros(len(rows), np.bool_)
-    if len(rows) == 0:
-        return same
-    _, ends, content = uris.buffers()
-    bounds = np.frombuffer(ends, np.int64)[uris.offset : uris.offset + len(uris) + 1]
-    start, size = bounds[rows], np.diff(bounds)
-    alike = size[rows] == size[rows + 1]
-    same |= alike & (size[rows] == 0)
-    data = np.frombuffer(content or b"", np.uint8)
-    for length in np.unique(size[rows[alike & ~same]]).tolist():
-        window = np.lib.stride_tricks.sliding_window_view(data, 2 * length)
-        members = np.flatnonzero(alike & (size[rows] == length))
-        for some in np.array_split(members, len(members) // _COMPARE + 1):
-            pair = window[start[some]]
-            same[some] = (pair[:, :length] == pair[:, length:]).all(axis=1)
-    return same
+    return single, single & (manifest.table.column("offset").to_numpy() == 0)
 
 
 class _Neighbours(NamedTuple):
@@ -428,7 +448,7 @@ class _Neighbours(NamedTuple):
 
 
 def _files(
-    file: NDArray[np.int64], offset: NDArray[np.int64], length: NDArray[np.int64]
+    file: NDArray[np.integer], offset: NDArray[np.int64], length: NDArray[np.int64]
 ) -> Iterator[list[_Neighbours]]:
     """The reads of each file in turn.
 

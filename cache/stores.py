@@ -1,8 +1,7 @@
-"""Stores: how bytes are had from each kind of storage. One class a kind, one face (`Store`).
+"""Stores: how bytes are had from each kind of storage, one face (`Store`); and that of local files.
 
-Local files are read with `pread` straight into the caller's buffers; s3, gs, hdfs and abfs go
-through `pyarrow.fs`, http(s) and all else through fsspec, both imported when the first such address
-is met (8 and 15 MB that a local dataset never pays). No retries here: `cache/source.py` has them.
+Local files are read with `pread` straight into the caller's buffers; `cache/remote.py` has what is
+far. No retries here: `cache/source.py` has them.
 """
 
 from __future__ import annotations
@@ -10,30 +9,31 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
-
+from creel.cache import version
 from creel.cache.manifest import UNKNOWN
 from creel.errors import SourceError
-
-#: Schemes that pyarrow.fs reads and lists with its own clients.
-ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 
 
 @dataclass(frozen=True)
 class Place:
-    """One address. `keep`: it holds many objects; `whole`: it holds one, from its first byte on."""
+    """One address. `keep`: it holds many objects; `whole`: it holds one, from its first byte on.
+
+    `least`: bytes it has at least, as far as the manifest knows; exactly so many if `whole`.
+    """
 
     uri: str
     keep: bool = False
     whole: bool = False
+    least: int = UNKNOWN
 
 
 class Run(NamedTuple):
@@ -44,30 +44,44 @@ class Run(NamedTuple):
     buffers: Sequence[memoryview]
 
 
+class Filled(NamedTuple):
+    """A run was read: how often anything was opened for it, and the version of what was read."""
+
+    opens: int
+    version: int
+
+
 class Store(Protocol):
     """One kind of storage."""
 
     def read(self, place: Place, offset: int, length: int) -> bytes:
         """`length` bytes from `offset` on; of unknown length: the whole object."""
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
-        """Fill the buffers of one run after the other; after each, how often it opened anything."""
+    def whole(self, uri: str) -> tuple[bytes, int]:
+        """All bytes of an object, however many, and their version."""
+
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+        """Fill the buffers of one run after the other."""
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """Of each address its version by now, or why it cannot be told."""
 
 
-def open_store(uri: str) -> Store:
-    """The store that a remote address leads to; its client is made now, no request is sent yet."""
-    return _ArrowStore(uri) if uri.partition("://")[0] in ARROW else _FsspecStore(uri)
+def too_short(uri: str, length: int, got: int) -> SourceError:
+    """`length` bytes were asked for, and there were but `got`."""
+    return SourceError(errno.ENODATA, f"ends {length - got} bytes before the manifest says", uri)
 
 
-def _too_short(place: Place, length: int, got: int) -> SourceError:
-    reason = f"ends {length - got} bytes before the manifest says"
-    return SourceError(errno.ENODATA, reason, place.uri)
+def wrong_size(uri: str, length: int, size: int) -> SourceError:
+    """An object that is all of a file must be as long as that: else it is another file."""
+    return SourceError(errno.ENODATA, f"has {size} bytes, the manifest says {length}", uri)
 
 
 # --- local files ------------------------------------------------------------------------------
 
 
 _PIECE_NBYTES = 1 << 20  # of a file that is not as long as it says
+_TRIES = 3  # of a copy during which the file changed
 
 
 class LocalStore:
@@ -84,83 +98,125 @@ class LocalStore:
         self._kept.close()
 
     def read(self, place: Place, offset: int, length: int) -> bytes:
-        """See Store."""
+        """See Store. As the person's own code would read it: also while somebody writes to it."""
         if length == UNKNOWN:
-            return self.everything(place.uri)
-        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, _):
-            _check_whole(fd, place, length)
-            data = os.pread(fd, length, offset)
+            return self._everything(place.uri)[0]
+        with self._kept.open(_path(place.uri), keep=place.keep) as file:
+            _check_size(place, file.status.st_size, length)
+            data = os.pread(file.fd, length, offset)
             while len(data) < length:
-                more = os.pread(fd, length - len(data), offset + len(data))
+                more = os.pread(file.fd, length - len(data), offset + len(data))
                 if not more:
-                    raise _too_short(place, length, len(data))
+                    raise too_short(place.uri, length, len(data))
                 data += more
         return data
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
-        """See Store."""
-        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
-            _check_whole(fd, place, runs[0].length)
-            for run in runs:
-                got = _preadv(fd, run)
-                if got < run.length:
-                    raise _too_short(place, run.length, got)
-                yield opens if run is runs[0] else 0
+    def whole(self, uri: str) -> tuple[bytes, int]:
+        """See Store.
 
-    def pieces(self, place: Place, pieces: Iterable[tuple[int, memoryview]]) -> int:
-        """Fill buffers from an offset in the file each; how often it opened the file.
+        Raises:
+            OSError: it cannot be read, or is written to all the time.
+        """
+        for _ in range(_TRIES):
+            now = time.time_ns()
+            data, before, after = self._everything(uri)
+            if not version.torn(before, after):
+                return data, version.of_stat(before, now)
+        raise SourceError(errno.EBUSY, "is written to while it is read", uri)
+
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        now = time.time_ns()
+        with self._kept.open(_path(place.uri), keep=place.keep) as file:
+            _check_size(place, file.status.st_size, runs[0].length)
+            before = file.status
+            for run in runs:
+                for _ in range(_TRIES):
+                    got, after = _preadv(file.fd, run), os.fstat(file.fd)
+                    if got < run.length:
+                        raise too_short(place.uri, run.length, got)
+                    if not version.torn(before, after):
+                        break
+                    now, before = time.time_ns(), os.fstat(file.fd)
+                else:
+                    raise SourceError(errno.EBUSY, "is written to while it is read", place.uri)
+                yield Filled(file.opens if run is runs[0] else 0, version.of_stat(before, now))
+
+    def pieces(self, place: Place, pieces: Sequence[tuple[int, memoryview]]) -> Filled:
+        """Fill buffers from an offset in the file each.
 
         Raises:
             OSError: one could not be read, or not all of it.
+            TornError: the file changed meanwhile.
         """
-        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
+        now = time.time_ns()
+        with self._kept.open(_path(place.uri), keep=place.keep) as file:
             for offset, part in pieces:
-                if os.preadv(fd, [part], offset) != len(part):
-                    raise _too_short(place, len(part), 0)
-        return opens
+                if os.preadv(file.fd, [part], offset) != len(part):
+                    raise too_short(place.uri, len(part), 0)
+            if version.torn(file.status, os.fstat(file.fd)):
+                raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), place.uri)
+        return Filled(file.opens, version.of_stat(file.status, now))
 
-    def everything(self, uri: str) -> bytes:
-        """All bytes of a file, however long it is, and without the price of a file object.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(fd).st_size
-            data = os.read(fd, size + 1)
-            if len(data) == size > 0:
-                return data
-            parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
-            while parts[-1]:
-                parts.append(os.read(fd, _PIECE_NBYTES))
-            return b"".join(parts)
-        finally:
-            os.close(fd)
-
-    def whole(self, uri: str, length: int, part: memoryview) -> None:
-        """`fill` for all of a file that holds one object, with little ado.
+    def single(self, uri: str, length: int, part: memoryview) -> int:
+        """`fill` for all of a file that holds one object, with little ado; the version.
 
         Raises:
             OSError: it cannot be read, or has not so many bytes.
+            TornError: it changed meanwhile.
         """
+        now = time.time_ns()
         fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_size != length:
-                _check_whole(fd, Place(uri, whole=True), length)
+            before = os.fstat(fd)
+            if before.st_size != length:
+                _check_size(Place(uri, whole=True), before.st_size, length)
             got = os.preadv(fd, [part], 0)
             if got < length:  # more than 2 GiB; or it is shorter now
                 got += _preadv(fd, Run(got, length - got, [part[got:]]))
                 if got < length:
-                    raise _too_short(Place(uri), length, got)
+                    raise too_short(uri, length, got)
+            if version.torn(before, os.fstat(fd)):
+                raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), uri)
+        finally:
+            os.close(fd)
+        return version.of_stat(before, now)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """See Store."""
+        return [_version(uri) for uri in uris]
+
+    def _everything(self, uri: str) -> tuple[bytes, os.stat_result, os.stat_result]:
+        """All bytes of a file, without the price of a file object; its status before and after."""
+        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            before = os.fstat(fd)
+            data = os.read(fd, before.st_size + 1)
+            if not len(data) == before.st_size > 0:
+                parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
+                while parts[-1]:
+                    parts.append(os.read(fd, _PIECE_NBYTES))
+                data = b"".join(parts)
+            return data, before, os.fstat(fd)
         finally:
             os.close(fd)
 
 
-def _check_whole(fd: int, place: Place, length: int) -> None:
-    if place.whole and (size := os.fstat(fd).st_size) != length:
-        reason = f"has {size} bytes, the manifest says {length}"
-        raise SourceError(errno.ENODATA, reason, place.uri)
+class TornError(OSError):
+    """A file changed while it was read: once more."""
+
+
+def _version(uri: str) -> int | Exception:
+    now = time.time_ns()
+    try:
+        return version.of_stat(os.stat(_path(uri)), now)  # noqa: PTH116  a Path for each costs
+    except Exception as e:  # noqa: BLE001  a name with a zero byte is a ValueError
+        return e
+
+
+def _check_size(place: Place, size: int, length: int) -> None:
+    if place.whole and size != length:
+        raise wrong_size(place.uri, length, size)
 
 
 def _path(uri: str) -> str:
@@ -188,55 +244,81 @@ def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
+class _File(NamedTuple):
+    """An open file: descriptor, status of the file its path names now, and the opens it took."""
+
+    fd: int
+    status: os.stat_result
+    opens: int
+
+
+class _Idle(NamedTuple):
+    """A kept descriptor, and inode and device of its file."""
+
+    fd: int
+    file: tuple[int, int]
+
+
 class _Kept:
     """Open descriptors, at most `limit` idle ones, least recently used out first.
 
-    They are closed with it: a person who drops a dataset has nothing to close.
+    They are closed with it: a person who drops a dataset has nothing to close. One whose path
+    names another file by now is not used again.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._idle: OrderedDict[str, list[int]] = OrderedDict()
+        self._idle: OrderedDict[str, list[_Idle]] = OrderedDict()
         self._count = 0
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     @contextmanager
-    def open(self, path: str, *, keep: bool) -> Iterator[tuple[int, int]]:
-        """(descriptor, opens it took); nobody else uses it meanwhile, so none closes it."""
-        fd = self._take(path) if keep else None
-        opens = int(fd is None)
-        if fd is None:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def open(self, path: str, *, keep: bool) -> Iterator[_File]:
+        """An open file; nobody else uses its descriptor meanwhile, so none closes it."""
+        file = (self._reuse(path) if keep else None) or _open(path)
         healthy = False
         try:
-            yield fd, opens
+            yield file
             healthy = True
         finally:
             if keep and healthy:
-                self._put(path, fd)
+                self._put(path, _Idle(file.fd, (file.status.st_ino, file.status.st_dev)))
             else:
-                os.close(fd)
+                os.close(file.fd)
 
     def close(self) -> None:
         with self._lock:
             _close_all(self._idle)
             self._count = 0
 
-    def _take(self, path: str) -> int | None:
+    def _reuse(self, path: str) -> _File | None:
+        """A kept descriptor of the file that the path names now; others of this path are closed."""
+        while (idle := self._take(path)) is not None:
+            try:
+                status = os.stat(path)  # noqa: PTH116  a Path costs
+            except BaseException:
+                os.close(idle.fd)
+                raise
+            if (status.st_ino, status.st_dev) == idle.file:
+                return _File(idle.fd, status, 0)
+            os.close(idle.fd)
+        return None
+
+    def _take(self, path: str) -> _Idle | None:
         with self._lock:
             stack = self._idle.get(path)
             if not stack:
                 return None
-            fd = stack.pop()
+            idle = stack.pop()
             self._count -= 1
             if not stack:
                 del self._idle[path]
-            return fd
+            return idle
 
-    def _put(self, path: str, fd: int) -> None:
+    def _put(self, path: str, idle: _Idle) -> None:
         with self._lock:
-            self._idle.setdefault(path, []).append(fd)
+            self._idle.setdefault(path, []).append(idle)
             self._idle.move_to_end(path)
             self._count += 1
             old = self._evict() if self._count > self._limit else None
@@ -246,100 +328,22 @@ class _Kept:
     def _evict(self) -> int:
         path, stack = next(iter(self._idle.items()))
         self._count -= 1
-        fd = stack.pop()
+        fd = stack.pop().fd
         if not stack:
             del self._idle[path]
         return fd
 
 
-def _close_all(idle: OrderedDict[str, list[int]]) -> None:
+def _open(path: str) -> _File:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _File(fd, os.fstat(fd), 1)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _close_all(idle: OrderedDict[str, list[_Idle]]) -> None:
     while idle:
-        for fd in idle.popitem()[1]:
+        for fd, _ in idle.popitem()[1]:
             os.close(fd)
-
-
-# --- object stores and the rest ---------------------------------------------------------------
-
-
-def _copy(data: memoryview, buffers: Sequence[memoryview]) -> None:
-    """Spread `data` over the buffers; numpy copies without the interpreter lock."""
-    at = 0
-    for buffer in buffers:
-        target = np.frombuffer(buffer, np.uint8)
-        np.copyto(target, np.frombuffer(data[at : at + len(buffer)], np.uint8))
-        at += len(buffer)
-
-
-class _ArrowStore:
-    """pyarrow.fs: one client for a scheme and host. Opening asks for the size (HEAD), then GET."""
-
-    def __init__(self, uri: str) -> None:
-        from pyarrow import fs
-
-        parts = urlsplit(uri)
-        query = f"?{parts.query}" if parts.query else ""
-        self._fs, _ = fs.FileSystem.from_uri(f"{parts.scheme}://{parts.netloc}/{query}")
-        self._prefix = "" if parts.scheme in {"hdfs", "viewfs"} else _bucket(parts.netloc)
-
-    def _path(self, uri: str) -> str:
-        return self._prefix + unquote(urlsplit(uri).path)
-
-    def read(self, place: Place, offset: int, length: int) -> bytes:
-        """See Store."""
-        with self._fs.open_input_file(self._path(place.uri)) as f:
-            if length == UNKNOWN:
-                whole: bytes = f.readall()
-                return whole
-            f.seek(offset)  # read_at would cost gs a third request
-            data: bytes = f.read(length)
-        if len(data) < length:
-            raise _too_short(place, length, len(data))
-        return data
-
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
-        """See Store."""
-        opens = 1
-        with self._fs.open_input_file(self._path(place.uri)) as f:
-            for run in runs:
-                f.seek(run.offset)
-                for buffer in run.buffers:
-                    got = f.readinto(buffer) if len(buffer) else 0
-                    if got < len(buffer):
-                        raise _too_short(place, len(buffer), got)
-                yield opens
-                opens = 0
-
-
-def _bucket(netloc: str) -> str:
-    return netloc.rpartition("@")[2]
-
-
-class _FsspecStore:
-    """fsspec: one request an object, a range request where the range is known."""
-
-    def __init__(self, uri: str) -> None:
-        try:
-            import fsspec
-        except ImportError as e:
-            raise SourceError(errno.ENOSYS, "needs `pip install creel[http]`", uri) from e
-        self._fs, _ = fsspec.core.url_to_fs(uri)
-
-    def read(self, place: Place, offset: int, length: int) -> bytes:
-        """See Store."""
-        if length == 0:
-            return b""
-        if length == UNKNOWN:
-            whole: bytes = self._fs.cat_file(place.uri)
-            return whole
-        data: bytes = self._fs.cat_file(place.uri, start=offset, end=offset + length)
-        if len(data) > length:  # a server that ignores ranges sends everything
-            data = data[offset : offset + length]
-        if len(data) < length:
-            raise _too_short(place, length, len(data))
-        return data
-
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
-        """See Store."""
-        for run in runs:
-            _copy(memoryview(self.read(place, run.offset, run.length)), run.buffers)
-            yield 1

@@ -53,10 +53,11 @@ from creel.policies.retain import (
     RecentKeeper,
 )
 
-#: Who waits for an object, or for its version, longer than this (seconds, and four times what a
-#: fetch takes at worst) goes to the source: one read that hangs must not hold up all later steps.
+#: Who waits for an object, or for its version, longer than this goes to the source, as one read
+#: that hangs must not hold up all later steps: seconds, and four times what a fetch takes at worst.
 _OVERDUE_S = 5.0
 _OVERDUE_LATENCIES = 4
+_OVERDUE_MOST_S = 30.0
 #: A relisting of all residents is due when this part of the dataset was planned anew.
 _NEWS = 16
 
@@ -221,6 +222,9 @@ class Core:
         found = None if version is None else version[good]
         late, changed = h.versions.read(flight.ids[good], found, flight.generation)
         self._outdate(h, h.residents_of(changed))
+        newest = max((s.since for s in self._sessions.values() if s.holding is h), default=0)
+        if flight.generation < newest:  # steps are ready without these: they stay as they are
+            late |= h.life[flight.ids[good]] == OVERDUE
         return ~late
 
     def _checked(self, e: Checked, now: float) -> None:
@@ -317,8 +321,8 @@ class Core:
         for s in self._sessions.values():
             if s.stalling and s.blocked >= 0:
                 h = s.holding
-                before = now - _OVERDUE_S - _OVERDUE_LATENCIES * h.latency.seconds
-                self._give_up(h, s.blocked, before)
+                patience_s = _OVERDUE_S + _OVERDUE_LATENCIES * h.latency.seconds
+                self._give_up(h, s.blocked, now - min(patience_s, _OVERDUE_MOST_S))
 
     def _give_up(self, h: Holding, blocked: int, before: float) -> None:
         """Let nobody wait for an object any more that was asked for before a time."""

@@ -2,6 +2,8 @@
 
 Every dataset has a lane of its own (queue and threads), so a thread that sits in a dead mount,
 where no signal reaches it, holds up nobody else and not the exit either (threads are daemonic).
+Versions of files are asked for in a lane of their own, behind no read.
+
 A fetch is cut into parts that take about 2 ms each at the lane's present speed: many small records
 to a part where reads are quick, one object to a part where each is a round trip. One `Fetched` goes
 out per fetch, when its last part is through.
@@ -25,8 +27,9 @@ from numpy.typing import NDArray
 
 from creel.cache.arena import Arena
 from creel.cache.board import ABSENT
-from creel.cache.source import Source
-from creel.daemon.events import Discard, Fetch, Fetched, Ids, Move, Store
+from creel.cache.source import Read, Source
+from creel.cache.version import CHANGING, UNKNOWN
+from creel.daemon.events import Check, Checked, Discard, Fetch, Fetched, Ids, Move, Store
 
 log = logging.getLogger("creel.fetch")
 
@@ -48,13 +51,20 @@ _CORES = len(os.sched_getaffinity(0))
 
 @dataclass(eq=False)
 class _Job:
-    """A fetch under way: filled in by its parts, each its own slice."""
+    """A fetch or a check under way: filled in by its parts, each its own slice."""
 
-    fetch: Fetch
+    action: Fetch | Check
     nbytes: NDArray[np.int64]
+    version: NDArray[np.int64]
     left: int  # objects of parts that are not through
     held: dict[int, bytes] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def fetch(self) -> Fetch:
+        """What is read, where this is no check."""
+        assert isinstance(self.action, Fetch)  # noqa: S101
+        return self.action
 
     def part_done(self, objects: int) -> bool:
         """Whether a part of so many objects was the last one."""
@@ -68,7 +78,7 @@ class Fetcher:
 
     Args:
         arena: where objects go.
-        post: takes each `Fetched`; called from any thread.
+        post: takes each `Fetched` and `Checked`; called from any thread.
         threads: most threads over all lanes (a lane always gets one).
         per_source: most threads of one lane.
     """
@@ -76,7 +86,7 @@ class Fetcher:
     def __init__(
         self,
         arena: Arena,
-        post: Callable[[Fetched], None],
+        post: Callable[[Fetched | Checked], None],
         *,
         threads: int = 32,
         per_source: int = 32,
@@ -87,19 +97,22 @@ class Fetcher:
         self._room = _Room(threads)
         self._per_source = per_source
         self._lanes: dict[str, _Lane] = {}
+        self._checks: dict[str, _Lane] = {}
         self._held: dict[int, dict[int, bytes]] = {}
         self._short = False  # whether the machine ran out of memory
         self.pending = 0  # fetches that were not answered yet; only the loop thread counts
 
     def add(self, dataset: str, source: Source) -> None:
         """Fetches of `dataset` read from `source` from now on."""
-        self._lanes[dataset] = _Lane(dataset, source, self._run, self._per_source, self._room)
+        threads = self._per_source, self._room
+        self._lanes[dataset] = _Lane(dataset, source, self._run, *threads)
+        self._checks[dataset] = _Lane(f"check-{dataset}", source, self._look, *threads)
 
     def remove(self, dataset: str) -> None:
         """No fetch of `dataset` is under way, and none will come."""
-        lane = self._lanes.pop(dataset)
-        lane.close()
-        self._room.give(len(lane.threads) - 1)
+        for lane in (self._lanes.pop(dataset), self._checks.pop(dataset)):
+            lane.close()
+            self._room.give(len(lane.threads) - 1)
 
     def source(self, dataset: str) -> Source:
         """The source of a dataset."""
@@ -108,15 +121,18 @@ class Fetcher:
     def submit(self, fetch: Fetch) -> None:
         """Begin a fetch; `Fetched` is posted at its end, whatever happens."""
         self.pending += 1
-        lane = self._lanes[fetch.dataset]
-        k = len(fetch.ids)
-        job = _Job(fetch, np.full(k, -1, np.int64), k)
-        if k:
-            lane.put(fetch.deadline, job)
+        job = _job(fetch, len(fetch.ids))
+        if job.left:
+            self._lanes[fetch.dataset].put(fetch.deadline, job)
         else:
             self._finish(job)
 
-    def finished(self, event: Fetched) -> None:
+    def check(self, check: Check) -> None:
+        """Begin to ask for versions; `Checked` is posted at its end, whatever happens."""
+        self.pending += 1
+        self._checks[check.dataset].put(check.deadline, _job(check, len(check.files)))
+
+    def finished(self, event: Fetched | Checked) -> None:
         """The loop took this event off its queue."""
         del event
         self.pending -= 1
@@ -158,20 +174,23 @@ class Fetcher:
         """Bytes in private memory that wait for the core's word."""
         return sum(len(data) for held in list(self._held.values()) for data in held.values())
 
+    def _all(self) -> list[_Lane]:
+        return [*self._lanes.values(), *self._checks.values()]
+
     def tick(self) -> None:
         """Time passed: replace threads that hang."""
-        for lane in self._lanes.values():
+        for lane in self._all():
             lane.tick()
 
     def close(self) -> None:
         """Tell all threads to end after their present part; waits for none of them."""
-        for lane in self._lanes.values():
+        for lane in self._all():
             lane.close()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the threads after `close`; whether all ended (a dead mount may hold one)."""
         deadline = time.monotonic() + timeout_s
-        threads = [t for lane in self._lanes.values() for t in lane.threads]
+        threads = [t for lane in self._all() for t in lane.threads]
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0))
         return not any(thread.is_alive() for thread in threads)
@@ -183,9 +202,20 @@ class Fetcher:
         except OSError as e:  # sources raise none: this is the arena
             self._no_memory(e)
         except Exception:  # our bug: the objects count as failed, readers go to the source
-            log.exception("fetch %d failed", job.fetch.fetch)
+            log.exception("a fetch failed")
         if job.part_done(part.stop - part.start):
             self._finish(job)
+
+    def _look(self, source: Source, job: _Job, part: slice) -> None:
+        """One part of a check, in a lane's thread."""
+        assert isinstance(job.action, Check)  # noqa: S101
+        try:
+            job.version[part] = source.versions(job.action.files[part])
+        except Exception:  # our bug: all count as changed, and are read anew
+            log.exception("a check failed")
+            job.version[part] = CHANGING
+        if job.part_done(part.stop - part.start):
+            self._post(Checked(job.action.check, job.version))
 
     def _no_memory(self, error: OSError) -> None:
         """The objects count as failed; said once, since it goes on and on."""
@@ -196,51 +226,55 @@ class Fetcher:
             log.error("the machine has no memory for the arena (%s): lower memory.budget", error)
 
     def _finish(self, job: _Job) -> None:
+        fetch = job.fetch
         if job.held:
-            self._held[job.fetch.fetch] = job.held
-        self._post(Fetched(job.fetch.fetch, job.nbytes))
+            self._held[fetch.fetch] = job.held
+        self._post(Fetched(fetch.fetch, job.nbytes, job.version))
 
     def _read(self, source: Source, job: _Job, part: slice) -> None:
-        ids, offset = job.fetch.ids[part], job.fetch.offset[part]
-        nbytes = job.nbytes[part]
+        fetch = job.fetch
+        ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
+        nbytes, version = job.nbytes[part], job.version[part]
         known = offset != ABSENT
         if known.all():
-            nbytes[:] = self._fill(source, ids, offset, job.fetch.length[part])
+            nbytes[:], version[:] = self._fill(source, ids, offset, lengths)
             return
-        lengths = job.fetch.length[part][known]
-        nbytes[known] = self._fill(source, ids[known], offset[known], lengths)
+        nbytes[known], version[known] = self._fill(
+            source, ids[known], offset[known], lengths[known]
+        )
         strange = np.flatnonzero(~known)
-        for i, data in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
-            if data is not None:
-                nbytes[i] = len(data)
-                job.held[int(ids[i])] = data
+        for i, found in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
+            if found is not None:
+                nbytes[i], version[i] = len(found[0]), found[1]
+                job.held[int(ids[i])] = found[0]
 
     def _fill(
         self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Read objects to their places, straight or by way of a buffer; (k,) bytes or -1.
+    ) -> Read:
+        """Read objects to their places, straight or by way of a buffer.
 
         All small ones go one way: neighbours are one read.
         """
-        nbytes = np.full(len(ids), -1, np.int64)
+        nbytes, version = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.int64)
         straight = length > _LARGE_NBYTES
         straight |= self._arena.written(offset[~straight], length[~straight])
         where = np.flatnonzero(straight)
         if len(where):
             parts = self._arena.parts(offset[where], length[where])
-            nbytes[where] = source.read_parts(ids[where], length[where], parts)
+            nbytes[where], version[where] = source.read_parts(ids[where], length[where], parts)
         for where in _portions(np.flatnonzero(~straight), length):
-            nbytes[where] = self._fill_buffered(source, ids[where], offset[where], length[where])
-        return nbytes
+            found = self._fill_buffered(source, ids[where], offset[where], length[where])
+            nbytes[where], version[where] = found
+        return Read(nbytes, version)
 
     def _fill_buffered(
         self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    ) -> Read:
         ends = length.cumsum()
         scratch = self._scratch.view(int(ends[-1]))
-        nbytes = source.read_into(ids, length, scratch[: int(ends[-1])])
-        self._put(scratch, ends - length, offset, np.where(nbytes < 0, 0, length))
-        return nbytes
+        read = source.read_into(ids, length, scratch[: int(ends[-1])])
+        self._put(scratch, ends - length, offset, np.where(read.nbytes < 0, 0, length))
+        return read
 
     def _put(
         self,
@@ -257,6 +291,10 @@ class Fetcher:
         runs = (begins[first].tolist(), ends[last].tolist(), offset[first].tolist())
         for begin, end, to in zip(*runs, strict=True):
             self._arena.write(to, scratch[begin:end])
+
+
+def _job(action: Fetch | Check, size: int) -> _Job:
+    return _Job(action, np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64), size)
 
 
 def _user_s() -> float:

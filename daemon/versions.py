@@ -14,9 +14,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.version import CHANGING, UNKNOWN
 from creel.policies.masks import unique
-
-UNKNOWN, CHANGING = 0, -1
 
 Files = NDArray[np.int32]
 Index = NDArray[np.intp]

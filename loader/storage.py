@@ -19,7 +19,8 @@ from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.manifest import UNKNOWN
 from creel.cache.patience import Patience, public, source_error
-from creel.cache.stores import ARROW, Place, Store, open_store
+from creel.cache.remote import ARROW, open_store
+from creel.cache.stores import Place, Store
 from creel.errors import ConfigError, CreelError, NotFoundError
 
 T = TypeVar("T")
@@ -66,8 +67,10 @@ def absolute(address: str | os.PathLike[str]) -> str:
         if not text.partition("://")[2].strip("/"):
             raise NotFoundError(f"{text} names nothing: write {scheme}://bucket-or-host/path")
         return text.rstrip("/")
-    # Not resolve(): a symbolic link is followed when it is read, as open() would do.
-    return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    # No abspath() and no resolve(): links, and `..` behind them, are followed when it is read.
+    text = os.path.expanduser(text)  # noqa: PTH111
+    whole = text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109
+    return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
 
 
 def several(given: object) -> list[str | os.PathLike[str]]:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import creel
 from creel.cache.manifest import Manifest
 from creel.cache.source import Source
+from creel.cache.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader import storage
 from creel.loader.client import Client
@@ -133,6 +134,55 @@ def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture
     assert source.read(0) == (s3.root / "bucket/tokens.bin").read_bytes()
     assert s3.count["faults"] == 6
     assert SECRET not in caplog.text
+
+
+def versions_of(source: Source, n: int) -> tuple[list[int], list[int]]:
+    """What the first n files' versions are when asked for, and when they are read."""
+    ids = np.arange(n)
+    length = source.manifest.ranges(ids)[1]
+    parts = [memoryview(bytearray(k)) for k in length.tolist()]
+    return source.versions(ids).tolist(), source.read_parts(ids, length, parts).version.tolist()
+
+
+def rewritten(root: Path, source: Source) -> None:
+    """Reads and questions agree on versions; that of a file written anew is another."""
+    before, read = versions_of(source, 3)
+    assert read == before
+    assert len(set(before)) == 3
+    assert min(before) > 0
+    (root / "1").write_bytes(b"other bytes")
+    after, read = versions_of(source, 3)
+    assert read == after
+    assert [a == b for a, b in zip(after, before, strict=True)] == [True, False, True]
+    (root / "1").unlink()
+    assert source.versions(np.array([1, 0])).tolist() == [MISSING, before[0]]
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Path:
+    """A bucket of three files."""
+    (tmp_path / "three").mkdir()
+    for name in "012":
+        (tmp_path / "three" / name).write_bytes(b"some bytes" + name.encode())
+    return tmp_path / "three"
+
+
+def test_s3_tells_versions_and_no_read_costs_a_request_more(
+    s3: S3, three: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "root", three.parent)
+    source = Source(Manifest.of_files([*"012"], root="s3://three", lengths=[11] * 3))
+    versions_of(source, 3)
+    assert (s3.count["heads"], s3.count["gets"]) == (6, 3)
+    rewritten(three, source)
+
+
+def test_google_cloud_storage_tells_versions(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gcs(three.parent) as env:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        root = "gs://anonymous@three"
+        rewritten(three, Source(Manifest.of_files([*"012"], root=root, lengths=[11] * 3)))
 
 
 @pytest.mark.parametrize(

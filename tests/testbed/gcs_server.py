@@ -102,7 +102,7 @@ def _about(folder: Path, path: Path) -> dict[str, object]:
         "name": str(path.relative_to(folder)),
         "bucket": folder.name,
         "size": str(path.stat().st_size),
-        "generation": "1",
+        "generation": str(path.stat().st_mtime_ns),
         "timeCreated": when,
         "updated": when,
     }

@@ -7,6 +7,7 @@ its subfolders. (moto, a full imitation, copies the whole object for each range 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import threading
 from collections import Counter
@@ -112,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(fault, "SlowDown" if fault == 503 else "InternalError")
             return
         span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        head = {"Last-Modified": formatdate(path.stat().st_mtime, usegmt=True), "ETag": '"x"'}
+        tag = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        modified = formatdate(path.stat().st_mtime, usegmt=True)
+        head = {"Last-Modified": modified, "ETag": f'"{tag}"'}
         if span:
             first, last = int(span[1]), min(int(span[2] or len(data)), len(data) - 1)
             head["Content-Range"] = f"bytes {first}-{last}/{len(data)}"

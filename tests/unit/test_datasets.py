@@ -656,8 +656,46 @@ def test_a_shape_or_offset_that_is_no_number_is_refused_in_words(tmp_path: Path)
 
 @given(st.lists(st.sampled_from(["/", ".", "..", "~", "a", "b c", ".x", "é"]), min_size=1))
 def test_a_local_address_is_an_absolute_path(parts: list[str]) -> None:
-    text = "".join(parts)
-    assert absolute(text) == os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111
+    """As `abspath` gives it, but for `..`, which only the file system can follow."""
+    text = os.path.expanduser("".join(parts))  # noqa: PTH111
+    steps = [step for step in Path.cwd().joinpath(text).parts if step.strip("/")]
+    assert absolute("".join(parts)) == "/" + "/".join(steps)
+    if ".." not in steps:
+        assert absolute("".join(parts)) == os.path.abspath(text).replace("//", "/")  # noqa: PTH100
+
+
+@pytest.fixture(params=["absolute", "relative"])
+def behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A folder behind a symbolic link, left by `..`: where a simpler path leads elsewhere."""
+    for data, text in (("far/data/cat", b"right!!!"), ("data/cat", b"wrong!!!")):
+        (tmp_path / data).mkdir(parents=True)
+        (tmp_path / data / "a.jpg").write_bytes(text)
+    (tmp_path / "far/inner").mkdir()
+    (tmp_path / "link").symlink_to("far/inner")
+    monkeypatch.chdir(tmp_path)
+    return f"{tmp_path}/link/../data" if request.param == "absolute" else "./link//../data/"
+
+
+def test_dots_behind_a_symbolic_link_lead_where_open_goes(behind: str) -> None:
+    with open(f"{behind}/cat/a.jpg", "rb") as f:  # noqa: PTH123
+        wanted = f.read()
+    assert wanted == b"right!!!"
+    path = f"{behind}/cat/a.jpg"
+    assert creel.read(path) == wanted
+    with creel.open(path) as real:
+        assert real.read() == wanted
+    files = FileDataset(behind, "**/*.jpg")
+    assert "link" in files.paths[0]
+    datasets = [
+        files,
+        FileDataset([path], nbytes=True),
+        RecordDataset(path, torch.uint8, 8),
+        creel.ImageFolder(behind, loader=lambda p: Path(p).read_bytes()),
+        creel.ImageFolder(behind, decode=bytes),
+    ]
+    for dataset in datasets:
+        sample = dataset[0]
+        assert bytes(sample[0] if isinstance(sample, tuple) else sample) == wanted
 
 
 def test_a_listing_needs_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import pytest
 from creel.cache.arena import Arena
 from creel.cache.board import HEARTBEAT
 from creel.cache.manifest import Manifest
-from creel.cache.source import Source
+from creel.cache.source import Read, Source
 from creel.config import Config
 from creel.daemon import fetch
 from creel.daemon.events import (
@@ -260,12 +260,12 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
             self.parts.append(len(ids))
             for part in parts:
                 part[:] = b"x" * len(part)
-            return length.copy()
+            return Read(length.copy(), np.ones(len(ids), np.int64))
 
         def close(self) -> None:
             pass
 
-    done: queue.SimpleQueue[Fetched] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     arena = Arena.create(8192)
     fetcher = Fetcher(arena, done.put, threads=1)
     source: Any = Quick()
@@ -284,7 +284,8 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
     """The arena is asked which pages were written to; a table of them is for small objects."""
 
     source = mock.Mock()
-    source.read_into = source.read_parts = lambda ids, *_: np.full(len(ids), -1, np.int64)
+    failed = np.full(201, -1, np.int64)
+    source.read_into = source.read_parts = lambda ids, *_: Read(failed[: len(ids)], failed[: len(ids)])
     length = np.append(np.full(200, 4096), 1 << 28)
     with Arena.create(1 << 29) as arena:
         fetcher = Fetcher(arena, lambda _: None)
@@ -316,7 +317,7 @@ def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Pat
     nothing = np.zeros(1, np.int64)
     with Arena.create(4096) as arena:
         fetcher = Fetcher(arena, lambda _: None)
-        assert fetcher._fill(source, np.zeros(1, np.int32), nothing, nothing).tolist() == [0]
+        assert fetcher._fill(source, np.zeros(1, np.int32), nothing, nothing).nbytes.tolist() == [0]
     assert (source.counters.reads, source.counters.opens) == (1, 1)
 
 

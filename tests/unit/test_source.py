@@ -21,7 +21,7 @@ from creel.cache import patience
 from creel.cache.manifest import Manifest
 from creel.cache.patience import Patience, source_error, transient
 from creel.cache.source import Source
-from creel.cache.stores import LocalStore, Place, Run
+from creel.cache.stores import Filled, LocalStore, Place, Run
 from creel.errors import SourceError
 from kit import descriptors
 
@@ -34,9 +34,14 @@ def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[b
     where = np.array(ids)
     lengths = source.manifest.ranges(where)[1]
     buffer = bytearray(int(lengths.sum()))
-    got = source.read_into(where, lengths, memoryview(buffer))
+    got = source.read_into(where, lengths, memoryview(buffer)).nbytes
     ends = lengths.cumsum().tolist()
     return got, [bytes(buffer[b - n : b]) for b, n in zip(ends, lengths.tolist(), strict=True)]
+
+
+def whole(source: Source, *ids: int) -> list[bytes | None]:
+    """The bytes that `read_whole` gives."""
+    return [None if one is None else one[0] for one in source.read_whole(np.array(ids))]
 
 
 def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[bytes]]:
@@ -145,13 +150,13 @@ def test_a_file_that_is_not_as_listed_has_failed_and_the_others_have_not(tmp_pat
 def test_a_name_that_no_file_has_costs_the_others_nothing(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"a")
     source = Source(Manifest.of_files(["\0", "a", "b"], root=str(tmp_path)), _QUICK)
-    assert source.read_whole(np.arange(3)) == [None, b"a", None]
+    assert whole(source, 0, 1, 2) == [None, b"a", None]
 
 
 def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
     _, contents = folder(tmp_path, [10, 0, 3000])
     source = Source(Manifest.of_files(["000", "001", "002", "003"], root=str(tmp_path)), _QUICK)
-    assert source.read_whole(np.array([2, 3, 0, 1])) == [
+    assert whole(source, 2, 3, 0, 1) == [
         contents[2],
         None,
         contents[0],
@@ -193,17 +198,17 @@ class _Flaky(LocalStore):
             raise self.error
         return super().read(place, offset, length)
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         if self.left:
             self.left -= 1
             raise self.error
         yield from super().fill(place, runs)
 
-    def whole(self, uri: str, length: int, part: memoryview) -> None:
+    def single(self, uri: str, length: int, part: memoryview) -> int:
         if self.left:
             self.left -= 1
             raise self.error
-        super().whole(uri, length, part)
+        return super().single(uri, length, part)
 
 
 class _HttpError(Exception):
@@ -317,23 +322,21 @@ def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
 
 def test_an_empty_manifest_has_nothing_to_read() -> None:
     source = Source.open(Manifest.of_files([]))
-    assert len(source.read_into(np.zeros(0, np.int32), np.zeros(0, np.int64), memoryview(b""))) == 0
+    read = source.read_into(np.zeros(0, np.int32), np.zeros(0, np.int64), memoryview(b""))
+    assert (len(read.nbytes), len(read.version)) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_rows_of_one_file_are_found(seed: int) -> None:
-    from creel.cache.source import _files_of
-
     rng = np.random.default_rng(seed)
     names = [f"{'x' * int(rng.integers(0, 4))}{i % 7}" for i in range(9)] + [""]
     uris = [names[i] for i in np.repeat(rng.integers(0, 10, 20), rng.integers(1, 4, 20))]
     n = len(uris)
     ones = np.ones(n, np.int64)
     manifest = Manifest.of_runs(uris, rng.integers(1, 9, n), ones, ones)
-    file, single = _files_of(manifest)
     same = [uris[i] == uris[i + 1] for i in range(n - 1)]
-    assert (np.diff(file) == 0).tolist() == same
-    assert single.tolist() == [
+    assert (np.diff(manifest.file_of(np.arange(n))) == 0).tolist() == same
+    assert Source(manifest)._single.tolist() == [
         not before and not after
         for before, after in zip([False, *same], [*same, False], strict=True)
     ]
@@ -401,7 +404,7 @@ def test_an_object_over_http_is_exactly_one_get() -> None:
     pytest.importorskip("aiohttp")
     with web({"/a": b"0123456789", "/b": b"abc"}) as (url, requests):
         source = Source(Manifest.of_files(["a", "b"], root=url), _QUICK)
-        assert source.read_whole(np.array([0, 1])) == [b"0123456789", b"abc"]
+        assert whole(source, 0, 1) == [b"0123456789", b"abc"]
         assert requests == [("/a", ""), ("/b", "")]
 
 
@@ -441,7 +444,7 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     """The object-store path, over pyarrow's own local file system."""
     from pyarrow import fs
 
-    from creel.cache.stores import _ArrowStore
+    from creel.cache.remote import _ArrowStore
 
     (tmp_path / "x").write_bytes(b"0123456789")
     store = _ArrowStore.__new__(_ArrowStore)
@@ -454,7 +457,7 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
         Run(2, 5, [memoryview(first), memoryview(second)]),
         Run(9, 1, [memoryview(third)]),
     ]
-    assert list(store.fill(place, runs)) == [1, 0]
+    assert [filled.opens for filled in store.fill(place, runs)] == [1, 0]
     assert first + second + third == b"234569"
     with pytest.raises(SourceError):
         store.read(place, 8, 5)

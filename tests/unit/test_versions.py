@@ -1,379 +1,375 @@
-"""Files that change: nobody reads bytes older than the moment from which on they must be fresh."""
+"""Versions: whatever writes to a file changes its version, and nothing else does."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
-from core_rig import Rig
-from numpy.typing import NDArray
 
-from creel.daemon.events import Action, Begun, Check, Checked, Fetch, SetReady, Tick
-from creel.daemon.versions import CHANGING, Versions
-from creel.policies.prefetch import Window
+from creel.cache import version
+from creel.cache.manifest import Manifest
+from creel.cache.patience import Patience
+from creel.cache.source import Read, Source
+from creel.cache.version import CHANGING, MISSING, UNKNOWN
+from testbed.http_server import Server
 
 pytestmark = pytest.mark.timeout(120)
+_QUICK = Patience(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
+_S = 10**9
 
 
-@dataclass
-class Source:
-    """What a source has now: the version of each file, and which file each object is in."""
-
-    file: NDArray[np.int64]
-    version: NDArray[np.int64]
-    recent: set[int] = field(default_factory=set)  # files whose version cannot be relied on
-
-    def told(self, files: NDArray[np.integer], version: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What the storage says of versions that it has."""
-        recent = np.isin(files, list(self.recent))
-        out: NDArray[np.int64] = np.where(recent, CHANGING, version[files])
-        return out
+def status(
+    size: int = 9, mtime: int = 1, ino: int = 7, dev: int = 3, ctime: int = 1
+) -> os.stat_result:
+    """What stat tells; times in nanoseconds since an arbitrary moment."""
+    whole = (0o100644, ino, dev, 1, 0, 0, size, 0, mtime // _S, ctime // _S)
+    named = {"st_atime_ns": 0, "st_mtime_ns": mtime, "st_ctime_ns": ctime}
+    return os.stat_result(whole, named)
 
 
-class Changing(Rig):
-    """A rig over files that change; each place in the arena knows of what version its bytes are."""
+# --- of_stat: pure --------------------------------------------------------------------------------
 
-    def __init__(self, capacity: int, window: Window | None = None, seed: int = 0) -> None:
-        super().__init__(capacity, window)
-        self.rng = np.random.default_rng(seed)
-        self.source: dict[str, Source] = {}
-        self.checks: dict[int, tuple[Check, NDArray[np.int64]]] = {}
-        self.read: dict[int, NDArray[np.int64]] = {}  # by fetch: versions at one moment of it
-        self.got: dict[int, int] = {}  # by object: the version that was read last
-        self.version_at: dict[int, int] = {}  # by offset
-        self.floor: dict[tuple[int, int], NDArray[np.int64]] = {}  # (session, step) -> versions
-
-    def files(self, name: str, sizes: list[int], per_file: int = 1, *, known: bool = True) -> None:
-        n = len(sizes)
-        file = np.arange(n) // per_file
-        self.source[name] = Source(file, np.ones(int(file[-1]) + 1, np.int64))
-        bounds = None if per_file == 1 else np.append(np.arange(0, n, per_file), n)
-        self.register(name, sizes, known=known, bounds=bounds)
-
-    def change(self, name: str, file: int, *, recent: bool = False) -> None:
-        source = self.source[name]
-        source.version[file] += 1
-        (source.recent.add if recent else source.recent.discard)(file)
-
-    def begin(self, session: int, epoch: int, first: int) -> list[Action]:
-        """Epoch `epoch`, whose first step this is, begins."""
-        self.demand(session, range(first, len(self.readers[session].objects)))
-        return self.feed(Begun(session, epoch))
-
-    def demand(self, session: int, steps: range) -> None:
-        now = self.source[self.readers[session].dataset].version.copy()
-        self.floor |= {(session, step): now for step in steps}
-
-    def do(self, action: Action) -> None:
-        if isinstance(action, Check):
-            version = self.source[action.dataset].version.copy()
-            self.checks[action.check] = action, version
-            return
-        if isinstance(action, Fetch):
-            self.read[action.fetch] = self.source[action.dataset].version.copy()
-            self.untouched(action)
-        super().do(action)
-
-    def untouched(self, fetch: Fetch) -> None:
-        """Nothing may be written where somebody may be reading, as the boards say by now."""
-        places = [
-            (at, int(self.length[self.readers[n].dataset][x]))
-            for (n, step, x), at in self.seen.items()
-            if n in self.readers and self.readers[n].done <= step < self.readers[n].ready
-        ]
-        for at, nbytes in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
-            if at >= 0:
-                assert not any(at < b + k and b < at + nbytes for b, k in places)
-
-    def land(self, number: int) -> list[Action]:
-        """The source answers a fetch with bytes of one moment between its begin and now."""
-        fetch, version = self.fetches[number], self.read[number]
-        source = self.source[fetch.dataset]
-        if self.rng.random() < 0.5:
-            version = self.read[number] = source.version.copy()
-        files = source.file[fetch.ids]
-        self.got |= dict(zip(fetch.ids.tolist(), version[files].tolist(), strict=True))
-        return super().land(number)
-
-    def versions(self, fetch: Fetch) -> NDArray[np.int64]:
-        source = self.source[fetch.dataset]
-        return source.told(source.file[fetch.ids], self.read.pop(fetch.fetch))
-
-    def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
-        super().write(offset, name, x, nbytes)
-        self.version_at[offset] = self.got[x]
-
-    def answer(self, number: int) -> list[Action]:
-        """The storage answers a check, with what it had at one moment of it."""
-        check, version = self.checks.pop(number)
-        source = self.source[check.dataset]
-        if self.rng.random() < 0.5:
-            version = source.version
-        return self.feed(Checked(number, source.told(check.files, version)))
-
-    def look(self) -> None:
-        super().look()
-        for number, reader in self.readers.items():
-            source = self.source[reader.dataset]
-            for step in range(reader.done, reader.ready):
-                floor = self.floor.get((number, step))
-                assert floor is not None, "ready before its epoch began"
-                for x in reader.objects[step]:
-                    at = int(self.offset[reader.dataset][x])
-                    if at >= 0:
-                        file = source.file[x]
-                        assert self.version_at[at] >= floor[file], "old bytes"
-
-    def answer_all(self, rounds: int = 50) -> None:
-        """The storage answers everything; where memory is short, reads ahead may go on and on."""
-        while (self.checks or self.fetches) and rounds:
-            rounds -= 1
-            for number in list(self.checks):
-                self.answer(number)
-            for number in list(self.fetches):
-                self.land(number)
+_NOW = 1_000 * _S + 5
 
 
-def whole(rig: Changing, session: int, epoch: int, *, begins: bool = True) -> None:
-    """Read an epoch of all objects."""
-    reader = rig.readers[session]
-    n = len(rig.source[reader.dataset].file)
-    first = len(reader.objects)
-    order = rig.rng.permutation(n)
-    rig.extend(session, epoch, [order[i : i + 3].tolist() for i in range(0, n, 3)])
-    if begins:
-        rig.begin(session, epoch, first)
-    while reader.done < len(reader.objects):
-        rig.progress(session, reader.ready, reader.ready + 1)
-        rig.answer_all()
+@pytest.mark.parametrize("what", ["size", "mtime", "ino", "dev", "ctime"])
+def test_each_of_five_numbers_counts(what: str) -> None:
+    base = {"size": 9, "mtime": 5, "ino": 7, "dev": 3, "ctime": 11}
+    before = version.of_stat(status(**base), _NOW)
+    after = version.of_stat(status(**{**base, what: base[what] + 1}), _NOW)
+    assert 0 < before < 2**62
+    assert before != after
+    assert before == version.of_stat(status(**base), _NOW + 1)
 
 
-@pytest.mark.parametrize("per_file", [1, 4, 30])
-def test_what_changed_is_read_anew_and_nothing_else(per_file: int) -> None:
-    rig = Changing(10_000)
-    rig.files("d", [100] * 30, per_file)
-    rig.open(1, "d", recheck="epoch")
-    whole(rig, 1, 0)
-    assert rig.reads == 30
-    whole(rig, 1, 1)
-    assert rig.reads == 30
-    rig.change("d", 0)
-    whole(rig, 1, 2)
-    assert rig.reads == 30 + per_file
-
-
-def test_a_version_that_cannot_be_relied_on_is_read_anew_in_the_next_epoch() -> None:
-    rig = Changing(10_000)
-    rig.files("d", [100] * 30)
-    rig.change("d", 7, recent=True)
-    rig.open(1, "d", recheck="epoch")
-    whole(rig, 1, 0)
-    whole(rig, 1, 1)
-    assert rig.reads == 31
-    rig.source["d"].recent.clear()
-    whole(rig, 1, 2)
-    whole(rig, 1, 3)
-    assert rig.reads == 32
-
-
-def test_a_file_that_is_written_all_the_time_is_read_once_an_epoch() -> None:
-    rig = Changing(10_000, Window(fetch_objects=2))
-    rig.files("d", [100] * 30, 30)
-    rig.open(1, "d", recheck="epoch")
-    for epoch in range(3):
-        before = rig.reads
-        reader = rig.readers[1]
-        rig.feed(Begun(1, epoch))
-        rig.extend(1, epoch, [[i, i + 1] for i in range(0, 30, 2)])
-        rig.demand(1, range(15 * epoch, 15 * epoch + 15))
-        while reader.done < len(reader.objects):
-            rig.progress(1, reader.ready, reader.ready + 1)
-            for number in list(rig.fetches):
-                rig.change("d", 0)
-                rig.land(number)
-            for number in list(rig.checks):
-                rig.answer(number)
-        assert rig.reads - before <= 32
-
-
-def test_open_asks_once_and_never_asks_not_at_all() -> None:
-    rig = Changing(10_000)
-    rig.files("d", [100] * 6)
-    rig.open(1, "d", recheck="open")
-    rig.demand(1, range(100))
-    whole(rig, 1, 0, begins=False)
-    rig.change("d", 0)
-    whole(rig, 1, 1, begins=False)
-    assert rig.reads == 6
-    rig.open(2, "d", job="k", recheck="open")
-    rig.demand(2, range(100))
-    whole(rig, 2, 0, begins=False)
-    assert rig.reads == 7
-    rig.change("d", 0)
-    rig.open(3, "d", job="l", recheck="never")
-    rig.floor |= {(3, step): np.zeros(6, np.int64) for step in range(100)}
-    whole(rig, 3, 0, begins=False)
-    assert rig.reads == 7
-
-
-def test_remote_files_are_asked_when_a_session_opens_and_local_ones_in_each_epoch() -> None:
-    rig = Changing(10_000)
-    rig.source["d"] = Source(np.arange(6), np.ones(6, np.int64))
-    rig.register("d", [100] * 6, remote=np.array([True] * 3 + [False] * 3))
-    rig.open(1, "d", recheck="epoch")
-    whole(rig, 1, 0)
-    rig.floor.clear()
-    rig.extend(1, 1, [[0, 1, 2, 3, 4, 5]])
-    rig.begin(1, 1, 2)
-    (check, _) = next(iter(rig.checks.values()))
-    assert check.files.tolist() == [3, 4, 5]
-
-
-def test_a_length_that_was_read_is_forgotten_with_the_file_and_a_listed_one_is_not() -> None:
-    for name, known in (("d", False), ("e", True)):
-        rig = Changing(10_000)
-        rig.files(name, [300, 100, 200], known=known)
-        rig.open(ord(name), name, recheck="epoch")
-        whole(rig, ord(name), 0)
-        rig.change(name, 1)
-        rig.size[name][1] = 150
-        rig.bad[name] = {1} if known else set()  # as sources refuse what is not as long as listed
-        whole(rig, ord(name), 1)
-        assert rig.length[name].tolist() == [300, 100 if known else 150, 200]
-        # Not as long as listed: its reader goes to the source, and is told.
-        assert bool(rig.offset[name][1] >= 0) is not known
-
-
-def test_a_reader_of_another_epoch_loses_ready_before_its_bytes_go() -> None:
-    rig = Changing(10_000)
-    rig.files("d", [100] * 6)
-    rig.open(1, "d", job="a", recheck="epoch")
-    rig.open(2, "d", job="b", recheck="epoch")
-    rig.extend(1, 0, [[0, 1], [2, 3], [4, 5]])
-    rig.begin(1, 0, 0)
-    rig.answer_all()
-    assert rig.readers[1].ready == 3
-    rig.change("d", 3)
-    rig.extend(2, 0, [[3]])
-    rig.begin(2, 0, 0)
-    (number,) = rig.checks
-    actions = rig.answer(number)
-    assert actions[0] == SetReady(1, 1, 0)
-    assert rig.readers[1].ready == 1
-    rig.answer_all()
-    assert rig.readers[1].ready == 3
-    assert rig.readers[2].ready == 1
-
-
-def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
-    rig = Changing(10_000, Window(fetch_objects=1))
-    rig.files("d", [100] * 30)
-    rig.open(1, "d", recheck="epoch")
-    rig.feed(Begun(1, 0))
-    rig.extend(1, 0, [[i] for i in range(6)])
-    rig.demand(1, range(6))
-    hung = next(n for n, f in rig.fetches.items() if f.ids[0] == 0)
-    for number in [n for n in rig.fetches if n != hung]:
-        rig.land(number)
-    rig.progress(1, 0, 1)
-    assert rig.readers[1].ready == 0
-    rig.now += 60
-    rig.feed(Tick())
-    assert rig.readers[1].ready >= 4
-    rig.land(hung)
-    assert rig.offset["d"][0] >= 0, "what comes late is kept"
-    rig.answer_all()
-    rig.progress(1, 6)
-    rig.extend(1, 1, [[i] for i in range(6)])
-    rig.begin(1, 1, 6)
-    rig.progress(1, 6, 7)
-    for _ in range(2):  # the check is given up, then the read
-        assert rig.readers[1].ready == 6
-        rig.now += 60
-        rig.feed(Tick())
-    assert rig.readers[1].ready > 6
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_whatever_happens_nobody_reads_bytes_older_than_its_epoch(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    window = Window(fetch_objects=int(rng.integers(1, 9)), min_steps=int(rng.integers(1, 6)))
-    rig = Changing(int(rng.integers(800, 5000)), window, seed)
-    n, per_file = int(rng.integers(6, 40)), int(rng.choice([1, 1, 3, 40]))
-    known = bool(rng.random() < 0.5)
-    sizes = [100] * n if known and rng.random() < 0.5 else rng.integers(1, 200, n).tolist()
-    rig.files("d", sizes, per_file, known=known)
-    epoch: dict[int, int] = {}
-    told: dict[int, list[tuple[int, int]]] = {}  # (epoch, first step) not begun
-    for turn in range(250):
-        what = rng.random()
-        if what < 0.05 and len(epoch) < 3:
-            rig.open(turn, "d", job=f"j{turn % 2}", recheck="epoch")
-            epoch[turn], told[turn] = 0, []
-        elif what < 0.25:
-            rig.change(
-                "d", int(rng.integers(len(rig.source["d"].version))), recent=rng.random() < 0.2
-            )
-        elif what < 0.5 and rig.fetches:
-            rig.land(int(rng.choice(list(rig.fetches))))
-        elif what < 0.7 and rig.checks:
-            rig.answer(int(rng.choice(list(rig.checks))))
-        elif what < 0.72:
-            rig.now += 30
-            rig.feed(Tick())
-        elif epoch:
-            step(rig, rng, int(rng.choice(list(epoch))), epoch, told)
-    for s in list(epoch):
-        while told[s]:
-            begin(rig, s, told)
-        reader = rig.readers[s]
-        for _ in range(2000):
-            if reader.done == len(reader.objects):
-                break
-            rig.progress(s, reader.ready, reader.ready + 1)
-            rig.answer_all()
-        assert reader.done == len(reader.objects)
-
-
-def step(
-    rig: Changing,
-    rng: np.random.Generator,
-    s: int,
-    epoch: dict[int, int],
-    told: dict[int, list[tuple[int, int]]],
+@pytest.mark.parametrize(
+    "mtime, ctime, settled",
+    [
+        (1, _NOW - 21_000_000, True),
+        (1, _NOW - 19_000_000, False),
+        (_NOW - 19_000_000, 1, False),
+        (_NOW + _S, 1, False),  # another machine's clock
+        (1, _NOW + 10**6 * _S + 1, False),
+        (_NOW + 10**6 * _S, 7, True),  # a date that somebody set: the next write sets another
+        (1, 999 * _S, False),  # of whole seconds: the second may not be over
+        (1, 997 * _S, True),
+        (1, 999 * _S + 1, True),
+    ],
+)
+def test_what_changed_within_a_tick_may_change_again_unseen(
+    mtime: int, ctime: int, *, settled: bool
 ) -> None:
-    """A session is told an epoch, begins the next one it was told, or reads on."""
-    reader, n = rig.readers[s], len(rig.source["d"].file)
-    if len(told[s]) < 2 and rng.random() < 0.3:
-        told[s].append((epoch[s], len(reader.objects)))
-        order = rng.permutation(n)
-        rig.extend(s, epoch[s], [order[i : i + 4].tolist() for i in range(0, n, 4)])
-        epoch[s] += 1
-    elif told[s] and reader.done == told[s][0][1]:
-        begin(rig, s, told)
+    told = version.of_stat(status(mtime=mtime, ctime=ctime), _NOW)
+    assert (told > 0) is settled
+    assert settled or told == CHANGING
+
+
+def test_tags_are_told_apart() -> None:
+    tags = ["", '"a"', '"b"', "é", "\udcff", '"a" 9', '"a" 10']
+    numbers = [version.of_tag(tag) for tag in tags]
+    assert len(set(numbers)) == len(tags)
+    assert all(0 < n < 2**62 for n in numbers)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def settle(*paths: Path) -> None:
+    """Come back once a further change of these files would show."""
+    while any(version.of_stat(p.stat(), time.time_ns()) == CHANGING for p in paths):
+        threading.Event().wait(0.002)
+
+
+def one(source: Source) -> int:
+    """The version of the first file by now."""
+    return int(source.versions(np.zeros(1, np.int32))[0])
+
+
+def read(source: Source, *ids: int) -> tuple[Read, list[bytes]]:
+    """What `read_parts` fills in."""
+    which = np.array(ids)
+    length = source.manifest.ranges(which)[1]
+    parts = [bytearray(n) for n in length.tolist()]
+    return source.read_parts(which, length, [memoryview(p) for p in parts]), list(map(bytes, parts))
+
+
+def files(root: Path, *contents: bytes) -> Source:
+    """A source of whole files, whose versions have settled."""
+    names = [str(i) for i in range(len(contents))]
+    for name, content in zip(names, contents, strict=True):
+        (root / name).write_bytes(content)
+    settle(*(root / name for name in names))
+    return Source(Manifest.of_files(names, root=str(root), lengths=[*map(len, contents)]), _QUICK)
+
+
+def records(root: Path, content: bytes, count: int) -> Source:
+    """A source of `count` records of one file, likewise."""
+    (root / "records").write_bytes(content)
+    settle(root / "records")
+    run = (np.array([n]) for n in (0, len(content) // count, count))
+    return Source(Manifest.of_runs([str(root / "records")], *run), _QUICK)
+
+
+def in_place(path: Path) -> None:
+    with path.open("r+b") as f:
+        f.write(b"Z")
+
+
+def replaced(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b"Z" * path.stat().st_size)
+    other.replace(path)
+
+
+def time_put_back(path: Path) -> None:
+    before = path.stat()
+    in_place(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def replaced_by_an_older_one(path: Path) -> None:
+    before = path.stat()
+    replaced(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [in_place, replaced, time_put_back, replaced_by_an_older_one],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("kind", ["files", "records"])
+def test_every_change_of_a_file_is_another_version(
+    tmp_path: Path, change: Callable[[Path], None], kind: str
+) -> None:
+    content = bytes(range(200))
+    source = files(tmp_path, content) if kind == "files" else records(tmp_path, content, 20)
+    path = tmp_path / ("0" if kind == "files" else "records")
+    ids = [0] if kind == "files" else [*range(0, 20, 2)]  # scattered: read one by one
+    before = one(source)
+    got, old = read(source, *ids)
+    assert before > 0
+    assert (got.version == before).all()
+    assert one(source) == before
+    change(path)
+    assert one(source) != before  # at once: CHANGING, if nothing else
+    settle(path)
+    after = one(source)
+    assert after > 0
+    assert after != before
+    got, new = read(source, *ids)  # by a descriptor that was kept, where there are records
+    assert (got.version == after).all()
+    assert new != old
+    assert b"".join(new) == b"".join(path.read_bytes()[10 * i : 10 * i + 10] for i in ids) or (
+        new == [path.read_bytes()]
+    )
+    source.close()
+
+
+@pytest.mark.parametrize("ids", [(3,), (3, 4, 5), (*range(0, 40, 2),)], ids=len)
+def test_a_kept_descriptor_of_a_file_that_is_gone_is_no_file(
+    tmp_path: Path, ids: tuple[int, ...]
+) -> None:
+    source = records(tmp_path, bytes(400), 40)
+    assert (read(source, *ids)[0].nbytes == 10).all()
+    (tmp_path / "records").unlink()
+    assert (read(source, *ids)[0].nbytes == -1).all()
+    assert one(source) == MISSING
+    with pytest.raises(OSError, match="No such file"):
+        source.read(ids[0])
+
+
+def test_a_direct_read_is_of_the_file_that_is_there_now(tmp_path: Path) -> None:
+    source = records(tmp_path, bytes(100), 10)
+    assert source.read(1) == bytes(10)
+    replaced(tmp_path / "records")
+    assert source.read(1) == b"Z" * 10
+
+
+def test_what_was_written_a_moment_ago_equals_nothing(tmp_path: Path) -> None:
+    source = files(tmp_path, b"0123456789")
+    (tmp_path / "0").write_bytes(b"9876543210")
+    got, (data,) = read(source, 0)
+    assert data == b"9876543210"
+    # Unless this machine took a tick and more from the write to the read.
+    assert got.version[0] == CHANGING or time.time_ns() > (tmp_path / "0").stat().st_ctime_ns + _S
+    settle(tmp_path / "0")
+    assert one(source) == read(source, 0)[0].version[0] > 0
+
+
+def test_what_is_not_there_is_missing_and_the_others_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    (tmp_path / "loop").symlink_to("loop")
+    settle(tmp_path / "a")
+    names = ["gone", "a", "\0", "loop", "a/under", "n" * 300, "a"]
+    source = Source(Manifest.of_files(names, root=str(tmp_path)), _QUICK)
+    told = source.versions(np.arange(7, dtype=np.int32)).tolist()
+    assert told[0] == told[2] == told[3] == told[4] == told[5] == MISSING
+    assert told[1] == told[6] > 0
+    assert source.versions(np.array([6, 1], np.int32)).tolist() == [told[1]] * 2
+    assert len(source.versions(np.zeros(0, np.int32))) == 0
+
+
+def test_a_daemon_asks_for_no_relative_path() -> None:
+    source = Source(Manifest.of_files(["etc/hostname"]), _QUICK, relative=False)
+    assert one(source) == MISSING
+
+
+def test_objects_of_unknown_length_have_versions(tmp_path: Path) -> None:
+    source = files(tmp_path, b"abc", b"")
+    (first, second, third) = Source(
+        Manifest.of_files(["0", "1", "2"], root=str(tmp_path)), _QUICK
+    ).read_whole(np.arange(3))
+    told = source.versions(np.arange(2, dtype=np.int32)).tolist()
+    assert (first, second, third) == ((b"abc", told[0]), (b"", told[1]), None)
+
+
+def test_storage_that_coughs_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = files(tmp_path, b"a", b"b", b"c")
+    told = source.versions(np.arange(3, dtype=np.int32))
+    left, real = [4], os.stat
+
+    def coughs(path: str, **rest: object) -> os.stat_result:
+        if left[0] and str(path).endswith("/1"):
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "stale", path)
+        return real(path, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", coughs)
+    asked = np.array([2, 1, 0], np.int32)
+    assert source.versions(asked).tolist() == [told[2], MISSING, told[0]]  # patience: 3 tries
+    assert source.versions(asked).tolist() == told[asked].tolist()
+
+
+# --- copies that may be torn ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path, int], None]]:
+    """`written(path, times)`: so many reads of the file are followed by a write, ere they end."""
+    real = os.preadv, os.read
+    left: dict[int, int] = {}  # by inode
+
+    def write(fd: int) -> None:
+        ino = os.fstat(fd).st_ino
+        if left.get(ino, 0):
+            left[ino] -= 1
+            path = Path(f"/proc/self/fd/{fd}")
+            before = path.stat().st_ctime_ns
+            with path.open("r+b") as f:
+                while path.stat().st_ctime_ns == before:  # until the clock has ticked
+                    f.seek(0)
+                    f.write(b"N")
+                    f.flush()
+
+    def preadv(fd: int, *rest: object) -> int:
+        got = real[0](fd, *rest)  # type: ignore[arg-type]
+        write(fd)
+        return got
+
+    def os_read(fd: int, n: int) -> bytes:
+        data = real[1](fd, n)
+        write(fd)
+        return data
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "read", os_read)
+
+    def begin(path: Path, times: int) -> None:
+        left[path.stat().st_ino] = times
+
+    yield begin
+    assert not any(left.values())
+
+
+@pytest.mark.parametrize("kind", ["file", "pieces", "neighbours", "whole"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_copy_that_may_be_torn_is_read_again(
+    tmp_path: Path, written: Callable[[Path, int], None], kind: str, times: int
+) -> None:
+    old = bytes(range(200))
+    new = b"N" + old[1:]
+    source = files(tmp_path, old) if kind in {"file", "whole"} else records(tmp_path, old, 20)
+    path = next(tmp_path.iterdir())
+    written(path, times)
+    if kind == "whole":
+        ((data, told),) = (x for x in source.read_whole(np.zeros(1, np.int32)) if x is not None)
+        got = [data]
     else:
-        rig.progress(s, reader.ready, reader.ready + int(rng.integers(0, 2)))
+        ids = {"file": (0,), "pieces": (*range(0, 20, 2),), "neighbours": (0, 1, 2)}[kind]
+        done, got = read(source, *ids)
+        assert (done.nbytes >= 0).all()
+        (told,) = set(done.version.tolist())
+    assert got[0] == new[: len(got[0])]
+    assert told in {CHANGING, one(source)}
 
 
-def begin(rig: Changing, s: int, told: dict[int, list[tuple[int, int]]]) -> None:
-    number, first = told[s].pop(0)
-    last = told[s][0][1] if told[s] else len(rig.readers[s].objects)
-    rig.demand(s, range(first, last))  # what is ready in answer to the event counts, too
-    rig.feed(Begun(s, number))
+@pytest.mark.parametrize("kind", ["file", "neighbours", "whole"])
+def test_a_file_that_is_written_to_all_the_time_has_failed(
+    tmp_path: Path, written: Callable[[Path, int], None], kind: str
+) -> None:
+    content = bytes(range(200))
+    source = records(tmp_path, content, 20) if kind == "neighbours" else files(tmp_path, content)
+    written(next(tmp_path.iterdir()), {"file": 4, "neighbours": 3, "whole": 3}[kind])
+    if kind == "whole":
+        assert source.read_whole(np.zeros(1, np.int32)) == [None]
+    else:
+        done, _ = read(source, *([0] if kind == "file" else [0, 1, 2]))
+        assert (done.nbytes == -1).all()
+        assert (done.version == UNKNOWN).all()
+    assert source.counters.snapshot().errors == {"EBUSY": 1}
 
 
-def test_versions_of_files_that_hold_many_objects() -> None:
-    versions = Versions(6, np.array([0, 2, 6]))
-    ids = np.array([1, 2, 5])
-    assert versions.files(ids).tolist() == [0, 1, 1]
-    late, changed = versions.read(ids, np.array([7, 8, 8]), 1)
-    assert not late.any()
-    assert changed.tolist() == [0, 1], "whatever else is held of them is of an unknown version"
-    assert versions.unasked(ids, 1, 1).tolist() == []
-    assert versions.unasked(ids, 2, 2).tolist() == [0, 1]
-    two = np.array([0, 1], np.int32)
-    assert versions.answered(two, np.array([7, 9]), 2).tolist() == [1]
-    late, changed = versions.read(ids, np.array([7, 8, 9]), 1)
-    assert late.tolist() == [False, True, False]
-    assert changed.tolist() == []
+# --- what is far ----------------------------------------------------------------------------------
+
+
+def test_an_http_server_tells_versions_by_its_tags(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    (tmp_path / "0").write_bytes(b"0123456789")
+    (tmp_path / "1").write_bytes(b"abcdefghij")
+    with Server(tmp_path) as server:
+        whole = Manifest.of_files(["0", "1", "2"], root=server.url, lengths=[10, 10, 10])
+        parts = Manifest.of_runs([f"{server.url}/0"], *(np.array([n]) for n in (0, 5, 2)))
+        source, pieces = Source(whole, _QUICK), Source(parts, _QUICK)
+        told = source.versions(np.arange(3, dtype=np.int32))
+        assert told[2] == MISSING
+        assert (read(source, 0, 1)[0].version == told[:2]).all()
+        assert (read(pieces, 0, 1)[0].version == told[0]).all()
+        assert source.read_whole(np.array([1])) == [(b"abcdefghij", told[1])]
+        stats = server.stats()
+        assert (stats["heads"], stats["gets"]) == (2, 4)
+        settle(tmp_path / "1")
+        in_place(tmp_path / "1")
+        again = source.versions(np.arange(2, dtype=np.int32))
+        assert again[0] == told[0]
+        assert again[1] not in (told[1], MISSING, UNKNOWN)
+
+
+def test_a_manifest_knows_its_files() -> None:
+    uris = ["/a", "/a", "s3://b/c", "file:///d", "/e://f", "/e://f"]
+    offset, length = np.array([5, 0, 0, 7, 9, 0]), np.array([1, 1, 1, 1, 2, 2])
+    count = np.array([2, 3, 1, 0, 4, 1])
+    manifest = Manifest.of_runs(uris, offset, length, count)
+    assert manifest.file_bounds.tolist() == [0, 5, 6, 6, 11]
+    assert manifest.file_of(np.arange(11)).tolist() == [0] * 5 + [1] + [3] * 5
+    assert manifest.remote.tolist() == [False, True, False, False]
+    assert [manifest.extent(row) for row in range(6)] == [7, 7, 1, 7, 17, 17]
+    assert manifest.addresses(np.array([5, 2])) == ["/e://f", "s3://b/c"]
+
+
+@pytest.mark.parametrize("root, remote", [("/d", False), ("s3://b", True), ("file:///d", False)])
+def test_a_root_tells_for_all_files(root: str, *, remote: bool) -> None:
+    manifest = Manifest.of_files(["a", "b://c"], root=root)
+    assert manifest.remote.tolist() == [remote, remote]
+    assert manifest.file_bounds.tolist() == [0, 1, 2]
+    assert manifest.file_of(np.array([1, 0])).dtype == np.int32
+    assert Manifest.of_files([], root=root).file_bounds.tolist() == [0]

@@ -1,0 +1,388 @@
+"""Files that change: nobody reads bytes older than the moment from which on they must be fresh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from core_rig import Rig
+from numpy.typing import NDArray
+
+from creel.cache.version import CHANGING
+from creel.daemon.events import Action, Begun, Check, Checked, Fetch, SetReady, Tick
+from creel.daemon.versions import Versions
+from creel.policies.prefetch import Window
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass
+class Source:
+    """What a source has now: the version of each file, and which file each object is in."""
+
+    file: NDArray[np.int64]
+    version: NDArray[np.int64]
+    recent: set[int] = field(default_factory=set)  # files whose version cannot be relied on
+
+    def told(self, files: NDArray[np.integer], version: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What the storage says of versions that it has."""
+        recent = np.isin(files, list(self.recent))
+        out: NDArray[np.int64] = np.where(recent, CHANGING, version[files])
+        return out
+
+
+class Changing(Rig):
+    """A rig over files that change; each place in the arena knows of what version its bytes are."""
+
+    def __init__(self, capacity: int, window: Window | None = None, seed: int = 0) -> None:
+        super().__init__(capacity, window)
+        self.rng = np.random.default_rng(seed)
+        self.source: dict[str, Source] = {}
+        self.checks: dict[int, tuple[Check, NDArray[np.int64]]] = {}
+        self.read: dict[int, NDArray[np.int64]] = {}  # by fetch: versions at one moment of it
+        self.got: dict[int, int] = {}  # by object: the version that was read last
+        self.version_at: dict[int, int] = {}  # by offset
+        self.floor: dict[tuple[int, int], NDArray[np.int64]] = {}  # (session, step) -> versions
+
+    def files(self, name: str, sizes: list[int], per_file: int = 1, *, known: bool = True) -> None:
+        n = len(sizes)
+        file = np.arange(n) // per_file
+        self.source[name] = Source(file, np.ones(int(file[-1]) + 1, np.int64))
+        bounds = None if per_file == 1 else np.append(np.arange(0, n, per_file), n)
+        self.register(name, sizes, known=known, bounds=bounds)
+
+    def change(self, name: str, file: int, *, recent: bool = False) -> None:
+        source = self.source[name]
+        source.version[file] += 1
+        (source.recent.add if recent else source.recent.discard)(file)
+
+    def begin(self, session: int, epoch: int, first: int) -> list[Action]:
+        """Epoch `epoch`, whose first step this is, begins."""
+        self.demand(session, range(first, len(self.readers[session].objects)))
+        return self.feed(Begun(session, epoch))
+
+    def demand(self, session: int, steps: range) -> None:
+        now = self.source[self.readers[session].dataset].version.copy()
+        self.floor |= {(session, step): now for step in steps}
+
+    def do(self, action: Action) -> None:
+        if isinstance(action, Check):
+            version = self.source[action.dataset].version.copy()
+            self.checks[action.check] = action, version
+            return
+        if isinstance(action, SetReady):  # who read what is not ready any more has been told
+            number, ready = action.session, action.ready
+            self.seen = {k: at for k, at in self.seen.items() if k[0] != number or k[1] < ready}
+        if isinstance(action, Fetch):
+            self.read[action.fetch] = self.source[action.dataset].version.copy()
+            self.untouched(action)
+        super().do(action)
+
+    def untouched(self, fetch: Fetch) -> None:
+        """Nothing may be written where somebody may be reading, as the boards say by now."""
+        places = [
+            (at, int(self.length[self.readers[n].dataset][x]))
+            for (n, step, x), at in self.seen.items()
+            if n in self.readers and self.readers[n].done <= step < self.readers[n].ready
+        ]
+        for at, nbytes in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
+            if at >= 0:
+                assert not any(at < b + k and b < at + nbytes for b, k in places)
+
+    def land(self, number: int) -> list[Action]:
+        """The source answers a fetch with bytes of one moment between its begin and now."""
+        fetch, version = self.fetches[number], self.read[number]
+        source = self.source[fetch.dataset]
+        if self.rng.random() < 0.5:
+            version = self.read[number] = source.version.copy()
+        files = source.file[fetch.ids]
+        self.got |= dict(zip(fetch.ids.tolist(), version[files].tolist(), strict=True))
+        return super().land(number)
+
+    def versions(self, fetch: Fetch) -> NDArray[np.int64]:
+        source = self.source[fetch.dataset]
+        return source.told(source.file[fetch.ids], self.read.pop(fetch.fetch))
+
+    def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
+        super().write(offset, name, x, nbytes)
+        self.version_at[offset] = self.got[x]
+
+    def answer(self, number: int) -> list[Action]:
+        """The storage answers a check, with what it had at one moment of it."""
+        check, version = self.checks.pop(number)
+        source = self.source[check.dataset]
+        if self.rng.random() < 0.5:
+            version = source.version
+        return self.feed(Checked(number, source.told(check.files, version)))
+
+    def look(self) -> None:
+        super().look()
+        for number, reader in self.readers.items():
+            source = self.source[reader.dataset]
+            for step in range(reader.done, reader.ready):
+                floor = self.floor.get((number, step))
+                assert floor is not None, "ready before its epoch began"
+                for x in reader.objects[step]:
+                    at = int(self.offset[reader.dataset][x])
+                    if at >= 0:
+                        file = source.file[x]
+                        assert self.version_at[at] >= floor[file], "old bytes"
+
+    def answer_all(self, rounds: int = 50) -> None:
+        """The storage answers everything; where memory is short, reads ahead may go on and on."""
+        while (self.checks or self.fetches) and rounds:
+            rounds -= 1
+            for number in list(self.checks):
+                self.answer(number)
+            for number in list(self.fetches):
+                self.land(number)
+
+
+def whole(rig: Changing, session: int, epoch: int, *, begins: bool = True) -> None:
+    """Read an epoch of all objects."""
+    reader = rig.readers[session]
+    n = len(rig.source[reader.dataset].file)
+    first = len(reader.objects)
+    order = rig.rng.permutation(n)
+    rig.extend(session, epoch, [order[i : i + 3].tolist() for i in range(0, n, 3)])
+    if begins:
+        rig.begin(session, epoch, first)
+    while reader.done < len(reader.objects):
+        rig.progress(session, reader.ready, reader.ready + 1)
+        rig.answer_all()
+
+
+@pytest.mark.parametrize("per_file", [1, 4, 30])
+def test_what_changed_is_read_anew_and_nothing_else(per_file: int) -> None:
+    rig = Changing(10_000)
+    rig.files("d", [100] * 30, per_file)
+    rig.open(1, "d", recheck="epoch")
+    whole(rig, 1, 0)
+    assert rig.reads == 30
+    whole(rig, 1, 1)
+    assert rig.reads == 30
+    rig.change("d", 0)
+    whole(rig, 1, 2)
+    assert rig.reads == 30 + per_file
+
+
+def test_a_version_that_cannot_be_relied_on_is_read_anew_in_the_next_epoch() -> None:
+    rig = Changing(10_000)
+    rig.files("d", [100] * 30)
+    rig.change("d", 7, recent=True)
+    rig.open(1, "d", recheck="epoch")
+    whole(rig, 1, 0)
+    whole(rig, 1, 1)
+    assert rig.reads == 31
+    rig.source["d"].recent.clear()
+    whole(rig, 1, 2)
+    whole(rig, 1, 3)
+    assert rig.reads == 32
+
+
+def test_a_file_that_is_written_all_the_time_is_read_once_an_epoch() -> None:
+    rig = Changing(10_000, Window(fetch_objects=2))
+    rig.files("d", [100] * 30, 30)
+    rig.open(1, "d", recheck="epoch")
+    for epoch in range(3):
+        before = rig.reads
+        reader = rig.readers[1]
+        rig.feed(Begun(1, epoch))
+        rig.extend(1, epoch, [[i, i + 1] for i in range(0, 30, 2)])
+        rig.demand(1, range(15 * epoch, 15 * epoch + 15))
+        while reader.done < len(reader.objects):
+            rig.progress(1, reader.ready, reader.ready + 1)
+            for number in list(rig.fetches):
+                rig.change("d", 0)
+                rig.land(number)
+            for number in list(rig.checks):
+                rig.answer(number)
+        assert rig.reads - before <= 32
+
+
+def test_open_asks_once_and_never_asks_not_at_all() -> None:
+    rig = Changing(10_000)
+    rig.files("d", [100] * 6)
+    rig.open(1, "d", recheck="open")
+    rig.demand(1, range(100))
+    whole(rig, 1, 0, begins=False)
+    rig.change("d", 0)
+    whole(rig, 1, 1, begins=False)
+    assert rig.reads == 6
+    rig.open(2, "d", job="k", recheck="open")
+    rig.demand(2, range(100))
+    whole(rig, 2, 0, begins=False)
+    assert rig.reads == 7
+    rig.change("d", 0)
+    rig.open(3, "d", job="l", recheck="never")
+    rig.floor |= {(3, step): np.zeros(6, np.int64) for step in range(100)}
+    whole(rig, 3, 0, begins=False)
+    assert rig.reads == 7
+
+
+def test_remote_files_are_asked_when_a_session_opens_and_local_ones_in_each_epoch() -> None:
+    rig = Changing(10_000)
+    rig.source["d"] = Source(np.arange(6), np.ones(6, np.int64))
+    rig.register("d", [100] * 6, remote=np.array([True] * 3 + [False] * 3))
+    rig.open(1, "d", recheck="epoch")
+    whole(rig, 1, 0)
+    rig.floor.clear()
+    rig.extend(1, 1, [[0, 1, 2, 3, 4, 5]])
+    rig.begin(1, 1, 2)
+    (check, _) = next(iter(rig.checks.values()))
+    assert check.files.tolist() == [3, 4, 5]
+
+
+def test_a_length_that_was_read_is_forgotten_with_the_file_and_a_listed_one_is_not() -> None:
+    for name, known in (("d", False), ("e", True)):
+        rig = Changing(10_000)
+        rig.files(name, [300, 100, 200], known=known)
+        rig.open(ord(name), name, recheck="epoch")
+        whole(rig, ord(name), 0)
+        rig.change(name, 1)
+        rig.size[name][1] = 150
+        rig.bad[name] = {1} if known else set()  # as sources refuse what is not as long as listed
+        whole(rig, ord(name), 1)
+        assert rig.length[name].tolist() == [300, 100 if known else 150, 200]
+        # Not as long as listed: its reader goes to the source, and is told.
+        assert bool(rig.offset[name][1] >= 0) is not known
+
+
+def test_a_reader_of_another_epoch_loses_ready_before_its_bytes_go() -> None:
+    rig = Changing(10_000)
+    rig.files("d", [100] * 6)
+    rig.open(1, "d", job="a", recheck="epoch")
+    rig.open(2, "d", job="b", recheck="epoch")
+    rig.extend(1, 0, [[0, 1], [2, 3], [4, 5]])
+    rig.begin(1, 0, 0)
+    rig.answer_all()
+    assert rig.readers[1].ready == 3
+    rig.change("d", 3)
+    rig.extend(2, 0, [[3]])
+    rig.begin(2, 0, 0)
+    (number,) = rig.checks
+    actions = rig.answer(number)
+    assert actions[0] == SetReady(1, 1, 0)
+    assert rig.readers[1].ready == 1
+    rig.answer_all()
+    assert rig.readers[1].ready == 3
+    assert rig.readers[2].ready == 1
+
+
+def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
+    rig = Changing(10_000, Window(fetch_objects=1))
+    rig.files("d", [100] * 30)
+    rig.open(1, "d", recheck="epoch")
+    rig.feed(Begun(1, 0))
+    rig.extend(1, 0, [[i] for i in range(6)])
+    rig.demand(1, range(6))
+    hung = next(n for n, f in rig.fetches.items() if f.ids[0] == 0)
+    for number in [n for n in rig.fetches if n != hung]:
+        rig.land(number)
+    rig.progress(1, 0, 1)
+    assert rig.readers[1].ready == 0
+    rig.now += 60
+    rig.feed(Tick())
+    assert rig.readers[1].ready >= 4
+    rig.land(hung)
+    assert rig.offset["d"][0] >= 0, "what comes late is kept"
+    rig.answer_all()
+    rig.progress(1, 6)
+    rig.extend(1, 1, [[i] for i in range(6)])
+    rig.begin(1, 1, 6)
+    rig.progress(1, 6, 7)
+    for _ in range(2):  # the check is given up, then the read
+        assert rig.readers[1].ready == 6
+        rig.now += 60
+        rig.feed(Tick())
+    assert rig.readers[1].ready > 6
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_nobody_reads_bytes_older_than_its_epoch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    window = Window(fetch_objects=int(rng.integers(1, 9)), min_steps=int(rng.integers(1, 6)))
+    rig = Changing(int(rng.integers(800, 5000)), window, seed)
+    n, per_file = int(rng.integers(6, 40)), int(rng.choice([1, 1, 3, 40]))
+    known = bool(rng.random() < 0.5)
+    sizes = [100] * n if known and rng.random() < 0.5 else rng.integers(1, 200, n).tolist()
+    rig.files("d", sizes, per_file, known=known)
+    epoch: dict[int, int] = {}
+    told: dict[int, list[tuple[int, int]]] = {}  # (epoch, first step) not begun
+    for turn in range(250):
+        what = rng.random()
+        if what < 0.05 and len(epoch) < 3:
+            rig.open(turn, "d", job=f"j{turn % 2}", recheck="epoch")
+            epoch[turn], told[turn] = 0, []
+        elif what < 0.25:
+            rig.change(
+                "d", int(rng.integers(len(rig.source["d"].version))), recent=rng.random() < 0.2
+            )
+        elif what < 0.5 and rig.fetches:
+            rig.land(int(rng.choice(list(rig.fetches))))
+        elif what < 0.7 and rig.checks:
+            rig.answer(int(rng.choice(list(rig.checks))))
+        elif what < 0.72:
+            rig.now += 30
+            rig.feed(Tick())
+        elif epoch:
+            step(rig, rng, int(rng.choice(list(epoch))), epoch, told)
+    for s in list(epoch):
+        while told[s]:
+            begin(rig, s, told)
+        finish(rig, s)
+
+
+def finish(rig: Changing, s: int) -> None:
+    """A session reads to its end: nobody hangs."""
+    reader = rig.readers[s]
+    for _ in range(2000):
+        if reader.done == len(reader.objects):
+            return
+        rig.progress(s, reader.ready, reader.ready + 1)
+        rig.answer_all()
+    raise AssertionError(reader)
+
+
+def step(
+    rig: Changing,
+    rng: np.random.Generator,
+    s: int,
+    epoch: dict[int, int],
+    told: dict[int, list[tuple[int, int]]],
+) -> None:
+    """A session is told an epoch, begins the next one it was told, or reads on."""
+    reader, n = rig.readers[s], len(rig.source["d"].file)
+    if len(told[s]) < 2 and rng.random() < 0.3:
+        told[s].append((epoch[s], len(reader.objects)))
+        order = rng.permutation(n)
+        rig.extend(s, epoch[s], [order[i : i + 4].tolist() for i in range(0, n, 4)])
+        epoch[s] += 1
+    elif told[s] and reader.done == told[s][0][1]:
+        begin(rig, s, told)
+    else:
+        rig.progress(s, reader.ready, reader.ready + int(rng.integers(0, 2)))
+
+
+def begin(rig: Changing, s: int, told: dict[int, list[tuple[int, int]]]) -> None:
+    number, first = told[s].pop(0)
+    last = told[s][0][1] if told[s] else len(rig.readers[s].objects)
+    rig.demand(s, range(first, last))  # what is ready in answer to the event counts, too
+    rig.feed(Begun(s, number))
+
+
+def test_versions_of_files_that_hold_many_objects() -> None:
+    versions = Versions(6, np.array([0, 2, 6]))
+    ids = np.array([1, 2, 5])
+    assert versions.files(ids).tolist() == [0, 1, 1]
+    late, changed = versions.read(ids, np.array([7, 8, 8]), 1)
+    assert not late.any()
+    assert changed.tolist() == [0, 1], "whatever else is held of them is of an unknown version"
+    assert versions.unasked(ids, 1, 1).tolist() == []
+    assert versions.unasked(ids, 2, 2).tolist() == [0, 1]
+    two = np.array([0, 1], np.int32)
+    assert versions.answered(two, np.array([7, 9]), 2).tolist() == [1]
+    late, changed = versions.read(ids, np.array([7, 8, 9]), 1)
+    assert late.tolist() == [False, True, False]
+    assert changed.tolist() == []
