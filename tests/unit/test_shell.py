@@ -285,7 +285,9 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
 
     source = mock.Mock()
     failed = np.full(201, -1, np.int64)
-    source.read_into = source.read_parts = lambda ids, *_: Read(failed[: len(ids)], failed[: len(ids)])
+    source.read_into = source.read_parts = lambda ids, *_: Read(
+        failed[: len(ids)], failed[: len(ids)]
+    )
     length = np.append(np.full(200, 4096), 1 << 28)
     with Arena.create(1 << 29) as arena:
         fetcher = Fetcher(arena, lambda _: None)

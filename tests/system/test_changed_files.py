@@ -1,0 +1,195 @@
+"""Files that change between epochs, datasets and loaders: what is served is what is there now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from daemons import Running
+from test_wrap import hang_up
+from torch.utils.data import Dataset
+
+import creel
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
+
+N, NBYTES, BATCH = 24, 512, 4
+
+
+class Declared(Dataset[Any]):
+    """A dataset that says what its samples read."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.creel_uris = paths
+
+    def __len__(self) -> int:
+        return len(self.creel_uris)
+
+    def objects(self, index: int) -> list[int]:
+        return [index]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(creel.read(self.creel_uris[index])), dtype=torch.uint8)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(str(p) for p in path.iterdir())
+
+
+KINDS: dict[str, Callable[[Path], Dataset[Any]]] = {
+    "files": lambda path: creel.FileDataset(names(path)),
+    "sized": lambda path: creel.FileDataset(names(path), nbytes=True),
+    "decoded": lambda path: creel.FileDataset(names(path), decode=as_tensor),
+    "records": lambda path: creel.RecordDataset(names(path), "uint8", NBYTES),
+    "declared": lambda path: Declared(names(path)),
+    "wrapped": lambda path: creel.wrap(Declared(names(path))),
+}
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def in_place(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def replaced(path: Path, data: bytes) -> None:
+    other = path.parent.parent / "other"
+    other.write_bytes(data)
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.replace(path)
+
+
+def as_if_untouched(path: Path, data: bytes) -> None:
+    """In place, of the same size, with the times put back."""
+    before = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    with Running(daemon_name) as running:
+        yield running
+    hang_up(daemon_name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.mkdir()
+    for i in range(N):
+        (path / f"{i:02}").write_bytes(content(i, 0))
+    return path
+
+
+def content(i: int, version: int) -> bytes:
+    return np.random.default_rng([i, version]).bytes(NBYTES)
+
+
+def rows(batches: list[torch.Tensor]) -> list[bytes]:
+    return [row.numpy().tobytes() for batch in batches for row in batch]
+
+
+def expected(path: Path) -> list[bytes]:
+    return [p.read_bytes() for p in sorted(path.iterdir())]
+
+
+def reads(daemon: Running) -> int:
+    with daemon.client("cli") as client:
+        return sum(int(source["reads"]) for source in client.ask("stats")["sources"])
+
+
+@pytest.mark.parametrize("how", [in_place, replaced, as_if_untouched])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
+    daemon: Running, folder: Path, kind: str, workers: int, how: Callable[[Path, bytes], None]
+) -> None:
+    loader = creel.DataLoader(KINDS[kind](folder), BATCH, num_workers=workers)
+    for version in range(4):
+        assert rows(list(loader)) == expected(folder), f"epoch {version}"
+        for i in range(version, N, 5):
+            how(folder / f"{i:02}", content(i, version + 1))
+    assert reads(daemon) >= N, "nothing was cached: the test says nothing"
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("loader", [creel.DataLoader, torch.utils.data.DataLoader])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_dataset_and_loader_see_what_changed(
+    folder: Path, kind: str, workers: int, loader: type[Any]
+) -> None:
+    for version in range(3):
+        dataset = creel.wrap(KINDS[kind](folder))
+        assert rows(list(loader(dataset, BATCH, num_workers=workers))) == expected(folder)
+        for i in range(version, N, 5):
+            in_place(folder / f"{i:02}", content(i, version + 1))
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_loader_over_a_wrapped_dataset_sees_what_changed_in_the_midst_of_an_epoch(
+    folder: Path, workers: int
+) -> None:
+    """Nobody tells where its epochs begin, so each batch is looked at."""
+    dataset = creel.wrap(Declared(names(folder)))
+    loader = torch.utils.data.DataLoader(
+        dataset, BATCH, num_workers=workers, persistent_workers=workers > 0
+    )
+    list(loader)
+    it = iter(loader)
+    first = rows([next(it)])
+    for i in range(N):
+        in_place(folder / f"{i:02}", content(i, 1))
+    ahead = BATCH * (1 + 2 * workers)  # torch has asked its workers for as much, at most
+    assert rows(list(it))[ahead - BATCH :] == expected(folder)[ahead:]
+    assert first == [content(i, 0) for i in range(BATCH)]
+    assert rows(list(loader)) == expected(folder)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_deleted_file_is_not_served(folder: Path, workers: int) -> None:
+    loader = creel.DataLoader(creel.FileDataset(names(folder)), BATCH, num_workers=workers)
+    list(loader)
+    (folder / "13").unlink()
+    with pytest.raises(FileNotFoundError, match="13"):
+        list(loader)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(("recheck", "seen"), [("epoch", True), ("open", False), ("never", False)])
+def test_the_setting_says_when_a_change_is_noticed(folder: Path, recheck: str, seen: bool) -> None:
+    def loader() -> creel.DataLoader[Any]:
+        dataset = creel.FileDataset(names(folder))
+        return creel.DataLoader(dataset, BATCH, creel={"loader.recheck": recheck})
+
+    first = loader()
+    old = rows(list(first))
+    in_place(folder / "07", content(7, 1))
+    assert (rows(list(first)) == expected(folder)) is seen
+    assert (rows(list(first)) == old) is not seen
+    assert (rows(list(loader())) == expected(folder)) is (recheck != "never")
+
+
+def test_what_did_not_change_is_not_read_again(daemon: Running, folder: Path) -> None:
+    for p in folder.iterdir():  # out of the moment in which a second write might not show
+        os.utime(p, ns=(0, 0))
+    loader = creel.DataLoader(creel.FileDataset(names(folder)), BATCH)
+    list(loader)
+    list(loader)  # whatever was written a moment before it was read first
+    before = reads(daemon)
+    for i in (3, 8):
+        in_place(folder / f"{i:02}", content(i, 1))
+    list(loader)
+    list(loader)
+    assert before + 2 <= reads(daemon) <= before + 4
