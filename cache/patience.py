@@ -121,22 +121,28 @@ class Patience:
     backoff_s: float = 0.1
     backoff_max_s: float = 5.0
 
-    def pauses(self) -> Iterator[float]:
-        """Seconds to wait before each further try, until tries or time are used up."""
-        end, pause_s = time.monotonic() + self.deadline_s, self.backoff_s
+    def pauses(self, began: float) -> Iterator[float]:
+        """Seconds to wait before each further try, until tries or time are used up.
+
+        began: when the first try did, by `time.monotonic`.
+        """
+        end, pause_s = began + self.deadline_s, self.backoff_s
         for _ in range(self.attempts - 1):
             if time.monotonic() + pause_s > end:
                 return
             yield pause_s
             pause_s = min(2 * pause_s, self.backoff_max_s)
 
-    def again(self, job: Callable[[], T], error: Exception, uri: str) -> T:
+    def again(self, job: Callable[[], T], error: Exception, uri: str, began: float) -> T:
         """Do `job`, whose first try ended in `error`, as often as patience lasts.
+
+        began: when the first try did, by `time.monotonic`.
 
         Raises:
             Exception: the last try's; `error` itself where it is of no use to try again.
         """
-        if self.attempts <= 1 or not transient(error):
+        left_s = began + self.deadline_s - time.monotonic()
+        if self.attempts <= 1 or left_s <= 0 or not transient(error):
             raise error
         _tell(error, uri, self.deadline_s)
 
@@ -146,7 +152,7 @@ class Patience:
         retried: Callable[[], T] = _retry()(
             on=transient,
             attempts=self.attempts - 1,
-            timeout=self.deadline_s,
+            timeout=left_s,
             wait_initial=self.backoff_s,
             wait_max=self.backoff_max_s,
             wait_jitter=self.backoff_s,

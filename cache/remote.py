@@ -11,6 +11,7 @@ import errno
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -27,11 +28,14 @@ T = TypeVar("T")
 ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
 #: Versions asked for at a time: each is a round trip, hardly any bytes.
 _AT_ONCE = 32
+_S3_TRIES = 3  # pyarrow's AwsStandardS3RetryStrategy, which a client made from options has
 #: Bytes per second below which an answer that does come counts as none.
 _SLOWEST_BPS = 16 << 10
 #: Who answers HEAD like this may well answer GET: others' methods, addresses signed for GET alone.
 _NO_HEAD = frozenset({400, 403, 405, 501})
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+#: Of an empty file there is no first byte.
+_NO_SUCH_RANGE = 416
+_RANGE = re.compile(r"bytes (\d+)-.*")
 
 
 def open_store(uri: str, deadline_s: float = 30.0) -> Store:
@@ -41,9 +45,9 @@ def open_store(uri: str, deadline_s: float = 30.0) -> Store:
     """
     scheme = uri.partition("://")[0].lower()
     if scheme in ARROW:
-        return _ArrowStore(uri)
+        return _ArrowStore(uri, deadline_s)
     if scheme in {"http", "https"}:
-        return _HttpStore(uri, deadline_s)
+        return HttpStore(uri, deadline_s)
     return _FsspecStore(uri, deadline_s)
 
 
@@ -85,15 +89,37 @@ def _each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exceptio
 # --- pyarrow ----------------------------------------------------------------------------------
 
 
+def arrow_of(uri: str, deadline_s: float) -> tuple[Any, str]:
+    """pyarrow's file system of an address, and the path there.
+
+    S3's client gives up a request after `deadline_s` without an answer, all its own tries
+    together; that of Google does not try again for longer. An address cannot say so, but what a
+    pickle of the client says can be changed.
+    """
+    from pyarrow import fs
+
+    system, path = fs.FileSystem.from_uri(uri)
+    if not isinstance(system, getattr(fs, "S3FileSystem", ())) and not isinstance(
+        system, getattr(fs, "GcsFileSystem", ())
+    ):
+        return system, path
+    told: Any = system.__reduce__()
+    make, (options,) = told
+    limits = {
+        "connect_timeout": deadline_s / _S3_TRIES,
+        "request_timeout": deadline_s / _S3_TRIES,
+        "retry_time_limit": timedelta(seconds=deadline_s),
+    }
+    return make(options | {k: v for k, v in limits.items() if k in options}), path
+
+
 class _ArrowStore:
     """pyarrow.fs: one client for a scheme and host. Opening asks for the size (HEAD), then GET."""
 
-    def __init__(self, uri: str) -> None:
-        from pyarrow import fs
-
+    def __init__(self, uri: str, deadline_s: float) -> None:
         parts = urlsplit(uri)
         query = f"?{parts.query}" if parts.query else ""
-        self._fs, _ = fs.FileSystem.from_uri(f"{parts.scheme}://{parts.netloc}/{query}")
+        self._fs, _ = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s)
         self._prefix = "" if parts.scheme in {"hdfs", "viewfs"} else _bucket(parts.netloc)
 
     def _path(self, uri: str) -> str:
@@ -175,7 +201,7 @@ def _tag(headers: Mapping[str, str], size: int | None) -> str:
 # --- http -------------------------------------------------------------------------------------
 
 
-class _HttpStore:
+class HttpStore:
     """http(s): one request an object, by fsspec's session, so that its settings hold.
 
     An object that is all of a file is asked for as a whole, so that one which has grown is seen;
@@ -210,7 +236,7 @@ class _HttpStore:
             async def one(uri: str) -> int | Exception:
                 async with gate:
                     try:
-                        return await self._head(uri)
+                        return await self._version(uri)
                     except Exception as e:  # noqa: BLE001  aiohttp raises what it likes
                         return e
 
@@ -256,17 +282,33 @@ class _HttpStore:
         data: bytes = await asyncio.wait_for(r.read(), late_s)
         return data
 
-    async def _head(self, uri: str) -> int:
-        async with await self._send("HEAD", uri, {}) as r:
-            if r.status not in _NO_HEAD:
-                return self._told(r, uri)
-        async with await self._send("GET", uri, {"Range": "bytes=0-0"}) as r:
-            return version.UNKNOWN if r.status == 416 else self._told(r, uri)
+    def nbytes(self, uri: str) -> int | None:
+        """Bytes of a file; None where the server does not tell."""
 
-    def _told(self, r: Any, uri: str) -> int:
-        self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
-        tag = _tag(r.headers, _size_of(r))
+        async def ask() -> int | None:
+            size = await self._ask(uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None)
+            return size[1]
+
+        found: int | None = self._do(ask)
+        return found
+
+    async def _version(self, uri: str) -> int:
+        headers, size = await self._ask(uri, lambda r: r.status in _NO_HEAD)
+        tag = _tag(headers, size)
         return version.of_tag(tag) if tag else version.UNKNOWN
+
+    async def _ask(
+        self, uri: str, lacks: Callable[[Any], bool]
+    ) -> tuple[Mapping[str, str], int | None]:
+        """What HEAD tells of a file; where that `lacks` something, a GET of next to nothing."""
+        async with await self._send("HEAD", uri, {}) as r:
+            if not lacks(r):
+                self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
+                return r.headers, _size_of(r)
+        async with await self._send("GET", uri, {"Range": "bytes=0-0"}) as r:
+            if r.status != _NO_SUCH_RANGE:
+                self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
+            return r.headers, _size_of(r)
 
     async def _send(self, method: str, uri: str, headers: Mapping[str, str]) -> Any:
         options = dict(self._fs.kwargs)
@@ -281,9 +323,9 @@ def _size_of(r: Any) -> int | None:
     """Bytes of the whole file, as far as an answer tells."""
     if r.headers.get("Content-Encoding", "identity") != "identity":
         return None
-    if r.status == 206:
-        span = _RANGE.fullmatch(r.headers.get("Content-Range", ""))
-        return int(span[3]) if span and span[3] != "*" else None
+    if r.status in {206, _NO_SUCH_RANGE}:
+        total = r.headers.get("Content-Range", "").rpartition("/")[2]
+        return int(total) if total.isdecimal() else None
     length = r.headers.get("Content-Length", "")
     return int(length) if length.isdecimal() else None
 
@@ -305,6 +347,7 @@ def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
 
     Raises:
         SourceError: fsspec is not there.
+        ImportError, ValueError: it has no such file system.
     """
     try:
         import fsspec

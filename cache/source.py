@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -171,8 +172,9 @@ class Source:
         """
         found = np.full(len(files), version.MISSING, np.int64)
         uris = self.manifest.addresses(self.manifest.file_rows[:-1][files])
+        began = time.monotonic()
         left = self._ask(uris, np.arange(len(files)), found)
-        for pause_s in self._patience.pauses():
+        for pause_s in self._patience.pauses(began):
             if not len(left):
                 break
             self.counters.count_retry()
@@ -344,7 +346,7 @@ class Source:
             self._check_path(uri)
             read.version[i] = self._local.single(uri, length, part)
         except Exception as e:  # noqa: BLE001  as `_fill`
-            filled = self._fill_again(self._place(row), Run(0, length, [part]), e)
+            filled = self._fill_again(self._place(row), Run(0, length, [part]), e, time.monotonic())
             if filled is not None:
                 read.nbytes[i], read.version[i] = length, filled.version
             return False
@@ -356,21 +358,20 @@ class Source:
         done: list[Filled | None] = []
         while len(done) < len(runs):
             seconds: list[float] = []
-            opens, at = 0, len(done)
+            opens, at, start = 0, len(done), time.monotonic()
             try:
-                start = time.perf_counter()
                 for filled in self._store(place.uri).fill(place, runs[at:]):
-                    now = time.perf_counter()
+                    now = time.monotonic()
                     seconds.append(now - start)
                     start, opens = now, opens + filled.opens
                     done.append(filled)
             except Exception as e:  # noqa: BLE001  stores raise what they like
-                done.append(self._fill_again(place, runs[len(done)], e))
+                done.append(self._fill_again(place, runs[len(done)], e, start))
             read = sum(run.length for run in runs[at : at + len(seconds)])
             self.counters.count_reads(read, seconds, opens)
         return done
 
-    def _fill_again(self, place: Place, run: Run, error: Exception) -> Filled | None:
+    def _fill_again(self, place: Place, run: Run, error: Exception, began: float) -> Filled | None:
         """Patience for the one run that failed; None if it was not read in the end."""
 
         def once(store: Store) -> Filled:
@@ -378,7 +379,8 @@ class Source:
             return filled
 
         try:
-            filled = self._patiently(place, once, None if isinstance(error, TornError) else error)
+            first = None if isinstance(error, TornError) else error
+            filled = self._patiently(place, once, first, began)
         except SourceError:
             return None  # counted; the reader of the object will meet the error itself
         self.counters.count_reads(run.length, [], 1)
@@ -390,20 +392,28 @@ class Source:
         return Place(uri, keep=not single, whole=bool(self._whole[row]), least=least)
 
     def _patiently(
-        self, place: Place, job: Callable[[Store], T], error: Exception | None = None
+        self,
+        place: Place,
+        job: Callable[[Store], T],
+        error: Exception | None = None,
+        began: float = 0.0,
     ) -> T:
-        """Do `job`, again while errors may pass; `error` is how a first try went already.
+        """Do `job`, again while errors may pass.
+
+        `error` is how a first try went already, which began then (`time.monotonic`).
 
         Raises:
             SourceError: and nothing else; it was counted.
         """
         try:
             if error is None:
+                began = time.monotonic()
                 try:
                     return job(self._store(place.uri))
                 except Exception as e:  # noqa: BLE001  stores raise what they like
                     error = e
-            return self._patience.again(lambda: self._once_more(place, job), error, place.uri)
+            again = partial(self._once_more, place, job)
+            return self._patience.again(again, error, place.uri, began)
         except Exception as e:
             told = source_error(e, place.uri)
             self.counters.count_error(told)

@@ -20,6 +20,7 @@ from creel.cache.patience import public
 from creel.cache.source import Source
 from creel.errors import ConfigError, SourceError
 from creel.loader.reading import foreign, take, take_address
+from creel.loader.storage import patience
 
 #: A sample is whatever the person's transform makes of it.
 Sample: TypeAlias = Any
@@ -158,7 +159,7 @@ class CreelDataset(Dataset[Sample]):
     def _source(self) -> Source:
         # Guarded by the process: descriptors and clients are not shared with a forked worker.
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), Source.open(self.manifest)
+            self._opened = os.getpid(), Source(self.manifest, patience())
         return self._opened[1]
 
     def raw(self) -> Raw | None:

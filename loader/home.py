@@ -14,6 +14,7 @@ from torch.utils.data._utils.collate import default_collate
 
 from creel.config import Config
 from creel.errors import ConfigError
+from creel.loader import storage
 from creel.loader.bench import Bench
 from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
 from creel.loader.follow import samples_in
@@ -57,6 +58,7 @@ class Home:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.pid = os.getpid()
         self.config = settings(loader.creel)
+        storage.use(self.config.fetch)
         self.bench = Bench()
         self.ring = Ring()  # here, as an epoch's first batches would each cost their pages again
         self.meter = Meter()

@@ -29,6 +29,7 @@ from creel.loader.modes import modes
 from creel.loader.pinner import Pinner
 from creel.loader.pool import Pool
 from creel.loader.samplers import before
+from creel.loader.stages import StallWarning
 from creel.loader.step import Step
 from creel.loader.worker import Outfit
 
@@ -42,10 +43,6 @@ _log = logging.getLogger("creel.loader")
 
 #: How often a wait without an end looks up.
 _LOOK_S = 5.0
-
-
-class StallWarning(UserWarning):
-    """A batch does not come, and this is where it hangs."""
 
 
 class OwnIter(Step, _MultiProcessingDataLoaderIter):
@@ -340,7 +337,8 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         waits_for = self._task_info[self._rcvd_idx][0]
         while True:
             self._raise_if_dead()
-            left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else _LOOK_S
+            look_s = min(_LOOK_S, self._tell_after_s)
+            left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else look_s
             event = pool.next_event(max(left, 0.0))
             if isinstance(event, Batch):
                 if event.tag == self._tag:

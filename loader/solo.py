@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,17 +20,21 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
+from creel.cache.board import ABSENT
+from creel.cache.patience import public
 from creel.loader.gather import Gatherer
 from creel.loader.home import Course, Home, collates_plainly
 from creel.loader.samplers import before
+from creel.loader.stages import StallWarning
 from creel.loader.step import Step
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
     from creel.loader.feed import Feed
     from creel.loader.reading import Lease
-    from creel.loader.session import Session
 
+
+_log = logging.getLogger("creel.loader")
 
 #: Batches up to this are assembled by the trainer whatever `num_workers`: 2 MB are copied in
 #: 0.2 ms; having another process do it took 0.9 ms (benchmarks/cost_per_batch.py, tokens x 256).
@@ -57,8 +63,10 @@ class Reader:
         self._meter = home.meter
         self._ring = home.ring
         self._wait_s = home.config.loader.wait_s
+        self._tell_after_s = home.config.loader.hung_s
         self._gatherer: Gatherer | None = None
         self._gathers: Feed | None = None  # whose rows
+        self._told = False
         feed = course.feed
         self._dataset = fetcher.dataset
         self._collating = [0]  # when the batch's collation began
@@ -72,7 +80,7 @@ class Reader:
         feed = self._course.feed
         if feed is None:
             return self._fetch(index, None)
-        if step < 0 or not (feed.session.ready(step) or self._wait(feed.session, step)):
+        if step < 0 or not (feed.session.ready(step) or self._wait(feed, i, step)):
             return self._fetch(index, feed.binding.counting())
         stamp = feed.session.hold(step)
         if stamp < 0:
@@ -106,16 +114,35 @@ class Reader:
             return None  # assigned since the epoch began
         return self._gatherer
 
-    def _wait(self, session: Session, step: int) -> bool:
+    def _wait(self, feed: Feed, i: int, step: int) -> bool:
         """Whether the step's objects are pinned; if not, what the table says may be void."""
-        start = time.monotonic_ns()
-        ready = session.wait(step, self._wait_s)
+        session, start = feed.session, time.monotonic_ns()
+        quiet_s = min(self._wait_s, self._tell_after_s)
+        ready = session.wait(step, quiet_s)
         waited = time.monotonic_ns() - start
+        if not ready and session.alive and waited >= quiet_s * 1e9:
+            left_s = self._wait_s - quiet_s
+            self._tell(feed, i, quiet_s, left_s)
+            ready = left_s > 0 and session.wait(step, left_s)
+            waited = time.monotonic_ns() - start
         if ready or session.alive:
             self._meter.source_ns += waited
         else:
             self._meter.daemon_ns += waited
         return ready
+
+    def _tell(self, feed: Feed, i: int, waited_s: float, left_s: float) -> None:
+        """Say once per epoch what a long wait is for."""
+        if self._told:
+            return
+        self._told = True
+        ids = feed.ids(self._course.skipped + i)
+        absent = ids[feed.session.table.offset[ids] == ABSENT]
+        what = public(feed.binding.manifest.location(int(absent[0]))[0]) if len(absent) else "it"
+        then = f"up to {left_s:g} s more" if left_s > 0 else "then it is read directly"
+        text = f"no batch for {waited_s:g} s: waiting for the daemon to read {what}; {then}"
+        _log.warning(text)
+        warnings.warn(text, StallWarning, stacklevel=2)
 
     def _fetch(self, index: Any, lease: Lease | None) -> Any:
         """As torch does, and counted."""

@@ -28,6 +28,10 @@ CAUSE_OF = {READING: "decode", SENDING: "collate", WAITING: "source", COLLATING:
 Times: TypeAlias = tuple[int, int, int, int, int, int]
 
 
+class StallWarning(UserWarning):
+    """A batch does not come, and this is where it hangs."""
+
+
 def divide(times: Times, since: int, until: int) -> tuple[int, int, int, int]:
     """A wait for a batch by cause: ns of source, decode, collate, daemon.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.manifest import UNKNOWN
 from creel.cache.patience import Patience, public, source_error
-from creel.cache.remote import ARROW, open_store
+from creel.cache.remote import ARROW, HttpStore, arrow_of, fsspec_of, open_store
 from creel.cache.stores import Place, Store
-from creel.errors import ConfigError, CreelError, NotFoundError
+from creel.config import Config
+from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
+from creel.settings import Fetch
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -115,7 +118,7 @@ def read_all(address: str) -> bytes:
     if not scheme_of(address):
         with open(address, "rb") as f:  # noqa: PTH123  a Path for each sample costs
             return f.read()
-    return _patiently(address, 0, UNKNOWN)
+    return _read(address, 0, UNKNOWN)
 
 
 def read_range(address: str, offset: int, nbytes: int) -> bytes:
@@ -124,7 +127,7 @@ def read_range(address: str, offset: int, nbytes: int) -> bytes:
         with Path(address).open("rb") as f:
             f.seek(offset)
             return f.read(nbytes)
-    return _patiently(address, offset, nbytes)
+    return _read(address, offset, nbytes)
 
 
 def nbytes_of(address: str) -> int:
@@ -143,8 +146,9 @@ def nbytes_of(address: str) -> int:
         if not path.is_file():
             raise NotFoundError(f"there is no file {address}")
         return path.stat().st_size
+    ask = _arrow_nbytes if scheme in ARROW else _fsspec_nbytes
     with _plainly(address):
-        size = _arrow_nbytes(address) if scheme in ARROW else _fsspec_nbytes(address)
+        size = _patiently(address, lambda: ask(address))
     if size is None:
         raise ConfigError(f"the storage does not tell the size of {public(address)}")
     return size
@@ -173,19 +177,22 @@ def _store(address: str) -> Store:
     key = (os.getpid(), scheme_of(address), urlsplit(address).netloc)
     with _lock:
         if key not in _stores:
-            _stores[key] = open_store(address)
+            _stores[key] = open_store(address, patience().deadline_s)
         return _stores[key]
 
 
-def _patiently(address: str, offset: int, length: int) -> bytes:
-    def read() -> bytes:
-        return _store(address).read(Place(address), offset, length)
-
+def _patiently(address: str, job: Callable[[], R]) -> R:
+    began = time.monotonic()
     try:
-        try:
-            return read()
-        except Exception as e:  # noqa: BLE001  stores raise what they like
-            return Patience().again(read, e, address)
+        return job()
+    except Exception as e:  # noqa: BLE001  stores raise what they like
+        return patience().again(job, e, address, began)
+
+
+def _read(address: str, offset: int, length: int) -> bytes:
+    place = Place(address)
+    try:
+        return _patiently(address, lambda: _store(address).read(place, offset, length))
     except Exception as e:
         raise source_error(e, address) from e
 
@@ -193,7 +200,7 @@ def _patiently(address: str, offset: int, length: int) -> bytes:
 def _arrow_nbytes(address: str) -> int | None:
     from pyarrow import fs
 
-    system, path = fs.FileSystem.from_uri(address)
+    system, path = arrow_of(address, patience().deadline_s)
     info = system.get_file_info(path)
     if info.type is fs.FileType.NotFound:
         raise FileNotFoundError(errno.ENOENT, "not found", address)
@@ -201,6 +208,9 @@ def _arrow_nbytes(address: str) -> int | None:
 
 
 def _fsspec_nbytes(address: str) -> int | None:
+    store = _store(address)
+    if isinstance(store, HttpStore):  # fsspec takes whatever fails for a file that is not there
+        return store.nbytes(address)
     system, path = _fsspec(address)
     size = system.info(path).get("size")
     return None if size is None else int(size)
@@ -208,14 +218,36 @@ def _fsspec_nbytes(address: str) -> int | None:
 
 def _fsspec(address: str) -> tuple[Any, str]:  # fsspec has no types
     try:
-        import fsspec
-    except ImportError as e:
+        return fsspec_of(address, patience().deadline_s)
+    except SourceError as e:
         raise ConfigError(f"{public(address)} needs fsspec: pip install 'creel[http]'") from e
-    try:
-        system, path = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as e:
         raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
-    return system, path
+
+
+# --- how long it may take ---------------------------------------------------------------------
+
+_settings: Fetch | None = None
+
+
+def use(settings: Fetch) -> None:
+    """Reads and questions of this process have the patience of these settings from now on."""
+    global _settings  # noqa: PLW0603  one for the process: a dataset is read by whoever holds it
+    if settings != _settings:
+        _settings = settings
+        with _lock:
+            _stores.clear()
+
+
+def patience() -> Patience:
+    """That of the settings in use: a loader's, else those of environment and files."""
+    if _settings is None:
+        try:
+            use(Config.load()[0].fetch)
+        except ConfigError:  # the loader says so; `creel.read` alone reads as by default
+            use(Fetch())
+    told = _settings or Fetch()
+    return Patience(told.attempts, told.deadline_s, told.backoff_s, told.backoff_max_s)
 
 
 # --- listings ---------------------------------------------------------------------------------
@@ -255,8 +287,9 @@ def list_remote(root: str) -> Listed:
         SourceError: it fails.
     """
     scheme = scheme_of(root)
+    listed = _list_arrow if scheme in ARROW else _list_fsspec
     with _plainly(root):
-        return in_walk_order(_list_arrow(root) if scheme in ARROW else _list_fsspec(root))
+        return _patiently(root, lambda: in_walk_order(listed(root)))
 
 
 def in_walk_order(found: Iterable[tuple[str, int]]) -> Listed:
@@ -292,7 +325,7 @@ def unescape(root: str, name: str) -> str:
 def _list_arrow(root: str) -> Iterator[tuple[str, int]]:
     from pyarrow import fs
 
-    system, base = fs.FileSystem.from_uri(root)
+    system, base = arrow_of(root, patience().deadline_s)
     cut = len(base.rstrip("/")) + 1
     for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
         if info.type is fs.FileType.File:
@@ -303,9 +336,16 @@ def _list_fsspec(root: str) -> Iterator[tuple[str, int]]:
     system, base = _fsspec(root)
     http = scheme_of(root) in {"http", "https"}
     base = base.rstrip("/") + "/"
-    for name, info in system.find(base, detail=True).items():
+    missing_only = {"on_error": _unless_missing} if http else {}
+    for name, info in system.find(base, detail=True, **missing_only).items():
         size = info.get("size")
         inner = name[len(base) :]
         # A web page's links hold more than the folder: its parents, ways to sort it.
         if inner and name.startswith(base) and not (http and {"?", "#"} & set(inner)):
             yield unquote(inner) if http else inner, UNKNOWN if size is None else int(size)
+
+
+def _unless_missing(error: Exception) -> None:
+    """Of a folder that cannot be listed: fsspec would leave it out, whatever the reason."""
+    if not isinstance(error, FileNotFoundError):
+        raise error

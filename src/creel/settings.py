@@ -151,7 +151,7 @@ class Loader(_Section, frozen=True):
         Meta(
             gt=0,
             extra=_SECONDS,
-            description="a worker that is silent this long is named in a warning",
+            description="what a batch waits for is named in a warning after this long",
         ),
     ] = 60.0
     recheck: Annotated[

@@ -26,8 +26,8 @@ from squares import Pids, Squares, pids
 import creel
 from creel.cache.slots import SlotReader
 from creel.loader import iterate
-from creel.loader.iterate import StallWarning
 from creel.loader.pool import Pool
+from creel.loader.stages import StallWarning
 from kit import descriptors, gone, stopped, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]

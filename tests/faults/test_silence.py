@@ -1,0 +1,107 @@
+"""A server that accepts and never answers: whoever asks it is told so, and in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import creel
+from creel.errors import CreelError, SourceError
+from creel.loader import storage
+from creel.loader.client import Client
+from creel.loader.stages import StallWarning
+from creel.settings import Fetch
+
+pytest.importorskip("aiohttp")
+pytestmark = [pytest.mark.faults, pytest.mark.system, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Its address."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request of this process has 0.3 s."""
+    monkeypatch.setattr(storage, "_stores", {})
+    monkeypatch.setattr(storage, "_settings", Fetch(deadline_s=0.3, attempts=5, backoff_s=0.01))
+
+
+QUESTIONS: dict[str, Callable[[str], object]] = {
+    "read": lambda url: creel.read(f"{url}/x"),
+    "open": lambda url: creel.open(f"{url}/x"),
+    "size": lambda url: storage.nbytes_of(f"{url}/x"),
+    "listing": storage.list_remote,
+    "index": creel.ImageFolder,
+    "folder": creel.FileDataset,
+    "sizes": lambda url: creel.FileDataset([f"{url}/x", f"{url}/y"], nbytes=True),
+    "sample": lambda url: creel.FileDataset([f"{url}/x"])[0],
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("what", QUESTIONS)
+def test_every_request_has_the_deadline(silent: str, what: str) -> None:
+    with pytest.raises(CreelError) as told:
+        QUESTIONS[what](silent)
+    assert silent.rpartition("/")[2] in str(told.value)  # the host, by its port
+    assert "there is no" not in str(told.value)
+
+
+_S3 = """
+import socket, sys
+from creel.cache.remote import open_store
+from creel.cache.stores import Place
+try:
+    open_store("s3://bucket/x", 0.6).read(Place("s3://bucket/x"), 0, -1)
+except OSError as e:
+    print("NETWORK" in str(e))
+"""
+
+
+def test_a_silent_s3_is_given_up(silent: str) -> None:
+    """In a process of its own: the client lives as long as that, threads and all."""
+    env = os.environ | {
+        "AWS_ENDPOINT_URL": silent,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    command = [sys.executable, "-c", _S3]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "True\n"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_wait_is_named_and_ends_in_an_error(
+    silent: str, daemon_name: str, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr(storage, "_stores", {})
+    monkeypatch.setattr(storage, "_settings", None)
+    settings = {
+        "daemon.name": daemon_name,
+        "fetch.deadline_s": 1.5,
+        "loader.hung_s": 0.3,
+    }
+    dataset = creel.FileDataset([f"{silent}/{i}" for i in range(4)], nbytes=[5] * 4)
+    loader = creel.DataLoader(dataset, batch_size=2, num_workers=workers, creel=settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(SourceError, match=silent):
+            list(loader)
+    stalls = [str(w.message) for w in told if issubclass(w.category, StallWarning)]
+    assert len(stalls) == 1
+    assert f"waiting for the daemon to read {silent}/" in stalls[0] or (
+        workers and "waiting for the daemon" in stalls[0]
+    )
+    with Client.connect(daemon_name, "cli") as client:
+        client.ask("stop")
