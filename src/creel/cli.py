@@ -86,14 +86,31 @@ def _client(context: click.Context) -> Iterator[Client]:
     try:
         client = Client.connect(name, "cli")
     except NoDaemonError as e:
-        raise NoDaemonError(
-            f"no daemon named {name!r} runs for you: start one with `creel run`, or just train"
-            " (the first DataLoader starts its own)"
-        ) from e
+        raise NoDaemonError(_no_daemon(name)) from e
     try:
         yield client
     finally:
         client.close()
+
+
+def _no_daemon(name: str) -> str:
+    """Why none answers, and what to do about it."""
+    from creel.addresses import elsewhere, first_address
+    from creel.peers import holder
+
+    uid = holder(first_address(name))
+    if uid not in {None, os.getuid()}:
+        return f"user {uid} holds the address of your daemon {name!r}: choose another daemon.name"
+    if pids := elsewhere(name):
+        return (
+            f"no daemon named {name!r} sees the files that you see here, but one runs elsewhere"
+            f" (process {', '.join(map(str, pids))}, in a container or a job with its own mounts):"
+            " ask from inside of it, as by docker exec, srun --overlap or nsenter -m"
+        )
+    return (
+        f"no daemon named {name!r} runs for you: start one with `creel run`, or just train (the"
+        " first DataLoader starts its own)"
+    )
 
 
 # --- run, stop --------------------------------------------------------------------------------
