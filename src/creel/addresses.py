@@ -19,7 +19,7 @@ from pathlib import Path
 
 from creel.errors import NoDaemonError, UnavailableError
 from creel.messages import desk_address
-from creel.peers import holder, listening, peer_of, view_of
+from creel.peers import bound, holder, peer_of, view_of
 
 _SECRET = "creel-secret"  # noqa: S105  the name of a file
 
@@ -69,8 +69,9 @@ def taken(name: str, uid: int | None) -> NoDaemonError:
 def elsewhere(name: str) -> list[int]:
     """Pids of this user's daemons of that name that see other files than this process."""
     found = []
-    prefix = f"\0creel/{os.getuid()}/{name}/"
-    for address in listening(prefix):
+    before, after = desk_address(os.getuid(), name, "*").split("*")
+    ours = {first_address(name), second_address(name)}
+    for address in set(bound(before, after)) - ours:
         kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as knocking:
             knocking.connect(address)

@@ -133,10 +133,10 @@ def _bound() -> dict[str, int]:
     return found
 
 
-def listening(prefix: str) -> list[str]:
-    """Abstract SOCK_SEQPACKET addresses that begin with `prefix`; [] where nobody knows."""
+def bound(prefix: str, suffix: str) -> list[str]:
+    """Abstract SOCK_SEQPACKET addresses that begin and end so; [] where nobody knows."""
     with suppress(OSError, ValueError):
-        return sorted(address for address in _bound() if address.startswith(prefix))
+        return sorted(a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
     return []
 
 
