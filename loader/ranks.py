@@ -19,7 +19,7 @@ _LAUNCHERS = (
     ("MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),  # MVAPICH 3 and later
     ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI, Cray
 )
-#: Steps of Slurm from here on are no srun of the person's: a batch script, an interactive shell, ...
+#: Steps from here on are no srun: a batch script, an interactive shell, external processes.
 _SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: SLURM_PENDING_STEP - 2 and the like
 
 
