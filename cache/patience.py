@@ -33,6 +33,11 @@ _QUIET_S = 60.0  # between two lines about one storage: a server that is down fa
 _SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&\s'\"]*")
 #: What stands where a port would, and is none: a password that has a slash in it.
 _NO_PORT = re.compile(r":(?!\d*$)[^\]]*$")
+#: Bytes as Python shows them, perhaps in a text that was shown so itself; and what is left of them.
+_QUOTED_BYTES = re.compile(r"\bb(\\*['\"]).*\1", re.DOTALL)
+_NEWLINES = re.compile(r"\\+n")
+_ESCAPED = re.compile(r"(?:\\+(?:x[0-9a-f]{2}|u[0-9a-f]{4}))+")
+_MOST_TEXT = 300
 
 _told: dict[str, float] = {}  # when each storage was last spoken of
 
@@ -95,7 +100,20 @@ def source_error(error: Exception, uri: str) -> SourceError:
         return type(error)(error.errno or 0, error.strerror or "", shown)
     number, reason = _reason(error)
     kind = SourceNotFoundError if number == errno.ENOENT else SourceError
-    return kind(number, _SECRET.sub(r"\1...", reason.replace(uri, public(uri))), public(uri))
+    reason = _SECRET.sub(r"\1...", reason.replace(uri, public(uri)))
+    return kind(number, legible(reason), public(uri))
+
+
+def legible(text: str) -> str:
+    """One line of words, of at most 300 characters: libraries quote what a server sent.
+
+    >>> legible("Bad status line:\\n\\n  b'\\\\xff\\\\x00binary'\\n  ^"), legible("caf\\udce9")
+    ('Bad status line: ... ^', 'caf?')
+    """
+    text = _ESCAPED.sub("?", _NEWLINES.sub(" ", _QUOTED_BYTES.sub("...", text)))
+    plain = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+    line = " ".join(plain.split())
+    return line if len(line) <= _MOST_TEXT else f"{line[: _MOST_TEXT - 3]}..."
 
 
 def _reason(error: Exception) -> tuple[int, str]:

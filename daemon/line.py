@@ -32,6 +32,7 @@ from creel.messages import (
     decode,
     decode_frames,
     encode,
+    line_address,
 )
 
 _MESSAGES = 64  # a turn, so that a flood leaves room for everybody else
@@ -41,7 +42,7 @@ _MAX_FRAME = 128 << 20  # a client sends pieces of 4 MB
 class Line:
     """The ROUTER socket."""
 
-    def __init__(self, address: str, host: Host, desk: Desk, context: zmq.Context[Any]) -> None:
+    def __init__(self, host: Host, desk: Desk, context: zmq.Context[Any]) -> None:
         self._host = host
         self._desk = desk
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -51,13 +52,8 @@ class Line:
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
         _only_own_uid(self._socket)
         self.malformed = 0
-        try:
-            self._socket.bind(address)
-            self.address = address
-        except zmq.ZMQError:
-            # Somebody sits there (anybody may bind an abstract name); clients learn ours anyway.
-            self.address = f"{address}-{secrets.token_hex(8)}"
-            self._socket.bind(self.address)
+        self.address = line_address(os.getuid(), secrets.token_hex(16))
+        self._socket.bind(self.address)
         self.fd = int(self._socket.getsockopt(zmq.FD))
 
     def turn(self) -> bool:
@@ -159,5 +155,4 @@ def _checked(session: Session, message: Extend, arrays: list[NDArray[Any]]) -> l
 def _only_own_uid(socket_: zmq.Socket[bytes]) -> None:
     """Have libzmq turn other users away (where it was built so; tokens guard in any case)."""
     with contextlib.suppress(zmq.ZMQError, AttributeError):
-        for uid in {os.getuid(), 0}:
-            socket_.setsockopt(zmq.IPC_FILTER_UID, uid)
+        socket_.setsockopt(zmq.IPC_FILTER_UID, os.getuid())

@@ -17,7 +17,6 @@ import secrets
 import select
 import socket
 import stat
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +38,7 @@ from creel.messages import (
     decode,
     encode,
 )
+from creel.peers import peer_of, why_apart
 
 log = logging.getLogger("creel.local")
 
@@ -169,11 +169,10 @@ class Desk:
 
     def _admit(self, sock: socket.socket, now: float) -> None:
         sock.setblocking(False)
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        pid, uid, _ = struct.unpack("3i", raw)
+        pid, uid = peer_of(sock)
         # Who is refused takes no place of those who are served: other users may knock, too.
         waiting = sum(c.refusal is not None for c in self._connections.values())
-        refusal = self._refusal(uid, len(self._connections) - waiting)
+        refusal = self._refusal(sock, uid, len(self._connections) - waiting)
         self.refused += refusal is not None
         if refusal is not None and waiting >= _REFUSALS:
             sock.close()
@@ -182,9 +181,14 @@ class Desk:
         self._connections[sock.fileno()] = connection
         self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
 
-    def _refusal(self, uid: int, served: int) -> Refused | None:
-        if uid not in {0, self._uid}:
+    def _refusal(self, sock: socket.socket, uid: int, served: int) -> Refused | None:
+        if uid != self._uid:  # root, too: this daemon reads with its own user's rights
             return Refused(f"this daemon serves user {self._uid} alone: start one of your own")
+        if why := why_apart(sock):
+            return Refused(
+                f"this daemon cannot tell that you see the same files ({why}):"
+                " start one of your own"
+            )
         if served >= self._limit:
             reason = f"{self._limit} clients are connected, which is the limit"
             return Refused(f"{reason}: raise daemon.max_connections", retry_after=5.0)

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from creel.addresses import first_address, second_address, taken
 from creel.config import Config
 from creel.daemon import metrics
 from creel.daemon.line import Line
@@ -33,7 +34,7 @@ from creel.daemon.node import BEAT_S, Node
 from creel.daemon.notify import Notify
 from creel.daemon.takeover import made_way
 from creel.errors import ConfigError, CreelError, UnavailableError
-from creel.messages import desk_address, line_address
+from creel.peers import holder
 
 log = logging.getLogger("creel.main")
 
@@ -42,6 +43,7 @@ _TICK_S = 0.25
 _DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm are patient for longer
 _LAST_WORD_S = 0.1  # so that who asked for the end gets an answer
 _CALLS = 256  # results taken a turn, so that clients and heartbeat get their turn too
+_TRIES, _TRY_S = 10, 0.05  # of an address whose holder is not known
 _SWITCH_S = 0.0005  # fetch threads hold the interpreter for microseconds; never let them for 5 ms
 
 
@@ -67,7 +69,7 @@ class Daemon:
             UnavailableError: another daemon of this name serves this user already.
             ConfigError: settings that cannot be met here.
         """
-        name, uid = config.daemon.name, os.getuid()
+        name = config.daemon.name
         self._config = config
         self._flags = {**(flags or {}), "daemon.name": name}
         self._embedded = embedded
@@ -86,8 +88,12 @@ class Daemon:
         self._alone_since: float | None = None
         self._watched = 0.0
         self.node = Node(config, call_soon=self.call_soon, send=self._send, embedded=embedded)
-        self.desk = self._bind(desk_address(uid, name))
-        self.line = Line(line_address(uid, name), self.node, self.desk, self._context)
+        try:
+            self.desk = self._bind(name)
+        except BaseException:
+            self.node.close()
+            raise
+        self.line = Line(self.node, self.desk, self._context)
         self._epoll.register(self.line.fd, select.EPOLLIN)
         self.node.line_address = self.line.address
         self.node.stop = self.stop
@@ -100,17 +106,47 @@ class Daemon:
             self.close()
             raise
 
-    def _bind(self, address: str) -> Desk:
-        limit, name = self._config.daemon.max_connections, self._config.daemon.name
+    def _bind(self, name: str) -> Desk:
+        """Listen at the first address, or at the second where another user holds that one."""
+        first = first_address(name)
+        desk = self._listen(name, first)
+        if desk is not None:
+            return desk
+        holding = holder(first)
+        second = second_address(name, make=True)
+        desk = None if second is None else self._listen(name, second)
+        if desk is None:
+            raise taken(name, holding)
+        log.warning("user %s holds this daemon's address: it listens at a second one", holding)
+        return desk
+
+    def _listen(self, name: str, address: str) -> Desk | None:
+        """The desk at this address; None where another user holds it.
+
+        Raises:
+            UnavailableError: our own daemon does.
+        """
+        if not self._embedded and made_way(address):
+            log.info("an embedded daemon named %r made way; it goes with its last client", name)
+        for _ in range(_TRIES):
+            desk = self._desk_at(address)
+            if desk is not None:
+                return desk
+            uid = holder(address)
+            if uid == os.getuid():
+                raise UnavailableError(f"a daemon named {name!r} serves you already")
+            if uid is not None:
+                return None
+            time.sleep(_TRY_S)  # it may have ended just now
+        return None
+
+    def _desk_at(self, address: str) -> Desk | None:
         try:
-            if not self._embedded and made_way(address):
-                log.info("an embedded daemon named %r made way; it goes with its last client", name)
-            return Desk(address, self.node, self._epoll, limit=limit)
+            return Desk(address, self.node, self._epoll, limit=self._config.daemon.max_connections)
         except OSError as e:
-            self.node.close()
-            if e.errno != errno.EADDRINUSE:
-                raise
-            raise UnavailableError(f"a daemon named {name!r} serves you already") from e
+            if e.errno == errno.EADDRINUSE:
+                return None
+            raise
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Have the loop thread run this; callable from any thread."""

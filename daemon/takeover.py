@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from typing import Any
 
 import zmq
@@ -26,6 +25,7 @@ from creel.messages import (
     decode,
     encode,
 )
+from creel.peers import peer_of
 
 _PATIENCE_S = 2.0
 
@@ -47,8 +47,7 @@ def made_way(address: str) -> bool:
 
 def _greet(desk: socket.socket, address: str) -> Welcome | None:
     desk.connect(address)
-    raw = desk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    if struct.unpack("3i", raw)[1] != os.getuid():
+    if peer_of(desk).uid != os.getuid():
         return None
     desk.send(encode(Hello(PROTOCOL, "cli", os.getpid(), "")))
     body, fds, _, _ = socket.recv_fds(desk, MAX_BODY, 4, socket.MSG_CMSG_CLOEXEC)

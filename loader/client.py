@@ -10,6 +10,7 @@ False) and its descriptors are closed, so that the daemon sees the parent's deat
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
 
+from creel.addresses import second_address
 from creel.cache.arena import ArenaView
 from creel.cache.board import Board, Table
 from creel.cache.manifest import Manifest
@@ -37,6 +39,7 @@ from creel.loader.packets import (
     M,
     check_owner,
     close_all,
+    default_name,
     exchange,
     map_arena,
     resolve,
@@ -62,6 +65,7 @@ from creel.messages import (
     decode,
     encode,
 )
+from creel.peers import holder
 
 if TYPE_CHECKING:
     import zmq
@@ -115,6 +119,20 @@ class Client:
             UnavailableError: the daemon refuses us, and says why; or cannot be understood.
         """
         where = resolve(address)
+        try:
+            return cls._connect(where, role, token, timeout_s)
+        except NoDaemonError:
+            # Another user may hold the first address, or have held it when our daemon started.
+            named = not address.startswith(("@", "\0"))
+            second = second_address(address or default_name()) if named else None
+            if second is None:
+                raise
+            with contextlib.suppress(NoDaemonError):
+                return cls._connect(second, role, token, timeout_s)
+            raise
+
+    @classmethod
+    def _connect(cls, where: str, role: str, token: str, timeout_s: float) -> Client:
         shown = where.replace(chr(0), "@")
         desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -405,9 +423,15 @@ def _check_threads() -> None:
 def _knock(desk: socket.socket, where: str, timeout_s: float) -> None:
     """Connect; a daemon with a full backlog is there, so that is waited for and no failure."""
     deadline = time.monotonic() + timeout_s
+    asked = False
     while error := desk.connect_ex(where):
         if error != errno.EAGAIN or time.monotonic() > deadline:
             raise OSError(error, os.strerror(error))
+        if not asked and (uid := holder(where)) not in {None, os.getuid()}:
+            raise NoDaemonError(
+                f"user {uid} sits at {where.replace(chr(0), '@')} and does not answer"
+            )
+        asked = True
         time.sleep(0.005)
 
 

@@ -8,21 +8,20 @@ everybody connects to the winner.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
 
 import msgspec
 
+from creel.addresses import first_address, runtime_folder, startable, taken
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client import Client
-from creel.loader.packets import resolve
+from creel.peers import holder
 
 log = logging.getLogger("creel.embed")
 
@@ -56,19 +55,16 @@ def connect_or_start(
             start.close()
 
 
-def _answers(name: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as desk:
-        desk.setblocking(False)
-        return desk.connect_ex(resolve(name)) in (0, errno.EAGAIN)
-
-
 def _connect_or_start(config: Config, role: str, start: Start | None) -> Client:
     name = config.daemon.name
     try:
         return Client.connect(name, role)
-    except NoDaemonError:
+    except NoDaemonError as e:
         if not config.loader.embed:
             raise
+        uid = holder(first_address(name))
+        if uid not in {None, os.getuid()} and runtime_folder() is None:
+            raise taken(name, uid) from e
     start = start or Start(config)
     try:
         deadline = time.monotonic() + _START_S
@@ -116,11 +112,9 @@ def start_early(config: Config) -> Start | None:
     """A daemon on its way up, when one will be needed and none answers; None otherwise."""
     if config.loader.disable or not config.loader.embed:
         return None
-    if _answers(config.daemon.name):
-        return None
     try:
-        return Start(config)
-    except OSError:
+        return Start(config) if startable(config.daemon.name) else None
+    except (UnavailableError, OSError):
         return None  # whoever needs it will hear why
 
 

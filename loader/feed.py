@@ -26,6 +26,7 @@ from creel.loader.base import CreelDataset, Ids
 from creel.loader.client import Client
 from creel.loader.embed import Start, connect_or_start, start_early
 from creel.loader.follow import Followed, Given, indices_of
+from creel.loader.ranks import job_name, rank_and_world
 from creel.loader.session import Session
 
 if TYPE_CHECKING:
@@ -272,27 +273,6 @@ def open_feed(binding: Binding, config: Config) -> Feed | None:
         _log.warning("creel reads directly, without a cache: %s", e)
         return None
     return Feed(client, session, binding, config.daemon.name)
-
-
-def job_name() -> str:
-    """What names this training run: torchrun's or Slurm's id, else nothing."""
-    env = os.environ
-    if run := env.get("TORCHELASTIC_RUN_ID"):
-        return run
-    job = env.get("SLURM_JOB_ID", "")
-    return f"{job}.{env['SLURM_STEP_ID']}" if job and "SLURM_STEP_ID" in env else job
-
-
-def rank_and_world() -> tuple[int, int]:
-    """(rank, world) as torch.distributed or torchrun's environment has them."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    try:
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        return 0, 1
 
 
 #: After a failure to reach or start a daemon, seconds until it is tried again.

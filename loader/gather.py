@@ -69,7 +69,8 @@ class _Shelf:
             # Private: what a fork of this process sees of a batch stays as it was, as torch's does.
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = self._kind.from_buffer(memory)
-        buffer.memory, buffer.back = memory, self._back
+        buffer.memory = memory
+        buffer.back = self._back
         return buffer
 
 
@@ -85,7 +86,8 @@ def _lent(size: int) -> Any:
         if free is not None:
             free.append(self.memory)
 
-    return type("Lent", (ctypes.c_char * size,), {"__del__": ended})
+    # Ctrl-C may come before a lease has its memory: then `back` gives nothing.
+    return type("Lent", (ctypes.c_char * size,), {"__del__": ended, "back": lambda _: None})
 
 
 class Gatherer:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from typing import TypeVar
 
+from creel.addresses import first_address
 from creel.cache.arena import ArenaView
 from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
 from creel.messages import (
@@ -18,9 +18,9 @@ from creel.messages import (
     Registered,
     Welcome,
     decode,
-    desk_address,
     encode,
 )
+from creel.peers import known_apart, peer_of
 
 M = TypeVar("M", Welcome, Registered, Opened)
 
@@ -34,14 +34,17 @@ def default_name() -> str:
 
 
 def resolve(address: str = "") -> str:
-    """The desk's abstract address for a daemon's name, an address ("@..."), or "" (the default).
+    """The desk's first abstract address for a daemon's name, an address ("@..."), or "".
+
+    Raises:
+        UnavailableError: there is no telling which files this process sees.
 
     >>> resolve("@x/desk")
     '\\x00x/desk'
     """
     if address.startswith(("@", "\0")):
         return "\0" + address[1:]
-    return desk_address(os.getuid(), address or default_name())
+    return first_address(address or default_name())
 
 
 def exchange(
@@ -80,11 +83,20 @@ def map_arena(fds: list[int], nbytes: int) -> ArenaView:
 
 
 def check_owner(desk: socket.socket, where: str) -> None:
-    """Anybody may bind an abstract address: talk to our own daemon, or to root's."""
-    raw = desk.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", raw)
-    if uid not in {0, os.getuid()}:
-        raise NoDaemonError(f"user {uid} sits at {where.replace(chr(0), '@')}: not talking to it")
+    """Anybody may bind an abstract address: talk to a daemon of our own user alone.
+
+    Nor to one that is known to see other files. Where this process may not look at the daemon, the
+    daemon must have looked at this process: it refuses whom it cannot look at.
+
+    Raises:
+        NoDaemonError: that is somebody else's process, or sees other files.
+    """
+    pid, uid = peer_of(desk)
+    shown = where.replace(chr(0), "@")
+    if uid != os.getuid():
+        raise NoDaemonError(f"user {uid} sits at {shown}: not talking to it")
+    if known_apart(pid):
+        raise NoDaemonError(f"who sits at {shown} sees other files than this process")
 
 
 def sealed_copy(data: bytes) -> int:

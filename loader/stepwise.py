@@ -27,7 +27,8 @@ from torch.utils.data import get_worker_info
 from creel.config import Config
 from creel.errors import UnavailableError
 from creel.forks import at_fork
-from creel.loader.feed import client_of, job_name, rank_and_world
+from creel.loader.feed import client_of
+from creel.loader.ranks import job_name, rank_and_world
 from creel.loader.reading import hearing, leasing
 
 if TYPE_CHECKING:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,10 +27,12 @@ _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (docs/cli.md)."""
     color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
+    told: dict[str, Any] = {}
     try:
-        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color)
+        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=told)
     except click.ClickException as e:
         e.show()
+        _tell_error(told, e.format_message())
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
@@ -37,8 +41,17 @@ def main(args: list[str] | None = None) -> int:
         return 0
     except CreelError as e:
         click.secho(f"creel: {e}", err=True, fg="red", color=color)
+        _tell_error(told, str(e))
         return _exit_code(e)
     return code if isinstance(code, int) else 0
+
+
+def _tell_error(told: dict[str, Any], why: str) -> None:
+    """For who asked for JSON and reads standard output alone."""
+    if told.get("json"):
+        from creel import cli_view
+
+        cli_view.print_json({"error": why}, line=True)
 
 
 def _exit_code(error: CreelError) -> int:
@@ -56,13 +69,37 @@ def creel(context: click.Context, name: str | None) -> None:
 
     Training needs none of this: the first creel.DataLoader starts a daemon by itself.
     """
-    context.obj = {"daemon.name": name}
+    context.obj["flags"] = {"daemon.name": name}
 
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object (docs/cli.md).")
+def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    context.obj["json"] = value
+    return value
+
+
+class _Seconds(click.FloatRange):
+    """A pause one can sleep: neither nan, which is in every range, nor inf."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return seconds
+
+
+_as_json = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    is_eager=True,
+    callback=_note_json,
+    help="One JSON object (docs/cli.md).",
+)
 _interval = click.option(
     "--interval",
-    type=click.FloatRange(0.1),
+    type=_Seconds(0.1, 86_400),
     default=1.0,
     show_default=True,
     help="Seconds between.",
@@ -72,7 +109,7 @@ _interval = click.option(
 def _config(context: click.Context, **flags: object) -> Config:
     from creel.config import Config
 
-    return Config.load({**context.obj, **flags})[0]
+    return Config.load({**context.obj["flags"], **flags})[0]
 
 
 @contextmanager
@@ -86,14 +123,31 @@ def _client(context: click.Context) -> Iterator[Client]:
     try:
         client = Client.connect(name, "cli")
     except NoDaemonError as e:
-        raise NoDaemonError(
-            f"no daemon named {name!r} runs for you: start one with `creel run`, or just train"
-            " (the first DataLoader starts its own)"
-        ) from e
+        raise NoDaemonError(_no_daemon(name)) from e
     try:
         yield client
     finally:
         client.close()
+
+
+def _no_daemon(name: str) -> str:
+    """Why none answers, and what to do about it."""
+    from creel.addresses import elsewhere, first_address
+    from creel.peers import holder
+
+    uid = holder(first_address(name))
+    if uid not in {None, os.getuid()}:
+        return f"user {uid} holds the address of your daemon {name!r}: choose another daemon.name"
+    if pids := elsewhere(name):
+        return (
+            f"no daemon named {name!r} sees the files that you see here, but one runs elsewhere"
+            f" (process {', '.join(map(str, pids))}, in a container or a job with its own mounts):"
+            " ask from inside of it, as by docker exec, srun --overlap or nsenter -m"
+        )
+    return (
+        f"no daemon named {name!r} runs for you: start one with `creel run`, or just train (the"
+        " first DataLoader starts its own)"
+    )
 
 
 # --- run, stop --------------------------------------------------------------------------------
@@ -116,8 +170,8 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
     if not command:
         return cli_run.serve(_config(context, **{"memory.budget": memory}))
     cli_run.check_command(command[0])
-    if context.obj["daemon.name"] is None:
-        context.obj["daemon.name"] = f"run-{os.getpid()}"
+    if context.obj["flags"]["daemon.name"] is None:
+        context.obj["flags"]["daemon.name"] = f"run-{os.getpid()}"
     return cli_run.around(_config(context, **{"memory.budget": memory}), command)
 
 
@@ -231,6 +285,8 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     """
     from creel import cli_view
 
+    if target.endswith(".py") and not Path(target).is_file():  # before seconds of importing torch
+        raise ConfigError(f"there is no script {target}")
     try:
         from creel.loader import verify as verification
     except ModuleNotFoundError as e:
@@ -304,7 +360,7 @@ def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
     from creel import cli_view
     from creel.config import Config
 
-    loaded, origins = Config.load(context.obj)
+    loaded, origins = Config.load(context.obj["flags"])
     values = loaded.flat()
     if as_json:
         settings = {k: {"value": v, "origin": origins[k]} for k, v in values.items()}

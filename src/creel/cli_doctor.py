@@ -144,7 +144,7 @@ def _daemon(ask: Callable[[str], dict[str, object]]) -> Check:
         return Check("daemon", "bad", str(e), remedy)
     found = f"{told['name']} (pid {told['pid']}, creel {told['version']})"
     if told["version"] != VERSION:
-        remedy = f"this is creel {_version('creel')}: creel stop, and let a new one start"
+        remedy = f"this is creel {VERSION}: creel stop, and let a new one start"
         return Check("daemon", "warn", found, remedy)
     return Check("daemon", "ok", found)
 

@@ -11,6 +11,8 @@ Sizes are bytes and may be written "64GiB" or "100GB"; durations are seconds, or
 from __future__ import annotations
 
 import difflib
+import logging
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -38,6 +40,10 @@ __all__ = [
     "fields",
     "memory_budget",
 ]
+
+
+log = logging.getLogger("creel.config")
+_unreadable: set[Path] = set()  # what was warned of
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +76,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             The settings, and for each dotted key where its value came from.
 
         Raises:
-            ConfigError: an unknown key, a value of the wrong type or range, an unreadable file.
+            ConfigError: an unknown key, a value of the wrong type or range, a file that is no TOML,
+                or that CREEL_CONFIG names and that cannot be read.
         """
         env = os.environ if env is None else env
         values: dict[str, object] = {}
@@ -159,8 +166,8 @@ def memory_budget(memory: Memory, *, total: int, available: int) -> int:
     """
     if memory.budget == "auto":
         wanted = int(memory.share * available)
-    elif memory.budget.endswith("%"):
-        wanted = int(float(memory.budget[:-1]) / 100 * total)
+    elif memory.budget.rstrip().endswith("%"):
+        wanted = int(float(memory.budget.rstrip()[:-1]) / 100 * total)
     else:
         wanted = parse_size(memory.budget)
     if wanted > total:
@@ -184,8 +191,9 @@ def _layers(
     """Everything that was given, weakest first."""
     if (named := env.get(_FILE)) and not _is_file(Path(named).expanduser()):
         raise ConfigError(f"{_FILE} names {named}, and there is no such file: mend or unset it")
+    asked_for = _expanded(named) if named else None
     for path in config_files(env, cwd):
-        yield from _from_file(path)
+        yield from _from_file(path, asked_for=path == asked_for)
     yield from _from_env(env)
     for key, value in flags.items():
         if value is not None:
@@ -196,24 +204,48 @@ def _layers(
 def config_files(env: Mapping[str, str] | None = None, cwd: Path | None = None) -> list[Path]:
     """The configuration files that exist (or are named) and count, weakest first."""
     env = os.environ if env is None else env
-    home = Path(env.get("XDG_CONFIG_HOME") or Path(env.get("HOME") or "~").expanduser() / ".config")
+    home = Path(env.get("XDG_CONFIG_HOME") or _expanded(env.get("HOME") or "~") / ".config")
     found = [path for path in (_SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
     if named := env.get(_FILE):
-        return [*found, Path(named).expanduser()]
-    start = Path.cwd() if cwd is None else cwd
-    project = (folder / "creel.toml" for folder in (start, *start.parents))
+        return [*found, _expanded(named)]
+    project = (folder / "creel.toml" for folder in _folders(cwd))
     return found + [path for path in project if _is_file(path)][:1]
+
+
+def _folders(cwd: Path | None) -> list[Path]:
+    """The working directory and all above it; [] where it is gone, or cannot be reached."""
+    try:
+        start = Path.cwd() if cwd is None else cwd
+    except OSError:
+        return []
+    return [start, *start.parents]
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # nobody knows of a home (a uid without an entry, in a container)
+        return Path(path)
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a folder on the way that we may not enter holds no settings of ours
+    except (OSError, ValueError):  # whatever we cannot look at holds no settings of ours
         return False
 
 
-def _from_file(path: Path) -> Iterator[_Given]:
-    for section, part in _read_toml(path).items():
+def _from_file(path: Path, *, asked_for: bool) -> Iterator[_Given]:
+    try:
+        sections = _read_toml(path)
+    except OSError as e:
+        if asked_for:
+            raise ConfigError(f"{path}: {e.strerror}") from e
+        if path not in _unreadable:  # somebody else's, perhaps: training goes on without it
+            log.warning("the settings in %s are ignored: %s", path, e.strerror)
+        _unreadable.add(path)
+        return
+    for section, part in sections.items():
         if section not in Config.__struct_fields__:
             wanted = _suggest(section, Config.__struct_fields__)
             raise ConfigError(f"{path}: there is no section [{section}]{wanted}")
@@ -232,8 +264,6 @@ def _read_toml(path: Path) -> dict[str, object]:
         import tomli as tomllib
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path} is not TOML: {e}") from e
 
@@ -298,6 +328,7 @@ def _convert(given: _Given) -> object:
     if given.key == "daemon.log_level" and isinstance(value, str):
         value = value.lower()
     try:
+        _check_finite(value)
         return msgspec.convert(value, field.type, strict=not given.text)
     except msgspec.ValidationError as e:
         meta = field.type.__metadata__[0]
@@ -307,6 +338,11 @@ def _convert(given: _Given) -> object:
         raise ConfigError(
             f"{given.origin}: {given.key} = {given.value!r} should be {wanted}: {field.about}"
         ) from e
+
+
+def _check_finite(value: object) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise msgspec.ValidationError("not finite")
 
 
 def _with_unit(given: _Given, field: Field) -> object:

@@ -30,18 +30,20 @@ PROTOCOL = 3
 MAX_BODY = 1 << 20
 
 
-def desk_address(uid: int, name: str) -> str:
+def desk_address(uid: int, name: str, view: str) -> str:
     """Abstract unix address of the desk of user `uid`'s daemon `name`.
 
-    >>> desk_address(7, "default")
-    '\\x00creel/7/default/desk'
+    `view` stands for what its clients see of the file system (`creel.addresses`).
+
+    >>> desk_address(7, "default", "f00d")
+    '\\x00creel/7/default/f00d/desk'
     """
-    return f"\0creel/{uid}/{name}/desk"
+    return f"\0creel/{uid}/{name}/{view}/desk"
 
 
-def line_address(uid: int, name: str) -> str:
-    """ZeroMQ address of the same daemon's line; clients learn it from `Welcome`."""
-    return f"ipc://@creel/{uid}/{name}/line"
+def line_address(uid: int, secret: str) -> str:
+    """ZeroMQ address of a daemon's line; clients learn it from `Welcome`, nobody can guess it."""
+    return f"ipc://@creel/{uid}/line-{secret}"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -237,7 +239,7 @@ def encode(message: Message) -> bytes:
     """Body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), DeskRequest)
-    Hello(protocol=2, role='cli', pid=7, token='')
+    Hello(protocol=3, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 

@@ -26,7 +26,8 @@ class Memory(_Section, frozen=True):
         str,
         Meta(
             extra={"like": "a budget"},
-            pattern=r"^(auto|\d+(\.\d+)?\s*(%|[kKMGTP]?i?B?))$",
+            # What units.parse_size takes, in capitals or not; a share; "auto".
+            pattern=r"^(auto|\s*(\d+(\.\d+)?|\.\d+)\s*(%|([kKmMgGtTpP][iI]?)?[bB]?)\s*)$",
             description='"auto", a size ("64GiB") or a share of the node\'s memory ("50%")',
         ),
     ] = "auto"

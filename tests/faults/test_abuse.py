@@ -26,8 +26,9 @@ from creel.cache.board import COUNTER, COUNTER_NAMES, DONE, READY, TRUNCATED, WA
 from creel.cache.manifest import Manifest
 from creel.errors import NoDaemonError, SourceError, UnavailableError
 from creel.loader.client import Client
+from creel.loader.packets import resolve
 from creel.loader.session import Session
-from creel.messages import PROTOCOL, Hello, Register, Truncate, desk_address, encode
+from creel.messages import PROTOCOL, Hello, Register, Truncate, encode
 from kit import daemon_of, gone, knock, nothing_left, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
@@ -275,7 +276,7 @@ def test_a_full_backlog_is_no_missing_daemon(embedded: str, paths: list[str]) ->
         while True:
             caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             held.append(caller)
-            if caller.connect_ex(desk_address(os.getuid(), embedded)):
+            if caller.connect_ex(resolve(embedded)):
                 break
         threading.Timer(0.3, daemon.resume).start()
         with Client.connect(embedded, "cli") as client:
@@ -308,7 +309,7 @@ def _noise(name: str, stop: threading.Event) -> None:
     import zmq
 
     rng = random.Random(3)
-    where = desk_address(os.getuid(), name)
+    where = resolve(name)
     context = zmq.Context()
     with Client.connect(name, "trainer") as client, context.socket(zmq.DEALER) as line:
         line.linger = 0

@@ -55,6 +55,27 @@ def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
     until(lambda: gone(pid), what="the daemon ends")
 
 
+def test_a_working_directory_that_is_gone_is_no_obstacle(
+    daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch does not look at it; nor do the settings' search and the daemon's start need it."""
+    (tmp_path / "0.raw").write_bytes(b"x")
+    (tmp_path / "gone").mkdir()
+    options = {"daemon.name": daemon_name, "daemon.linger_s": 0.2, "memory.budget": "16MiB"}
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path / "gone")
+        (tmp_path / "gone").rmdir()
+        files: Any = creel.FileDataset(tmp_path, "*.raw", decode=bytes)
+        loader = creel.DataLoader(files, collate_fn=list, creel=options)
+        assert list(loader) == [[b"x"]]
+        client = feed._clients.pop((os.getpid(), daemon_name))
+    assert client is not None
+    assert client.ask("stats")["ranks"][0]["direct_reads"] == 0
+    pid = client.daemon_pid
+    client.close()
+    until(lambda: gone(pid), what="the daemon ends")
+
+
 def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
     start = start_early(config(daemon_name))
     client = connect_or_start(config(daemon_name), start=start)

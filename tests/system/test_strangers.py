@@ -36,7 +36,6 @@ from creel.messages import (
     Truncate,
     Wait,
     encode,
-    line_address,
 )
 from kit import knock, until
 
@@ -287,8 +286,8 @@ def test_no_frame_on_the_line_hurts_the_daemon(daemon: Running, tmp_path: Path) 
     context = zmq.Context()
     line = context.socket(zmq.DEALER)
     line.linger = 0
-    line.connect(line_address(os.getuid(), daemon.name))
     with daemon.client() as client:
+        line.connect(client._line_address)
         messages = [
             Extend("t" * 32, 1, 0, 0),
             Truncate("t" * 32, 1, 0),
@@ -313,11 +312,13 @@ def test_a_flood_on_the_line_starves_nobody(daemon: Running, tmp_path: Path) -> 
     manifest = folder(tmp_path, [1000] * 40)
     context = zmq.Context()
     stop = threading.Event()
+    with daemon.client("cli") as knowing:
+        address = knowing._line_address
 
     def flood() -> None:
         line = context.socket(zmq.DEALER)
         line.linger = 0
-        line.connect(line_address(os.getuid(), daemon.name))
+        line.connect(address)
         while not stop.is_set():
             with contextlib.suppress(zmq.Again):
                 line.send_multipart([b"x" * 50, b"y"], zmq.DONTWAIT)

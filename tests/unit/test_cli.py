@@ -18,6 +18,7 @@ import pytest
 from creel import cli, cli_doctor, cli_run, cli_view
 from creel.errors import ConfigError, NoDaemonError, UnavailableError
 from creel.loader.client import Client
+from creel.version import VERSION
 
 STATUS: dict[str, Any] = {
     "name": "default",
@@ -105,9 +106,53 @@ def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(
     assert said.out == ""
 
 
+@pytest.mark.usefixtures("nobody")
+@pytest.mark.parametrize(
+    "words, code, says",
+    [
+        (["status", "--json"], 3, "no daemon named 'default' runs for you"),
+        (["stats", "--watch", "--json"], 3, "no daemon named 'default' runs for you"),
+        (["--name", "a b", "doctor", "--json"], 2, "flag --name: daemon.name = 'a b' should be"),
+        (["verify", "--json", "/nonexistent.py"], 2, "there is no script /nonexistent.py"),
+        (["warm", "--json"], 2, "Missing argument"),
+    ],
+)
+def test_who_asks_for_json_is_told_of_a_failure_in_json(
+    words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words) == code
+    said = capsys.readouterr()
+    told = json.loads(said.out)
+    assert told["schema"] == 1
+    assert told["error"].startswith(says)
+    assert says in said.err
+
+
+def test_a_script_that_is_not_there_is_found_out_without_torch() -> None:
+    code = (
+        "import sys; from creel import cli;"
+        "assert cli.main(['verify', '/nonexistent.py']) == 2;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_checkout_without_an_installation_knows_its_version(
+    daemon: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATUS, "version", "0.0.1")
+    monkeypatch.setattr(cli_doctor, "_version", lambda _: "-")  # no metadata there
+    check = cli_doctor._daemon(daemon.ask)
+    assert f"this is creel {VERSION}:" in check.remedy
+    daemon.close()
+
+
 @pytest.mark.parametrize(
     "words",
-    ["bogus", "status --bogus", "stats --interval 0", "warm", "verify", "config", "top"],
+    [
+        *("bogus", "status --bogus", "stats --interval 0", "warm", "verify", "config", "top"),
+        *("stats --interval nan", "stats --interval inf", "top --interval nan"),
+    ],
 )
 def test_wrong_usage_is_2(words: str) -> None:
     assert cli.main(words.split()) == 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +146,70 @@ def test_a_file_that_is_no_text_or_may_not_be_read_is_an_error(home: Path) -> No
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not TOML"):
         load(home)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.ELOOP, errno.EIO])
+def test_a_file_that_was_found_and_cannot_be_read_is_left_out_and_told_once(
+    home: Path, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody else's, perhaps, in a folder above. One that was asked for must be readable."""
+    path = home / "project/creel.toml"
+    path.write_text("[fetch]\nthreads = 3\n")
+    read = Path.read_text
+
+    def fails(self: Path, *args: Any, **kwargs: Any) -> str:
+        if self == path:
+            raise OSError(number, os.strerror(number), str(self))
+        return read(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", fails)
+    for _ in range(2):
+        assert load(home)[0] == Config()
+    (said,) = caplog.messages
+    assert said == f"the settings in {path} are ignored: {os.strerror(number)}"
+    with pytest.raises(ConfigError, match=os.strerror(number)):
+        load(home, CREEL_CONFIG=str(path))
+
+
+def test_a_working_directory_that_is_gone_has_no_project_file(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "home/creel/config.toml").write_text("[fetch]\nthreads = 3\n")
+    monkeypatch.chdir(home / "project/deep")
+    (home / "project/deep").rmdir()
+    config, _ = Config.load(None, {"XDG_CONFIG_HOME": str(home / "home")})
+    assert config.fetch.threads == 3
+
+
+def test_nobody_needs_a_home_or_a_whole_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        raise RuntimeError(f"Could not determine home directory: {path}")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert Config.load(None, {}, cwd=home)[0] == Config()
+    (home / "creel.toml").symlink_to("creel.toml")
+    assert Config.load(None, {}, cwd=home)[0] == Config()
+
+
+@pytest.mark.parametrize(
+    "text", ["4gb", "4 GB", " 4GB ", "4gib", "4G", ".5kb", "4096", "4iB", "4 XB"]
+)
+def test_a_budget_is_written_like_any_other_size(home: Path, text: str) -> None:
+    try:
+        nbytes = parse_size(text)
+    except ConfigError:
+        with pytest.raises(ConfigError):
+            load(home, CREEL_MEMORY__BUDGET=text)
+    else:
+        budget = load(home, CREEL_MEMORY__BUDGET=text)[0].memory
+        if nbytes >= 1 << 20:
+            assert memory_budget(budget, total=1 << 60, available=0) == nbytes
+
+
+def test_a_number_without_end_is_no_setting(home: Path) -> None:
+    for value in (float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="should be a number above 0"):
+            load(home, {"loader.wait_s": value})
 
 
 def test_unknown_flags_are_errors_and_none_means_not_given(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 
@@ -77,3 +78,13 @@ def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(read)
     os.close(write)
+
+
+def test_a_lease_that_was_interrupted_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between a buffer and its memory: what `__del__` raises is told on standard error."""
+    unraised: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", unraised.append)
+    lent = gather._lent(64)()
+    del lent
+    gc.collect()
+    assert not unraised

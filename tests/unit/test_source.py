@@ -211,6 +211,22 @@ class _Flaky(LocalStore):
         return super().single(uri, length, part)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_server_sent_is_not_in_the_error(seed: int) -> None:
+    """aiohttp quotes bytes it did not expect, fsspec the quotation."""
+    junk = np.random.default_rng(seed).bytes(400)
+    for text in (
+        f"400, message={f'Bad status line:{chr(10)}  {junk[:99]!r}{chr(10)}  ^'!r}, url='http://h/x'",
+        junk.decode("ascii", "surrogateescape"),
+        junk.decode("latin-1"),
+    ):
+        said = source_error(OSError(text), "http://h/x").strerror or ""
+        assert len(said) <= 300
+        assert said.isprintable()
+        assert "\\x" not in said
+    assert "Bad status line" in (source_error(OSError("Bad status line"), "").strerror or "")
+
+
 class _HttpError(Exception):
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP {status}")

@@ -1,0 +1,139 @@
+"""Where a person's daemons listen, and how their clients find them.
+
+The first address follows from uid, daemon's name and what the process sees of the file system, so
+that whoever would read other files finds, or starts, another daemon. Anybody may bind it, though.
+Where another user has, a second address has a secret in it, which lies where only its owner can
+read (XDG_RUNTIME_DIR).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from creel.errors import NoDaemonError, UnavailableError
+from creel.messages import desk_address
+from creel.peers import bound, holder, peer_of, view_of
+
+_SECRET = "creel-secret"  # noqa: S105  the name of a file
+
+
+def first_address(name: str) -> str:
+    """The desk of this user's daemon of that name, for processes that see the files we see.
+
+    Raises:
+        UnavailableError: there is no telling which files this process sees.
+    """
+    return desk_address(os.getuid(), name, _digest())
+
+
+def second_address(name: str, *, make: bool = False) -> str | None:
+    """The desk where another user holds the first address; None where there is no secret.
+
+    Args:
+        make: make the secret where there is none.
+
+    Raises:
+        UnavailableError: as `first_address`.
+    """
+    folder = runtime_folder()
+    secret = None if folder is None else _secret(folder / _SECRET, make=make)
+    return None if secret is None else desk_address(os.getuid(), name, _digest(secret))
+
+
+def runtime_folder() -> Path | None:
+    """XDG_RUNTIME_DIR where nobody else can read or write there; else None."""
+    named = os.environ.get("XDG_RUNTIME_DIR")
+    with suppress(OSError, ValueError):
+        folder = Path(named or "")
+        if folder.is_absolute() and _is_private(folder.stat(), stat.S_ISDIR):
+            return folder
+    return None
+
+
+def taken(name: str, uid: int | None) -> NoDaemonError:
+    """What to say where user `uid` holds the first address, and there is no second one."""
+    who = "somebody" if uid is None else f"user {uid}"
+    return NoDaemonError(
+        f"{who} holds the address of your daemon {name!r}, and XDG_RUNTIME_DIR names no folder of"
+        " yours alone for another one: choose another daemon.name"
+    )
+
+
+def elsewhere(name: str) -> list[int]:
+    """Pids of this user's daemons of that name that see other files than this process."""
+    found = []
+    before, after = desk_address(os.getuid(), name, "*").split("*")
+    ours = {first_address(name), second_address(name)}
+    for address in set(bound(before, after)) - ours:
+        kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as knocking:
+            knocking.connect(address)
+            peer = peer_of(knocking)
+            if peer.uid == os.getuid():
+                found.append(peer.pid)
+    return found
+
+
+def startable(name: str) -> bool:
+    """Whether nobody sits where a daemon of that name would.
+
+    Raises:
+        UnavailableError: as `first_address`.
+    """
+    uid = holder(first_address(name))
+    if uid in {None, os.getuid()}:
+        return uid is None
+    second = second_address(name)
+    return runtime_folder() is not None and (second is None or holder(second) is None)
+
+
+def _digest(secret: str = "") -> str:
+    try:
+        seen = view_of()
+    except OSError as e:
+        raise UnavailableError(
+            f"creel needs /proc to know which daemon sees the same files: {e}"
+        ) from e
+    return hashlib.blake2b(f"{seen}{secret}".encode(), digest_size=8).hexdigest()
+
+
+def _secret(path: Path, *, make: bool) -> str | None:
+    """What only this user knows; None where there is no such file, or others could know it."""
+    with suppress(OSError):
+        if make and not path.exists():
+            _make_secret(path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if _is_private(os.fstat(fd), stat.S_ISREG):
+                return os.read(fd, 64).hex() or None
+        finally:
+            os.close(fd)
+    return None
+
+
+def _make_secret(path: Path) -> None:
+    """Whole or not at all; whoever comes second finds the first one's."""
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(fd, secrets.token_hex(16).encode())
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        os.close(fd)
+        draft.unlink()
+
+
+def _is_private(status: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    return (
+        bool(is_kind(status.st_mode))
+        and status.st_uid == os.getuid()
+        and not status.st_mode & 0o077
+    )

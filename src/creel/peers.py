@@ -1,0 +1,162 @@
+"""Who is at the other end of a unix socket, and whether it sees the same files as this process.
+
+A path names a file only together with a mount namespace and a root directory, and a uid a person
+only together with a user namespace. Abstract addresses belong to a network namespace, which
+processes with different files may share (Slurm's job_container, PrivateTmp, containers on the
+host's network). What tells such processes apart is asked of the kernel, never of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+#: (device, inode) of mount namespace, user namespace and root directory. None: this kernel has no
+#: such file, for any process.
+View: TypeAlias = tuple[tuple[int, int] | None, ...]
+
+_SEEN = ("ns/mnt", "ns/user", "root")
+_SO_PEERPIDFD = 77  # Linux 6.5 (asm-generic/socket.h); Python has no name for it
+
+# linux/sock_diag.h, linux/unix_diag.h: ask the kernel about one socket.
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_UDIAG_SHOW_UID = 0x40  # Linux 5.3
+_UNIX_DIAG_UID = 7
+_DIAG_HEADER_NBYTES = 32  # nlmsghdr (16) and unix_diag_msg (16)
+
+
+class Peer(NamedTuple):
+    """The process that connected, or listened, as this process would name it."""
+
+    pid: int  # 0 where it is in a PID namespace that cannot be seen from here
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Who is at the other end, as the kernel noted it then (SO_PEERCRED)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return Peer(pid, uid)
+
+
+def view_of(pid: int | str = "self") -> View:
+    """What decides which files a process sees under a path.
+
+    Raises:
+        OSError: the process may not be looked at, or is gone; or there is no /proc.
+    """
+    seen = tuple(_identity(f"/proc/{pid}/{name}") for name in _SEEN)
+    Path(f"/proc/{pid}").stat()  # its files are missing, too, once it is gone
+    return seen
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = Path(path).stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def known_apart(pid: int) -> bool:
+    """Whether this process is known to see other files than we do."""
+    with suppress(OSError):
+        return view_of(pid) != view_of()
+    return False
+
+
+def why_apart(connection: socket.socket) -> str:
+    """Why the peer cannot be trusted to see the files that we see; "" where it is known to.
+
+    A process that ended may have handed its connection on, and its pid may be another's by now:
+    so it must still be there after it was looked at, where the kernel can tell.
+    """
+    pid = peer_of(connection).pid
+    if pid == 0:
+        return "it is in another PID namespace"
+    try:
+        if Path("/proc/self").readlink().name != str(os.getpid()):
+            return "/proc is that of another PID namespace"
+        pidfd = _pidfd_of(connection)
+        try:
+            same = view_of(pid) == view_of()
+            ended = pidfd >= 0 and bool(select.select([pidfd], [], [], 0)[0])
+        finally:
+            if pidfd >= 0:
+                os.close(pidfd)
+    except OSError as e:
+        return f"process {pid} cannot be looked at: {e.strerror}"
+    if ended:
+        return f"process {pid} has ended"
+    return "" if same else f"process {pid} has another mount or user namespace, or root directory"
+
+
+def _pidfd_of(connection: socket.socket) -> int:
+    """A descriptor of exactly the process that is at the other end; -1 before Linux 6.5."""
+    try:
+        raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
+    except OSError as e:
+        if e.errno in {errno.ENOPROTOOPT, errno.EOPNOTSUPP}:
+            return -1
+        raise  # it has ended
+    return int(struct.unpack("i", raw)[0])
+
+
+def holder(address: str) -> int | None:
+    """Uid of who has bound this abstract SOCK_SEQPACKET address; None: nobody, or nobody knows."""
+    kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as knocking:
+        knocking.connect(address)
+        return peer_of(knocking).uid
+    # It does not listen, or its backlog is full. The kernel knows whose it is all the same.
+    with suppress(OSError, ValueError, struct.error):
+        inode = _bound().get(address)
+        return None if inode is None else _owner(inode)
+    return None
+
+
+def _bound() -> dict[str, int]:
+    """Inodes of all abstract SOCK_SEQPACKET addresses of this network namespace."""
+    found = {}
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        words = line.split(maxsplit=7)
+        # Of its connections, which have the name, too, none is in state 1, "unconnected".
+        if words[4:6] == ["0005", "01"] and len(words) == 8 and words[7].startswith("@"):
+            found["\0" + words[7][1:]] = int(words[6])
+    return found
+
+
+def bound(prefix: str, suffix: str) -> list[str]:
+    """Abstract SOCK_SEQPACKET addresses that begin and end so; [] where nobody knows."""
+    with suppress(OSError, ValueError):
+        return sorted(a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
+    return []
+
+
+def _owner(inode: int) -> int | None:
+    """Uid of the owner of a unix socket, or None where this kernel does not say."""
+    anything = 0xFFFFFFFF  # any state; any cookie
+    request = struct.pack(
+        "=BBHIIIII", socket.AF_UNIX, 0, 0, anything, inode, _UDIAG_SHOW_UID, anything, anything
+    )
+    header = struct.pack("=IHHII", 16 + len(request), _SOCK_DIAG_BY_FAMILY, 1, 0, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as diag:
+        diag.settimeout(1.0)
+        diag.send(header + request)
+        answer = diag.recv(8192)
+    if struct.unpack_from("=IH", answer)[1] != _SOCK_DIAG_BY_FAMILY:
+        return None  # an error: it is gone
+    at = _DIAG_HEADER_NBYTES
+    while at + 4 <= len(answer):
+        length, kind = struct.unpack_from("=HH", answer, at)
+        if kind == _UNIX_DIAG_UID:
+            return int(struct.unpack_from("=I", answer, at + 4)[0])
+        at += max(-(-length // 4) * 4, 4)
+    return None

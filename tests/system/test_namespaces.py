@@ -1,0 +1,289 @@
+"""Processes that share a network namespace but see other files, and other users' squatting."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from daemons import Running, folder, plan, read_steps
+
+from creel.addresses import elsewhere, second_address
+from creel.config import Config
+from creel.daemon.host import Host
+from creel.daemon.local import Desk
+from creel.errors import NoDaemonError
+from creel.loader import embed
+from creel.loader.client import Client
+from creel.loader.embed import connect_or_start, start_early
+from creel.loader.packets import resolve
+from creel.messages import PROTOCOL, Hello, encode
+from kit import gone, knock, unique_name, until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+
+def _may_unshare() -> bool:
+    unshare = shutil.which("unshare")
+    return (
+        unshare is not None and not subprocess.run([unshare, "-m", "true"], check=False).returncode
+    )
+
+
+private = pytest.mark.skipif(not _may_unshare(), reason="mount namespaces need root and unshare(1)")
+root = pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
+
+_JOB = """
+import json, os, sys
+from pathlib import Path
+import creel
+path = Path(sys.argv[1])
+for i in range(12):
+    (path / f"{i:02}.raw").write_bytes(f"{sys.argv[2]} {i}".encode())
+if sys.argv[3] == "creel":
+    from creel import DataLoader
+    options = {"creel": {"memory.budget": "16MiB", "daemon.linger_s": 5}}
+else:
+    from torch.utils.data import DataLoader
+    options = {}
+files = creel.FileDataset(path, "*.raw", decode=bytes)
+loader = DataLoader(files, batch_size=3, collate_fn=list, **options)
+from creel.loader import feed
+for epoch in range(2):
+    got = [s.decode() for batch in loader for s in batch]
+    assert sorted(got) == sorted(f"{sys.argv[2]} {i}" for i in range(12)), got
+(client,) = feed._clients.values()
+print(json.dumps([client.daemon_pid, client.ask("stats")["ranks"][0]["direct_reads"]]), flush=True)
+sys.stdin.read()
+"""
+
+
+@private
+def test_two_jobs_with_private_mounts_read_their_own_files(
+    tmp_path: Path, daemon_name: str
+) -> None:
+    """As Slurm's job_container/tmpfs: the same path, other files, one network namespace."""
+    shared = tmp_path / "scratch"
+    shared.mkdir()
+    script = tmp_path / "job.py"
+    script.write_text(_JOB)
+    words = 'mount -t tmpfs none "$1" && exec "$2" "$3" "$1" "$4" creel'
+    command = ["unshare", "-m", "sh", "-c", words, "sh", str(shared), sys.executable, str(script)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    jobs: list[Any] = [subprocess.Popen([*command, name], **pipes) for name in ("first", "second")]
+    try:
+        told = [json.loads(job.stdout.readline()) for job in jobs]
+        # From out here a command says where they are.
+        assert sorted(elsewhere(daemon_name)) == sorted(pid for pid, _ in told)
+        command = [sys.executable, "-m", "creel", "status"]
+        asked = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert asked.returncode == 3
+        assert str(told[0][0]) in asked.stderr
+        there = ["nsenter", "-t", str(told[0][0]), "-m", *command, "--json"]
+        answer = json.loads(subprocess.run(there, stdout=subprocess.PIPE, check=True).stdout)
+        assert answer["pid"] == told[0][0]
+    finally:
+        for job in jobs:
+            job.communicate("")
+    assert told[0][0] != told[1][0]
+    assert [direct for _, direct in told] == [0, 0]
+    for pid, _ in told:
+        until(lambda pid=pid: gone(pid), what="each daemon ends")  # type: ignore[misc]
+
+
+@private
+@pytest.mark.parametrize("apart", [["-m"], ["-U", "-r"]], ids=["mounts", "users"])
+def test_who_sees_other_files_is_refused_at_the_raw_address(
+    daemon_name: str, apart: Sequence[str]
+) -> None:
+    with Running(daemon_name) as daemon:
+        address = resolve(daemon.name)
+        code = f"""
+import socket, sys
+from creel.daemon.host import Host
+from creel.daemon.local import Desk
+from creel.errors import NoDaemonError, UnavailableError
+from creel.loader.client import Client
+for role in ("trainer", "cli"):
+    try:
+        Client.connect({"@" + address[1:]!r}, role)
+    except UnavailableError as e:
+        print(e)
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.connect({address!r})
+s.send({encode(Hello(PROTOCOL, "trainer", 1))!r})
+said, fds, _, _ = socket.recv_fds(s, 1000, 4)
+print(said, fds)
+"""
+        told = subprocess.run(
+            ["unshare", *apart, sys.executable, "-c", code],
+            stdout=subprocess.PIPE, text=True, timeout=60, check=True,
+        ).stdout.splitlines()  # fmt: skip
+        assert len(told) == 3, told
+        for said in told[:2]:
+            assert "sees other files" in said or "cannot tell that you see the same files" in said
+        assert "cannot tell that you see the same files" in told[2]
+        assert told[2].endswith(" []"), "no descriptor of the arena"
+
+
+@root
+def test_a_process_that_may_not_be_looked_at_is_refused(daemon_name: str) -> None:
+    """Even one of the same user: what cannot be verified is not believed."""
+    code = f"""
+import os, socket, sys
+os.chroot("/tmp")
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.connect({resolve(daemon_name)!r})
+s.send({encode(Hello(PROTOCOL, "cli", 1))!r})
+print(s.recv(1000))
+"""
+    with Running(daemon_name):
+        told = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        )
+    assert "or root directory" in told.stdout
+
+
+def test_the_services_sandbox_leaves_it_in_its_users_namespaces() -> None:
+    """What of systemd.exec(5) makes a mount or user namespace would lock all clients out."""
+    unit = (Path(__file__).parents[2] / "deploy/creeld.service").read_text()
+    given = {line.partition("=")[0] for line in unit.splitlines() if "=" in line}
+    making = re.compile(
+        r"Private(Tmp|Devices|Users|Mounts|IPC|Network)|Protect(System|Home|Kernel.*|ControlGroups"
+        r"|Hostname|Proc)|ProcSubset|(ReadWrite|ReadOnly|Inaccessible|Exec|NoExec|Bind.*)Paths"
+        r"|Root.*|Mount.*|Extension.*|TemporaryFileSystem|DynamicUser|NetworkNamespacePath"
+    )
+    assert not [name for name in given if making.fullmatch(name)]
+
+
+# --- another user sits at our address ---------------------------------------------------------
+
+_SQUAT = """
+import os, socket, sys
+os.setuid(65534)
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.bind({address!r})
+if {listens}:
+    s.listen(1)
+kept = []
+if {full}:
+    while True:
+        c = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        kept.append(c)
+        if c.connect_ex({address!r}):
+            break
+print("sits", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def squatter(address: str, how: str) -> Iterator[None]:
+    code = _SQUAT.format(address=address, listens=how != "bound", full=how == "full")
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"sits\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def no_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+
+def config(name: str) -> Config:
+    settings = {"daemon.name": name, "memory.budget": "16MiB", "daemon.linger_s": 0.3}
+    return Config.load(settings)[0]
+
+
+@root
+@pytest.mark.usefixtures("no_second")
+@pytest.mark.parametrize("how", ["bound", "listens", "full"])
+def test_an_address_of_another_user_is_final_and_named(
+    daemon_name: str, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No daemon's start, no waiting for an answer: those took half a minute."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("a daemon is started where none can be")
+
+    monkeypatch.setattr(embed, "_spawn", never)
+    with squatter(resolve(daemon_name), how), caplog.at_level(logging.WARNING, "creel"):
+        assert start_early(config(daemon_name)) is None
+        assert connect_or_start(config(daemon_name)) is None
+        if how != "bound":
+            with pytest.raises(NoDaemonError, match="user 65534 sits"):
+                Client.connect()
+    (said,) = caplog.messages
+    assert "user 65534 holds the address of your daemon" in said
+
+
+@root
+@pytest.mark.parametrize("how", ["bound", "listens", "full"])
+def test_a_second_address_with_a_secret_serves_where_the_first_is_taken(
+    daemon_name: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    (tmp_path / "data").mkdir()
+    manifest = folder(tmp_path / "data", [100] * 10)
+    with squatter(resolve(daemon_name), how):
+        start = start_early(config(daemon_name))
+        assert start is not None
+        client = connect_or_start(config(daemon_name), start=start)
+        assert client is not None
+        with client, Client.connect(daemon_name, "worker", client.token) as worker:
+            session = client.open(client.register(manifest))
+            plan(session, np.arange(10), 5)
+            assert read_steps(worker.attach(session.id), manifest, np.arange(10), 5) == 10
+            assert worker.daemon_pid == client.daemon_pid
+            (secret,) = runtime.iterdir()
+            assert secret.stat().st_mode & 0o777 == 0o600
+    pid = client.daemon_pid
+    until(lambda: gone(pid), what="the daemon ends")
+
+
+def test_a_folder_that_others_may_enter_keeps_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    tmp_path.chmod(0o755)
+    assert second_address("x", make=True) is None
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o700)
+    second = second_address("x", make=True)
+    assert second is not None
+    assert second == second_address("x") != resolve("x")
+    (tmp_path / "creel-secret").chmod(0o644)
+    assert second_address("x") is None
+
+
+def test_root_is_another_user_too() -> None:
+    """A daemon reads with its user's rights, and for that user alone."""
+    address = f"\0{unique_name()}"
+    with select.epoll() as epoll:
+        desk = Desk(address, cast("Host", None), epoll, limit=5)
+        desk._uid = os.getuid() + 1  # the daemon is that user's; we are who calls
+        with knock(address) as caller:
+            caller.send(encode(Hello(PROTOCOL, "trainer", 1)))
+            desk.ready(desk.fd, 0.0)
+            for fd, _ in epoll.poll(10):
+                desk.ready(fd, 0.0)
+            assert b"alone: start one of your own" in caller.recv(1000)
+        desk.close()
