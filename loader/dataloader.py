@@ -185,9 +185,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, object]:
         """Counters of this loader in this process: batches, stalls by cause, direct reads."""
-        home = self._home()
-        more = {"workers_renewed_because": home.bench.unlike, "epochs_wasted": home.bench.wasted}
-        return home.meter.stats() | more
+        return self._home().meter.stats()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _OURS}

@@ -1,8 +1,9 @@
-"""Look ahead through samplers that nobody knows: run a copy of them to its end.
+"""Run a copy of a sampler of the person's own to its end, where the person asked for that.
 
-The user's code runs here, on a copy, with the global generators of torch, numpy and `random` put
-back afterwards. A sampler whose code changes what a copy would share with the original (the
-dataset, module-level state) is left alone; see `outside`.
+The copy runs here and now, with the global generators of torch, numpy and `random` put back
+afterwards. Whatever else its code touches stays touched: a copy shares the dataset and the state of
+modules with the original. So this is done only to samplers that are declared to be foreseeable, or
+under `loader.foresee`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import types
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -27,17 +27,12 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from creel.loader.draws import Dice, clone
-from creel.loader.outside import Watched, reaches_out
 
 _log = logging.getLogger("creel.loader")
 
 #: A longer epoch is not drained (int32: 512 MiB).
 LIMIT = 1 << 27
 
-#: A sampler without a length may be endless: it gets less time.
-_ENDLESS_S = 0.3
-
-_ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
 _REUSABLE: tuple[type, ...] = (
     type(iter([])),
     type(iter(())),
@@ -61,7 +56,7 @@ class Ahead:
         loader: the loader.
         sampler: what it iterates for indices or batches.
         begun: what `iter(sampler)` gave, before anything was pulled; None: begin anew.
-        skip_epochs: 0: the epoch of `begun`; 1: the one after it.
+        next_epoch: the epoch after that of `begun`, not that one.
         keep_seed: no base seed is drawn in between (persistent workers).
         advance: what to add to the copy's epoch in between, where it has one and does not count.
     """
@@ -69,7 +64,7 @@ class Ahead:
     loader: DataLoader[object]
     sampler: Iterable[object]
     begun: Iterator[object] | None
-    skip_epochs: int
+    next_epoch: bool
     keep_seed: bool
     advance: int
 
@@ -81,40 +76,25 @@ def drain(ahead: Ahead, budget_s: float) -> Drained | None:
         ahead: which epoch of which sampler.
         budget_s: seconds all this may take.
     """
-    limit_s = budget_s if hasattr(ahead.sampler, "__len__") else _ENDLESS_S
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + budget_s
     with _undisturbed():
-        # Whatever the user's code raises, here it only means: not foreseeable.
         try:
-            return _drain(ahead, deadline)
-        except Exception:  # noqa: BLE001
+            return _run_copy(ahead, deadline)
+        except Exception as e:  # noqa: BLE001  whatever it raises, here it means: not foreseeable
+            _log.info("a copy of %s cannot be run: %r", type(ahead.sampler).__name__, e)
             return None
 
 
-def _drain(ahead: Ahead, deadline: float) -> Drained | None:
-    kept = _kept(ahead.loader, ahead.sampler)
-    watched = reaches_out(ahead.sampler, kept)
-    if watched is not None:
-        with Watched(watched) as outside:
-            found = _run_copy(ahead, kept, deadline)
-        if not outside.changed:
-            return found
-    _log.info("%s is not foreseen: its code may touch what a copy shares", type(ahead.sampler))
-    return None
-
-
-def _run_copy(ahead: Ahead, kept: list[object], deadline: float) -> Drained | None:
-    sampler = ahead.sampler
-    memo = _shared(sampler, kept)
-    generator = ahead.loader.generator
+def _run_copy(ahead: Ahead, deadline: float) -> Drained | None:
+    sampler, generator = ahead.sampler, ahead.loader.generator
+    memo: dict[int, object] = {id(kept): kept for kept in _kept(ahead.loader, sampler)}
     if generator is not None:
         memo[id(generator)] = generator = clone(generator)
     twin = copy.deepcopy(sampler, memo)
-    base_seed = None
-    found = None
+    base_seed = found = None
     if ahead.begun is not None:
         found = gather(_same_start(sampler, ahead.begun, twin, memo), deadline)
-    if ahead.skip_epochs and (found is not None or ahead.begun is None):
+    if ahead.next_epoch and (found is not None or ahead.begun is None):
         _advance(sampler, twin, ahead.advance)
         source = iter(twin)
         if not ahead.keep_seed:
@@ -200,14 +180,3 @@ def _kept(loader: DataLoader[object], sampler: object) -> list[object]:
     for holder in (sampler, vars_of(sampler).get("sampler")):
         kept += [v for k, v in vars_of(holder).items() if k in {"dataset", "data_source"}]
     return kept
-
-
-def _shared(sampler: object, kept: list[object]) -> dict[int, object]:
-    """A memo for deepcopy: the dataset stays itself, long plain lists are copied at C speed."""
-    memo: dict[int, object] = {id(k): k for k in kept}
-    for value in chain(
-        vars_of(sampler).values(), vars_of(vars_of(sampler).get("sampler")).values()
-    ):
-        if type(value) is list and set(map(type, value)) <= _ATOMS:
-            memo.setdefault(id(value), value.copy())
-    return memo

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ from creel.cache.board import READY
 from creel.config import Config
 from creel.errors import UnavailableError
 from creel.forks import at_fork
-from creel.loader.base import CreelDataset, Ids
+from creel.loader.base import Ids
 from creel.loader.client import Client
 from creel.loader.embed import Start, connect_or_start, start_early
 from creel.loader.follow import Followed, Given, indices_of
@@ -103,13 +102,6 @@ class Feed:
     def mistaken(self) -> bool:
         """Whether the epoch that began last was read otherwise than foreseen."""
         return self._past is not None
-
-    def code(self) -> Callable[[], list[object]] | None:
-        """What gives the person's code in a dataset that never changes otherwise, or None."""
-        dataset: object = self.binding.dataset
-        if not isinstance(dataset, CreelDataset) or not self.binding.immutable:
-            return None
-        return dataset.callables if type(dataset).__module__.startswith("creel.") else None
 
     def begin(self, order: Order, skip: int = 0) -> None:
         """An epoch begins, `skip` batches after its start."""
@@ -194,14 +186,6 @@ class Feed:
         self._next += 1
         self._followed.add(i, Given(step, ids, len(indices)))
         return step
-
-    def ahead(self) -> Told | None:
-        """The next epoch as the daemon was told of it, if it was."""
-        return self._ahead[0] if self._ahead else None
-
-    def reads(self, told: Told) -> bool:
-        """Whether the epoch that goes on is that one, which the daemon was never told otherwise."""
-        return self._now is told
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """(k,) objects of batch i, for which `give` gave a step."""

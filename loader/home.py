@@ -15,13 +15,12 @@ from torch.utils.data._utils.collate import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader import storage
-from creel.loader.bench import Bench
-from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
+from creel.loader.feed import Feed, expect_daemon, foreseen, open_feed
 from creel.loader.follow import samples_in
 from creel.loader.gather import Ring
 from creel.loader.meter import Meter
 from creel.loader.orders import index_sampler
-from creel.loader.samplers import Begun, Order, State, adopt, restore
+from creel.loader.samplers import Begun, Moment, Order, State, adopt, resume
 from creel.loader.sources import Binding, bind, promising
 
 if TYPE_CHECKING:
@@ -59,14 +58,12 @@ class Home:
         self.pid = os.getpid()
         self.config = settings(loader.creel)
         storage.use(self.config.fetch)
-        self.bench = Bench()
         self.ring = Ring()  # here, as an epoch's first batches would each cost their pages again
         self.meter = Meter()
         self.order: Order | None = None
         self.epoch = -1
         self.course: Course | None = None
         self.resume: Progress | None = None
-        self.may_speculate = self.config.loader.speculate
         self._feeds: list[Feed] = []
         self._bound: tuple[object, Binding | None] = (None, None)
         self._closed = False
@@ -105,19 +102,9 @@ class Home:
         else:
             self._feeds.append(feed)
 
-    def speculation(self, *, succeeded: bool) -> None:
-        """Whether the next epoch was what we had foreseen; after a mistake no more is tried."""
-        if succeeded:
-            self.meter.foreseen += 1
-        else:
-            self.meter.mistaken += 1
-            self.may_speculate = False
-
     def close(self) -> None:
         """The loader is gone."""
         self._closed = True
-        self.may_speculate = False
-        self.bench.close()
         while self._feeds:
             self._feeds.pop().close()
 
@@ -141,7 +128,7 @@ class Course:
         self.epoch = 0
         self._foreseen = False
 
-    def begin(self, loader: DataLoader[Any], it: TorchIter, before: bytes) -> Order:
+    def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> Order:
         """An epoch begins: torch's iterator has made its draws; from here on we pull."""
         home = self._home
         if self.feed is not None and not self.feed.alive:
@@ -156,7 +143,8 @@ class Course:
         # A proxy: the order lives in the loader's own iterator, which must not keep it alive.
         held: Any = weakref.proxy(loader)
         given = None if resume is None else resume["order"]
-        order = adopt(held, begun, previous=home.order, state=given)
+        foresee = home.config.loader.foresee
+        order = adopt(held, begun, previous=home.order, state=given, foresee=foresee)
         self.skipped = 0 if resume is None else resume["batches"]
         home.epoch = home.epoch + 1 if resume is None else resume["epoch"]
         home.order, home.course = order, self
@@ -168,7 +156,7 @@ class Course:
         self._many = loader._auto_collation  # noqa: SLF001  torch's
         if self.feed is not None:
             start = time.monotonic_ns()
-            foreseen(order, 0)  # the person's own sampler runs here; the order keeps what it gave
+            foreseen(order, 0)  # a copy of a sampler may run here; the order keeps what it gave
             home.meter.sampler_ns += time.monotonic_ns() - start
             self.feed.begin(order, self.skipped)
         if self.skipped:
@@ -185,21 +173,6 @@ class Course:
         if step < 0:
             self._untold[self.skipped + i] = samples_in(index) if self._many else 1
         return step
-
-    def ahead(self) -> Told | None:
-        """The next epoch as the daemon was told of it, if it was."""
-        if self.feed is None:
-            return None
-        self._foresee(self.feed)
-        return self.feed.ahead()
-
-    def holds(self, told: Told | None) -> bool:
-        """Whether the steps of an epoch, given out ahead, are this one's and were pinned all along.
-
-        Their numbers and samples do not tell: a plan that was told anew has the same numbers, and
-        whoever read them meanwhile read what nobody held.
-        """
-        return told is None or (self.feed is not None and self.feed.reads(told))
 
     def done(self, i: int) -> None:
         """All batches below the i-th from here on have arrived."""
@@ -260,12 +233,13 @@ class Course:
         order = self.order
         if order is None:
             return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
+        over = self.finished and delivered is None
         return Progress(
             version=VERSION,
             epoch=self.epoch,
             batches=self.delivered if delivered is None else delivered,
-            finished=self.finished and delivered is None,
-            order=order.state(),
+            finished=over,
+            order=order.state(over=over),
         )
 
 
@@ -287,17 +261,13 @@ def prepare_resume(home: Home, loader: DataLoader[Any], state: Progress) -> None
         # As torch.distributed.checkpoint does, which fills in only what a fresh state has.
         raise ConfigError("this state_dict has lost keys: save and load it as one value (pickle)")
     home.epoch = state["epoch"]
-    if "order" not in state:
-        home.resume = None
-    elif state["finished"]:
+    home.resume = None
+    if "order" in state:
         held: Any = weakref.proxy(loader)
-        order = restore(held, state["order"], previous=home.order)
-        order.skip(state["batches"])
-        for _ in order:  # nothing is left but the draws of the epoch's end
-            pass
-        home.order = order
-    else:
-        home.resume = state
+        over, batches = state["finished"], state["batches"]
+        order = resume(held, state["order"], over=over, batches=batches, previous=home.order)
+        home.order = home.order if order is None else order
+        home.resume = None if over else state
 
 
 def settings(given: bool | str | dict[str, Any] | None) -> Config:

@@ -20,12 +20,8 @@ from torch.utils.data.dataloader import (
     _MultiProcessingDataLoaderIter,
 )
 
-from creel.loader.alike import UnlikeError
-from creel.loader.bench import Held, Wanted
-from creel.loader.events import Ahead, Batch
-from creel.loader.feed import foreseen
+from creel.loader.events import Batch
 from creel.loader.home import Course, Home, collates_plainly
-from creel.loader.modes import modes
 from creel.loader.pinner import Pinner
 from creel.loader.pool import Pool
 from creel.loader.samplers import before
@@ -36,7 +32,6 @@ from creel.loader.worker import Outfit
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    from creel.loader.base import CreelDataset
     from creel.loader.dataloader import DataLoader
 
 _log = logging.getLogger("creel.loader")
@@ -55,11 +50,10 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
 
     _pool: Pool  # not there until workers are
     _shutdown = False
-    _primed = False  # the tasks of the moment are with their workers already
 
     def __init__(self, loader: DataLoader[Any], home: Home, course: Course) -> None:
         """Begin an epoch: base seed, then workers, then the first batches are asked for."""
-        self._moment = before()
+        self._moment = before(loader)
         _BaseDataLoaderIter.__init__(self, loader)
         self._prefetch_factor: int = loader.prefetch_factor or 0
         self._in_order = loader.in_order
@@ -77,48 +71,24 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         self._meter = home.meter
         self._tell_after_s = home.config.loader.hung_s
         self._told = False
-        self._context: Any = loader.multiprocessing_context or torch.multiprocessing
         if home.resume is not None:
             self._base_seed = home.resume["order"]["base_seed"]
         self._course = course
-        self._key = self._reuse_key()
-        self._wants = self._wanted(loader)
+        context: Any = loader.multiprocessing_context or torch.multiprocessing
+        outfit, max_leased = self._outfit(loader), home.config.loader.max_leased
         start = time.monotonic_ns()
-        self._pool, self._tag = home.bench.seat(self._wants)
+        self._pool = Pool(context, outfit, self._num_workers, max_leased)
+        self._tag = self._pool.tag
         self._meter.daemon_ns += time.monotonic_ns() - start
-        if self._pin_memory and self._pool.pinner is None:
+        if self._pin_memory:
             self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
         self._reset(loader, first_iter=True)
 
-    def _reuse_key(self) -> tuple[object, ...] | None:
-        """The arguments that workers of a later epoch must share; None: they cannot live on."""
-        if self._worker_init_fn is not None or self._persistent_workers:
-            return None
-        method = self._context.get_start_method()
-        return (
-            method,
-            modes() if method == "fork" else (),
-            id(self._context),
-            self._num_workers,
-            self._auto_collation,
-            self._drop_last,
-            self._pin_memory_device if self._pin_memory else "",
-            self._fixed(),
-        )
-
-    def _fixed(self) -> Held | None:
-        """What workers that keep their dataset were born with: none of it may be another now."""
-        feed = self._course.feed
-        if feed is None or feed.code() is None:
-            return None
-        dataset = cast("CreelDataset", feed.binding.dataset)
-        parts = [v for k, v in vars(dataset).items() if k not in dataset.volatile]
-        return Held(feed.binding, *parts)
-
-    def _wanted(self, loader: DataLoader[Any]) -> Wanted:
+    def _outfit(self, loader: DataLoader[Any]) -> Outfit:
+        """What workers are born with; as in torch they see nothing that is changed later."""
         options = self._home.config.loader
         feed = self._course.feed
-        outfit = Outfit(
+        return Outfit(
             dataset=self._dataset if feed is None else feed.binding.dataset,
             collate_fn=cast(Any, self._collate_fn),
             auto_collation=self._auto_collation,
@@ -128,13 +98,10 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
             worker_id=0,
             num_workers=self._num_workers,
             binding=None if feed is None else feed.binding,
-            code=None if feed is None else feed.code(),
-            start_method=self._context.get_start_method(),
             plain=collates_plainly(loader),
             wait_s=options.wait_s,
             slots=options.slots,
         )
-        return Wanted(self._context, outfit, self._num_workers, self._key, options.max_leased)
 
     @property
     def _workers(self) -> list[BaseProcess]:  # type: ignore[override]  # torch's is an attribute
@@ -143,7 +110,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         """Begin the next epoch of persistent workers (or the first of any)."""
         if not first_iter:
-            self._moment = before()
+            self._moment = before(loader)
             self._drop_held()
         _BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._course.begin(loader, self, self._moment)
@@ -158,28 +125,10 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         if not first_iter:
             self._tag = self._pool.again()
             self._raise_if_dead()
-        self._sampled_all = False
-        self._prime()
-
-    def _prime(self) -> None:
-        """Ask for the first batches, unless they have been asked for ahead."""
-        indices: list[Any] = []
-        for _ in range(self._prefetch_factor * self._num_workers):
-            self._sampled_all = not self._pull(indices) or self._sampled_all
-        ahead = self._pool.ahead
-        if ahead is not None:
-            self._primed = ahead.begins(indices) and self._course.holds(ahead.told)
-            self._home.speculation(succeeded=self._primed)
-            self._pool.take_ahead(wanted=self._primed)
-            if not self._primed:
-                self._tag = self._home.bench.renew(self._pool, self._wants, ahead.frozen)
         if self._course.feed is not None:
             self._pool.join(self._course.feed.ticket)
-        for index in indices:
-            self._put(index)
-        self._primed = False
-        if self._sampled_all:
-            self._speculate()
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._try_put_index()
 
     # --- torch's scheme ---------------------------------------------------------------------
 
@@ -229,23 +178,14 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
     def _try_put_index(self) -> None:
         if self._tasks_outstanding >= self._prefetch_factor * self._num_workers:
             raise AssertionError("Number of outstanding tasks exceeded maximum allowed tasks")
-        indices: list[Any] = []
-        if self._pull(indices):
-            self._put(indices[0])
-        elif not self._sampled_all:
-            self._sampled_all = True
-            self._speculate()
-
-    def _pull(self, indices: list[Any]) -> bool:
-        """Append what the sampler gives next; False at its end."""
         start = time.monotonic_ns()
         try:
-            indices.append(next(self._sampler_iter))
+            index = next(self._sampler_iter)
         except StopIteration:
-            return False
+            return
         finally:
             self._meter.sampler_ns += time.monotonic_ns() - start
-        return True
+        self._put(index)
 
     def _put(self, index: Any) -> None:
         """Give a batch to the worker whose turn it is."""
@@ -254,39 +194,11 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
             return
         step = self._course.give(self._send_idx, index)
         many = self._course.slices and isinstance(index, np.ndarray)
-        if not self._primed:
-            self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
+        self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
         self._task_info[self._send_idx] = (worker,)
         self._workers_num_tasks[worker] += 1
         self._tasks_outstanding += 1
         self._send_idx += 1
-
-    def _speculate(self) -> None:
-        """All of this epoch is under way: let workers go on with the next one, if it is known."""
-        pool, order = self._pool, self._course.order
-        if self._key is None or self._home.bench.unlike or pool.ahead is not None or order is None:
-            return
-        if not (self._course.slices and self._home.may_speculate and not self._home.bench.wasted):
-            return
-        plan = foreseen(order, 1)
-        if plan is None or plan.base_seed < 0 or not len(plan.ends):
-            return
-        first = min(self._prefetch_factor * self._num_workers, len(plan.ends))
-        cuts = plan.ends[: first - 1]
-        indices = np.split(plan.indices[: plan.ends[first - 1]].astype(np.int64), cuts)
-        told = self._course.ahead()
-        if told is not None and not all(told.reads(i, index) for i, index in enumerate(indices)):
-            return  # the sampler has been changed since: those steps hold other samples
-        try:
-            frozen = self._wants.freeze()
-        except UnlikeError as e:
-            self._home.bench.unlike = str(e)
-            return
-        tag = pool.begin(frozen, plan.base_seed)
-        pool.ahead = Ahead(tag, plan.base_seed, frozen, indices, told)
-        for i, index in enumerate(indices):
-            step = -1 if told is None else told.step(i)
-            pool.task(i % self._num_workers, tag, i, index, step, many=True)
 
     def _choose_worker(self, max_tasks: int) -> int | None:
         """The next worker in turn; out of order, the next that has not its share yet."""
@@ -305,7 +217,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         try:
             self._try_put_index()
         except BaseException:  # the sampler's: as in torch, nobody gets this batch
-            self._pool.set_aside(event)
+            self._pool.discard(event)
             raise
         data = self._pool.open(event)
         if isinstance(data, ExceptionWrapper):
@@ -343,7 +255,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
             if isinstance(event, Batch):
                 if event.tag == self._tag:
                     return event
-                pool.set_aside(event)
+                pool.discard(event)
             elif event is None and self._timeout > 0:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
             elif event is None:
@@ -379,7 +291,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
     # --- the end ----------------------------------------------------------------------------
 
     def _shutdown_workers(self) -> None:
-        """Give the workers back: to the bench where they may live on, else to their end."""
+        """End the workers, as torch does; the session with the daemon stays for the next epoch."""
         if _utils is None or _utils.python_exit_status in (True, None):  # type: ignore[redundant-expr]  # a module's names may be None at exit
             return
         if self._shutdown or "_pool" not in self.__dict__:
@@ -390,10 +302,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         self._meter.workers(self._pool.news())
         self._course.leave()
         self._drop_held()
-        if self._persistent_workers:
-            self._pool.close()
-        else:
-            self._home.bench.leave(self._pool, self._key)
+        self._pool.close()
 
     def _drop_held(self) -> None:
         """Give back the slots of batches that came before their turn and will not be taken."""
@@ -401,7 +310,7 @@ class OwnIter(Step, _MultiProcessingDataLoaderIter):
         for idx, info in tasks.items():
             if len(info) == 2:
                 tasks[idx] = info[:1]
-                self._pool.set_aside(info[1])
+                self._pool.discard(info[1])
 
     def __del__(self) -> None:
         self._shutdown_workers()

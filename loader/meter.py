@@ -23,8 +23,6 @@ class Meter:
     sampler_ns: int = 0
     direct_reads: int = 0
     direct_nbytes: int = 0
-    foreseen: int = 0  # epochs whose first batches were there before they were asked for
-    mistaken: int = 0  # epochs whose first batches were made in vain
     #: ns that workers spent on batches: at the source, decoding, collating, handing over
     busy_ns: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     _told: dict[str, int] = field(default_factory=dict)
@@ -92,6 +90,4 @@ class Meter:
             "worker_stage_seconds": {stage: ns / 1e9 for stage, ns in busy_ns.items()},
             "direct_reads": self.direct_reads,
             "direct_bytes": self.direct_nbytes,
-            "epochs_foreseen": self.foreseen,
-            "epochs_mistaken": self.mistaken,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypedDict, cast
@@ -21,13 +22,14 @@ from creel.loader.drain import Ahead, drain, gather
 from creel.loader.draws import Dice, Memo, Shadow, pack, state_of
 from creel.loader.foresee import Foreseen, Plan, Shape
 from creel.loader.recipes import is_sequence, opened
+from creel.loader.sampler_state import OwnState, own_states
 from creel.loader.streams import Facts, Items, Stream
+
+_log = logging.getLogger("creel.loader")
 
 #: Entries that are turned into int64 at once; the first piece is smaller, so that it comes early.
 _PIECE = 1 << 16
 _FIRST_PIECE = 1 << 11
-#: A sampler whose copy went another way for so many epochs in a row is not run ahead any more.
-_MISTAKES = 2
 
 
 class State(TypedDict, total=False):
@@ -42,6 +44,14 @@ class State(TypedDict, total=False):
     before: int  # mark of the global generator before the epoch's first draw
     stream: Facts
     loader_rng: str  # state of the loader's generator after the base seed
+    own: list[OwnState]  # before the epoch, or after it where it is over
+
+
+class Moment(NamedTuple):
+    """What stood before torch's iterator began an epoch; see `samplers.before`."""
+
+    rng: bytes  # state of the global generator
+    own: list[OwnState]
 
 
 class Begun(NamedTuple):
@@ -49,7 +59,7 @@ class Begun(NamedTuple):
 
     sampler_iter: Iterator[object]
     base_seed: int
-    before: bytes  # `before()`, from just before
+    before: Moment
 
 
 class Order:
@@ -66,7 +76,8 @@ class Order:
     def __init__(self, loader: DataLoader[object], begun: Begun, previous: Order | None) -> None:
         self._loader = loader
         self._sampler = index_sampler(loader)
-        self._before = zlib.crc32(begun.before)
+        self._before = zlib.crc32(begun.before.rng)
+        self._own = begun.before.own
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
         self._packed_rng = ""
         self.base_seed = begun.base_seed
@@ -90,21 +101,26 @@ class Order:
     def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> Plan | None:
         """What this epoch (0), the next (1) or a later one reads, if nobody else draws meanwhile.
 
-        For a known order this takes microseconds and is valid at any moment. Any other sampler is
-        run here and now, on a copy, for at most `budget_s` seconds; ask for epoch 0 before the
-        first `next`. None: cannot be foreseen.
+        For a known order this takes microseconds and is valid at any moment. None: cannot be
+        foreseen, as no sampler of the person's own can, unless it was asked for. Then a copy runs
+        here and now, for at most `budget_s` seconds; ask for epoch 0 before the first `next`.
         """
         raise NotImplementedError
 
     def judge(self, *, wrong: bool) -> None:
         """The epoch is over, and was read otherwise than foreseen, or was not."""
 
-    def state(self) -> State:
-        """What `restore` needs to begin this same epoch again; the position is the caller's."""
+    def state(self, *, over: bool = False) -> State:
+        """What `restore` needs to begin this same epoch again; the position is the caller's.
+
+        over: all of it was read, and what is wanted is the epoch after it.
+        """
         state = State(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
         state["before"] = self._before
         if self._loader_rng:
             state["loader_rng"] = self._packed_rng = self._packed_rng or pack(self._loader_rng)
+        if self._own:
+            state["own"] = own_states(self._sampler) if over else self._own
         return state
 
     def _keeps_seed(self) -> bool:
@@ -241,8 +257,8 @@ class KnownOrder(Order):
         new = getattr(sampler, "epoch", None)
         return new - old if old is not None and new is not None and new >= old else 1
 
-    def state(self) -> State:
-        state = super().state()
+    def state(self, *, over: bool = False) -> State:
+        state = super().state(over=over)
         stream = self._stream
         if stream is None:
             shadow = Shadow(self._loader.generator, getattr(self.inner, "generator", None))
@@ -257,24 +273,36 @@ class KnownOrder(Order):
 
 
 class ForeignOrder(Order):
-    """The order of a sampler that nobody knows: iterated as torch does, foreseen on copies."""
+    """The order of a sampler of the person's own: iterated as torch does, and not a step further.
+
+    Only where the person asked for it, by `loader.foresee` or in the sampler (`foreseeable`), an
+    epoch is foreseen by running a copy.
+    """
 
     known = False
 
     def __init__(
-        self, loader: DataLoader[object], begun: Begun, previous: Order | None = None
+        self,
+        loader: DataLoader[object],
+        begun: Begun,
+        previous: Order | None = None,
+        *,
+        foresee: bool = False,
     ) -> None:
         super().__init__(loader, begun, previous)
         self._begun = begun.sampler_iter
         self._first: Plan | None = None
-        self.hopeless, self.mistakes = False, 0
-        if isinstance(previous, ForeignOrder):
-            self.hopeless, self.mistakes = previous.hopeless, previous.mistakes
+        self._asked = foresee or foreseeable(self._sampler)
+        self.hopeless: bool = isinstance(previous, ForeignOrder) and previous.hopeless
         self._epochs = _epochs_of(self._sampler)
 
     def judge(self, *, wrong: bool) -> None:
-        self.mistakes = self.mistakes + 1 if wrong else 0
-        self.hopeless |= self.mistakes >= _MISTAKES
+        if wrong:
+            self.hopeless = True
+            _log.warning(
+                "a copy of %s gave other samples than itself: it is run ahead no more",
+                kind_of(self._sampler),
+            )
 
     def __next__(self) -> object:
         pulled = next(self._begun)
@@ -289,13 +317,13 @@ class ForeignOrder(Order):
     def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> Plan | None:
         if not epochs_ahead and (self._first is not None or self.pulled):
             return self._first
-        if self.hopeless:
+        if not self._asked or self.hopeless or epochs_ahead > 1:
             return None
         ahead = Ahead(
             self._loader,
             self._sampler,
             None if self.pulled else self._begun,
-            skip_epochs=epochs_ahead,
+            next_epoch=bool(epochs_ahead),
             keep_seed=self._keeps_seed(),
             advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
         )
@@ -308,6 +336,12 @@ class ForeignOrder(Order):
         if not epochs_ahead:
             self._first = made
         return made
+
+    def state(self, *, over: bool = False) -> State:
+        state = super().state(over=over)
+        if over and self._loader.generator is not None:
+            state["loader_rng"] = pack(state_of(self._loader.generator))
+        return state
 
 
 def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
@@ -325,3 +359,14 @@ def _epochs_of(sampler: object) -> tuple[object, object]:
     return getattr(sampler, "epoch", None), getattr(
         getattr(sampler, "sampler", None), "epoch", None
     )
+
+
+def foreseeable(sampler: object) -> bool:
+    """Whether a sampler of the person's own says that a copy of it may be run ahead.
+
+    It says so by an attribute, `foreseeable = True`: iterating a deep copy of it gives what
+    iterating it will give, and nobody notices. (The dataset is not copied; the global generators of
+    torch, numpy and `random` are put back.)
+    """
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return getattr(inner, "foreseeable", False) is True

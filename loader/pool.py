@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
@@ -21,8 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from creel.forks import at_fork
-from creel.loader.alike import Snapshot
-from creel.loader.events import Ahead, Batch, Death, Event, Fit
+from creel.loader.events import Batch, Death, Event
 from creel.loader.parcel import Inbox, Parcel
 from creel.loader.pinner import Pinner
 from creel.loader.stages import STAGES, STARTING
@@ -31,7 +30,6 @@ from creel.loader.worker import (
     BATCH,
     DIRECT_NBYTES,
     FIRST,
-    KEEP,
     SINCE_NS,
     SOURCE_NS,
     STAGE,
@@ -44,8 +42,6 @@ from creel.loader.worker import (
 
 #: How long closing waits for workers that are in the user's code, as torch does, seconds.
 _GRACE_S = 5.0
-#: How long a new epoch waits for a worker to say that it can take it; else it is replaced.
-_FIT_S = 2.0
 #: torch's words.
 _UNPICKLED = (
     "Got pickle error when attempting to start a worker Process. "
@@ -61,8 +57,6 @@ _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
 class Context(Protocol):
     """The parts of a multiprocessing context that we use."""
 
-    def get_start_method(self) -> str: ...
-
     Process: Callable[..., BaseProcess]
 
 
@@ -73,9 +67,7 @@ class Member:
     process: BaseProcess
     wire: Wire
     inbox: Inbox
-    version: int = -1  # of the snapshot it has
     ticket: tuple[str, str, int] | None = None  # of the session it reads through
-    fit: dict[int, bool] = field(default_factory=dict)  # by tag
     dead: bool = False
 
 
@@ -91,23 +83,18 @@ class Pool:
         self.tag = 0
         self.members: list[Member] = []
         self.pinner: Pinner | None = None
-        self.ahead: Ahead | None = None
         self.closed = False
-        self._again: deque[Batch] = deque()
-        self._context = context
         self._workers = workers
         self._max_leased = max_leased
-        self._versions: dict[bytes, int] = {}
         self._events: deque[Event] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[Member, int, bool]] = {}
-        self._leaving: list[Member] = []
         self._open_board()
         self._heard = np.zeros(WORDS, np.int64)
         _pools.add(self)
         try:
             for i in range(workers):
-                self.members.append(self._hire(i, outfit))
+                self.members.append(self._hire(context, i, outfit))
         except BaseException:
             self.close()  # those that are there: nobody else knows of them
             raise
@@ -122,13 +109,13 @@ class Pool:
 
     # --- hiring and firing ----------------------------------------------------------------
 
-    def _hire(self, worker: int, outfit: Outfit) -> Member:
+    def _hire(self, context: Context, worker: int, outfit: Outfit) -> Member:
         ours, theirs = pair()
         wire = Wire(ours)
         _ends.add(wire)
         self.board[FIRST + WORDS * worker + STAGE] = STARTING
         self.board[FIRST + WORDS * worker + SINCE_NS] = time.monotonic_ns()
-        process = self._context.Process(
+        process = context.Process(
             target=worker_main, args=(theirs, replace(outfit, worker_id=worker))
         )
         process.daemon = True
@@ -148,18 +135,12 @@ class Pool:
             self._poll.register(fd, select.POLLIN)
         return member
 
-    def replace(self, worker: int, outfit: Outfit) -> None:
-        """Put a new process in the place of one that is dead, unfit or does not answer."""
-        self._dismiss(self.members[worker])
-        self.members[worker] = self._hire(worker, outfit)
-
     def _dismiss(self, member: Member) -> None:
         self._unwatch(member)
         with contextlib.suppress(OSError):
             member.wire.post(("quit",))
         member.wire.close()
         member.inbox.close()
-        self._leaving.append(member)
 
     def _unwatch(self, member: Member) -> None:
         for fd in (member.wire.fileno(), member.process.sentinel):
@@ -167,27 +148,6 @@ class Pool:
                 self._poll.unregister(fd)
 
     # --- sending --------------------------------------------------------------------------
-
-    def begin(self, frozen: Snapshot, base_seed: int) -> int:
-        """Tell all workers to be as if new; the tag of the epoch that begins."""
-        self.tag += 1
-        version = self._versions.setdefault(frozen.digest, len(self._versions))
-        if not frozen.blob:
-            version = KEEP
-        new = version != KEEP and any(m.version != version for m in self.members)
-        fd = _memfd_of(frozen.blob) if new else -1
-        try:
-            for member in self.members:
-                fds = [] if version in (KEEP, member.version) else [fd]
-                message = ("epoch", self.tag, base_seed, version, frozen.world)
-                with contextlib.suppress(OSError):  # who does not hear of it is found unfit
-                    self._post(member, message, fds)
-                if fds:
-                    member.version = version
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        return self.tag
 
     def again(self) -> int:
         """Tell all workers to go on as they are; the tag of the epoch that begins."""
@@ -217,9 +177,9 @@ class Pool:
         self._post(member, (kind, tag, batch, index, member.inbox.take_freed(), step))
 
     @staticmethod
-    def _post(member: Member, message: tuple[object, ...], fds: list[int] | None = None) -> None:
+    def _post(member: Member, message: tuple[object, ...]) -> None:
         try:
-            member.wire.post(message, fds or [])
+            member.wire.post(message)
         except OSError as e:
             # A dead worker is noticed, and named, where its batch is waited for.
             if e.errno in _SHORT:
@@ -242,12 +202,7 @@ class Pool:
 
     def next_event(self, timeout_s: float) -> Event | None:
         """What happened next, or None when nothing did in time. Death comes after all results."""
-        if self._again:
-            return self._again.popleft()
-        event = self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
-        if isinstance(event, Fit):
-            self.members[event.worker].fit[event.tag] = event.fit
-        return event
+        return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
 
     def receive(self, timeout_s: float) -> Event | None:
         """`next_event` for the one thread that reads the sockets."""
@@ -313,8 +268,6 @@ class Pool:
             case ("batch", int(tag), int(index), Parcel() as parcel, tuple() as times):
                 packed = member.inbox.accept(parcel, fds)
                 self._events.append(Batch(worker, tag, index, packed, times, member.inbox))
-            case ("fit", int(tag), bool(fit)):
-                self._events.append(Fit(worker, tag, fit))
         return True
 
     def open(self, event: Batch) -> object:
@@ -323,40 +276,10 @@ class Pool:
             return event.packed
         return event.inbox.unpack(event.packed)
 
-    def set_aside(self, event: Batch) -> None:
-        """Keep a result that came ahead of its epoch; give back what any other one holds."""
-        if self.ahead is not None and event.tag == self.ahead.tag:
-            self.ahead.arrived.append(event)
-        else:
-            self._discard(event)
-
-    def take_ahead(self, *, wanted: bool) -> None:
-        """The epoch ahead has begun: its results come as events; or it is not wanted after all."""
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None and wanted:
-            self._again.extend(ahead.arrived)
-        elif ahead is not None:
-            for event in ahead.arrived:
-                self._discard(event)
-
-    def _discard(self, event: Batch) -> None:
+    def discard(self, event: Batch) -> None:
+        """Give back what a batch holds that nobody will take."""
         if self.pinner is None:
             event.inbox.discard(event.packed)
-
-    def unfit(self, tag: int, timeout_s: float = _FIT_S) -> list[int]:
-        """The workers that cannot (or do not in time say that they can) begin epoch `tag`."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            waiting = any(not m.dead and tag not in m.fit for m in self.members)
-            event = self.next_event(max(deadline - time.monotonic(), 0) if waiting else 0)
-            if isinstance(event, Batch):
-                self.set_aside(event)
-            elif event is None:  # in the end also looking whether somebody has died since
-                break
-        out = [i for i, m in enumerate(self.members) if m.dead or not m.fit.get(tag, False)]
-        for member in self.members:
-            member.fit = {t: fit for t, fit in member.fit.items() if t > tag}
-        return out
 
     # --- watching -------------------------------------------------------------------------
 
@@ -396,21 +319,13 @@ class Pool:
             self._dismiss(member)
         deadline = time.monotonic() + _GRACE_S
         for stop in (None, "terminate", "kill"):
-            for process in [m.process for m in self._leaving]:
-                if stop is not None and process.is_alive():
-                    getattr(process, stop)()
-            for process in [m.process for m in self._leaving]:
-                process.join(max(deadline - time.monotonic(), 0.0))
+            for member in self.members:
+                if stop is not None and member.process.is_alive():
+                    getattr(member.process, stop)()
+            for member in self.members:
+                member.process.join(max(deadline - time.monotonic(), 0.0))
             deadline = time.monotonic() + 1
-        self._leaving.clear()
         _pools.discard(self)
-
-
-def _memfd_of(blob: bytes) -> int:
-    fd = os.memfd_create("creel-snapshot", os.MFD_CLOEXEC)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(blob)
-    return fd
 
 
 def _process_state(pid: int | None) -> str:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import zlib
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 
 from creel.errors import ConfigError
 from creel.loader.draws import Dice, Memo, Shadow, set_state, state_of, unpack
@@ -34,20 +34,23 @@ from creel.loader.orders import (
     Begun,
     ForeignOrder,
     KnownOrder,
+    Moment,
     Order,
     State,
     index_sampler,
     kind_of,
 )
 from creel.loader.recipes import is_sequence, opened, trusted
+from creel.loader.sampler_state import load_own, own_states
 from creel.loader.streams import Facts
 
-__all__ = ["Begun", "Order", "Plan", "State", "adopt", "before", "observe", "restore"]
+__all__ = ["Begun", "Moment", "Order", "Plan", "State", "adopt", "before", "observe", "restore"]
 
 
-def before() -> bytes:
-    """The global generator's state; to be taken before torch's iterator is constructed."""
-    return state_of(torch.default_generator)
+def before(loader: DataLoader[object]) -> Moment:
+    """What an epoch begins from; to be taken before torch's iterator is constructed."""
+    own = [] if _is_known(loader) else own_states(index_sampler(loader))
+    return Moment(state_of(torch.default_generator), own)
 
 
 def observe(
@@ -78,42 +81,75 @@ def restore(loader: DataLoader[object], state: State, *, previous: Order | None 
     return adopt(loader, _begin(loader, None), previous=previous, state=state)
 
 
+def resume(
+    loader: DataLoader[object], state: State, *, over: bool, batches: int, previous: Order | None
+) -> Order | None:
+    """Before the next epoch begins: give the person's own samplers their state.
+
+    Args:
+        loader: a map-style loader, of which no epoch is under way.
+        state: of `Order.state`, of the epoch that is to be begun again.
+        over: that epoch was read to its end; what begins next is the one after it.
+        batches: how many it had.
+        previous: the order of this loader's last epoch.
+
+    Returns:
+        The order of the epoch that is over, at its end, where it can be made again.
+
+    Raises:
+        ConfigError: as `restore`.
+    """
+    _check(loader, state, None)
+    load_own(index_sampler(loader), state.get("own", []))
+    if not over:
+        return None
+    if not _is_known(loader):
+        _put_back(loader, state)
+        return None
+    order = restore(loader, state, previous=previous)
+    order.skip(batches)
+    for _ in order:  # nothing is left but the draws of the epoch's end
+        pass
+    return order
+
+
 def adopt(
     loader: DataLoader[object],
     begun: Begun,
     *,
     previous: Order | None = None,
     state: State | None = None,
+    foresee: bool = False,
 ) -> Order:
     """`observe`, or `restore` where there is a `state`, where torch's own iterator has begun.
 
+    `foresee`: a copy of a sampler of the person's own may be run ahead (`loader.foresee`).
     The order takes the place of `_sampler_iter`; `_base_seed` must become `order.base_seed`.
 
     Raises:
         ConfigError: as `restore`.
     """
     if not _is_known(loader):
-        order: Order = ForeignOrder(loader, begun, previous)
         if state is not None:
             _check(loader, state, None)
-            order.base_seed = state["base_seed"]
-        return order
+            _put_back(loader, state)
+            begun = begun._replace(base_seed=state["base_seed"])
+        return ForeignOrder(loader, begun, previous, foresee=foresee)
     if state is None:
         return KnownOrder(loader, begun, previous)
     given = state.get("stream", {})
     _check(loader, state, given)
-    redraw = zlib.crc32(begun.before) == state["before"]
+    redraw = zlib.crc32(begun.before.rng) == state["before"]
     if not redraw:
-        set_state(torch.default_generator, begun.before)
-    if loader.generator is not None and "loader_rng" in state:
-        set_state(loader.generator, unpack(state["loader_rng"]))
+        set_state(torch.default_generator, begun.before.rng)
+    _put_back(loader, state)
     begun = begun._replace(base_seed=state["base_seed"])
     return KnownOrder(loader, begun, previous, given, redraw=redraw)
 
 
 def _begin(loader: DataLoader[object], keep_seed: int | None) -> Begun:
     """torch's `_BaseDataLoaderIter.__init__` and `_reset`, as far as they draw."""
-    moment = before()
+    moment = before(loader)
     sampler = index_sampler(loader)
     sampler_iter = iter(sampler)
     if keep_seed is not None:
@@ -124,12 +160,24 @@ def _begin(loader: DataLoader[object], keep_seed: int | None) -> Begun:
     return Begun(sampler_iter, base_seed, moment)
 
 
+def _put_back(loader: DataLoader[object], state: State) -> None:
+    """A generator of the person's stands again where it stood."""
+    if loader.generator is not None and "loader_rng" in state:
+        set_state(loader.generator, unpack(state["loader_rng"]))
+
+
 def _is_known(loader: DataLoader[object]) -> bool:
+    """Whether the order is torch's own, and no code of the person's runs when it is re-created."""
     sampler = index_sampler(loader)
     if type(sampler) is not BatchSampler:
-        return is_sequence(sampler) or trusted(type(sampler))
-    inner: object = sampler.sampler
-    return trusted(BatchSampler) and (is_sequence(inner) or trusted(type(inner)))
+        return _is_torchs(sampler)
+    return trusted(BatchSampler) and _is_torchs(sampler.sampler)
+
+
+def _is_torchs(sampler: object) -> bool:
+    if type(sampler) is SubsetRandomSampler and not is_sequence(sampler.indices):
+        return False
+    return is_sequence(sampler) or trusted(type(sampler))
 
 
 def _check(loader: DataLoader[object], state: State, given: Facts | None) -> None:

@@ -185,7 +185,7 @@ class SoloIter(Step, _SingleProcessDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any], home: Home) -> None:
         """Begin an epoch."""
-        moment = before()
+        moment = before(loader)
         super().__init__(loader)
         self._meter = home.meter
         self._given = 0
@@ -231,7 +231,7 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any], home: Home, course: Course) -> None:
         """Begin an epoch."""
-        self._moment = before()
+        self._moment = before(loader)
         _BaseDataLoaderIter.__init__(self, loader)
         if not loader.prefetch_factor:
             raise AssertionError(
@@ -259,7 +259,7 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:
-            self._moment = before()
+            self._moment = before(loader)
         _BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
         self._course.begin(loader, self, self._moment)
         self._queue: deque[tuple[int, Any]] = deque()  # (step, index)

@@ -10,7 +10,6 @@ Whatever else is in the tree has no objects and reads by itself.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,14 +142,6 @@ class Binding:
         """Whether any sample goes through code of the person's now."""
         return any(code is not None for leaf in self.leaves for code in leaf.callables())
 
-    @cached_property
-    def immutable(self) -> bool:
-        """Whether the tree is creel's, torch's and torchvision's classes with picklable transforms.
-
-        Such a dataset is the same in a worker that lives on as in one made anew.
-        """
-        return self._root.known() and _picklable(self._root.callables())
-
 
 def bind(dataset: object) -> Binding | None:
     """The objects behind a map-style dataset; None where nothing in it can be cached."""
@@ -187,11 +178,3 @@ def _scouted(dataset: object) -> Scout:
     scout = Scout()
     scout.plant(dataset)
     return scout
-
-
-def _picklable(code: list[object]) -> bool:
-    try:
-        pickle.dumps([c for c in code if c is not None])
-    except Exception:  # noqa: BLE001 - a person's __reduce__ raises what it likes
-        return False
-    return True

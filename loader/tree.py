@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-from creel.loader.adapters import Addressed, FolderLeaf, adapt, adapts
+from creel.loader.adapters import FolderLeaf, adapt, adapts
 from creel.loader.base import CreelDataset, Ids, Indices, Raw, Sample, Transformed, positions
 from creel.loader.wrap import Wrapped, learnt, unwrap
 
@@ -69,10 +69,6 @@ class Node:
     def labels_of(self, indices: Indices) -> torch.Tensor:
         raise NotImplementedError
 
-    def known(self) -> bool:
-        """Whether all classes are creel's, torch's or torchvision's own."""
-        return bool(self.children()) and all(child.known() for child in self.children())
-
     def callables(self) -> list[object]:
         return [code for child in self.children() for code in child.callables()]
 
@@ -108,10 +104,6 @@ class LeafNode(Node):
 
     def labels_of(self, indices: Indices) -> torch.Tensor:
         return self._leaf.labels_of(indices)
-
-    def known(self) -> bool:
-        creel_or_adapted = type(self._leaf).__module__.startswith("creel.")
-        return creel_or_adapted and not isinstance(self._leaf, Addressed)
 
     def callables(self) -> list[object]:
         return self._leaf.callables()

@@ -2,9 +2,6 @@
 
 The messages (tuples over a `Wire`; T trainer, W worker):
     T "board" + fd               the shared words below; always first
-    T "epoch", tag, base_seed, snapshot version, world [+ fd of the snapshot, when it is a new one]
-                                 be as if newly started: fresh dataset, fresh seeds
-    W "fit", tag, bool           whether it could (then its world is as it would be after a start)
     T "again", tag               a further epoch with everything kept (persistent workers)
     T "join", daemon's name, token, session
                                  read through the daemon from now on
@@ -36,7 +33,6 @@ from torch.utils.data._utils.worker import WorkerInfo, _generate_state
 from torch.utils.data.dataloader import _DatasetKind
 
 from creel.errors import UnavailableError
-from creel.loader.alike import steady, thaw, world_of
 from creel.loader.parcel import Outbox
 from creel.loader.stages import COLLATING, IDLE, READING, SENDING, WAITING, Times
 from creel.loader.wire import Wire
@@ -53,9 +49,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 Collate: TypeAlias = Callable[[Sequence[object]], object]
-
-#: Version of a snapshot that says: keep what you have.
-KEEP = -2
 
 #: Bytes: glibc takes blocks below 32 MiB as a hint, on 64-bit systems.
 _LARGE = 31 << 20
@@ -87,9 +80,6 @@ class Outfit:
     worker_id: int
     num_workers: int
     binding: Binding | None = None
-    #: For a dataset that never changes: gives the code of the person's that samples pass through.
-    code: Callable[[], list[object]] | None = None
-    start_method: str = "fork"
     plain: bool = False  # a batch is default_collate of its samples
     wait_s: float = 60.0  # for the daemon, at most
     slots: int = 8
@@ -104,7 +94,6 @@ def worker_main(sock: socket.socket, outfit: Outfit) -> None:
             set_thread_name("pt_data_worker")
         _keep_freed_memory()
         worker = _Worker(Wire(sock), outfit)
-        worker.begin(outfit.dataset, outfit.collate_fn, outfit.binding, outfit.base_seed)
         worker.run_init_fn(outfit.init_fn)
         worker.serve()
     except (KeyboardInterrupt, EOFError, ConnectionError):
@@ -134,7 +123,6 @@ class _Worker:
         self._parent = os.getppid()
         self._outbox = Outbox(outfit.slots)
         self._plain = outfit.plain
-        self._code, self._start_method = outfit.code, outfit.start_method
         self._wait_s = outfit.wait_s
         self._session: Session | None = None
         self._client: Client | None = None
@@ -142,30 +130,25 @@ class _Worker:
         self._init_failure: ExceptionWrapper | None = None
         self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
         self._lost = False
-        self._snapshot: tuple[int, memoryview] = (-1, memoryview(b""))
         (_, fds) = self._get()
         self._board = memoryview(mmap.mmap(fds[0], 0)).cast("q")
         os.close(fds[0])
         self._words = FIRST + WORDS * self._id
+        self._dataset, self._collate = outfit.dataset, outfit.collate_fn
+        self._binding = outfit.binding
+        self._seed(outfit.base_seed)
+        self._new_fetcher()
 
-    def begin(
-        self,
-        dataset: Dataset[object],
-        collate_fn: Collate,
-        binding: Binding | None,
-        base_seed: int,
-    ) -> None:
-        """Seeds, WorkerInfo and fetcher of an epoch, as at the start of torch's `_worker_loop`."""
+    def _seed(self, base_seed: int) -> None:
+        """Seeds and WorkerInfo, as at the start of torch's `_worker_loop`."""
         torch.set_num_threads(1)
         seed = base_seed + self._id
         random.seed(seed)
         torch.manual_seed(seed)
         np.random.seed(_generate_state(base_seed, self._id))  # type: ignore[no-untyped-call]  # noqa: NPY002  torch's contract
         _utils.worker._worker_info = WorkerInfo(  # noqa: SLF001  what get_worker_info() reads
-            id=self._id, num_workers=self._num_workers, seed=seed, dataset=dataset
+            id=self._id, num_workers=self._num_workers, seed=seed, dataset=self._dataset
         )
-        self._dataset, self._collate, self._binding = dataset, collate_fn, binding
-        self._new_fetcher()
 
     def _new_fetcher(self) -> None:
         auto_collation, drop_last = self._flags
@@ -216,7 +199,7 @@ class _Worker:
     def serve(self) -> None:
         """Answer messages until "quit"."""
         while True:
-            message, fds = self._get()
+            message, _ = self._get()
             match message:
                 case ("tasks", int(tag), int(batch), np.ndarray() as array, list(freed), int(step)):
                     self._outbox.take_back(freed)
@@ -228,41 +211,10 @@ class _Worker:
                         self._task(tag, batch, index, step)
                 case ("join", str(name), str(token), int(session)):
                     self._join(name, token, session)
-                case ("epoch", int(tag), int(base_seed), int(version), bytes(world)):
-                    fit = self._epoch(base_seed, version, world, fds)
-                    self._wire.put(("fit", tag, fit))
                 case ("again", _):
                     self._new_fetcher()
                 case ("quit",):
                     return
-
-    def _epoch(self, base_seed: int, version: int, world: bytes, fds: list[int]) -> bool:
-        """Become as good as new; False when only a new process would be."""
-        if fds:
-            with mmap.mmap(fds[0], 0, prot=mmap.PROT_READ) as view:
-                self._snapshot = (version, memoryview(bytes(view)))
-            os.close(fds[0])
-        if version not in (KEEP, self._snapshot[0]):
-            return False
-        try:
-            if version == KEEP:
-                return self._keep(base_seed, world)
-            (dataset, collate_fn, binding), roots = thaw(self._snapshot[1])
-            if world_of(roots, self._start_method) != world:
-                return False
-        except Exception:  # noqa: BLE001  a new process is always right
-            return False
-        self.begin(dataset, collate_fn, binding, base_seed)
-        return True
-
-    def _keep(self, base_seed: int, world: bytes) -> bool:
-        """Become as good as new with the dataset as it is, as it never changes."""
-        if self._code is None:
-            return False
-        if steady((self._code(), self._collate), self._start_method).world != world:
-            return False
-        self.begin(self._dataset, self._collate, self._binding, base_seed)
-        return True
 
     def _join(self, name: str, token: str, session: int) -> None:
         """Attach to the trainer's session; without it reads are direct."""

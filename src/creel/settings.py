@@ -164,9 +164,10 @@ class Loader(_Section, frozen=True):
             ' remote ones when a loader first reads), all when it first reads ("open"), or "never"',
         ),
     ] = "epoch"
-    speculate: Annotated[
-        bool, Meta(description="start the next epoch's first batches before this one ends")
-    ] = True
+    foresee: Annotated[
+        bool,
+        Meta(description="run a copy of a sampler of your own ahead, to read ahead in its order"),
+    ] = False
     slots: Annotated[
         int,
         Meta(ge=1, le=1024, description="batch buffers of one worker that are used again, at most"),

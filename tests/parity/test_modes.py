@@ -1,4 +1,4 @@
-"""Workers that live on see the modes of torch, numpy and Python that new ones would inherit."""
+"""The modes of torch, numpy and Python that are set between epochs reach the workers."""
 
 from __future__ import annotations
 
@@ -120,15 +120,3 @@ def _shown(cls: Any, mode: Callable[[], AbstractContextManager[Any]]) -> list[An
 @pytest.mark.parametrize("name", MODES)
 def test_a_mode_set_between_epochs_reaches_the_workers(name: str) -> None:
     assert _shown(creel.DataLoader, MODES[name]) == _shown(torch.utils.data.DataLoader, MODES[name])
-
-
-@pytest.mark.timeout(180)
-def test_workers_live_on_within_one_mode() -> None:
-    loader = creel.DataLoader(Modes(), batch_size=None, num_workers=1)
-    pids = []
-    for _ in range(3):
-        with torch.no_grad(), torch.device("cpu"), np.errstate(all="raise"):
-            it: Any = iter(loader)
-            pids += [w.pid for w in it._workers]
-            list(it)
-    assert len(set(pids)) == 1

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 from daemons import Running, plan
-from torch.utils.data import DataLoader, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader
 
 import creel
 from creel.loader import feed, solo
 from creel.loader.gather import Gatherer, Ring
 from creel.loader.iterate import OwnIter
 from creel.loader.parcel import Outbox
-from creel.loader.session import DOUBT_NS, STALE_NS, Session
 from creel.loader.sources import bind
 from kit import until
 
@@ -368,111 +367,6 @@ def write_over(daemon: Running, rows: Any) -> None:
         for step in range(ROWS // FEW):
             assert session.wait(step, 20)
             session.done(step + 1)
-
-
-def idle_pool(loader: Any) -> Any:
-    return loader._creel_home.bench._idle[0][1]
-
-
-def after(method: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
-    """The same method, after which `then` is called."""
-
-    def called(*args: Any) -> Any:
-        result = method(*args)
-        then()
-        return result
-
-    return called
-
-
-def test_batches_made_ahead_are_dropped_when_the_daemon_is_told_otherwise(
-    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    length = 40
-    first = iter([False, True])  # row 0 begins each epoch: stop in the second
-
-    class Some:
-        def __len__(self) -> int:
-            return length
-
-    gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 0 and next(first, False))
-    loader = by_one_worker(rows, SequentialSampler(Some()))
-    assert numbers(loader) == list(range(40))
-    until(gate.arrived.exists, what="the first batch of the epoch ahead is being made")
-    length = 36  # it begins alike
-
-    truncate = Session.truncate
-
-    def unpinned() -> None:
-        monkeypatch.setattr(Session, "truncate", truncate)
-        write_over(tight, rows)
-        gate.let_through()
-
-    monkeypatch.setattr(Session, "truncate", after(truncate, unpinned))
-    assert numbers(loader) == list(range(36))
-    assert gate.passed.exists()
-
-
-def test_a_step_ahead_is_read_by_nobody_for_other_samples(
-    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    odd, even = ([i % 2 == rest and i < 16 for i in range(ROWS)] for rest in (1, 0))
-    torch.manual_seed(3)
-    sampler = WeightedRandomSampler(odd, 10 * FEW)
-    gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] % 2 == 0)
-    loader = by_one_worker(rows, sampler)
-    with tight.client() as client:
-        key = client.register(bind(rows).manifest)  # type: ignore[union-attr]  # it is bound
-        client.ask("warm", dataset=key)
-        where = client.open(key, "looks on").table.offset
-        until(lambda: bool((where[:16] >= 0).all()), what="all that is read lies in memory")
-
-    def epoch() -> list[int]:
-        out = []
-        for i, batch in enumerate(loader):
-            out += numbers([batch])
-            if i == 2:  # told of the next epoch by now, and not yet at work on it
-                sampler.weights = torch.tensor(even, dtype=torch.double)
-        return out
-
-    start = torch.get_rng_state()
-    ours = epoch()
-    if idle_pool(loader).ahead is not None:
-        until(gate.arrived.exists, what="the first batch of the epoch ahead is being made")
-        write_over(tight, rows)
-    gate.let_through()
-    ours += epoch()
-    torch.set_rng_state(start)
-    sampler.weights = torch.tensor(odd, dtype=torch.double)
-    loader = DataLoader(rows, FEW, sampler=sampler)
-    assert ours == epoch() + epoch()
-
-
-def test_batches_made_ahead_through_a_session_that_closed_are_dropped(
-    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = iter([False, True])
-    gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 0 and next(first, False))
-    loader = by_one_worker(rows, SequentialSampler(range(40)))
-    assert numbers(loader) == list(range(40))
-    until(gate.arrived.exists, what="the first batch of the epoch ahead is being made")
-
-    beats, close = "creel.loader.session.STALE_NS", Session.close
-    doubt = "creel.loader.session.DOUBT_NS"
-
-    def unpinned() -> None:
-        monkeypatch.setattr(beats, STALE_NS)
-        monkeypatch.setattr(doubt, DOUBT_NS)
-        monkeypatch.setattr(Session, "close", close)
-        until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
-        write_over(tight, rows)
-        gate.let_through()
-
-    monkeypatch.setattr(Session, "close", after(close, unpinned))
-    monkeypatch.setattr(doubt, 0)
-    monkeypatch.setattr(beats, 0)  # as if the daemon had been stopped for a while
-    assert numbers(loader) == list(range(40))
-    assert gate.passed.exists()
 
 
 def test_what_is_copied_while_the_session_closes_is_read_anew(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -17,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -53,39 +53,49 @@ class Act(Squares):
         return i
 
 
-def test_workers_outlive_their_epoch() -> None:
-    loader = creel.DataLoader(Pids(), 4, num_workers=2)
-    seen = [{int(p) for b in loader for p in b} for _ in range(3)]
-    assert seen[0] == seen[1] == seen[2]
-    assert len(seen[0]) == 2
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_live_on_where_torchs_do(persistent: bool) -> None:
+    """Two for each of three epochs; of persistent ones the same two."""
+    loader = creel.DataLoader(Pids(), 4, num_workers=2, persistent_workers=persistent)
+    seen = {int(p) for _ in range(3) for b in loader for p in b}
+    assert len(seen) == (2 if persistent else 6)
 
 
-def test_workers_of_a_left_iterator_serve_the_next() -> None:
+def test_workers_of_a_left_iterator_end_with_it() -> None:
     loader = creel.DataLoader(Squares(), 4, num_workers=2)
     first = iter(loader)
     next(first)
     before = pids(first)
     del first
-    again = iter(loader)
-    assert pids(again) == before
-    assert [int(b[0]) for b in again] == [(4 * i) ** 2 for i in range(10)]
+    assert all(map(gone, before))
+    assert [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
 
 
-def test_ten_hundred_left_iterators_keep_workers_and_descriptors_constant() -> None:
+def test_left_iterators_leave_no_workers_and_no_descriptors() -> None:
     loader = creel.DataLoader(Squares(), 4, num_workers=1)
     next(iter(loader))
-    workers, fds = multiprocessing.active_children(), len(descriptors())
-    for _ in range(300):
+    fds = len(descriptors())
+    for _ in range(30):
         assert int(next(iter(loader))[1]) == 1
-    assert {w.pid for w in multiprocessing.active_children()} == {w.pid for w in workers}
-    assert len(descriptors()) <= fds + 2
+    assert not multiprocessing.active_children()
+    assert len(descriptors()) <= fds
 
 
-def test_ctrl_c_as_an_epoch_begins_leaves_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = creel.DataLoader(Squares(), 4, num_workers=1)
+@pytest.mark.parametrize("moment", ["_hire", "task"])
+def test_ctrl_c_as_an_epoch_begins_leaves_no_workers(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=2)
     first = list(map(int, torch.cat(list(loader))))
+    method, calls = getattr(Pool, moment), itertools.count()
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return method(*args, **more)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Pool, "unfit", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(Pool, moment, interrupted)
         with pytest.raises(KeyboardInterrupt):
             iter(loader)
     assert not multiprocessing.active_children()
@@ -171,11 +181,6 @@ def test_a_batch_there_is_no_room_to_map_ends_the_epoch_and_is_not_waited_for(
         next(it)
 
 
-def test_a_worker_init_fn_means_new_workers_each_epoch() -> None:
-    loader = creel.DataLoader(Pids(), 4, num_workers=1, worker_init_fn=print_nothing)
-    assert {int(b[0]) for b in loader} != {int(b[0]) for b in loader}
-
-
 def print_nothing(worker: int) -> None: ...
 
 
@@ -210,14 +215,15 @@ def test_after_a_death_the_other_workers_batches_still_come() -> None:
     assert got == sorted(set(range(0, 40, 2)) - {4, 8})  # the two that it had been given
 
 
-def test_a_worker_killed_between_epochs_is_replaced() -> None:
-    loader = creel.DataLoader(Squares(), 4, num_workers=2)
+def test_a_persistent_worker_killed_between_epochs_is_named() -> None:
+    loader = creel.DataLoader(Squares(), 4, num_workers=2, persistent_workers=True)
     iterator = iter(loader)
     list(iterator)
     victim = pids(iterator)[0]
     os.kill(victim, signal.SIGKILL)
     until(lambda: gone(victim))
-    assert [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
+    with pytest.raises(RuntimeError, match=rf"pid\(s\) {victim}\) exited unexpectedly"):
+        list(loader)
 
 
 def test_a_timeout_says_torchs_words_and_iteration_goes_on(tmp_path: Path) -> None:
@@ -361,11 +367,10 @@ def test_a_forked_child_is_told_to_begin_an_iterator_of_its_own() -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.slow
-def test_other_start_methods_give_the_same_and_live_on(method: str) -> None:
+def test_other_start_methods_make_workers_of_their_own(method: str) -> None:
     loader = creel.DataLoader(Pids(), 4, num_workers=1, multiprocessing_context=method)
-    first, second = ({int(p) for b in loader for p in b} for _ in range(2))
-    assert first == second
-    assert os.getpid() not in first
+    (first,), (second,) = ({int(p) for b in loader for p in b} for _ in range(2))
+    assert len({first, second, os.getpid()}) == 3
 
 
 class Hundred(Squares):

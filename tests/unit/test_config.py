@@ -75,7 +75,7 @@ def test_the_nearest_project_file_counts_and_a_named_file_replaces_it(home: Path
     [
         ({"CREEL_DISABLE": "1"}, "loader.disable", True),
         ({"CREEL_DISABLE": "0"}, "loader.disable", False),
-        ({"CREEL_LOADER__SPECULATE": "off"}, "loader.speculate", False),
+        ({"CREEL_LOADER__FORESEE": "on"}, "loader.foresee", True),
         ({"CREEL_SOCKET": "mine"}, "daemon.name", "mine"),
         ({"CREEL_LOG_LEVEL": "DEBUG"}, "daemon.log_level", "debug"),
         ({"CREEL_WINDOW__BYTES": "2GiB"}, "window.bytes", 2 << 30),

@@ -1,22 +1,20 @@
-"""Orders of samplers that nobody knows: iterated as by torch, foreseen where a copy can tell."""
+"""Orders of samplers of the person's own: iterated as by torch, foreseen if that is asked."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import queue
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from test_samplers import Echo, Loader, Make, same, states
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
 
-from creel.loader import recipes
-from creel.loader.samplers import observe
+from creel.loader import recipes, samplers
+from creel.loader.samplers import adopt, observe
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -96,7 +94,7 @@ def seed_all(seed: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_sampler_is_iterated_and_foreseen(name: str, workers: int) -> None:
+def test_a_foreign_sampler_is_foreseen_where_that_is_asked_for(name: str, workers: int) -> None:
     theirs, mine = FOREIGN[name](), FOREIGN[name]()
     mine.num_workers = workers
     if workers:
@@ -116,7 +114,7 @@ def test_a_foreign_sampler_is_iterated_and_foreseen(name: str, workers: int) -> 
     order, foreseen = None, None
     got = []
     for _ in range(3):
-        order = observe(mine, previous=order)
+        order = of_the_persons(mine, order)
         assert not order.known
         seen = states(mine)
         now = order.predict(0)
@@ -142,159 +140,94 @@ def test_a_foreign_sampler_is_pulled_one_batch_at_a_time() -> None:
     assert sampler.pulled == 4
 
 
+def of_the_persons(loader: Loader, previous: Any = None) -> Any:
+    """Its order, begun, where the person has said that a copy may be run ahead."""
+    return adopt(loader, samplers._begin(loader, None), previous=previous, foresee=True)
+
+
+class Logged(Sampler[int]):
+    """Writes down each run, as a sampler that logs or draws from elsewhere would."""
+
+    def __init__(self) -> None:
+        self.runs = LOG
+
+    def __iter__(self) -> Iterator[int]:
+        LOG.append(len(LOG))
+        yield from (2, 0, 1)
+
+
+class Declared(Logged):
+    foreseeable = True
+
+
+LOG: list[int] = []
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_sampler_runs_as_often_as_under_torch_unless_it_is_declared(batched: bool) -> None:
+    def epochs(make: type[Logged]) -> list[bool]:
+        LOG.clear()
+        loader: Loader = DataLoader(Echo(9), sampler=make(), batch_size=2 if batched else None)
+        order, foreseen = None, []
+        for _ in range(3):
+            order = observe(loader, previous=order)
+            foreseen += [order.predict(0) is not None]
+            list(order)
+            foreseen += [order.predict(1) is not None]
+        return foreseen
+
+    assert not any(epochs(Logged))
+    assert LOG == [0, 1, 2]
+    assert all(epochs(Declared))
+    assert len(LOG) == 9
+
+
+def test_a_declared_sampler_that_went_another_way_is_run_ahead_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    LOG.clear()
+    loader: Loader = DataLoader(Echo(9), sampler=Declared(), batch_size=2)
+    order = observe(loader)
+    assert order.predict(0) is not None
+    order.judge(wrong=True)
+    assert "Declared gave other samples" in caplog.text
+    order = observe(loader, previous=order)
+    assert order.predict(0) is order.predict(1) is None
+    assert len(LOG) == 1
+
+
+class Numbers(list[int]):
+    """A sequence whose items are the person's code."""
+
+    def __getitem__(self, i: Any) -> Any:
+        LOG.append(i)
+        return super().__getitem__(i)
+
+
+def test_indices_that_are_the_persons_code_are_not_read_ahead() -> None:
+    LOG.clear()
+    sampler = SubsetRandomSampler(Numbers([3, 1, 4]))
+    order = observe(DataLoader(Echo(9), sampler=sampler, batch_size=2))
+    assert order.predict(0) is order.predict(1) is None
+    assert LOG == []
+    next(order)
+    assert len(LOG) == 2
+
+
 class Endless(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
 
 
-_module_rng = np.random.default_rng(0)
-
-
-class Reaching(Sampler[int]):
-    """Draws from a generator of its module, which no copy can keep from moving."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from _module_rng.permutation(4).tolist()
-
-
-def drawn() -> list[int]:
-    return _module_rng.permutation(4).tolist()  # type: ignore[no-any-return]  # numpy's
-
-
-_count = 0
-_counts = [0]
-_tasks: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-
-class Asking(Sampler[int]):
-    """Iterates what a function gives."""
-
-    def __init__(self, ask: Callable[[], list[int]]) -> None:
-        self.ask = ask
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.ask())
-
-
-class Holder:
-    rng = np.random.default_rng(0)
-    count = 0
-
-    def drawn(self) -> list[int]:
-        return self.rng.permutation(4).tolist()  # type: ignore[no-any-return]  # numpy's
-
-
-class OfClass(Sampler[int]):
-    count = 0
-
-    def __iter__(self) -> Iterator[int]:
-        type(self).count += 1
-        return iter([self.count])
-
-
-class OfData(Sampler[int]):
-    """Counts in the dataset, which is never copied."""
-
-    def __init__(self, data_source: Any) -> None:
-        self.data_source = data_source
-        data_source.count = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.data_source.count += 1
-        return iter([self.data_source.count])
-
-
-class Steady(Sampler[int]):
-    """Reads what lies outside, and changes only what is its own."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __iter__(self) -> Iterator[int]:
-        self.seen = []
-        for i in _FIRST:
-            self.seen.append(_RENAMED.get(i, i))
-        yield from self.seen
-
-
-_FIRST = [1, 0]
-_RENAMED = {1: 1}
-
-
-def in_global() -> list[int]:
-    global _count  # noqa: PLW0603  that is the case
-    _count += 1
-    return [_count]
-
-
-def in_closure() -> Callable[[], list[int]]:
-    count = 0
-
-    def ask() -> list[int]:
-        nonlocal count
-        count += 1
-        return [count]
-
-    return ask
-
-
-def in_list() -> list[int]:
-    _counts[0] += 1
-    return [_counts[0]]
-
-
-OUTSIDE: dict[str, Callable[[], Any]] = {
-    "function": lambda: Asking(drawn),
-    "lambda": lambda: Asking(lambda: drawn()),  # noqa: PLW0108  a function in a function
-    "method": lambda: Asking(Holder().drawn),
-    "partial": lambda: Asking(functools.partial(Holder.drawn, Holder())),
-    "global": lambda: Asking(in_global),
-    "closure": lambda: Asking(in_closure()),
-    "list": lambda: Asking(in_list),
-    "class": OfClass,
-    "data": lambda: OfData(Echo(9)),
-    "queue": lambda: Asking(lambda: [_tasks.get(timeout=0.1)]),
-}
-
-
-@pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_sampler_that_a_copy_would_disturb_is_not_run_ahead(name: str, batched: bool) -> None:
-    def first(*, ahead: bool) -> object:
-        global _count  # noqa: PLW0603  every run begins alike
-        _count = _counts[0] = OfClass.count = 0
-        for rng in (_module_rng, Holder.rng):
-            rng.bit_generator.state = np.random.default_rng(5).bit_generator.state
-        _tasks.put(3)
-        sampler = OUTSIDE[name]()
-        data = getattr(sampler, "data_source", Echo(9))
-        order = observe(DataLoader(data, sampler=sampler, batch_size=2 if batched else None))
-        if ahead:
-            now = order.predict(0)
-            assert now is None or (name, batched) == ("list", False)  # that one has run already
-            assert order.predict(1) is None
-        return next(order)
-
-    assert first(ahead=True) == first(ahead=False)
-
-
-def test_a_sampler_that_only_looks_outside_is_foreseen() -> None:
-    plan = observe(DataLoader(Echo(9), sampler=Steady(), batch_size=2)).predict(0)
-    assert plan is not None
-    assert plan.indices.tolist() == [1, 0]
-
-
 @pytest.mark.parametrize(
     "sampler",
-    [Endless(), Reaching(), (i for i in range(3)), map(int, (c for c in "123")), [[1], ["a"]]],
-    ids=["endless", "reaching", "generator", "map", "words"],
+    [Endless(), (i for i in range(3)), map(int, (c for c in "123")), [[1], ["a"]]],
+    ids=["endless", "generator", "map", "words"],
 )
 def test_what_cannot_be_foreseen_is_said_to_be_so(sampler: Any) -> None:
-    before = _module_rng.bit_generator.state
-    order = observe(DataLoader(Echo(9), batch_sampler=sampler))
+    order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
     foreseen = order.predict(0, budget_s=0.3)  # the endless one comes back too
     assert foreseen is None or len(foreseen.ends) == 0
-    assert _module_rng.bit_generator.state == before
     assert next(order) in (0, 1, 2, 3, [1])
 
 

@@ -28,7 +28,6 @@ from creel.daemon import fetch
 from creel.daemon.events import (
     Discard,
     Fetch,
-    Fetched,
     Move,
     Store,
     Tick,

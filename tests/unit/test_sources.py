@@ -23,7 +23,6 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
-    random_split,
 )
 
 import creel
@@ -523,7 +522,6 @@ def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -
     assert [bytes(b ^ 255 for b in sample) for sample in leased] == plain
     assert arena.taken == ids.tolist()
     assert lease.direct_reads == 1
-    assert not binding.immutable
 
 
 def test_an_address_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,26 +633,6 @@ def test_subsets_may_hold_what_only_their_dataset_understands() -> None:
             return sum(many)
 
     assert bind(Subset(Slices(), [[1, 2], [3]])) is None  # type: ignore[list-item]  # no numbers: meant so
-
-
-def test_immutable_trees(tmp_path: Path, photos: Path) -> None:
-    a = records(tmp_path, "a", 5)
-    first, second = random_split(a, [2, 3])
-    kept: list[Any] = [
-        a, ConcatDataset([first, second]), creel.wrap(a), Transformed(a, len),
-        ImageFolder(photos, transform=len), folder.ImageFolder(photos), StackDataset(a, a),
-    ]  # fmt: skip
-    assert [bound(tree).immutable for tree in kept] == [True] * len(kept)
-    changing: list[Any] = [
-        Doubled(tmp_path / "a.npy"), Transformed(a, lambda s: s), ConcatDataset([a, Opaque()]),
-        ImageFolder(photos, transform=lambda s: s), StackDataset(a, Opaque2()),
-    ]  # fmt: skip
-    assert [bound(tree).immutable for tree in changing] == [False] * len(changing)
-
-
-class Opaque2(Opaque):
-    def __len__(self) -> int:
-        return 5
 
 
 def test_trees_read_by_themselves_in_torchs_loader(tmp_path: Path, photos: Path) -> None:
