@@ -8,6 +8,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.space import Lengths
+
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
 
@@ -18,12 +20,14 @@ Sizes: TypeAlias = NDArray[np.int64]
 class Registered:
     """A dataset is known; `offset` and `length` are the columns of its shared `Table`.
 
-    The core is their one writer: it publishes an object by writing its offset.
+    The core is their one writer: it publishes an object by writing its offset. All offsets are
+    ABSENT; `lengths` is what the lengths come to.
     """
 
     dataset: str
     offset: Sizes
     length: Sizes
+    lengths: Lengths
 
 
 @dataclass(frozen=True, slots=True)

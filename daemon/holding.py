@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.extents import must
-from creel.cache.space import FixedPool, PagedPool, Space
+from creel.cache.space import FixedPool, Lengths, PagedPool, Space
 from creel.daemon.owners import Owners
 from creel.daemon.sessions import COUNTED, Group, Session
 from creel.policies.masks import every, some
@@ -45,28 +45,35 @@ _CRUMB = 0.1  # of the mean: with a larger one residents grow, with a smaller on
 class Holding:
     """One dataset: its objects' state, its share of the space, its jobs."""
 
-    def __init__(self, name: str, offset: Sizes, length: Sizes, space: Space) -> None:
+    def __init__(
+        self, name: str, offset: Sizes, length: Sizes, lengths: Lengths, space: Space
+    ) -> None:
+        """No work per object, and no memory: zeros are given page by page, as they are written to.
+
+        Args:
+            offset: (n,) NOWHERE.
+            length: (n,) bytes, or -1 where nobody knows; `lengths` is what they come to.
+        """
         n = len(offset)
         self.name = name
         self.offset = offset
         self.length = length
-        self.offset[:] = NOWHERE
         self.space = space
-        self.pool: FixedPool | PagedPool = space.pool(length)
-        # bytes each takes up, from when it is placed until it leaves; a record takes its length
-        self.room = length if isinstance(self.pool, FixedPool) else np.zeros(n, np.int64)
-        self.owners = Owners(space.nbytes, self.pool) if isinstance(self.pool, PagedPool) else None
         self.life = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
+        room = np.zeros(n, np.int64)
+        self.pool: FixedPool | PagedPool = space.pool(lengths)
+        # bytes each takes up, from when it is placed until it leaves; a record takes its length
+        self.room = length if isinstance(self.pool, FixedPool) else room
+        self.owners = Owners(space.nbytes, self.pool) if isinstance(self.pool, PagedPool) else None
         self.groups: list[Group] = []
         self.keeper: Keeper | None = None
         self.latency = Latency()
         self.service = Service()
         self.warming = -1  # next object to load for `Warm`, or -1
         self.news = 0  # planned reads since the keeper last sorted all residents
-        known = length >= 0
-        self._known = int(known.sum())
-        self._known_nbytes = int(length[known].sum())
+        self._known = lengths.known
+        self._known_nbytes = lengths.nbytes
         self.counts = dict.fromkeys((*COUNTED, "reads", "read_nbytes", "failed"), 0)
         self.evicted = dict.fromkeys(("due_later", "other_dataset", "dropped", "stalled"), 0)
         self.resident = 0
@@ -340,6 +347,19 @@ class Holding:
             self.keeper.known = groups[0].known()
         elif not isinstance(self.keeper, FarKeeper) or self.keeper.all_uses != uses:
             self.keeper = FarKeeper(self.life, self.pins, uses, lambda: _clocks(groups))
+
+    def rebuild(self, under_way: Index, window: Window) -> None:
+        """Make pins, states, keeper and next uses anew from the plans and what is under way."""
+        self.groups = [g for g in self.groups if g.sessions]
+        self.pins[:] = 0
+        for s in (s for group in self.groups for s in group.sessions.values()):
+            np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
+        self.life[self.life == FETCHING] = ABSENT
+        self.life[under_way] = FETCHING
+        for group in self.groups:
+            group.replan()
+        self.keeper = None
+        self.choose_keeper(window)
 
     def check(self, under_way: Index) -> None:
         """Raise IllegalEventError unless state, pins, offsets and sums agree."""

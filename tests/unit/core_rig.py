@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.space import Space
+from creel.cache.space import Lengths, Space
 from creel.daemon.core import Core
 from creel.daemon.events import (
     Action,
@@ -74,10 +74,11 @@ class Rig:
     def register(self, name: str, sizes: list[int], *, known: bool = True) -> None:
         size = np.array(sizes, np.int64)
         self.size[name] = size
-        self.offset[name] = np.zeros(len(size), np.int64)  # as a fresh mapping is
+        self.offset[name] = np.full(len(size), -1, np.int64)
         self.length[name] = size.copy() if known else np.full(len(size), -1, np.int64)
         self.bad[name] = set()
-        self.feed(Registered(name, self.offset[name], self.length[name]))
+        length = self.length[name]
+        self.feed(Registered(name, self.offset[name], length, Lengths.of(length)))
 
     def open(self, session: int, name: str, job: str = "j", rank: int = 0, world: int = 1) -> None:
         self.readers[session] = Reader(name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core_rig import Rig, absent
 
-from creel.cache.space import FixedPool
+from creel.cache.space import FixedPool, Lengths
 from creel.daemon.events import (
     Closed,
     Dropped,
@@ -197,7 +197,7 @@ def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
     with pytest.raises(IllegalEventError):
         rig.feed(Opened(1, "nothing", "", 0, 1))
     with pytest.raises(IllegalEventError):
-        rig.feed(Registered("d", rig.offset["d"], rig.length["d"]))
+        rig.feed(Registered("d", rig.offset["d"], rig.length["d"], Lengths.of(rig.length["d"])))
 
 
 def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:

@@ -54,7 +54,7 @@ def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool
         expected = np.full(objects, NEVER)
         for later in range(3 * steps - 1, step - 1, -1):
             expected[list(set().union(*told[later]))] = later
-        assert (uses.due == expected).all()
+        assert (uses.due[:] == expected).all()
         for read in told[step]:
             at = np.full(len(read), step, np.int32)
             uses.consume(step // steps, np.array(sorted(read)), at)
@@ -255,14 +255,14 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
     def due(x: int) -> float:
         found = []
         for uses, (a, b) in zip(jobs, lines, strict=True):
-            step = int(uses.due[x])
+            step = int(uses.due[:][x])
             found.append(a * (uses.beyond if step == NEVER else step) + b)
         return min(found)
 
     ends = [uses.beyond for uses in jobs]
     for step in range(40):
         for uses in jobs:
-            ids = np.flatnonzero(uses.due == step)
+            ids = np.flatnonzero(uses.due[:] == step)
             uses.consume(0, ids)
             keeper.released(ids[life[ids] == RESIDENT])
         assert [uses.beyond for uses in jobs] == ends
