@@ -36,8 +36,8 @@ def memory(node: Node) -> dict[str, int]:
         "budget_nbytes": node.arena.nbytes,
         "used_nbytes": int(sum(d["used_nbytes"] for d in told)),
         "held_nbytes": node.fetcher.held_nbytes(),
-        "tables_nbytes": node.tables_nbytes(),
-        "tables_limit_nbytes": node.tables_limit,
+        "tables_nbytes": node.quota.used(),
+        "tables_limit_nbytes": node.quota.limit,
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,8 @@ from creel.daemon import events as mind
 from creel.daemon.core import Core
 from creel.daemon.fetch import Fetcher
 from creel.daemon.host import Answer
+from creel.daemon.quota import Quota
+from creel.daemon.registrar import Registrar
 from creel.daemon.registry import Dataset, Registry, Session, tables_nbytes
 from creel.errors import CreelError, UnavailableError
 from creel.messages import (
@@ -44,7 +45,6 @@ from creel.messages import (
     Welcome,
 )
 from creel.policies.prefetch import Window
-from creel.units import format_size
 from creel.version import VERSION
 
 T = TypeVar("T")
@@ -54,9 +54,6 @@ log = logging.getLogger("creel.node")
 BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
 #: Descriptors kept on files that hold many objects, per dataset (the default soft limit is 1024).
 _KEPT_FILES = 128
-#: Tables and plans may take so many bytes under any budget: 10 million objects.
-_TABLES_NBYTES = 512 << 20
-_SMALL_NBYTES = 16 << 20  # for less nobody asks how much memory the machine has left
 
 
 class Node:
@@ -102,13 +99,13 @@ class Node:
             threads=config.fetch.threads,
             per_source=config.fetch.per_source,
         )
+        self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
         self._send = send
         self._call_soon = call_soon
         self._stop_prefault = threading.Event()
         self._prefault: threading.Thread | None = None
-        self._registrar = _Registrar()
-        self._coming: dict[str, int] = {}  # token -> bytes of tables that are being made
+        self._registrar = Registrar()
 
     # --- events and actions -------------------------------------------------------------------
 
@@ -233,7 +230,7 @@ class Node:
             return manifest
 
         def enter(dataset: Dataset) -> None:
-            self._coming.pop(token, None)
+            self.quota.coming.pop(token, None)
             reply(self._enter(token, dataset))
 
         def look(manifest: Manifest) -> None:
@@ -243,15 +240,15 @@ class Node:
                 return
             nbytes = tables_nbytes(manifest)
             try:
-                self.afford(nbytes, f"{len(manifest)} objects")
+                self.quota.check(nbytes, f"{len(manifest)} objects")
             except UnavailableError as e:
                 refuse(Answer(Refused(str(e))))
                 return
-            self._coming[token] = nbytes
+            self.quota.coming[token] = nbytes
             self._elsewhere(lambda: self._prepare(manifest), enter, refuse)
 
         def refuse(answer: Answer) -> None:
-            self._coming.pop(token, None)
+            self.quota.coming.pop(token, None)
             reply(answer)
 
         self._elsewhere(keyed, look, reply)
@@ -318,7 +315,7 @@ class Node:
         self._check_serving()
         dataset = self.registry.datasets.get(request.dataset)
         if dataset is not None:
-            self.afford(4 * len(dataset.manifest), f"a job on {len(dataset.manifest)} objects")
+            self.quota.check(4 * len(dataset.manifest), f"a job on {len(dataset.manifest)} objects")
         session = self.registry.open(token, request)
         told = (session.id, request.dataset, request.job, request.rank, request.world)
         if not self.feed(mind.Opened(*told)):
@@ -358,7 +355,7 @@ class Node:
             time.monotonic(),
             limits_.idle_s,
             limits_.max_idle_datasets,
-            limit=self.tables_limit,
+            limit=self.quota.limit,
             room=room,
         )
         for dataset in spare:
@@ -371,42 +368,9 @@ class Node:
             self.fetcher.remove(dataset.key)
             self.registry.forget(dataset)
 
-    # --- memory beside the arena --------------------------------------------------------------
-
-    @property
-    def tables_limit(self) -> int:
-        """Bytes that all tables and plans may take: what clients make grow, beside the arena."""
-        return max(_TABLES_NBYTES, self.arena.nbytes // 2)
-
-    def tables_nbytes(self) -> int:
-        """Bytes of all that is kept per object, row, step and access, or is about to be."""
-        known = sum(d.tables_nbytes for d in self.registry.datasets.values())
-        return known + sum(self._coming.values()) + self.core.plans_nbytes()
-
     def afford(self, nbytes: int, what: str) -> None:
-        """Make sure of room for so many bytes more.
-
-        Raises:
-            UnavailableError: there is none.
-        """
-        if not self._fits(nbytes):
-            left = max(self.tables_limit - self.tables_nbytes(), 0)
-            raise UnavailableError(
-                f"the tables of {what} need {format_size(nbytes)} of memory, {format_size(left)} of"
-                f" {format_size(self.tables_limit)} are left: raise memory.budget (half of it may"
-                " go to tables), make records longer, or split the dataset"
-            )
-
-    def _fits(self, nbytes: int) -> bool:
-        """Whether so many bytes more may be taken; idle datasets go for it, the largest first."""
-        if nbytes > _SMALL_NBYTES and nbytes > limits.memory().available // 2:
-            return False
-        idle = sorted(self.registry.idle(), key=lambda d: d.tables_nbytes)
-        while self.tables_limit - self.tables_nbytes() < nbytes:
-            if not idle:
-                return False
-            self._forget(idle.pop())
-        return True
+        """As `Quota.check`."""
+        self.quota.check(nbytes, what)
 
     def extended(self, session: Session, message: Extend, arrays: list[NDArray[Any]]) -> None:
         """A session's plan goes on.
@@ -419,8 +383,8 @@ class Node:
         blind = message.blind
         try:
             if message.epoch != session.epoch and not blind:
-                blind = not self._fits(nbytes + 5 * len(session.dataset.manifest))
-            self.afford(nbytes, f"{len(objects)} reads to come")
+                blind = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))
+            self.quota.check(nbytes, f"{len(objects)} reads to come")
         except UnavailableError as e:
             log.warning("session %d of process %d ends: %s", session.id, self._pid(session), e)
             self.close_session(session)
@@ -492,31 +456,3 @@ def _window(config: Config) -> Window:
         nbytes=config.window.bytes,
         inflight_nbytes=config.fetch.inflight_bytes,
     )
-
-
-class _Registrar:
-    """One thread for work that takes long: a manifest of 10 million files is seconds."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="creel-register", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system gives no more: late for everybody, but done
-                work()
-                return
-            self._thread = thread
-        self._queue.put(work)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(1.0)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()

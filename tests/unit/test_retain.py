@@ -20,7 +20,7 @@ from creel.policies.retain import (
     Need,
     RecentKeeper,
 )
-from creel.policies.uses import NEVER, Uses
+from creel.policies.uses import MAX_EPOCHS, NEVER, Uses
 
 
 def plan(
@@ -77,6 +77,19 @@ def test_spread_always_draws_from_a_fullest_bucket(seed: int) -> None:
             assert counts[bucket[x]] == counts.max()
             held.remove(x)
     assert sorted(pool.take(n).tolist()) == sorted(held)
+
+
+def test_epochs_told_far_ahead_cost_no_table_each() -> None:
+    uses = Uses(1000)
+    for epoch in range(60):
+        uses.extend(epoch, np.array([epoch], np.int32), np.array([epoch % 7]))
+        assert uses.nbytes <= (4 + 5 * MAX_EPOCHS) * 1000
+    assert uses.due[:][:8].tolist() == [*range(7), NEVER]  # the next use is learnt all the same
+    assert uses.distinct(0)
+    assert not uses.distinct(59)  # of an epoch without a table nobody knows
+    uses.forget(50)
+    uses.extend(59, np.array([60], np.int32), np.array([3]))
+    assert not uses.distinct(59)  # nor of one that was told in part
 
 
 def test_spread_takes_ties_evenly_over_the_epoch() -> None:
