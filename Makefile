@@ -1,8 +1,9 @@
-# Works on a fresh machine with Python 3.10+ and pip; everything goes to .venv.
+# Works on a fresh machine with Python 3.10+ and pip; everything goes to .venv (and .venv-frameworks).
 #
 #   make demo                        train a small CNN through creel and through torch, and compare
 #   make demo DATA=/path/to/images   the same on your own folder (one subfolder per class)
 #   make test                        all tests
+#   make frameworks                  the tests against accelerate, transformers and lightning
 #   make check                       format, lint, strict types, unit tests
 
 PYTHON ?= python3
@@ -15,10 +16,13 @@ BIN   := $(VENV)/bin
 # Two files of tests at a time; ARGS=-n0 runs one after the other (pdb needs that).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 STAMP := $(VENV)/.creel-stamp
+# The frameworks have an environment of their own: each sees what it brings, and nothing of ours.
+WITH_FRAMEWORKS := $(VENV)-frameworks
+FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
 export DATA
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo test check clean
+.PHONY: help setup demo test frameworks check clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -38,11 +42,23 @@ $(STAMP): pyproject.toml constraints.txt
 	    -e '.[torch,http,prometheus]' --group dev --group demo
 	@touch $@
 
+$(FRAMEWORKS_STAMP): pyproject.toml constraints.txt
+	@test -x $(WITH_FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(WITH_FRAMEWORKS)
+	@echo "installing the frameworks into $(WITH_FRAMEWORKS) (once)"
+	@$(WITH_FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check 'pip>=25.1'
+	@PYTHONWARNINGS=ignore $(WITH_FRAMEWORKS)/bin/python -m pip install -q --disable-pip-version-check \
+	    -c constraints.txt -e '.[torch]' --group frameworks
+	@touch $@
+
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
 
 test: $(STAMP)
 	@$(PYTEST) $(ARGS)
+
+# FRAMEWORKS=required: one that cannot be imported is an error here, elsewhere its tests are skipped.
+frameworks: $(FRAMEWORKS_STAMP)
+	@FRAMEWORKS=required $(WITH_FRAMEWORKS)/bin/python -m pytest -n 2 tests/compat $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -52,4 +68,4 @@ check: $(STAMP)
 	$(PYTEST) -q tests/unit tests/test_layout.py
 
 clean:
-	rm -rf $(VENV) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(WITH_FRAMEWORKS) .demo build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -20,7 +20,7 @@ from measure import report
 from torch import Generator
 from torch.utils.data import DataLoader, DistributedSampler
 
-from creel.cache.space import Space
+from creel.cache.space import Lengths, Space
 from creel.daemon.core import Core
 from creel.daemon.events import Extended, Fetch, Fetched, Opened, Progressed, Registered
 from creel.loader.samplers import observe
@@ -81,7 +81,8 @@ def core_s() -> tuple[float, list[float]]:
     """Extended of an epoch; each Progressed of the second epoch, with half of the records held."""
     rng = np.random.default_rng(0)
     core = Core(Space(IMAGENET // 2 * 1000))
-    core.handle(Registered("d", np.empty(IMAGENET, np.int64), np.full(IMAGENET, 1000)), 0.0)
+    offset, length = np.full(IMAGENET, -1), np.full(IMAGENET, 1000)
+    core.handle(Registered("d", offset, length, Lengths.of(length)), 0.0)
     core.handle(Opened(1, "d", "", 0, 1), 0.0)
     ends = np.append(np.arange(BATCH, IMAGENET, BATCH), IMAGENET)
     extends, spent, fetches = [], [], []

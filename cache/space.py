@@ -12,6 +12,8 @@ both).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,11 +45,41 @@ def _joined(offsets: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes]:
     return offsets[first], np.add.reduceat(sizes, first)
 
 
+class Lengths(NamedTuple):
+    """What a space and the core must know of the lengths of a dataset's objects, in bytes.
+
+    `objects` in all, `known` of them with a known length, `nbytes` together, from `least` to
+    `most` (0 where none is known).
+    """
+
+    objects: int
+    known: int
+    nbytes: int
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, length: NDArray[np.integer], count: NDArray[np.integer] | None = None) -> Lengths:
+        """The lengths of `count[i]` objects of `length[i]` bytes each (negative: unknown).
+
+        >>> Lengths.of(np.array([5, -1, 3]))
+        Lengths(objects=3, known=2, nbytes=8, least=3, most=5)
+        >>> Lengths.of(np.array([5, 7]), np.array([1000, 0]))
+        Lengths(objects=1000, known=1000, nbytes=5000, least=5, most=5)
+        """
+        counts = np.ones(len(length), np.int64) if count is None else np.asarray(count, np.int64)
+        told = (length >= 0) & (counts > 0)
+        of_each, counts_told = length[told].astype(np.int64), counts[told]
+        least, most = (int(of_each.min()), int(of_each.max())) if len(of_each) else (0, 0)
+        known, nbytes = int(counts_told.sum()), int((of_each * counts_told).sum())
+        return cls(int(counts.sum()), known, nbytes, least, most)
+
+
 class Space:
     """The bytes [0, nbytes) of one arena, dealt out by pools.
 
     >>> space = Space(10_000)
-    >>> pool = space.pool(np.full(50, 3_000))
+    >>> pool = space.pool(Lengths.of(np.full(50, 3_000)))
     >>> pool.alloc(np.full(4, 3_000)).tolist()
     [0, 3000, 6000, -1]
     >>> space.free_bytes
@@ -59,14 +91,13 @@ class Space:
         self.extents = Extents(nbytes)
         self._pools: list[FixedPool | PagedPool] = []
 
-    def pool(self, lengths: NDArray[np.integer]) -> FixedPool | PagedPool:
-        """A pool that fits a dataset of objects with these lengths (bytes; negative: unknown)."""
-        known = lengths[lengths >= 0]
+    def pool(self, lengths: Lengths) -> FixedPool | PagedPool:
+        """A pool that fits a dataset of objects with these lengths."""
         pool: FixedPool | PagedPool
-        if len(known) and len(known) == len(lengths) and known.min() == known.max():
-            pool = FixedPool(self, max(int(known[0]), 1))
+        if lengths.known and lengths.known == lengths.objects and lengths.least == lengths.most:
+            pool = FixedPool(self, max(lengths.least, 1))
         else:
-            pool = PagedPool(self, page_size(float(known.mean()) if len(known) else 0.0))
+            pool = PagedPool(self, page_size(lengths.nbytes / max(lengths.known, 1)))
         self._pools.append(pool)
         return pool
 

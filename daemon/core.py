@@ -40,7 +40,6 @@ from creel.daemon.flights import Flight, Flights
 from creel.daemon.holding import Holding, Index
 from creel.daemon.sessions import Session
 from creel.daemon.shares import Shares
-from creel.daemon.versions import Versions
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.masks import every, some
 from creel.policies.prefetch import Window
@@ -87,8 +86,10 @@ class Core:
         Raises:
             MalformedError: a plan that does not go on where the last one ended. Nothing changed.
             IllegalEventError: an event that cannot happen. Nothing changed.
+            Exception: whatever else (no memory, a bug): call `mend` before anything else.
         """
         self._out = []
+        self._flights.mark()
         if not isinstance(event, Fetched | Tick):
             self._ahead.stuck.clear()  # something may have been given up, or is more urgent now
         self._shares.mover.begin(now)
@@ -119,9 +120,8 @@ class Core:
         del now
         if e.dataset in self._holdings:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
-        versions = Versions(len(e.offset), e.bounds, e.remote)
-        space = self._shares.space
-        self._holdings[e.dataset] = Holding(e.dataset, e.offset, e.length, space, versions)
+        told = e.offset, e.length, e.lengths, self._shares.space, e.versions
+        self._holdings[e.dataset] = Holding(e.dataset, *told)
 
     def _opened(self, e: Opened, now: float) -> None:
         if e.dataset not in self._holdings or e.session in self._sessions:
@@ -410,12 +410,31 @@ class Core:
         for session in self._sessions.values():
             self._ahead.look(session, len(self._sessions))
 
+    def mend(self, session: int) -> None:
+        """After an exception in `handle`: make all tables agree again.
+
+        The session that the event was about, if there is one, is gone; fetches of which the shell
+        was not told were never begun. Pins, keepers and next uses are built anew from the plans.
+        """
+        gone = self._sessions.pop(session, None)
+        if gone is not None:
+            gone.holding.leave(gone)
+        self._flights.abort()
+        for h in self._holdings.values():
+            h.rebuild(self._flights.ids(h), self._window)
+        self._survey()
+
     # --- what others may see -------------------------------------------------------------------
 
     def busy(self, dataset: str) -> bool:
         """Whether anybody reads this dataset, or something is being read for it."""
         h = self._holdings[dataset]
         return h.active or h.warming >= 0 or len(self._flights.ids(h)) > 0
+
+    def plans_nbytes(self) -> int:
+        """Memory of all plans and of the next uses made of them, in bytes."""
+        streams = sum(s.stream.nbytes for s in self._sessions.values())
+        return streams + sum(g.uses.nbytes for h in self._holdings.values() for g in h.groups)
 
     def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
         """Counters of all datasets and sessions, by name and number; what `creel stats` shows."""

@@ -8,6 +8,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.space import Lengths
+from creel.daemon.versions import Versions
+
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
 
@@ -18,15 +21,15 @@ Sizes: TypeAlias = NDArray[np.int64]
 class Registered:
     """A dataset is known; `offset` and `length` are the columns of its shared `Table`.
 
-    The core is their one writer: it publishes an object by writing its offset. `bounds`, `remote`:
-    see `Versions`.
+    The core is their one writer: it publishes an object by writing its offset. All offsets are
+    ABSENT; `lengths` is what the lengths come to; `versions` those of its files, none known yet.
     """
 
     dataset: str
     offset: Sizes
     length: Sizes
-    bounds: Sizes | None = None
-    remote: NDArray[np.bool_] | None = None
+    lengths: Lengths
+    versions: Versions | None = None
 
 
 @dataclass(frozen=True, slots=True)

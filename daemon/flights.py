@@ -53,6 +53,7 @@ class Flights:
         self._flights: dict[int, Flight] = {}
         self._last = 0
         self.generation = 0  # the present one
+        self._mark = 0
         shares.busy = self.offsets
 
     def leave(self, nbytes: Sizes, *, urgent: bool) -> int:
@@ -113,6 +114,19 @@ class Flights:
         self.nbytes -= flight.nbytes
         self._shares.expected -= flight.expected
         return flight
+
+    def mark(self) -> None:
+        """An event begins: `abort` means the fetches that are started from now on."""
+        self._mark = self._last
+
+    def abort(self) -> None:
+        """The fetches started since `mark` were never begun: their room is free again."""
+        for number in [n for n in self._flights if n > self._mark]:
+            flight = self._flights[number]
+            placed = flight.offset != NOWHERE
+            flight.holding.give_back(flight.ids[placed], flight.offset[placed])
+            flight.holding.life[flight.ids] = ABSENT
+            self.land(number, len(flight.ids))
 
     def warm(self, h: Holding, now: float) -> list[Fetch]:
         """Load the dataset in order of ids, into free room only, while little else is under way."""

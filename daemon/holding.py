@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from creel.cache.extents import ABSENT as NOWHERE
 from creel.cache.extents import must
-from creel.cache.space import FixedPool, PagedPool, Space
+from creel.cache.space import FixedPool, Lengths, PagedPool, Space
 from creel.daemon.owners import Owners
 from creel.daemon.sessions import COUNTED, Group, Session
 from creel.daemon.versions import Versions
@@ -52,33 +52,40 @@ class Holding:
         name: str,
         offset: Sizes,
         length: Sizes,
+        lengths: Lengths,
         space: Space,
         versions: Versions | None = None,
     ) -> None:
+        """No work per object, and no memory: zeros are given page by page, as they are written to.
+
+        Args:
+            offset: (n,) NOWHERE.
+            length: (n,) bytes, or -1 where nobody knows; `lengths` is what they come to.
+            versions: of its files; None: each object is a local file.
+        """
         n = len(offset)
         self.versions = versions or Versions(n)
         self.name = name
         self.offset = offset
         self.length = length
-        self.offset[:] = NOWHERE
         self.space = space
-        self.pool: FixedPool | PagedPool = space.pool(length)
-        # bytes each takes up, from when it is placed until it leaves; a record takes its length
-        self.room = length if isinstance(self.pool, FixedPool) else np.zeros(n, np.int64)
-        self.owners = Owners(space.nbytes, self.pool) if isinstance(self.pool, PagedPool) else None
         self.life = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
+        room = np.zeros(n, np.int64)
+        self.pool: FixedPool | PagedPool = space.pool(lengths)
+        # bytes each takes up, from when it is placed until it leaves; a record takes its length
+        self.room = length if isinstance(self.pool, FixedPool) else room
+        self.owners = Owners(space.nbytes, self.pool) if isinstance(self.pool, PagedPool) else None
         self.groups: list[Group] = []
         self.keeper: Keeper | None = None
         self.latency = Latency()
         self.service = Service()
         self.warming = -1  # next object to load for `Warm`, or -1
         self.news = 0  # planned reads since the keeper last sorted all residents
-        known = length >= 0
-        #: Which lengths the manifest says; all others are what was read last.
-        self.listed = None if known.all() else known
-        self._known = int(known.sum())
-        self._known_nbytes = int(length[known].sum())
+        #: Which lengths the manifest says (None: all); the others are what was read last.
+        self.listed = _listed(length, lengths)
+        self._known = lengths.known
+        self._known_nbytes = lengths.nbytes
         self.counts = dict.fromkeys((*COUNTED, "reads", "read_nbytes", "failed"), 0)
         why = ("due_later", "other_dataset", "dropped", "stalled", "changed")
         self.evicted = dict.fromkeys(why, 0)
@@ -375,6 +382,19 @@ class Holding:
         elif not isinstance(self.keeper, FarKeeper) or self.keeper.all_uses != uses:
             self.keeper = FarKeeper(self.life, self.pins, uses, lambda: _clocks(groups))
 
+    def rebuild(self, under_way: Index, window: Window) -> None:
+        """Make pins, states, keeper and next uses anew from the plans and what is under way."""
+        self.groups = [g for g in self.groups if g.sessions]
+        self.pins[:] = 0
+        for s in (s for group in self.groups for s in group.sessions.values()):
+            np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
+        self.life[self.life == FETCHING] = ABSENT
+        self.life[under_way] = FETCHING
+        for group in self.groups:
+            group.replan()
+        self.keeper = None
+        self.choose_keeper(window)
+
     def check(self, under_way: Index) -> None:
         """Raise IllegalEventError unless state, pins, offsets and sums agree."""
         pins = np.zeros(len(self), np.int64)
@@ -399,6 +419,12 @@ class Holding:
         )
         must(int(known.sum()) == self._known, "known lengths are miscounted")
         must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")
+
+
+def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:
+    if lengths.known == lengths.objects:
+        return None
+    return length >= 0 if lengths.known else np.broadcast_to(np.False_, len(length))
 
 
 def _is_permutation(group: Group) -> bool:

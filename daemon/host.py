@@ -32,6 +32,9 @@ class Host(Protocol):
     ) -> None:
         """Have a manifest read and checked elsewhere; `reply` is called by the loop, later."""
 
+    def afford(self, nbytes: int, what: str) -> None:
+        """Make sure that so many bytes may be taken for what a client sends."""
+
     def open(self, token: str, request: Open) -> Session:
         """Begin a session."""
 

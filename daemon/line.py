@@ -8,8 +8,10 @@ loses its connection at the desk; noise without a token is counted and forgotten
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
+import time
 from typing import Any
 
 import numpy as np
@@ -35,8 +37,12 @@ from creel.messages import (
     line_address,
 )
 
+log = logging.getLogger("creel.line")
+
 _MESSAGES = 64  # a turn, so that a flood leaves room for everybody else
-_MAX_FRAME = 128 << 20  # a client sends pieces of 4 MB
+_TURN_S = 0.02  # the same for messages that take long
+_MAX_PIECE = 1 << 20  # reads, and steps, in a message
+_MAX_FRAME = 16 << 20  # bytes: more than such a piece takes, so that its sender is told
 
 
 class Line:
@@ -58,7 +64,10 @@ class Line:
 
     def turn(self) -> bool:
         """Serve what came, up to a bound; whether more is waiting."""
+        until = time.monotonic() + _TURN_S
         for _ in range(_MESSAGES):
+            if time.monotonic() > until:
+                break
             try:
                 who, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -90,6 +99,10 @@ class Line:
             self.malformed += 1
             if token:
                 self._desk.drop(token, str(e))
+        except Exception:  # our bug, or no memory: at the expense of who sent the message
+            log.exception("a message could not be handled")
+            if token:
+                self._desk.drop(token, "its message could not be handled")
 
     def _authentic(self, frames: list[zmq.Frame]) -> Any:
         if not frames:
@@ -139,8 +152,11 @@ def _checked(session: Session, message: Extend, arrays: list[NDArray[Any]]) -> l
     """Aligned copies of a plan's arrays.
 
     Raises:
-        MalformedError: steps that do not follow, ids that do not exist, ends out of order.
+        MalformedError: too many at once, steps that do not follow, ids that do not exist, ends
+            out of order.
     """
+    if max(map(len, arrays)) > _MAX_PIECE:
+        raise MalformedError(f"a plan comes in pieces of {_MAX_PIECE} reads or steps at most")
     objects, ends = (np.array(a) for a in arrays)
     if message.step != session.steps or message.epoch < 0:
         raise MalformedError(f"extend at step {message.step}, known are {session.steps}")

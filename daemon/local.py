@@ -228,6 +228,9 @@ class Desk:
             self.malformed += isinstance(e, MalformedError)
             log.info("closing the connection of process %d: %s", connection.pid, e)
             self._end(connection)
+        except Exception:  # our bug, or no memory: at the expense of who asked
+            log.exception("a request of process %d could not be handled", connection.pid)
+            self._end(connection)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -289,6 +292,7 @@ class Desk:
             raise MalformedError(f"a manifest comes in one descriptor, not {len(fds)}")
         if not 0 < request.nbytes <= _MAX_MANIFEST:
             raise MalformedError(f"a manifest of {request.nbytes} bytes")
+        self._host.afford(request.nbytes, "a manifest")
         fd = fds.pop()  # the reader closes it
         connection.busy = True
         self._epoll.modify(connection.socket.fileno(), select.EPOLLRDHUP)

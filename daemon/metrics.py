@@ -27,12 +27,17 @@ _PAGE_S = 2.0  # how long a scrape waits for the loop
 
 
 def memory(node: Node) -> dict[str, int]:
-    """Bytes of the arena: what there is, what holds samples; and what is read but not yet there."""
+    """Bytes of the arena: what there is, what holds samples; and what is read but not yet there.
+
+    Beside the arena: what tables and plans take, and may take.
+    """
     told: Any = node.core.snapshot()["datasets"].values()
     return {
         "budget_nbytes": node.arena.nbytes,
         "used_nbytes": int(sum(d["used_nbytes"] for d in told)),
         "held_nbytes": node.fetcher.held_nbytes(),
+        "tables_nbytes": node.quota.used(),
+        "tables_limit_nbytes": node.quota.limit,
     }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +30,9 @@ from creel.daemon import events as mind
 from creel.daemon.core import Core
 from creel.daemon.fetch import Fetcher
 from creel.daemon.host import Answer
-from creel.daemon.registry import Dataset, Registry, Session
+from creel.daemon.quota import Quota
+from creel.daemon.registrar import Registrar
+from creel.daemon.registry import Dataset, Registry, Session, tables_nbytes
 from creel.errors import CreelError, UnavailableError
 from creel.messages import (
     PROTOCOL,
@@ -98,17 +99,18 @@ class Node:
             threads=config.fetch.threads,
             per_source=config.fetch.per_source,
         )
+        self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
         self._send = send
         self._call_soon = call_soon
         self._stop_prefault = threading.Event()
         self._prefault: threading.Thread | None = None
-        self._registrar = _Registrar()
+        self._registrar = Registrar()
 
     # --- events and actions -------------------------------------------------------------------
 
-    def feed(self, event: mind.Event) -> None:
-        """Tell the core and do what it says.
+    def feed(self, event: mind.Event) -> bool:
+        """Tell the core and do what it says; False when it failed, and the event's session is over.
 
         Nothing while draining: READY does not go back for those who hang up now, so all must lie
         where it lies. The core would go on with a table and a memory that are not as it thinks.
@@ -117,20 +119,49 @@ class Node:
         the loop has many.
         """
         if self.state == "draining":
-            return
+            return True
         now = time.monotonic()
         self.beat(now)
         try:
             actions = self.core.handle(event, now)
-        except CreelError:  # IllegalEventError: our bug; readers go to the source meanwhile
-            self.bugs += 1
-            log.exception("the core refused %s", type(event).__name__)
-            return
+        except Exception:
+            log.exception("the core failed at %s", type(event).__name__)
+            self._mend(getattr(event, "session", 0))
+            return False
         lost: list[mind.Lost] = []
-        for action in actions:
-            self._do(action, lost)
+        try:
+            for action in actions:
+                self._do(action, lost)
+        except Exception:
+            log.exception("what the core wants done after %s failed", type(event).__name__)
+            self._give_up()
+            return False
         for loss in lost:
             self.feed(loss)
+        return True
+
+    def _mend(self, number: int) -> None:
+        """After a failure of the core: the session that it was about ends, the others go on.
+
+        A failure is a bug of ours, or memory that was not to be had. Where the core does not become
+        right again by this, the daemon ends: its readers go to the source, the next one begins.
+        """
+        self.bugs += 1
+        session = self.registry.sessions.get(number)
+        if session is not None:
+            self.ranks.closes(session)
+            session.unready(0)
+            self.registry.remove(session)
+        try:
+            self.core.mend(number)
+            self.core.check()
+        except Exception:
+            log.exception("the core cannot be mended")
+            self._give_up()
+
+    def _give_up(self) -> None:
+        log.error("this daemon ends: its books may be wrong")
+        self.stop(True)
 
     def _do(self, action: mind.Action, lost: list[mind.Lost]) -> None:
         if isinstance(action, mind.SetReady):
@@ -205,14 +236,26 @@ class Node:
             return manifest
 
         def enter(dataset: Dataset) -> None:
+            self.quota.coming.pop(token, None)
             reply(self._enter(token, dataset))
 
         def look(manifest: Manifest) -> None:
             known = self.registry.datasets.get(manifest.key)
             if known is not None:
                 enter(known)
-            else:
-                self._elsewhere(lambda: self._prepare(manifest), enter, reply)
+                return
+            nbytes = tables_nbytes(manifest)
+            try:
+                self.quota.check(nbytes, f"{len(manifest)} objects")
+            except UnavailableError as e:
+                refuse(Answer(Refused(str(e))))
+                return
+            self.quota.coming[token] = nbytes
+            self._elsewhere(lambda: self._prepare(manifest), enter, refuse)
+
+        def refuse(answer: Answer) -> None:
+            self.quota.coming.pop(token, None)
+            reply(answer)
 
         self._elsewhere(keyed, look, reply)
 
@@ -251,11 +294,13 @@ class Node:
             except UnavailableError as e:
                 dataset.close()
                 return Answer(Refused(str(e)))
+            table, lengths = dataset.table, dataset.lengths
+            columns = table.offset, table.length, lengths, dataset.versions
+            if not self.feed(mind.Registered(dataset.key, *columns)):
+                dataset.close()
+                return Answer(Refused("this daemon has no room for another dataset"))
             self.registry.add(dataset)
             self.fetcher.add(dataset.key, dataset.source)
-            table, manifest = dataset.table, dataset.manifest
-            files = manifest.file_bounds, manifest.remote
-            self.feed(mind.Registered(dataset.key, table.offset, table.length, *files))
             self._prefault_when_it_will_be_full()
         elif known is not dataset:  # two clients registered the same thing at once
             dataset.close()
@@ -268,19 +313,20 @@ class Node:
         return Answer(message, (dataset.table_fd,))
 
     def open(self, token: str, request: Open) -> Session:
-        """Begin a session; UnavailableError when draining, or as `Registry.open`."""
+        """Begin a session.
+
+        Raises:
+            UnavailableError: when draining, when memory is short, or as `Registry.open`.
+            MalformedError: as `Registry.open`.
+        """
         self._check_serving()
+        dataset = self.registry.datasets.get(request.dataset)
+        if dataset is not None:
+            self.quota.check(4 * len(dataset.manifest), f"a job on {len(dataset.manifest)} objects")
         session = self.registry.open(token, request)
-        self.feed(
-            mind.Opened(
-                session.id,
-                request.dataset,
-                request.job,
-                request.rank,
-                request.world,
-                request.recheck,
-            )
-        )
+        told = (session.id, request.dataset, request.job, request.rank, request.world)
+        if not self.feed(mind.Opened(*told, request.recheck)):
+            raise UnavailableError("this daemon cannot serve one more session")
         return session
 
     def _check_serving(self) -> None:
@@ -313,21 +359,52 @@ class Node:
         """
         limits_ = self.config.daemon
         spare = self.registry.spare(
-            time.monotonic(), limits_.idle_s, limits_.max_idle_datasets, room=room
+            time.monotonic(),
+            limits_.idle_s,
+            limits_.max_idle_datasets,
+            limit=self.quota.limit,
+            room=room,
         )
         for dataset in spare:
-            if not self.core.busy(dataset.key):
-                self.feed(mind.Unregistered(dataset.key))
-                self.fetcher.remove(dataset.key)
-                self.registry.forget(dataset)
+            self._forget(dataset)
+
+    def _forget(self, dataset: Dataset) -> None:
+        """Give back what an idle dataset holds, unless something is being read for it."""
+        if not self.core.busy(dataset.key):
+            self.feed(mind.Unregistered(dataset.key))
+            self.fetcher.remove(dataset.key)
+            self.registry.forget(dataset)
+
+    def afford(self, nbytes: int, what: str) -> None:
+        """As `Quota.check`."""
+        self.quota.check(nbytes, what)
 
     def extended(self, session: Session, message: Extend, arrays: list[NDArray[Any]]) -> None:
-        """A session's plan goes on."""
+        """A session's plan goes on.
+
+        Where memory is short for what is learnt of another epoch, the plan is followed without;
+        where it is short for the plan itself the session ends, and its reader goes to the source.
+        """
         objects, ends = arrays
+        nbytes = objects.nbytes + ends.nbytes
+        blind = message.blind
+        try:
+            if message.epoch != session.epoch and not blind:
+                blind = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))
+            self.quota.check(nbytes, f"{len(objects)} reads to come")
+        except UnavailableError as e:
+            log.warning("session %d of process %d ends: %s", session.id, self._pid(session), e)
+            self.close_session(session)
+            return
+        if not blind:
+            session.epoch = message.epoch
         session.steps += len(ends)
-        told = (session.id, message.epoch, message.step, objects, ends, message.blind)
-        self.feed(mind.Extended(*told))
-        self.waiting(session)
+        told = (session.id, message.epoch, message.step, objects, ends, blind)
+        if self.feed(mind.Extended(*told)):
+            self.waiting(session)
+
+    def _pid(self, session: Session) -> int:
+        return self.pids().get(session.token, 0)
 
     def begun(self, session: Session, epoch: int) -> None:
         """An epoch of a session begins."""
@@ -359,9 +436,7 @@ class Node:
 
     def _prefault_when_it_will_be_full(self) -> None:
         """Touch the arena's pages ahead of use, once it is sure that all of them will be used."""
-        total = sum(
-            int(d.table.length[d.table.length > 0].sum()) for d in self.registry.datasets.values()
-        )
+        total = sum(d.lengths.nbytes for d in self.registry.datasets.values())
         if self._prefault is None and self.config.memory.prefault and total >= self.arena.nbytes:
             thread = threading.Thread(
                 target=self.arena.prefault,
@@ -392,31 +467,3 @@ def _window(config: Config) -> Window:
         nbytes=config.window.bytes,
         inflight_nbytes=config.fetch.inflight_bytes,
     )
-
-
-class _Registrar:
-    """One thread for work that takes long: a manifest of 10 million files is seconds."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def put(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="creel-register", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the system gives no more: late for everybody, but done
-                work()
-                return
-            self._thread = thread
-        self._queue.put(work)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(1.0)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from creel import limits
 from creel.cache.board import (
     ABSENT,
     BOARD_NBYTES,
@@ -32,16 +31,22 @@ from creel.cache.board import (
 )
 from creel.cache.manifest import Manifest
 from creel.cache.source import Source
-from creel.errors import UnavailableError
+from creel.cache.space import Lengths
+from creel.daemon.versions import Versions
+from creel.errors import MalformedError, UnavailableError
 from creel.messages import Open
-from creel.units import format_size
 
 DRAINING, CLOSED = 1, 2
 #: Linux 5.1: whoever maps the descriptor from now on maps it read-only. `fcntl` has no name for it.
 _F_SEAL_FUTURE_WRITE = 0x0010
 _MAX_WAITERS = 4096  # of one session; workers x threads stays far below
-#: What an object costs in the table and in the core's columns, about.
-_OBJECT_NBYTES = 32
+_MAX_NAME = 4096  # characters of a job or a session
+#: What an object costs: 16 bytes in the table, 13 in the core's columns, 16 in its keeper's.
+_OBJECT_NBYTES = 45
+#: What a row of a manifest costs beside the row itself: columns made of it, a version.
+_ROW_NBYTES = 40
+#: A dataset whose tables take this part of the limit, or less, is kept for all of `daemon.idle_s`.
+_SMALL = 1 / 16
 
 
 @dataclass(eq=False)
@@ -53,6 +58,9 @@ class Dataset:
     source: Source
     table: Table
     table_fd: int
+    lengths: Lengths
+    tables_nbytes: int  # of all that is kept per object and per row
+    versions: Versions  # written by the core alone
     claims: set[str] = field(default_factory=set)  # owners that registered it and opened nothing
     used_at: float = 0.0  # when the last claim or session on it ended or began, monotonic seconds
 
@@ -60,20 +68,20 @@ class Dataset:
     def create(cls, manifest: Manifest, source: Source) -> Dataset:
         """Make the shared table: nothing is resident, lengths are as the manifest says.
 
-        Raises:
-            UnavailableError: so many objects that their table alone would fill the memory.
+        This alone takes time in proportion to the number of objects, and needs no loop.
         """
-        _check_size(len(manifest))
         fd = sealed_memfd("creel-table", Table.nbytes(len(manifest)))
         try:
             table = Table(fd, len(manifest), write=True)
             table.offset[:] = ABSENT
-            table.length[:] = manifest.lengths()
+            manifest.fill_lengths(table.length)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         except BaseException:
             os.close(fd)
             raise
-        return cls(manifest.key, manifest, source, table, fd)
+        versions = Versions(len(manifest), manifest.file_bounds, manifest.remote)
+        sums = manifest.summed(), tables_nbytes(manifest)
+        return cls(manifest.key, manifest, source, table, fd, *sums, versions)
 
     def claim(self, token: str) -> None:
         """The owner of `token` means to open a session; until then the dataset stays."""
@@ -93,14 +101,10 @@ class Dataset:
         os.close(self.table_fd)
 
 
-def _check_size(objects: int) -> None:
-    """A manifest of a hundred bytes may claim two billion objects."""
-    needed, free = objects * _OBJECT_NBYTES, limits.memory().available
-    if needed > free // 2:
-        raise UnavailableError(
-            f"the table of {objects} objects needs {format_size(needed)} of memory,"
-            f" {format_size(free)} are free: make records longer, or split the dataset"
-        )
+def tables_nbytes(manifest: Manifest) -> int:
+    """Memory for all that a daemon keeps per object and per row of this manifest, in bytes."""
+    rows: int = manifest.table.num_rows
+    return len(manifest) * _OBJECT_NBYTES + int(manifest.table.nbytes) + rows * _ROW_NBYTES
 
 
 @dataclass(eq=False)
@@ -114,6 +118,7 @@ class Session:
     board: Board
     board_fd: int
     steps: int = 0
+    epoch: int = -1  # that was told last
     done: int = 0
     wanted: int = 0
     ready: int = 0
@@ -221,16 +226,26 @@ class Registry:
         idle = [d for d in self.datasets.values() if not d.claims and d.key not in used]
         return sorted(idle, key=lambda d: d.used_at)
 
-    def spare(self, now: float, linger_s: float, most: int, *, room: int = 0) -> list[Dataset]:
+    def spare(
+        self, now: float, linger_s: float, most: int, *, limit: int, room: int = 0
+    ) -> list[Dataset]:
         """Idle datasets that should go: unused for `linger_s`, or more than `most` of them.
 
+        One with large tables goes sooner: in inverse proportion to its part of the limit.
+
         Args:
+            limit: bytes that all tables and plans may take.
             room: so many more must find a place within the limit on all.
         """
         idle = self.idle()
         most = min(most, self._max_datasets - room - (len(self.datasets) - len(idle)))
         over = max(len(idle) - most, 0)
-        return idle[:over] + [d for d in idle[over:] if now - d.used_at > linger_s]
+        small = _SMALL * limit
+        return idle[:over] + [
+            d
+            for d in idle[over:]
+            if now - d.used_at > linger_s * min(1.0, small / max(d.tables_nbytes, 1))
+        ]
 
     def forget(self, dataset: Dataset) -> None:
         """Strike a dataset out and give its memory back."""
@@ -244,7 +259,10 @@ class Registry:
         Raises:
             UnavailableError: the dataset is unknown, there are too many sessions, or the system
                 gives no descriptor for one more.
+            MalformedError: a job or a name as long as no loader makes one.
         """
+        if max(len(request.job), len(request.name)) > _MAX_NAME:
+            raise MalformedError(f"a job or a name of more than {_MAX_NAME} characters")
         dataset = self.datasets.get(request.dataset)
         if dataset is None:
             raise UnavailableError(f"dataset {request.dataset!r} is not registered here")

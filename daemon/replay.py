@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.space import Space
+from creel.cache.space import Lengths, Space
 from creel.daemon import events
 from creel.daemon.core import Core
 from creel.policies.prefetch import Window
@@ -39,7 +39,8 @@ class CoreNode:
         self._steps = dict.fromkeys(ranks, 0)
         self._fetches: dict[int, events.Sizes] = {}
         self._offset = np.full(len(lengths), -1, np.int64)
-        self._feed(events.Registered("data", self._offset, lengths.astype(np.int64)), 0.0)
+        length = lengths.astype(np.int64)
+        self._feed(events.Registered("data", self._offset, length, Lengths.of(length)), 0.0)
         for rank, job in zip(ranks, jobs or ["job"] * len(ranks), strict=True):
             self._feed(events.Opened(rank, "data", job, rank, world), 0.0)
 

@@ -38,9 +38,11 @@ class Versions:
         bounds: NDArray[np.int64] | None = None,
         remote: NDArray[np.bool_] | None = None,
     ) -> None:
+        if bounds is not None and len(bounds) == objects + 1 and _each(bounds):
+            bounds = None
         files = objects if bounds is None else len(bounds) - 1
         self._bounds = bounds
-        self._remote = remote
+        self._remote = remote if remote is not None and remote.any() else None
         self.version = np.zeros(files, np.int64)  # of the residents
         self.seen = np.zeros(files, np.int32)  # generation of the latest answer
         self.asked = np.zeros(files, np.int32)  # generation of the latest question
@@ -129,3 +131,8 @@ class Versions:
         self.seen[which] = np.maximum(seen, generation)
         out: Files = which[differs & ~same].astype(np.int32)
         return out
+
+
+def _each(bounds: NDArray[np.int64]) -> bool:
+    """Whether every file holds one object."""
+    return not len(bounds) or bool((bounds[1:] - bounds[:-1] == 1).all())

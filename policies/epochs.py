@@ -310,14 +310,14 @@ class EpochKeeper(Keeper):
         if self._size is not None:
             size = self._size
             return Sorted(len(size), lambda ids: np.maximum(size[ids], 0))
-        table = self.uses.table(self.epoch + 1)
-        if self.known > self.epoch and table is not None:
+        table = self.uses.table(self.epoch + 1) if self.known > self.epoch else None
+        if table is not None:
             return Spread.by_step(*table)
         return Spread.by_chance(len(self._life))
 
     def _renew(self) -> None:
         """New lists for those that are read in `epoch`."""
-        known = self.known > self.epoch and self.uses.table(self.epoch + 1) is not None
+        known = self.known > self.epoch and self.uses.knows(self.epoch + 1)
         self._guarded = known and (self._guarded or not self._gave)
         self._now, self._tray, self._soon = self._pool(), Tray(self._room), []
         self._stamps += 1

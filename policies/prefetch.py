@@ -77,17 +77,22 @@ class Stream:
         """One past the last known position."""
         return self._position + self._used
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the plan."""
+        return self._objects.nbytes + self._starts.nbytes
+
     def extend(self, epoch: int, objects: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
         """Append steps; ends: (b,) as in `messages.Extend`."""
         if not len(ends):
             return
+        k, b = len(objects), len(ends)
+        self._objects = _room(self._objects, self._used, k)  # may raise: nothing is changed yet
+        self._starts = _room(self._starts, self._steps + 1, b)
+        self._view = self._starts.data
         if not self._epochs or self._epochs[-1] != epoch:
             self._firsts.append(self.end)
             self._epochs.append(epoch)
-        k, b = len(objects), len(ends)
-        self._objects = _room(self._objects, self._used, k)
-        self._starts = _room(self._starts, self._steps + 1, b)
-        self._view = self._starts.data
         self._objects[self._used : self._used + k] = objects
         self._starts[self._steps + 1 : self._steps + 1 + b] = ends + self.stop
         self._used += k

@@ -15,6 +15,45 @@ from creel.policies.masks import every, some, unique
 #: The next use of an object that no known plan reads; later than all others.
 NEVER = int(np.iinfo(np.int32).max)
 _LOW = (1 << 32) - 1
+#: Epochs with a table, 5 bytes per object each: the one being read and two ahead are in use, and
+#: one more while ranks are on both sides of a turn.
+MAX_EPOCHS = 4
+_MAX_BLURRED = 64  # epochs remembered as told in part
+
+
+class Steps:
+    """(n,) int32 steps, NEVER where none was written; memory is used where one was.
+
+    They are kept as their distance from NEVER, so that zeros mean NEVER: the system gives zeroed
+    pages when they are first written to, and a new table costs nothing per object.
+
+    >>> steps = Steps(3)
+    >>> steps[np.array([1])] = np.array([7])
+    >>> steps[:].tolist() == [NEVER, 7, NEVER]
+    True
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self, objects: int) -> None:
+        self._left = np.zeros(objects, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def __getitem__(self, ids: NDArray[np.integer] | slice) -> NDArray[np.int32]:
+        out: NDArray[np.int32] = _LAST - self._left[ids]
+        return out
+
+    def __setitem__(self, ids: NDArray[np.integer], steps: NDArray[np.integer] | int) -> None:
+        self._left[ids] = _LAST - steps
+
+    def clear(self) -> None:
+        """NEVER everywhere."""
+        self._left = np.zeros(len(self._left), np.int32)
+
+
+_LAST = np.int32(NEVER)
 
 
 class _Epoch:
@@ -26,7 +65,7 @@ class _Epoch:
     __slots__ = ("accesses", "base", "end", "first", "rank", "repeats", "twice")
 
     def __init__(self, objects: int, base: int) -> None:
-        self.first = np.full(objects, NEVER, np.int32)
+        self.first = Steps(objects)
         self.rank = np.zeros(objects, np.uint8)
         self.base = base
         self.end = base  # one past the last known step
@@ -88,35 +127,45 @@ class Uses:
     >>> uses.extend(0, np.array([0, 0, 1], np.int32), np.array([2, 0, 1]))
     >>> uses.extend(1, np.array([2, 2, 3], np.int32), np.array([0, 1, 2]))
     >>> uses.consume(0, np.array([2, 0]))
-    >>> uses.due
+    >>> uses.due[:]
     array([2, 1, 3], dtype=int32)
     """
 
     def __init__(self, objects: int) -> None:
-        self.due = np.full(objects, NEVER, np.int32)
+        self.due = Steps(objects)
         self._epochs: dict[int, _Epoch] = {}
         self._blurred: set[int] = set()
+        self._vague = False  # whether more epochs are blurred than are remembered
         self._forgotten = 0
 
     def extend(
         self, epoch: int, steps: NDArray[np.int32], ids: NDArray[np.intp], rank: int = 0
     ) -> None:
-        """A rank will read object ids[i] in step steps[i] (ascending) of `epoch`."""
+        """A rank will read object ids[i] in step steps[i] (ascending) of `epoch`.
+
+        Of an epoch beyond MAX_EPOCHS known ones only `due` is learnt.
+        """
         if not len(ids):
             return
         table = self._epochs.get(epoch)
-        if table is None:
+        if table is None and len(self._epochs) < MAX_EPOCHS:
             table = _Epoch(len(self.due), int(steps[0]))
             table.twice = epoch < self._forgotten  # it was known before, who knows with what
             self._epochs[epoch] = table
             self._epochs = dict(sorted(self._epochs.items()))
-        table.add(steps, ids, rank)
+        if table is None:
+            self.blur(epoch)
+        else:
+            table.add(steps, ids, rank)
         # backwards: where an object comes twice, its first read is written last
         self.due[ids[::-1]] = np.minimum(self.due[ids], steps)[::-1]
 
     def blur(self, epoch: int) -> None:
         """Objects are read in `epoch` of which nothing is told here."""
-        self._blurred.add(epoch)
+        if len(self._blurred) < _MAX_BLURRED:
+            self._blurred.add(epoch)
+        elif epoch not in self._blurred:
+            self._vague = True
 
     def repeated(self, epoch: int) -> bool:
         """Whether any object is read twice in `epoch`: then `consume` asks for the steps."""
@@ -126,7 +175,8 @@ class Uses:
     def distinct(self, epoch: int) -> bool:
         """Whether it is known that no object is read twice in `epoch`, not even in one step."""
         known = self._epochs.get(epoch)
-        return known is not None and not known.twice and epoch not in self._blurred
+        told = not self._vague and epoch not in self._blurred
+        return told and known is not None and not known.twice
 
     def consume(
         self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None
@@ -156,12 +206,22 @@ class Uses:
     def clear(self) -> None:
         """Forget all plans."""
         self._epochs.clear()
-        self.due.fill(NEVER)
+        self.due.clear()
+
+    def knows(self, epoch: int) -> bool:
+        """Whether `epoch` has a table."""
+        return epoch in self._epochs
 
     def table(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | None:
         """(n,) steps of the first reads in `epoch`, and (n,) their ranks; None where unknown."""
         known = self._epochs.get(epoch)
-        return None if known is None else (known.first, known.rank)
+        return None if known is None else (known.first[:], known.rank)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tables, in bytes."""
+        tables = sum(5 * len(self.due) + t.repeats.nbytes for t in self._epochs.values())
+        return 4 * len(self.due) + tables
 
     def start(self, epoch: int) -> int:
         """First step of the first known epoch from `epoch` on, or NEVER."""

@@ -1,12 +1,14 @@
 """The frameworks that take a DataLoader, run for real: with creel's they see torch's batches.
 
-They are no part of the development set-up: what is not installed is skipped. What was run by hand,
-and what to do for each framework, is in docs/frameworks.md.
+They have an environment of their own: `make frameworks` installs them all, and skips none. In any
+other, what is not installed is skipped. What was run by hand, and what to do for each framework,
+is in docs/frameworks.md.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import logging
 import os
@@ -35,6 +37,13 @@ pytestmark = [
 
 Batches = list[torch.Tensor]
 CLASSES = [DataLoader, creel.DataLoader]
+
+
+def framework(name: str) -> Any:
+    """A module of a framework; without it the test is skipped, or fails where all must be there."""
+    if os.environ.get("FRAMEWORKS") == "required":
+        return importlib.import_module(name)
+    return pytest.importorskip(name, reason=f"{name} is not installed")
 
 
 def noisy(x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +119,7 @@ def accelerated(cls: Any, data: Any, options: dict[str, Any], workers: int) -> t
 def test_accelerate_has_torchs_batches_with_its_own_loader_and_with_ours(
     monkeypatch: pytest.MonkeyPatch, data: Any, options: dict[str, Any], workers: int
 ) -> None:
-    module = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed")
+    module = framework("accelerate.data_loader")
     theirs, _ = accelerated(DataLoader, data, options, workers)
 
     dropped, base = accelerated(creel.DataLoader, data, options, workers)
@@ -125,7 +134,7 @@ def test_accelerate_has_torchs_batches_with_its_own_loader_and_with_ours(
 
 
 def test_accelerate_has_torchs_batches_with_a_wrapped_dataset(data: Any) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    framework("accelerate")
     theirs, _ = accelerated(DataLoader, data, {}, 2)
     ours, _ = accelerated(DataLoader, creel.wrap(data), {}, 2)
     assert_same(ours, theirs)
@@ -134,7 +143,7 @@ def test_accelerate_has_torchs_batches_with_a_wrapped_dataset(data: Any) -> None
 def test_a_state_that_accelerate_took_at_the_last_batch_begins_the_next_epoch(
     monkeypatch: pytest.MonkeyPatch, data: Any
 ) -> None:
-    module = pytest.importorskip("accelerate.data_loader", reason="accelerate is not installed")
+    module = framework("accelerate.data_loader")
     from accelerate import Accelerator
 
     monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
@@ -204,16 +213,16 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["torch", "accelerate"])
+@pytest.mark.parametrize("name", ["torch", "accelerate"])
 def test_two_ranks_of_torchrun_have_torchs_batches(
-    tmp_path: Path, daemon_name: str, framework: str
+    tmp_path: Path, daemon_name: str, name: str
 ) -> None:
-    pytest.importorskip(framework, reason=f"{framework} is not installed")
+    framework(name)
     np.arange(53 * 8, dtype=np.int64).tofile(tmp_path / "records.bin")  # 53: uneven
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    given = [str(script), str(tmp_path / "records.bin"), str(tmp_path), framework]
+    given = [str(script), str(tmp_path / "records.bin"), str(tmp_path), name]
     environment = os.environ | {"CREEL_SOCKET": daemon_name, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *launch, *given],
@@ -225,7 +234,7 @@ def test_two_ranks_of_torchrun_have_torchs_batches(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert results == [[True] * (3 if framework == "torch" else 15)] * 2
+    assert results == [[True] * (3 if name == "torch" else 15)] * 2
 
 
 # --- Hugging Face's Trainer -----------------------------------------------------------------------
@@ -236,8 +245,8 @@ def test_the_trainer_of_transformers_has_torchs_batches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Any, workers: int
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    accelerate = pytest.importorskip("accelerate.data_loader", reason="accelerate is missing")
+    transformers = framework("transformers")
+    accelerate = framework("accelerate.data_loader")
     data.transform = labelled
 
     class Net(torch.nn.Module):
@@ -379,7 +388,7 @@ def lightning_fit(  # noqa: C901  (one framework's way of being called)
     ids=str,
 )
 def test_lightning_has_torchs_batches(data: Any, workers: int, options: dict[str, Any]) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed")
+    framework("lightning")
     theirs, ours = (
         lightning_fit(
             lambda cls=cls: cls(data, batch_size=4, shuffle=True, num_workers=workers),  # type: ignore[misc]
@@ -392,7 +401,7 @@ def test_lightning_has_torchs_batches(data: Any, workers: int, options: dict[str
 
 
 def test_lightning_combines_loaders_as_it_does_torchs(data: Any) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed")
+    framework("lightning")
     theirs, ours = (
         lightning_fit(lambda cls=cls: {"a": cls(data, 4, True, num_workers=2), "b": cls(data, 8)})  # type: ignore[misc]
         for cls in CLASSES
@@ -402,7 +411,7 @@ def test_lightning_combines_loaders_as_it_does_torchs(data: Any) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_lightning_resumes_the_epoch_where_it_was(data: Any, tmp_path: Path, workers: int) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed")
+    framework("lightning")
     data.transform = torch.Tensor.float  # a worker's random numbers are not resumed
     saved = tmp_path / "saved.ckpt"
 
@@ -418,7 +427,7 @@ def test_lightning_resumes_the_epoch_where_it_was(data: Any, tmp_path: Path, wor
 def test_lightning_gives_each_rank_its_share_and_keeps_the_options(
     data: Any, tmp_path: Path, daemon_name: str
 ) -> None:
-    pytest.importorskip("lightning", reason="lightning is not installed")
+    framework("lightning")
     data.transform = torch.Tensor.float  # the launcher draws from `random`
     seen = []
     for cls, more in ((DataLoader, {}), (creel.DataLoader, {"creel": daemon_name})):
@@ -536,7 +545,7 @@ def test_pinning_without_an_accelerator_warns_as_torch_does() -> None:
 
 
 def test_a_dataset_of_hugging_face_has_torchs_batches() -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets = framework("datasets")
     table = {"x": [[float(i)] * 4 for i in range(30)], "y": list(range(30))}
     both = []
     for cls in CLASSES:

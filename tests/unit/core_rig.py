@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.space import Space
+from creel.cache.space import Lengths, Space
 from creel.daemon.core import Core
 from creel.daemon.events import (
     Action,
@@ -32,6 +32,7 @@ from creel.daemon.events import (
     Unregistered,
     Warm,
 )
+from creel.daemon.versions import Versions
 from creel.policies.prefetch import Window
 
 
@@ -82,10 +83,12 @@ class Rig:
     ) -> None:
         size = np.array(sizes, np.int64)
         self.size[name] = size
-        self.offset[name] = np.zeros(len(size), np.int64)  # as a fresh mapping is
+        self.offset[name] = np.full(len(size), -1, np.int64)
         self.length[name] = size.copy() if known else np.full(len(size), -1, np.int64)
         self.bad[name] = set()
-        self.feed(Registered(name, self.offset[name], self.length[name], bounds, remote))
+        length = self.length[name]
+        versions = Versions(len(size), bounds, remote)
+        self.feed(Registered(name, self.offset[name], length, Lengths.of(length), versions))
 
     def open(
         self,

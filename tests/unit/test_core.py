@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core_rig import Rig, absent
 
-from creel.cache.space import FixedPool
+from creel.cache.space import FixedPool, Lengths
 from creel.daemon.events import (
     Closed,
     Dropped,
@@ -197,7 +197,7 @@ def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
     with pytest.raises(IllegalEventError):
         rig.feed(Opened(1, "nothing", "", 0, 1))
     with pytest.raises(IllegalEventError):
-        rig.feed(Registered("d", rig.offset["d"], rig.length["d"]))
+        rig.feed(Registered("d", rig.offset["d"], rig.length["d"], Lengths.of(rig.length["d"])))
 
 
 def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
@@ -407,3 +407,53 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
     told = rig.core.snapshot()
     assert told["past"]["datasets"]["evicted_dropped"] == 3
     assert told["memory"]["node"]["free_nbytes"] == 1000
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "where",
+    [
+        "creel.policies.prefetch.Stream.extend",
+        "creel.policies.uses.Uses.extend",
+        "creel.policies.uses._Epoch.add",
+        "creel.daemon.holding.Holding.choose_keeper",
+        "creel.daemon.ahead.Ahead.look",
+        "creel.daemon.ahead.Ahead.settle",
+        "creel.daemon.shares.Shares.place",
+        "creel.daemon.sessions.Session.stretches",
+    ],
+)
+def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str, seed: int) -> None:
+    """No memory, or a bug of ours: at the expense of the session that the event was about."""
+    rng = np.random.default_rng(seed)
+    rig = Rig(3000)
+    rig.register("d", [100] * 60)
+    for session in (1, 2, 3):
+        rig.open(session, "d", job="ab"[session % 2], rank=session, world=4)
+        rig.extend(session, 0, rng.permutation(60).reshape(-1, 5).tolist())
+    for done in range(1, int(rng.integers(2, 9))):
+        for session in (1, 2, 3):
+            rig.progress(session, done, done + 2)
+        for number in list(rig.fetches):
+            rig.land(number)
+    later = np.array(rng.permutation(60).reshape(-1, 5))
+
+    def both() -> None:
+        ids = later.ravel().astype(np.int32)
+        rig.core.handle(Extended(3, 1, 12, ids, np.arange(5, 65, 5)), rig.now)
+        rig.core.handle(Progressed(3, 12, 12), rig.now)
+
+    with mock.patch(where, side_effect=MemoryError), pytest.raises(MemoryError):
+        both()
+    del rig.readers[3]
+    rig.core.mend(3)
+    rig.core.check()
+    rig.core.mend(0)  # an event that was about no session
+    rig.core.check()
+    for session in (1, 2):
+        rig.extend(session, 1, rng.permutation(60).reshape(-1, 5).tolist())
+        for done in range(25):
+            rig.progress(session, done, done + 1)
+            for number in list(rig.fetches):
+                rig.land(number)
+        assert rig.readers[session].ready == 24

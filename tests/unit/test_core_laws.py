@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from core_rig import Bytes, Chaos, Images, Rig, absent
 
-from creel.cache.space import Space
+from creel.cache.space import Lengths, Space
 from creel.daemon.core import Core
 from creel.daemon.events import (
     Action,
@@ -187,7 +187,8 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
     n, batch = 50_000, 25
     rng = np.random.default_rng(0)
     core = Core(Space(n // 2 * 1000))
-    core.handle(Registered("d", np.empty(n, np.int64), np.full(n, 1000)), 0.0)
+    length = np.full(n, 1000)
+    core.handle(Registered("d", np.full(n, -1), length, Lengths.of(length)), 0.0)
     core.handle(Opened(1, "d", "", 0, 1), 0.0)
     ends = np.arange(batch, n + 1, batch)
     plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]

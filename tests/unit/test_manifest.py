@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from creel.cache.manifest import MAX_OBJECTS, UNKNOWN, Manifest
+from creel.cache.space import Lengths
 from creel.errors import ConfigError, MalformedError
 
 Location = tuple[str, int, int]
@@ -224,3 +225,15 @@ def test_more_objects_than_ids_are_refused_with_advice() -> None:
     Manifest.of_runs(["a"], 0 * one, one, MAX_OBJECTS * one).check()
     with pytest.raises(ConfigError, match="split the dataset"):
         Manifest.of_runs(["a"], 0 * one, one, (MAX_OBJECTS + 1) * one).check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_sum_of_the_lengths_is_that_of_all_objects(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(0, 40))
+    count = rng.integers(0, [3, 400_000][seed % 2], rows)
+    length = np.where(count == 1, rng.integers(-1, 5, rows), rng.integers(0, 5, rows))
+    zeros = np.zeros(rows, np.int64)
+    manifest = Manifest.of_runs([f"{i}" for i in range(rows)], zeros, length, count)
+    assert manifest.lengths().tolist() == np.repeat(length, count).tolist()
+    assert manifest.summed() == Lengths.of(manifest.lengths())

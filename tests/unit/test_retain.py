@@ -20,7 +20,7 @@ from creel.policies.retain import (
     Need,
     RecentKeeper,
 )
-from creel.policies.uses import NEVER, Uses
+from creel.policies.uses import MAX_EPOCHS, NEVER, Uses
 
 
 def plan(
@@ -54,7 +54,7 @@ def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool
         expected = np.full(objects, NEVER)
         for later in range(3 * steps - 1, step - 1, -1):
             expected[list(set().union(*told[later]))] = later
-        assert (uses.due == expected).all()
+        assert (uses.due[:] == expected).all()
         for read in told[step]:
             at = np.full(len(read), step, np.int32)
             uses.consume(step // steps, np.array(sorted(read)), at)
@@ -77,6 +77,19 @@ def test_spread_always_draws_from_a_fullest_bucket(seed: int) -> None:
             assert counts[bucket[x]] == counts.max()
             held.remove(x)
     assert sorted(pool.take(n).tolist()) == sorted(held)
+
+
+def test_epochs_told_far_ahead_cost_no_table_each() -> None:
+    uses = Uses(1000)
+    for epoch in range(60):
+        uses.extend(epoch, np.array([epoch], np.int32), np.array([epoch % 7]))
+        assert uses.nbytes <= (4 + 5 * MAX_EPOCHS) * 1000
+    assert uses.due[:][:8].tolist() == [*range(7), NEVER]  # the next use is learnt all the same
+    assert uses.distinct(0)
+    assert not uses.distinct(59)  # of an epoch without a table nobody knows
+    uses.forget(50)
+    uses.extend(59, np.array([60], np.int32), np.array([3]))
+    assert not uses.distinct(59)  # nor of one that was told in part
 
 
 def test_spread_takes_ties_evenly_over_the_epoch() -> None:
@@ -255,14 +268,14 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
     def due(x: int) -> float:
         found = []
         for uses, (a, b) in zip(jobs, lines, strict=True):
-            step = int(uses.due[x])
+            step = int(uses.due[:][x])
             found.append(a * (uses.beyond if step == NEVER else step) + b)
         return min(found)
 
     ends = [uses.beyond for uses in jobs]
     for step in range(40):
         for uses in jobs:
-            ids = np.flatnonzero(uses.due == step)
+            ids = np.flatnonzero(uses.due[:] == step)
             uses.consume(0, ids)
             keeper.released(ids[life[ids] == RESIDENT])
         assert [uses.beyond for uses in jobs] == ends

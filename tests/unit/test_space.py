@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.extents import ABSENT, Extents, evacuate
-from creel.cache.space import FixedPool, PagedPool, Space, page_size
+from creel.cache.space import FixedPool, Lengths, PagedPool, Space, page_size
 from creel.errors import IllegalEventError
 
 Sizes = NDArray[np.int64]
@@ -33,7 +33,7 @@ def lognormal(rng: np.random.Generator, n: int) -> Sizes:
 @pytest.mark.parametrize("record", [1, 7, 3072, 3073, 150_528])
 def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
     space = Space(400_000)
-    pool = space.pool(np.full(9, record))
+    pool = space.pool(Lengths.of(np.full(9, record)))
     assert isinstance(pool, FixedPool)
     n = 400_000 // record
     got = pool.alloc(np.full(n + 5, record))
@@ -45,21 +45,21 @@ def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
 
 def test_a_record_larger_than_the_space_finds_no_room() -> None:
     space = Space(1000)
-    pool = space.pool(np.full(3, 1001))
+    pool = space.pool(Lengths.of(np.full(3, 1001)))
     assert pool.alloc(np.full(3, 1001)).tolist() == [ABSENT] * 3
     space.check()
 
 
 def test_in_a_fixed_pool_a_longer_object_finds_no_room_and_a_shorter_takes_a_record() -> None:
     space = Space(1000)
-    pool = space.pool(np.full(3, 100))
+    pool = space.pool(Lengths.of(np.full(3, 100)))
     assert pool.alloc(sizes(100, 101, 40, 100)).tolist() == [0, ABSENT, 100, 200]
     assert pool.used == 300
 
 
 def test_empty_objects_have_room() -> None:
     space = Space(100)
-    pool = space.pool(np.zeros(5, np.int64))
+    pool = space.pool(Lengths.of(np.zeros(5, np.int64)))
     got = pool.alloc(np.zeros(5, np.int64))
     assert len(set(got.tolist())) == 5
     pool.free(got, np.zeros(5, np.int64))
@@ -72,7 +72,7 @@ def test_freeing_what_is_not_in_use_is_our_bug_and_changes_nothing(
     offsets: list[int], lengths: list[int]
 ) -> None:
     space = Space(1000)
-    pool = space.pool(sizes(*lengths))
+    pool = space.pool(Lengths.of(sizes(*lengths)))
     pool.alloc(np.full(2, 100))
     used = pool.used
     with pytest.raises(IllegalEventError):
@@ -83,8 +83,8 @@ def test_freeing_what_is_not_in_use_is_our_bug_and_changes_nothing(
 
 def test_an_empty_slab_goes_to_another_pool() -> None:
     space = Space(1_000_000)
-    first, second = space.pool(np.full(2, 1000)), space.pool(sizes(5, 6))
-    third = space.pool(np.full(2, 777))
+    first, second = space.pool(Lengths.of(np.full(2, 1000))), space.pool(Lengths.of(sizes(5, 6)))
+    third = space.pool(Lengths.of(np.full(2, 777)))
     everything = first.alloc(np.full(1000, 1000))
     assert second.alloc(sizes(5))[0] == ABSENT
     assert third.alloc(sizes(777))[0] == ABSENT
@@ -96,7 +96,7 @@ def test_an_empty_slab_goes_to_another_pool() -> None:
 
 def test_a_pool_goes_when_it_holds_nothing() -> None:
     space = Space(10_000)
-    pool = space.pool(np.full(2, 10))
+    pool = space.pool(Lengths.of(np.full(2, 10)))
     got = pool.alloc(sizes(10))
     with pytest.raises(IllegalEventError):
         space.discard(pool)
@@ -111,7 +111,7 @@ def test_a_pool_goes_when_it_holds_nothing() -> None:
 
 @pytest.mark.parametrize("lengths", [[], [-1, -1], [10, -1], [10, 11]])
 def test_lengths_that_differ_or_are_unknown_make_a_paged_pool(lengths: list[int]) -> None:
-    assert isinstance(Space(1000).pool(sizes(*lengths)), PagedPool)
+    assert isinstance(Space(1000).pool(Lengths.of(sizes(*lengths))), PagedPool)
 
 
 @pytest.mark.parametrize("mean", [100, 3_000, 110_000, 10**6])
@@ -123,7 +123,7 @@ def test_a_page_wastes_at_most_a_twentieth_or_one_page(mean: int) -> None:
 
 def test_a_large_object_without_room_does_not_keep_out_a_small_one() -> None:
     space = Space(10_000)
-    pool = space.pool(sizes(1000, 9000))
+    pool = space.pool(Lengths.of(sizes(1000, 9000)))
     got = pool.alloc(sizes(5000, 9000, 1000))
     assert got[1] == ABSENT
     assert (got[[0, 2]] != ABSENT).all()
@@ -131,7 +131,7 @@ def test_a_large_object_without_room_does_not_keep_out_a_small_one() -> None:
 
 def test_freed_neighbours_become_one() -> None:
     space = Space(64 * 100)
-    pool = space.pool(sizes(64, 65))
+    pool = space.pool(Lengths.of(sizes(64, 65)))
     got = pool.alloc(np.full(100, 64))
     for i in np.random.default_rng(0).permutation(100):
         pool.free(got[i : i + 1], sizes(64))
@@ -143,7 +143,7 @@ def test_of_very_many_neighbours_go_back_together() -> None:
     """A dataset of a million files is forgotten in a moment: the daemon's loop waits for it."""
     rng = np.random.default_rng(0)
     space = Space(1 << 30)
-    pool = space.pool(sizes(100_000, 90_000))
+    pool = space.pool(Lengths.of(sizes(100_000, 90_000)))
     nbytes = rng.integers(1000, 100_000, 9_000)
     held = pool.alloc(nbytes)
     kept, gone = np.arange(0, 9_000, 3_000), rng.permutation(9_000)
@@ -159,7 +159,7 @@ def test_of_very_many_neighbours_go_back_together() -> None:
 
 def test_best_fit_takes_the_smallest_hole() -> None:
     space = Space(64 * 20)
-    pool = space.pool(sizes(64, 65))
+    pool = space.pool(Lengths.of(sizes(64, 65)))
     got = pool.alloc(np.array([5, 1, 3, 1, 10]) * 64)
     pool.free(got[[0, 2]], np.array([5, 3]) * 64)
     assert pool.alloc(sizes(3 * 64))[0] == got[2]
@@ -175,7 +175,7 @@ def test_random_use_by_three_pools_never_gives_a_byte_to_two(seed: int) -> None:
         lambda n: rng.integers(0, 9000, n),
         lambda n: np.full(n, 50_000) - rng.integers(0, 2, n) * 300,
     ]
-    pools = [space.pool(np.sort(make(50))) for make in makes]
+    pools = [space.pool(Lengths.of(np.sort(make(50)))) for make in makes]
     held: list[list[tuple[int, int]]] = [[], [], []]
     owner = np.full(space.nbytes, -1, np.int8)
     for _ in range(150):
@@ -213,7 +213,7 @@ class Memory:
 
     def __init__(self, nbytes: int, lengths: Sizes) -> None:
         self.space = Space(nbytes)
-        pool = self.space.pool(lengths)
+        pool = self.space.pool(Lengths.of(lengths))
         assert isinstance(pool, PagedPool)
         self.pool = pool
         self.bytes = np.zeros(nbytes, np.uint8)

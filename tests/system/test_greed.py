@@ -1,0 +1,220 @@
+"""One client that wants too much, or breaks something: the others do not notice."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import daemons
+import numpy as np
+import psutil
+import pytest
+from daemons import Running, folder, plan, read_steps, status
+
+from creel.cache.board import HEARTBEAT
+from creel.cache.manifest import Manifest
+from creel.errors import UnavailableError
+from creel.loader.session import Session
+from creel.messages import Extend
+from kit import until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+#: A daemon whose tables and plans may take 32 MiB, so that tests need not fill half a gigabyte.
+SMALL = """
+import sys
+from creel.daemon import main, quota
+quota._LEAST_NBYTES = 32 << 20
+{more}
+sys.exit(main.main())
+"""
+#: What the interpreter's allocator and a message on its way may take beside that.
+SLACK_NBYTES = 64 << 20
+
+
+@contextmanager
+def small(name: str, monkeypatch: pytest.MonkeyPatch, more: str = "") -> Iterator[Running]:
+    monkeypatch.setattr(daemons, "COMMAND", ("-c", SMALL.format(more=more)))
+    with Running(name, memory="16MiB") as daemon:
+        yield daemon
+
+
+@contextmanager
+def beating(session: Session) -> Iterator[None]:
+    """The daemon's heartbeat, as another client sees it, never stands still for half a second.
+
+    Clients give a daemon up whose heartbeat is older than two.
+    """
+    stop, gaps = threading.Event(), [0.0]
+
+    def watch() -> None:
+        beat, since = 0, time.monotonic()
+        while not stop.is_set():
+            now = time.monotonic()
+            gaps.append(now - since)
+            if session.board[HEARTBEAT] != beat:
+                beat, since = session.board[HEARTBEAT], now
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert max(gaps) < 0.5
+
+
+def resident(daemon: Running) -> int:
+    return int(psutil.Process(daemon.pid).memory_info().rss)
+
+
+def rows(objects: int, nbytes: int = 1) -> Manifest:
+    """A manifest of a few hundred bytes that claims so many objects."""
+    one = np.array([0]), np.array([nbytes]), np.array([objects])
+    return Manifest.of_runs(["/nowhere"], *one)
+
+
+def test_epoch_numbers_cost_no_memory(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small(daemon_name, monkeypatch) as daemon, daemon.client() as client:
+        session = client.open(client.register(rows(400_000)))
+        before = resident(daemon)
+        for epoch in range(200):
+            assert session.extend(epoch, epoch, np.array([epoch]), np.array([1]))
+        assert client.ask("stats")["sessions"][0]["known"] == 200
+        assert resident(daemon) - before < 20 << 20  # 200 tables would be 400 MB
+
+
+def test_a_dataset_of_millions_stops_nobody(daemon_name: str, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [100] * 20)
+    with Running(daemon_name, memory="16MiB") as daemon, daemon.client() as a, daemon.client() as b:
+        other = a.open(a.register(manifest))
+        before = resident(daemon)
+        with beating(other):
+            huge = b.open(b.register(rows(8_000_000)))
+            for epoch in range(20):
+                assert huge.extend(epoch, epoch, np.array([epoch]), np.array([1]))
+            with pytest.raises(UnavailableError, match="split the dataset"):
+                b.register(rows(200_000_000))
+            plan(other, np.arange(20), 5)
+            assert read_steps(other, manifest, np.arange(20), 5) == 20
+        told = a.ask("status")["memory"]
+        assert resident(daemon) - before < told["tables_nbytes"] + SLACK_NBYTES
+        assert told["tables_nbytes"] <= told["tables_limit_nbytes"] == 512 << 20
+
+
+def test_idle_datasets_make_room_for_tables(
+    daemon_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small(daemon_name, monkeypatch) as daemon, daemon.client() as client:
+        keys = [client.register(rows(200_000, nbytes)) for nbytes in range(1, 4)]
+        with pytest.raises(UnavailableError, match="memory for tables"):
+            client.register(rows(200_000, 9))  # all are claimed
+        sessions = [client.open(key) for key in keys]
+        small_one = client.open(client.register(rows(10)))
+        for session in (sessions[0], small_one):
+            session.close()
+        client.register(rows(200_000, 9))
+        told = {d["dataset"] for d in client.ask("datasets")["datasets"]}
+        assert keys[0] not in told  # the largest that was idle
+        assert small_one.dataset in told
+
+
+def test_a_plan_without_end_ends_its_session(
+    daemon_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manifest = folder(tmp_path, [100] * 20)
+    with (
+        small(daemon_name, monkeypatch) as daemon,
+        daemon.client() as a,
+        daemon.client() as b,
+    ):
+        other, greedy = a.open(a.register(manifest)), b.open(b.register(manifest))
+        before = resident(daemon)
+        piece = np.zeros(100_000, np.int32), np.arange(1000, 100_001, 1000)
+        with beating(other):
+            for i in range(200):
+                if not greedy.alive:
+                    break
+                greedy.extend(0, 100 * i, *piece)
+                b.ask("status")  # what was sent is taken in
+            assert not greedy.alive
+            plan(other, np.arange(20), 5)
+            assert read_steps(other, manifest, np.arange(20), 5) == 20
+        assert resident(daemon) - before < (32 << 20) + SLACK_NBYTES
+        assert "ends: " in daemon.log()
+        again = b.open(b.register(manifest))
+        plan(again, np.arange(20), 5)
+        assert read_steps(again, manifest, np.arange(20), 5) == 20
+
+
+def test_too_much_at_once_costs_its_sender_the_connection(daemon_name: str, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [100] * 20)
+    with Running(daemon_name) as daemon:
+        with daemon.client() as client:
+            session = client.open(client.register(manifest))
+            where = Extend(client.token, session.id, 0, 0)
+            client.send(where, np.zeros((1 << 20) + 1, np.int32), np.array([(1 << 20) + 1]))
+            until(lambda: not client.alive, what="the daemon hangs up")
+        with daemon.client() as client:
+            key = client.register(manifest)
+            with pytest.raises(UnavailableError):
+                client.open(key, job="x" * 5000)
+        assert status(daemon)["sessions"] == 0
+
+
+BROKEN = """
+from creel.daemon import registry, line
+from creel.policies import uses
+add, opened, checked = uses._Epoch.add, registry.Registry.open, line._checked
+def broken(self, steps, ids, rank):
+    if len(ids) == 13:
+        self.first[ids] = 5  # not all that it should do
+        raise MemoryError("13 are too many")
+    add(self, steps, ids, rank)
+def refused(self, token, request):
+    if request.name == "boom":
+        raise RuntimeError("no such luck")
+    return opened(self, token, request)
+def unlucky(session, message, arrays):
+    if len(arrays[0]) == 7:
+        raise ZeroDivisionError("seven")
+    return checked(session, message, arrays)
+uses._Epoch.add, registry.Registry.open, line._checked = broken, refused, unlucky
+"""
+
+
+def test_whatever_fails_ends_the_session_it_was_about_and_no_other(
+    daemon_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manifest = folder(tmp_path, [100] * 40)
+    with small(daemon_name, monkeypatch, BROKEN) as daemon, daemon.client() as other:
+        session = other.open(other.register(manifest), job="j", rank=0, world=2)
+        at = plan(session, np.arange(40), 5)
+        with daemon.client() as client:
+            bad = client.open(client.register(manifest), job="j", rank=1, world=2)
+            plan(bad, np.arange(20), 5)
+            assert bad.wait(1, 10)
+            bad.extend(1, 4, np.arange(13), np.array([13]))
+            until(lambda: not bad.alive, what="its session ends")
+            assert client.alive
+        with daemon.client() as client:
+            bad = client.open(client.register(manifest))
+            bad.extend(0, 0, np.arange(7), np.array([7]))
+            until(lambda: not client.alive, what="the daemon hangs up")
+        with daemon.client() as client:
+            key = client.register(manifest)
+            with pytest.raises(UnavailableError):
+                client.open(key, name="boom")
+        assert read_steps(session, manifest, np.arange(40), 5) == 40
+        plan(session, np.arange(40)[::-1], 5, 1, at=at)
+        assert read_steps(session, manifest, np.arange(40)[::-1], 5, at=at) == 40
+        log = daemon.log()
+        assert log.count("Traceback") == 3
+        assert all(f"{e}: " in log for e in ("MemoryError", "ZeroDivisionError", "RuntimeError"))
+        assert "cannot be mended" not in log
+        assert status(daemon)["state"] == "serving"
