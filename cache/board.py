@@ -28,6 +28,7 @@ READY = 1  # all steps < READY are resident (or failed) and pinned; lowered befo
 STATE = 2  # 0 serving, 1 draining (finish what you have, then read directly), 2 closed
 FAILED = 3  # objects of this session that could not be fetched, so far
 TRUNCATED = 4  # Truncate messages dealt with; until then READY may speak of the old plan
+KNOWN = 5  # steps that the daemon was told of and has taken in
 # words the trainer writes
 DONE = 64  # all steps < DONE have given up their bytes
 WANTED = 65  # highest step + 1 that somebody stalls on; the daemon serves it first

@@ -28,7 +28,7 @@ _TINY = 1 << 13
 
 #: So many entries are made at a time without the whole (1 ms).
 _PIECE = 1 << 13
-#: Who needs an entry that lies further ahead of what is there (a resumed epoch) waits for the whole.
+#: Who needs an entry this far beyond what is there (a resumed epoch) waits for the whole.
 _LEAP = 1 << 18
 #: States after a draw that are remembered, 5 KB each: who foresees an epoch makes them, who begins
 #: it uses them.
@@ -147,8 +147,8 @@ class Permutation:
         set_state(generator, after)
 
     def _remember(self, after: bytes) -> bytes:
-        while len(self._after) >= _STATES:
-            self._after.pop(next(iter(self._after)), None)
+        for old in list(self._after)[: 1 - _STATES]:
+            self._after.pop(old, None)
         self._after[self._start] = after
         return after
 
@@ -193,11 +193,11 @@ class Permutation:
                 self._remember(state_of(generator))
                 self._whole = drawn
                 with self._head_lock:
-                    self._shuffle = None  # and its memory
+                    self._shuffle, self._head = None, drawn  # and their memory
         return self._whole
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait for the thread that draws the whole; False while it goes on after so many seconds."""
+        """Wait for the thread that draws the whole; False if it is not done after so long."""
         thread = self._thread
         if self._whole is None and thread is not None and self._pid == os.getpid():
             thread.join(timeout_s)

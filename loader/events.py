@@ -12,8 +12,8 @@ from creel.loader.alike import Snapshot
 from creel.loader.stages import Times
 
 if TYPE_CHECKING:
-    from creel.loader.feed import Told
     from creel.loader.parcel import Inbox
+    from creel.loader.publish import Told
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,25 @@ class Plan:
         return foreseen.shape.steps(foreseen.stream.total)
 
     @property
+    def samples(self) -> int:
+        """How many samples the steps have together, if all can be computed; a few more at most."""
+        foreseen = self._opened()
+        if foreseen.stream is None:
+            return len((foreseen.drained or NOTHING)[1])
+        return foreseen.stream.total
+
+    def reach(self, first: int, samples: int) -> int:
+        """The step up to which steps from `first` on have about so many samples; one at least."""
+        foreseen = self._opened()
+        if foreseen.stream is None:
+            ends = (foreseen.drained or NOTHING)[2]
+            start = int(ends[first - 1]) if first else 0
+            last = int(np.searchsorted(ends, start + samples, side="right"))
+        else:
+            last = first + samples // (foreseen.shape.size or 1)
+        return min(max(last, first + 1), self.steps)
+
+    @property
     def opened(self) -> bool:
         """Whether it is known how it is computed; until then every question may take its time."""
         return self._foreseen is not None
@@ -133,7 +152,7 @@ class Plan:
         start, stop = first * size, min(last * size, stream.total)
         with self._lock:
             stream.need(stop - 1)
-            indices = indices_of(stream.items(start, stop))
+        indices = indices_of(stream.items(start, stop))
         return indices, Shape(size, False).ends(stop - start)
 
     def same(self, other: Plan) -> bool:
@@ -164,8 +183,8 @@ class Plan:
             return False
         some = min(self.steps, _COMPARED)
         try:
-            pairs = zip(self.cut(0, some), other.cut(0, some), strict=True)
-            return all(np.array_equal(a, b) for a, b in pairs)
+            (indices, ends), (others, stops) = self.cut(0, some), other.cut(0, some)
+            return np.array_equal(indices, others) and np.array_equal(ends, stops)
         except Exception:  # noqa: BLE001  (as below)
             return False
 

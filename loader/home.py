@@ -15,11 +15,12 @@ from torch.utils.data._utils.collate import default_collate
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.bench import Bench
-from creel.loader.feed import Feed, Told, expect_daemon, foreseen, open_feed
+from creel.loader.feed import Feed, expect_daemon, foreseen, open_feed
 from creel.loader.follow import samples_in
 from creel.loader.gather import Ring
 from creel.loader.meter import Meter
 from creel.loader.orders import index_sampler
+from creel.loader.publish import Told
 from creel.loader.samplers import Begun, Order, State, adopt, restore
 from creel.loader.sources import Binding, bind, promising
 

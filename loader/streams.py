@@ -376,7 +376,8 @@ class Weighted(Drawing):
         self.total = sampler.num_samples
         self._drawn: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         w = sampler.weights
-        self.key = ("weighted", id(w), w._version, self.total, sampler.replacement, self._start)
+        version = w._version  # noqa: SLF001  torch's count of changes in place
+        self.key = ("weighted", id(w), version, self.total, sampler.replacement, self._start)
 
     @property
     def drawn(self) -> int:
