@@ -29,6 +29,7 @@ STATE = 2  # 0 serving, 1 draining (finish what you have, then read directly), 2
 FAILED = 3  # objects of this session that could not be fetched, so far
 REVOKED = 5  # how often READY was lowered: who copies bytes looks before and after
 TRUNCATED = 4  # Truncate messages dealt with; until then READY may speak of the old plan
+KNOWN = 5  # steps that the daemon was told of and has taken in
 # words the trainer writes
 DONE = 64  # all steps < DONE have given up their bytes
 WANTED = 65  # highest step + 1 that somebody stalls on; the daemon serves it first

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from creel import limits
 from creel.cache.arena import Arena
-from creel.cache.board import Table
+from creel.cache.board import KNOWN, Table
 from creel.cache.manifest import Manifest
 from creel.cache.patience import Patience
 from creel.cache.source import Source
@@ -401,6 +401,7 @@ class Node:
         session.steps += len(ends)
         told = (session.id, message.epoch, message.step, objects, ends, blind)
         if self.feed(mind.Extended(*told)):
+            session.board[KNOWN] = session.steps
             self.waiting(session)
 
     def _pid(self, session: Session) -> int:

@@ -20,6 +20,7 @@ from creel.cache.board import (
     DONE,
     FAILED,
     HEARTBEAT,
+    KNOWN,
     READY,
     REVOKED,
     STATE,
@@ -160,6 +161,7 @@ class Session:
 
     def acknowledge(self) -> None:
         """READY speaks of the new plan from now on."""
+        self.board[KNOWN] = self.steps
         self.truncates += 1  # the board's own word may have been written by its client
         self.board[TRUNCATED] = self.truncates
 

@@ -1,8 +1,9 @@
 """torch's generators: real ones to draw from, copies to look ahead with, and lazy permutations.
 
-A large permutation is not waited for. Its first entries come from `policies.plan` in about a
-millisecond while a thread lets torch draw the whole (the GIL is free meanwhile); a generator that
-others can see is put forward at once into the state that the draw leaves (2.6 ns an entry).
+A large permutation is not waited for. Its first entries come from `policies.plan`, piece by piece
+as they are needed, while a thread lets torch draw the whole (the GIL is free meanwhile); a
+generator that others can see is put forward at once into the state that the draw leaves (2.6 ns an
+entry).
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ _SMALL = 1 << 17
 #: Below this a draw takes some tens of microseconds: not worth remembering.
 _TINY = 1 << 13
 
-#: So many first entries are made without the whole (20 ms); who needs more waits for the thread.
-_HEAD = 1 << 17
+#: So many entries are made at a time without the whole (1 ms).
+_PIECE = 1 << 13
+#: Who needs an entry this far beyond what is there (a resumed epoch) waits for the whole.
+_LEAP = 1 << 18
+#: States after a draw that are remembered, 5 KB each: who foresees an epoch makes them, who begins
+#: it uses them.
+_STATES = 8
 
 
 class Dice:
@@ -104,20 +110,23 @@ def unpack(text: str) -> bytes:
 class Permutation:
     """`torch.randperm(n)` from a given state, drawn as far as it is needed. Thread-safe."""
 
-    def __init__(self, n: int, start: bytes) -> None:
-        """`start` is the generator's state before the draw."""
+    def __init__(self, n: int, start: bytes, after: dict[bytes, bytes] | None = None) -> None:
+        """`start` is the generator's state before the draw; `after` has some after such draws."""
         self._n = n
         self._start = start
+        self._after = {} if after is None else after
         self._renew()
         self._whole: NDArray[np.int32] | None = None
-        self._head: NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self._after: bytes | None = None
 
     def _renew(self) -> None:
-        """What belongs to one process: a fork leaves the thread behind, and the lock as it is."""
+        """What belongs to one process: a fork leaves threads behind, and locks as they are."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._head_lock = threading.Lock()
+        self._shuffle: plan.Shuffle | None = None
+        self._head: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._have = 0  # entries of the head that are there
 
     @classmethod
     def drawn(cls, n: int, generator: torch.Generator) -> Permutation:
@@ -130,27 +139,50 @@ class Permutation:
         """Put `generator`, which is in the state before the draw, into the one after it."""
         if not self._start:
             return  # `drawn`: the generator has moved already
-        after = self._after
+        after = self._after.get(self._start)
         if after is None:
             rng = plan.TorchRandom.from_state(self._start)
             rng.skip(self._n - 1)
-            after = rng.into_state(self._start)
+            after = self._remember(rng.into_state(self._start))
         set_state(generator, after)
+
+    def _remember(self, after: bytes) -> bytes:
+        for old in list(self._after)[: 1 - _STATES]:
+            self._after.pop(old, None)
+        self._after[self._start] = after
+        return after
+
+    @property
+    def ready(self) -> int:
+        """Entries [0, ready) cost nothing any more."""
+        return self._have if self._whole is None else self._n
 
     def first(self, k: int) -> NDArray[np.int32]:
         """An array that holds at least the first k <= n entries."""
-        if self._whole is not None:
-            return self._whole
-        if k > _HEAD:
-            return self.whole()
-        if len(self._head) < k:
-            rng = plan.TorchRandom.from_state(self._start)
-            self._head = plan.permutation_prefix(self._n, rng, min(_HEAD, max(4 * k, 4096)))
-        self._begin()
-        return self._head
+        if self._whole is None and self._pid != os.getpid():
+            self._renew()
+        while self._whole is None and k <= self._have + _LEAP:
+            with self._head_lock:
+                if k <= self._have:
+                    return self._head
+                if self._whole is None:
+                    self._go_on()
+        return self.whole()
+
+    def _go_on(self) -> None:
+        """Make one more piece of the head."""
+        if self._shuffle is None:
+            self._shuffle = plan.Shuffle(self._n, plan.TorchRandom.from_state(self._start))
+            self._head = np.empty(self._n, np.int32)  # its pages come as they are written
+            self._begin()
+        piece = self._shuffle.more(_PIECE)
+        self._head[self._have : self._have + len(piece)] = piece
+        self._have += len(piece)
 
     def whole(self) -> NDArray[np.int32]:
         """All n entries; waits while another thread draws them."""
+        if self._whole is not None:
+            return self._whole
         if self._pid != os.getpid():
             self._renew()
         with self._lock:
@@ -158,19 +190,27 @@ class Permutation:
                 generator = torch.Generator()
                 set_state(generator, self._start)
                 drawn = _randperm(self._n, generator)
-                self._after = state_of(generator)
+                self._remember(state_of(generator))
                 self._whole = drawn
-                self._head = drawn
+                with self._head_lock:
+                    self._shuffle, self._head = None, drawn  # and their memory
         return self._whole
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait for the thread that draws the whole; False if it is not done after so long."""
+        thread = self._thread
+        if self._whole is None and thread is not None and self._pid == os.getpid():
+            thread.join(timeout_s)
+            return not thread.is_alive()
+        return True
 
     def _begin(self) -> None:
         """Have the whole drawn behind the caller's back."""
-        if self._thread is None:
-            # No daemon thread: one that comes back from torch while Python ends aborts the process.
-            thread = threading.Thread(target=self._try_whole, name="creel-randperm")
-            with contextlib.suppress(RuntimeError):  # no more threads: drawn when it is needed
-                thread.start()
-                self._thread = thread
+        # No daemon thread: one that comes back from torch while Python ends aborts the process.
+        thread = threading.Thread(target=self._try_whole, name="creel-randperm")
+        with contextlib.suppress(RuntimeError):  # no more threads: piece by piece, then
+            thread.start()
+            self._thread = thread
 
     def _try_whole(self) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # then `whole` meets it again, in time
@@ -192,6 +232,7 @@ class Memo:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: WeakValueDictionary[tuple[int, bytes], Permutation] = WeakValueDictionary()
+        self._after: dict[int, dict[bytes, bytes]] = {}
 
     def permutation(self, n: int, generator: torch.Generator) -> Permutation:
         """The permutation that `generator` would draw now; call its `leave` to move on."""
@@ -201,7 +242,8 @@ class Memo:
         with self._lock:
             found = self._held.get(key)
             if found is None:
-                found = self._held[key] = Permutation(*key)
+                after = self._after.setdefault(n, {})
+                found = self._held[key] = Permutation(*key, after)
         if n < _SMALL:  # drawn at once, but remembered
             found.whole()
         return found

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from creel.loader.base import Ids
 from creel.loader.client import Client
 from creel.loader.embed import Start, connect_or_start, start_early
 from creel.loader.follow import Followed, Given, indices_of
+from creel.loader.publish import PlanPublisher, Told
 from creel.loader.ranks import job_name, rank_and_world
 from creel.loader.session import Session
 
@@ -40,43 +41,6 @@ _log = logging.getLogger("creel.loader")
 Ticket = tuple[str, str, int]
 
 
-class Told(NamedTuple):
-    """An epoch that the daemon was told of: its batch i is step `origin + i` of the session."""
-
-    plan: Plan
-    origin: int
-    objects: NDArray[np.int32]
-    ends: NDArray[np.int64]
-
-    @property
-    def repeats(self) -> bool:
-        """Whether some object is read more than once."""
-        return len(self.objects) > 0 and int(np.bincount(self.objects).max()) > 1
-
-    @property
-    def stop(self) -> int:
-        """One more than the last step."""
-        return self.origin + len(self.ends)
-
-    def step(self, i: int) -> int:
-        """The session's step of batch i."""
-        return self.origin + i
-
-    def ids(self, i: int) -> NDArray[np.int32]:
-        """(k,) objects of batch i."""
-        return self.objects[self.ends[i - 1] if i else 0 : self.ends[i]]
-
-    def reads(self, i: int, index: object) -> bool:
-        """Whether batch i was foreseen to be of exactly these samples."""
-        if not isinstance(index, np.ndarray):
-            return self.plan.matches(i, index)
-        ends = self.plan.ends
-        if i >= len(ends):
-            return False
-        planned = self.plan.indices[ends[i - 1] if i else 0 : ends[i]]
-        return planned.shape == index.shape and bool((planned == index).all())
-
-
 class Feed:
     """A session and the plan it was told. Lives over many epochs, for one iterator at a time."""
 
@@ -86,6 +50,7 @@ class Feed:
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
         self._epoch = -1
+        self._publisher = PlanPublisher(session, binding.objects, apart=binding.apart)
         self._now: Told | None = None
         self._ahead: list[Told] = []  # the epochs after this one, in order
         self._past: Told | None = None  # this epoch's, until it turned out to be wrong
@@ -106,51 +71,47 @@ class Feed:
     def begin(self, order: Order, skip: int = 0) -> None:
         """An epoch begins, `skip` batches after its start."""
         self._epoch += 1
-        before, self._now = self._now, None
-        self._past, self._followed = None, Followed()
+        self._now, self._past, self._followed = None, None, Followed()
+        self._ahead = [told for told in self._ahead if not self._publisher.unlike(told)]
         first = self._ahead.pop(0) if self._ahead else None
         plan = foreseen(order, 0)
-        fits = first is not None and first.origin == self._next and not skip
-        if fits and first is not None and plan is not None and plan.same(first.plan):
+        if (
+            first is not None
+            and plan is not None
+            and not skip
+            and first.plan.opened
+            and plan.same(first.plan)
+            and self._publisher.turns(first, self._next)
+        ):
+            first.open()
             self._now = first
             self.session.begin(self._epoch)
             return
         # An iterator that begins anew has not left what it never read.
-        if first is not None or (before is not None and self._next < before.stop):
-            self._ahead.clear()
-            self.session.truncate(self._next)
+        self._publisher.cancel(self._next)
+        self._ahead.clear()
         self.session.done(self._next)
         self.session.begin(self._epoch)
-        self._now = self._tell(plan, self._epoch, self._next, skip)
+        if plan is not None:
+            self._now = self._publisher.begin(plan, self._epoch, skip)
 
     def foresee(self, order: Order) -> None:
         """Tell the daemon of the epochs after this one, where they can be known.
 
         One is enough where every epoch reads everything once (law L1). Where it reads some samples
-        more often than others, the best choice of what to keep needs two (law L3).
+        more often than others, the best choice of what to keep needs two (law L3): that is known
+        when all of this one is told.
         """
-        if self._now is None:
-            return
-        epochs = 2 if self._now.repeats else 1
-        while len(self._ahead) < epochs:
-            last = self._ahead[-1] if self._ahead else self._now
-            number = len(self._ahead) + 1
-            told = self._tell(foreseen(order, number), self._epoch + number, last.stop)
-            if told is None:
+        now = self._now
+        while now is not None and len(self._ahead) < 2:
+            second = len(self._ahead) == 1
+            if second and not order.known and not now.repeats:
+                return  # it would run the person's sampler
+            plan = foreseen(order, len(self._ahead) + 1)
+            if plan is None:
                 return
-            self._ahead.append(told)
-
-    def _tell(self, plan: Plan | None, epoch: int, first: int, skip: int = 0) -> Told | None:
-        if plan is None or len(plan.ends) <= skip:
-            return None
-        found = self._objects(plan.indices)
-        if found is None:
-            return None
-        objects, counts = found
-        ends = np.concatenate([[0], np.cumsum(counts)])[plan.ends]  # a step may read nothing
-        start = int(ends[skip - 1]) if skip else 0
-        told = self.session.extend(epoch, first, objects[start:], ends[skip:] - start)
-        return Told(plan, first - skip, objects, ends) if told else None
+            epoch = self._epoch + len(self._ahead) + 1
+            self._ahead.append(self._publisher.add(plan, epoch, now if second else None))
 
     def _objects(self, indices: NDArray[np.integer]) -> tuple[Ids, NDArray[np.int64]] | None:
         """`Binding.objects`; None where these are wrong: the person learns that from a read."""
@@ -163,16 +124,19 @@ class Feed:
     def give(self, i: int, index: object) -> int:
         """Batch i of the epoch is about to be read: its step, or -1 when it is read directly."""
         now = self._now
-        if now is not None and not now.reads(i, index):
+        if now is not None:
+            known = self._publisher.reach(now, i)
+            if known and now.reads(i, index):
+                self._next = now.step(i) + 1
+                return self._next - 1
+            if not known and i < now.total:
+                return -1  # the daemon is lost
             # Steps given out before may still be read by workers: only what comes after is void.
             self._ahead.clear()
-            self.session.truncate(self._next)
-            self._past = now._replace(ends=now.ends[:i])
-            self._now = now = None
-        if now is None:
-            return self._follow(i, index)
-        self._next = now.origin + i + 1
-        return self._next - 1
+            self._publisher.cancel(self._next)
+            now.total = i
+            self._past, self._now = now, None
+        return self._follow(i, index)
 
     def _follow(self, i: int, index: object) -> int:
         """Tell the daemon of batch i now, as nobody did before."""
@@ -180,11 +144,10 @@ class Feed:
         found = None if indices is None else self._objects(indices)
         if indices is None or found is None or not len(found[0]):
             return -1
-        step, ids = self._next, found[0]
-        if not self.session.extend(self._epoch, step, ids, np.array([len(ids)]), blind=True):
-            return -1
-        self._next += 1
-        self._followed.add(i, Given(step, ids, len(indices)))
+        step = self._publisher.blind(self._epoch, found[0])
+        if step >= 0:
+            self._next = step + 1
+            self._followed.add(i, Given(step, found[0], len(indices)))
         return step
 
     def ids(self, i: int) -> NDArray[np.int32]:
@@ -200,13 +163,14 @@ class Feed:
         told = self._now or self._past
         step = self._followed.done(i)
         if told is not None:
-            step = max(step, min(told.origin + i, told.stop, self._next))
+            step = max(step, min(told.step(i), told.stop, self._next))
         self.session.done(step)
+        self._publisher.pump()
 
     def left(self) -> None:
         """The epoch is over, or was left: nobody reads more of it."""
         if self._now is not None and self._next < self._now.stop:
-            self.session.truncate(self._next)
+            self._publisher.cancel(self._next)
             self._ahead.clear()
         self.session.done(self._next)
 
@@ -221,12 +185,13 @@ class Feed:
         ids = [g.ids for g in given]
         batches, samples = len(given), sum(g.samples for g in given)
         step = given[-1].step + 1 if given else 0
-        last = min(last, 0 if told is None else len(told.ends))
+        last = min(last, 0 if told is None else told.total)
         if told is not None and last > first:
+            for k, objects in told.take(first, last):
+                samples += k
+                ids.append(objects)
             batches += last - first
-            samples += int(told.plan.ends[last - 1] - (told.plan.ends[first - 1] if first else 0))
-            ids.append(told.objects[told.ends[first - 1] if first else 0 : told.ends[last - 1]])
-            step = max(step, told.origin + last)
+            step = max(step, told.step(last))
         for name, value in more.items():
             board.add(name, value)
         if not batches:
@@ -240,6 +205,7 @@ class Feed:
 
     def close(self) -> None:
         """End the session."""
+        self._publisher.stop()
         self.session.close()
 
 

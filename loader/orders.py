@@ -197,7 +197,8 @@ class KnownOrder(Order):
         if start >= stream.total or (self._shape.drop_last and stop > stream.total):
             raise StopIteration
         stop = min(stop, stream.total)
-        end = stop if stream.live else max(stop, min(start + self._piece_size, stream.drawn))
+        # A large permutation is there only in part: no more of it than is at hand, or wanted now.
+        end = stop if stream.live else max(stop, min(start + self._piece_size, stream.ready))
         piece = stream.items(start, end)
         if isinstance(piece, np.ndarray):
             piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from creel.cache.manifest import Manifest
-from creel.loader.adapters import Addressed
+from creel.loader.adapters import Addressed, Declared
 from creel.loader.base import CreelDataset, Ids, Indices, Sample
 from creel.loader.reading import Lease, Session
 from creel.loader.tree import Node, Scout, Tree
@@ -141,6 +141,14 @@ class Binding:
     def has_code(self) -> bool:
         """Whether any sample goes through code of the person's now."""
         return any(code is not None for leaf in self.leaves for code in leaf.callables())
+
+    @property
+    def apart(self) -> bool:
+        """Whether another thread may ask for `objects`: none of the person's code runs there."""
+        return not any(
+            isinstance(leaf, Declared) or not type(leaf).__module__.startswith("creel.")
+            for leaf in self.leaves
+        )
 
 
 def bind(dataset: object) -> Binding | None:

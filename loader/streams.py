@@ -52,6 +52,11 @@ def indices_of(items: object) -> NDArray[np.int32]:
     return found.astype(np.int32, copy=False)
 
 
+def _plain(listed: object) -> bool:
+    """Whether an item of a sequence is had without the user's code."""
+    return type(listed) in (list, tuple, range, np.ndarray, torch.Tensor)
+
+
 class Stream:
     """Base: `total` items, all known without a draw. A key that is not None decides equality."""
 
@@ -61,10 +66,25 @@ class Stream:
     #: Items must be read one batch at a time, for the user may change what lies under them.
     live = False
 
+    #: Whether the first item costs as much as all.
+    at_once = False
+
+    #: Whether another thread may ask for items: none of the user's code runs.
+    apart = True
+
     @property
     def drawn(self) -> int:
         """Items [0, drawn) are known now."""
         return self.total
+
+    @property
+    def ready(self) -> int:
+        """Items [0, ready) cost next to nothing any more; the next ones are made piece by piece."""
+        return self.drawn
+
+    def settle(self, timeout_s: float) -> bool:  # noqa: ARG002  (there is nothing to wait for)
+        """Wait until all that is drawn is `ready`; False while it is not after so many seconds."""
+        return True
 
     def need(self, item: int) -> None:
         """Make every draw that torch has made once `item` was asked for; `total` means the end."""
@@ -115,6 +135,7 @@ class Listed(Stream):
     def __init__(self, listed: Sequence[object]) -> None:
         self._listed = listed
         self.total = len(listed)
+        self.apart = _plain(listed)
 
     def items(self, start: int, stop: int) -> Items:
         return list(self._listed[start:stop])
@@ -175,6 +196,18 @@ class Shuffled(Drawing):
     def drawn(self) -> int:
         return min(self.total, len(self._blocks) * self._n)
 
+    @property
+    def ready(self) -> int:
+        there = 0
+        for block in self._blocks:
+            there += block.ready
+            if block.ready < self._n:
+                break
+        return min(there, self.total)
+
+    def settle(self, timeout_s: float) -> bool:
+        return all(block.settle(timeout_s) for block in self._blocks)
+
     def need(self, item: int) -> None:
         wanted = min(item // max(self._n, 1) + 1, self._most)
         while len(self._blocks) < wanted:
@@ -206,10 +239,18 @@ class Chosen(Stream):
         self._listed = listed
         self._order = order
         self.total = order.total
+        self.apart = _plain(listed)
 
     @property
     def drawn(self) -> int:
         return self._order.drawn
+
+    @property
+    def ready(self) -> int:
+        return self._order.ready
+
+    def settle(self, timeout_s: float) -> bool:
+        return self._order.settle(timeout_s)
 
     def need(self, item: int) -> None:
         self._order.need(item)
@@ -244,6 +285,14 @@ class Dealt(Stream):
     @property
     def drawn(self) -> int:
         return self.total if self._order.drawn == self._n else 0
+
+    @property
+    def ready(self) -> int:
+        there = self._order.ready
+        return self.total if there == self._n else max(there - self._rank, 0) // self._world
+
+    def settle(self, timeout_s: float) -> bool:
+        return self._order.settle(timeout_s)
 
     def items(self, start: int, stop: int) -> Items:
         places = self._rank + self._world * np.arange(start, stop)
@@ -313,6 +362,8 @@ class Replaced(Drawing):
 class Weighted(Drawing):
     """`torch.multinomial`, all in one draw."""
 
+    at_once = True
+
     def __init__(
         self,
         sampler: WeightedRandomSampler,
@@ -324,6 +375,9 @@ class Weighted(Drawing):
         self._sampler = sampler
         self.total = sampler.num_samples
         self._drawn: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        w = sampler.weights
+        version = w._version  # noqa: SLF001  torch's count of changes in place
+        self.key = ("weighted", id(w), version, self.total, sampler.replacement, self._start)
 
     @property
     def drawn(self) -> int:
