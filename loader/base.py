@@ -50,15 +50,27 @@ def positions(indices: NDArray[np.integer[Any]], size: int) -> Indices:
 
 @dataclass(frozen=True)
 class Raw:
-    """Samples that are nothing but their bytes: what `Gather` needs to know of one leaf.
+    """Samples that follow from their bytes, many at once: what `Gather` needs to know of one leaf.
 
-    `labels` tells how labels are collated (equal values collate alike), None for no labels.
+    `labels` tells how labels are collated (equal values collate alike), None for no labels; `to` is
+    what the numbers are turned into, `batch_transform` what the person makes of a batch of them.
     """
 
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     labels: tuple[object, ...] | None
+    to: torch.dtype | None = None
+    batch_transform: Callable[[torch.Tensor], Any] | None = None
+
+    def same(self, other: Raw | None) -> bool:
+        """Whether the other tells of the same samples. Functions are compared by identity."""
+        return (
+            other is not None
+            and other.batch_transform is self.batch_transform
+            and (other.nbytes, other.dtype, other.shape, other.labels, other.to)
+            == (self.nbytes, self.dtype, self.shape, self.labels, self.to)
+        )
 
 
 class CreelDataset(Dataset[Sample]):

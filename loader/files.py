@@ -75,6 +75,7 @@ class FileDataset(CreelDataset):
         self.transform = transform
         self.labels = None if labels is None else Labels(labels, len(self._names))
         self._nbytes = self._sizes(nbytes, known)
+        self._each_nbytes = _alike(self._nbytes)
 
     @property
     def paths(self) -> Sequence[str]:
@@ -115,15 +116,20 @@ class FileDataset(CreelDataset):
         """Raw files of one known size are rows of a matrix."""
         if type(self) is not FileDataset or self.decode is not None or self.transform is not None:
             return None
-        if self._nbytes is None or (self.labels is not None and self.labels.kind is None):
-            return None
-        size = int(self._nbytes[0])
-        if size <= 0 or (self._nbytes != size).any():
+        size = self._each_nbytes
+        if size <= 0 or (self.labels is not None and self.labels.kind is None):
             return None
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
 
     def callables(self) -> list[object]:
         return [self.decode, self.transform]
+
+
+def _alike(sizes: NDArray[np.int64] | None) -> int:
+    """The size of all files, or -1 where they differ or are not known."""
+    if sizes is None or (sizes != sizes[0]).any():
+        return -1
+    return int(sizes[0])
 
 
 def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from creel.cache.arena import Rows
 from creel.loader.overlay import over
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ _KEEP = 8
 #: batch, or holds many, has the memory back when the batches are gone.
 _KEEP_NBYTES = 256 << 20
 _ALIGN = 4096
-#: Rows of so many bytes, in so many pages together, are touched before they are copied.
-_TOUCHED_NBYTES = 1024
-_TOUCHED_PAGES = 2048
 
 
 class Ring:
@@ -101,34 +99,28 @@ class Gatherer:
         memory: Callable[[int], torch.Tensor],
     ) -> None:
         """`memory` gives (nbytes,) uint8 to build a batch in."""
-        self._gather = gather
+        self.gather = gather
         self._offset = session.table.offset
-        self._rows = client.arena.rows(gather.nbytes)
-        self._arena = client.arena.array
-        # (p, 1): one byte in every page of a row, wherever it begins.
-        self._pages = np.append(np.arange(0, gather.nbytes, _ALIGN), gather.nbytes - 1)[:, None]
+        self._rows = Rows(client.arena, gather.nbytes)
         self._memory = memory
+        # What a batch is made of that is not its rows themselves.
+        self._raw = Ring().take if gather.converts else memory
 
-    def batch(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> Any | None:
-        """What default_collate would give for these samples; None when one is not in the arena.
+    def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
+        """(n, nbytes) uint8, the bytes of these objects; None when one is not in the arena.
 
-        The objects must be pinned: their step in [DONE, READY). None without samples, too.
+        They must be pinned: their step in [DONE, READY), also afterwards. Nor without samples.
 
         Args:
             ids: (n,) objects, one per sample.
             indices: (n,) numbers of the samples; None is the answer to a lone number, ().
         """
-        n, nbytes = len(ids), self._gather.nbytes
+        n, nbytes = len(ids), self.gather.nbytes
         if not n or indices.ndim != 1:  # torch has its own word for no samples, and for no group
             return None
-        offset = self._offset.take(ids)
-        row, rest = np.divmod(offset, nbytes)
-        if np.count_nonzero(rest) or row.min() < 0:  # pages of mixed sizes; an absent one
-            return None
-        if nbytes >= _TOUCHED_NBYTES and n * len(self._pages) <= _TOUCHED_PAGES:
-            # Scattered rows cost a page-table walk and a memory latency each, one after the other
-            # as they are copied. Independent loads overlap: a fifth less time for 3 KB x 256.
-            self._arena.take(offset + self._pages, mode="clip")
-        rows = self._memory(n * nbytes).view(n, nbytes)
-        np.take(self._rows, row, axis=0, out=rows.numpy(), mode="clip")
-        return self._gather.collate(rows, indices)
+        rows = self._raw(n * nbytes).view(n, nbytes)
+        return rows if self._rows.copy(self._offset.take(ids), rows.numpy()) else None
+
+    def batch(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:
+        """What default_collate would give for these samples; the person's code may run here."""
+        return self.gather.collate(rows, indices, self._memory)

@@ -18,6 +18,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.board import ABSENT
+
 Copied = TypeVar("Copied", bytes, bytearray)
 
 
@@ -44,6 +46,10 @@ class Session(Protocol):
 
     def stamp(self) -> int:
         """Another number once anything that could be copied before may not be any more."""
+        ...
+
+    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8], /) -> NDArray[np.bool_]:
+        """Fill row i of `out` with what lies at offset[i] in the arena; (n,) whether it did."""
         ...
 
 
@@ -131,8 +137,22 @@ class Lease:
         whole = offset[object_id] == before and session.stamp() == self._stamp
         return data if whole else None
 
-    def note(self, nbytes: int, ns: int) -> None:
-        self.direct_reads += 1
+    def rows(self, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """`copy` of many objects, one to a row of `out`; (n,) which of them were copied."""
+        session = self._session
+        if session is None:
+            return np.zeros(len(ids), np.bool_)
+        offset = session.table.offset
+        before = offset.take(ids)
+        if self._allowed is not None and not self._allowed.issuperset(ids.tolist()):
+            may = np.array([i in self._allowed for i in ids.tolist()])
+            before = np.where(may, before, ABSENT)
+        copied = session.rows(before, out)
+        copied &= offset.take(ids) == before
+        return copied if session.stamp() == self._stamp else np.zeros(len(ids), np.bool_)
+
+    def note(self, nbytes: int, ns: int, reads: int = 1) -> None:
+        self.direct_reads += reads
         self.direct_nbytes += nbytes
         self.direct_ns += ns
 
@@ -229,6 +249,39 @@ def take(
     data = kind(direct(object_id))
     lease.note(len(data), time.monotonic_ns() - began)
     return data
+
+
+def take_rows(
+    leaf: object,
+    ids: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],
+) -> None:
+    """`take` for many objects of one size, one to a row of `out`.
+
+    Args:
+        ids: (n,) objects of `leaf`, n > 0.
+        out: (n, nbytes), contiguous.
+        direct: fills such rows with such objects from the source.
+    """
+    lease, base = _lease_of(leaf)
+    if lease is None:
+        direct(ids, out)
+        if _active.hearing is not None:
+            for object_id in ids.tolist():
+                hear((id(leaf), object_id))
+        return
+    missing = np.flatnonzero(~lease.rows(ids + base, out))
+    if not len(missing):
+        return
+    began = time.monotonic_ns()
+    if len(missing) == len(ids):
+        direct(ids, out)
+    else:
+        rest = np.empty((len(missing), out.shape[1]), np.uint8)
+        direct(ids[missing], rest)
+        out[missing] = rest
+    lease.note(len(missing) * out.shape[1], time.monotonic_ns() - began, len(missing))
 
 
 def take_address(address: str, direct: Callable[[str], bytes]) -> bytes:

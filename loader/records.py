@@ -8,27 +8,34 @@ import operator
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from creel.cache.manifest import Manifest
 from creel.errors import ConfigError
 from creel.loader.base import (
     CreelDataset,
+    Indices,
     Labels,
     Raw,
     Sample,
     check_callable,
     position,
 )
-from creel.loader.storage import absolute, in_threads, nbytes_of, read_range, several
+from creel.loader.batches import cast, numbers, rows_of, unstacked
+from creel.loader.gather import Ring
+from creel.loader.reading import take_rows
+from creel.loader.storage import absolute, in_threads, nbytes_of, read_range, scheme_of, several
 
 T = TypeVar("T")
 
 _MAGIC = b"\x93NUMPY"
+#: Of a batch whose samples are transformed one by one, what is read at a time: the samples may be
+#: small parts of large records. More is not kept for the next batch either.
+_TOGETHER_NBYTES = 4 << 20
 #: Longer headers belong to structured types, which no tensor can hold.
 _HEADER_NBYTES = 1 << 16
 
@@ -62,12 +69,22 @@ class RecordDataset(CreelDataset):
             records of this shape, whatever its own (a long row of tokens into sequences).
         offset: bytes before the first record of each file. A .npy says that itself.
         labels: one per record; samples are then (record, label).
+        to: what the numbers are turned into, as `record.to(to)` does; the files keep their own.
         transform: from a record (without its label) to a sample.
+        batch_transform: in place of `transform`, from a batch of records, (n, *shape), to one with
+            as many rows: a tensor or sequence of rows, or a tuple or dict of these. Sample i is row
+            i. It is called once for each batch, also by torch's DataLoader, and in its worker where
+            there are any; for `dataset[i]`, and below torch's ConcatDataset, with a batch of one.
+
+    Both transforms may change what they get in place.
 
     Raises:
         ConfigError: a missing file, a file whose size is no multiple of the record's, a .npy that
-            is not in C order, a type no tensor can have.
+            is not in C order, a type no tensor can have, both kinds of transform.
     """
+
+    volatile = (*CreelDataset.volatile, "_ring")
+    _ring: Ring | None = None
 
     def __init__(
         self,
@@ -77,7 +94,9 @@ class RecordDataset(CreelDataset):
         offset: int = 0,
         *,
         labels: object = None,
+        to: torch.dtype | DTypeLike | None = None,
         transform: Callable[[Sample], Sample] | None = None,
+        batch_transform: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         paths = [absolute(p) for p in several(path)]
         if not paths:
@@ -91,12 +110,17 @@ class RecordDataset(CreelDataset):
         self.shape = _same(paths, [_shape_of(p, h, want) for p, h in both])
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         self._runs = in_threads(lambda ph: _run(*ph, offset, self.nbytes), both)
-        self._size = sum(run.count for run in self._runs)
+        self._ends = np.cumsum([run.count for run in self._runs])
+        self._size = int(self._ends[-1])
         if not self._size:
             raise ConfigError(f"{paths[0]} holds no records")
         self.labels = None if labels is None else Labels(labels, self._size)
-        check_callable(transform=transform)
+        check_callable(transform=transform, batch_transform=batch_transform)
+        if transform is not None and batch_transform is not None:
+            raise ConfigError("give transform= or batch_transform=, not both")
+        self.to = None if to is None else torch_dtype(to)
         self.transform = transform
+        self.batch_transform = batch_transform
 
     def __len__(self) -> int:
         return self._size
@@ -104,9 +128,75 @@ class RecordDataset(CreelDataset):
     def __getitem__(self, index: int) -> Sample:
         i = position(index, self._size)
         sample = self._tensor(i).view(self.dtype).reshape(self.shape)
+        if self.to is not None:
+            sample = sample.to(self.to)
         if self.transform is not None:
             sample = self.transform(sample)
+        elif self.batch_transform is not None:
+            sample = unstacked(self.batch_transform(sample[None]), 1)[0]
         return sample if self.labels is None else (sample, self.labels[i])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """[dataset[i] for i in indices], read together; a batch_transform sees all of them."""
+        if type(self).__getitem__ is not RecordDataset.__getitem__:  # a person's own
+            return [self[i] for i in indices]
+        ids = self._ids(indices)
+        samples = self._samples(ids)
+        if self.labels is None:
+            return samples
+        return [(sample, self.labels[i]) for sample, i in zip(samples, ids.tolist(), strict=True)]
+
+    def _ids(self, indices: Sequence[int]) -> Indices:
+        """(n,) numbers of records. Raises what `position` raises."""
+        try:
+            wide = np.asarray(indices)
+        except (TypeError, ValueError):  # no list of numbers: `position` says what is wrong
+            wide = np.empty(0)
+        if wide.ndim == 1 and wide.dtype.kind == "i" and len(wide):
+            wide = wide.astype(np.int64)
+            if wide.min() >= 0 and wide.max() < self._size:
+                return wide
+        return np.array([position(i, self._size) for i in indices], np.int64)
+
+    def _samples(self, ids: Indices) -> list[Sample]:
+        """Samples without their labels, as many at a time as may lie in memory twice."""
+        if self.batch_transform is not None and len(ids):
+            batch = cast(self._numbers(ids), self.to)
+            return unstacked(self.batch_transform(batch), len(ids))
+        samples: list[Sample] = []
+        step = max(_TOGETHER_NBYTES // self.nbytes, 1)
+        for start in range(0, len(ids), step):
+            rows = rows_of(cast(self._numbers(ids[start : start + step]), self.to, self._memory))
+            samples += rows if self.transform is None else map(self.transform, rows)
+        return samples
+
+    def _numbers(self, ids: Indices) -> torch.Tensor:
+        """(n, *shape) of the files' own type, in memory that nobody else uses."""
+        rows = self._memory(len(ids) * self.nbytes).view(-1, self.nbytes)
+        take_rows(self, ids, rows.numpy(), self._read_rows)
+        return numbers(rows, self.dtype, self.shape)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8; little of it is used again when nobody holds it any more."""
+        if nbytes > _TOGETHER_NBYTES:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if self._ring is None:
+            self._ring = Ring()
+        return self._ring.take(nbytes)
+
+    def _read_rows(self, ids: Indices, out: NDArray[np.uint8]) -> None:
+        """Fill (n, nbytes) `out` from the source, with one open for each file of the batch.
+
+        The file is the one that is there now: nothing of it is kept from batch to batch.
+        """
+        which = np.searchsorted(self._ends, ids, side="right")
+        for number in np.unique(which).tolist():
+            run, where = self._runs[number], np.flatnonzero(which == number)
+            first = int(self._ends[number]) - run.count
+            if not _read_run(run, self.nbytes, ids[where] - first, out, where):
+                for at in where.tolist():  # with patience, or an error that tells the path
+                    data = self._read_direct(int(ids[at]))
+                    out[at] = np.frombuffer(data, np.uint8)
 
     def _build_manifest(self) -> Manifest:
         return Manifest.of_runs(
@@ -117,16 +207,45 @@ class RecordDataset(CreelDataset):
         )
 
     def raw(self) -> Raw | None:
-        """Records are rows of a matrix unless a transform comes between."""
+        """Records are rows of a matrix unless a transform of single ones comes between."""
         if type(self) is not RecordDataset or self.transform is not None:
             return None
         kind = None if self.labels is None else self.labels.kind
         if self.labels is not None and kind is None:
             return None
-        return Raw(self.nbytes, self.dtype, self.shape, kind)
+        return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, self.batch_transform)
 
     def callables(self) -> list[object]:
-        return [self.transform]
+        return [self.transform, self.batch_transform]
+
+
+def _read_run(
+    run: _Run, nbytes: int, records: Indices, out: NDArray[np.uint8], where: NDArray[np.intp]
+) -> bool:
+    """Read records of a local file to rows of `out`, neighbours in both at once; False on failure.
+
+    Args:
+        records: (k,) numbers in the file. where: (k,) rows of `out`, (n, nbytes), contiguous.
+    """
+    if scheme_of(run.path) or (run.count == 1 and not run.offset):
+        return False  # a file that is one object must be as long as it was
+    cuts = np.flatnonzero((np.diff(records) != 1) | (np.diff(where) != 1)) + 1
+    first = np.concatenate([[0], cuts])
+    begins = where[first] * nbytes
+    ends = begins + np.diff(np.append(first, len(records))) * nbytes
+    offset = run.offset + records[first] * nbytes
+    view = memoryview(out.data).cast("B")
+    try:
+        fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        pieces = zip(begins.tolist(), ends.tolist(), offset.tolist(), strict=True)
+        return all(os.preadv(fd, [view[a:b]], at) == b - a for a, b, at in pieces)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:

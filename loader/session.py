@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.arena import Rows
 from creel.cache.board import (
     ABSENT,
     DONE,
@@ -61,6 +62,7 @@ class Session:
         self._lost = False
         self._truncates = 0
         self._doubted = (0, 0)  # a stale heartbeat, and when it was first seen to be
+        self._rows: tuple[int, Rows] | None = None  # of objects of so many bytes
         _sessions.add(self)
 
     @property
@@ -196,6 +198,26 @@ class Session:
             return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
         except ValueError:  # another thread has hung up
             return None
+
+    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Fill row i of (n, nbytes) `out` with the arena's bytes at offset[i], unless it is ABSENT.
+
+        Returns:
+            (n,) which rows were filled.
+        """
+        nbytes = out.shape[1]
+        if self._rows is None or self._rows[0] != nbytes:
+            self._rows = nbytes, Rows(self._client.arena, nbytes)
+        there: NDArray[np.bool_] = offset != ABSENT
+        if self._rows[1].copy(offset, out):
+            return there
+        arena = self._client.arena.array
+        if not len(arena):  # another thread has hung up
+            return np.zeros(len(offset), np.bool_)
+        for i, at in enumerate(offset.tolist()):
+            if there[i]:
+                out[i] = arena[at : at + nbytes]
+        return there
 
     def close(self) -> None:
         """End the session; a worker only lets go of it."""

@@ -92,11 +92,14 @@ class Reader:
         gatherer = self._gatherer_of(feed)
         if gatherer is not None:
             start = time.monotonic_ns()
-            data = gatherer.batch(ids, np.asarray(index))
+            indices = np.asarray(index)
+            rows = gatherer.rows(ids, indices)
+            whole = feed.session.held(step, stamp)
+            data = gatherer.batch(rows, indices) if whole and rows is not None else None
             self._meter.collate_ns += time.monotonic_ns() - start
-            if not feed.session.held(step, stamp):
+            if not whole:
                 return self._fetch(index, feed.binding.counting())
-            if data is not None:
+            if rows is not None:
                 return data
         return self._fetch(index, feed.binding.reading(feed.session, ids, stamp))
 
@@ -110,9 +113,9 @@ class Reader:
                 if gather is None
                 else Gatherer(gather, feed.client, feed.session, self._ring.take)
             )
-        if self._gatherer is not None and not self._as_worker and feed.binding.has_code():
-            return None  # assigned since the epoch began
-        return self._gatherer
+        if self._gatherer is None or self._as_worker or feed.binding.gathers(self._gatherer.gather):
+            return self._gatherer
+        return None  # changed since the epoch began
 
     def _wait(self, feed: Feed, i: int, step: int) -> bool:
         """Whether the step's objects are pinned; if not, what the table says may be void."""
@@ -253,9 +256,10 @@ class GatherIter(Step, _MultiProcessingDataLoaderIter):
         if course.feed is None or loader.worker_init_fn is not None or not collates_plainly(loader):
             return False
         gather = course.feed.binding.gather()
-        return gather is not None and gather.nbytes * (loader.batch_size or 0) in range(
-            1, _HERE_NBYTES
-        )
+        if gather is None or gather.has_code:
+            return False
+        nbytes = max(gather.nbytes, gather.batch_nbytes)
+        return nbytes * (loader.batch_size or 0) in range(1, _HERE_NBYTES)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:

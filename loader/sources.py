@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch.utils.data import Dataset
 
 from creel.cache.manifest import Manifest
 from creel.loader.adapters import Addressed, Declared
-from creel.loader.base import CreelDataset, Ids, Indices, Sample
+from creel.loader.base import CreelDataset, Ids, Indices, Raw, Sample
+from creel.loader.batches import cast, numbers, stacked
 from creel.loader.reading import Lease, Session
 from creel.loader.tree import Node, Scout, Tree
 
@@ -32,25 +33,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gather:
-    """Batches straight from bytes: every sample is `nbytes` bytes, seen as `dtype` and `shape`.
+    """Batches straight from bytes: what samples are made of, and where their labels are.
 
     `labels` maps (n,) numbers of samples to their collated labels; None where there are none.
     """
 
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    raw: Raw
     labels: Callable[[Indices], torch.Tensor] | None
 
-    def collate(self, rows: torch.Tensor, indices: Indices) -> torch.Tensor | list[torch.Tensor]:
-        """What default_collate would make of these samples, without a copy of `rows`.
+    @property
+    def nbytes(self) -> int:
+        """Of one object."""
+        return self.raw.nbytes
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Of one sample in a batch, before any code of the person's."""
+        raw = self.raw
+        return raw.nbytes if raw.to is None else raw.nbytes // raw.dtype.itemsize * raw.to.itemsize
+
+    @property
+    def has_code(self) -> bool:
+        """Whether code of the person's runs: once a batch, in a worker where there are any."""
+        return self.raw.batch_transform is not None
+
+    @property
+    def converts(self) -> bool:
+        """Whether a batch is something else than its rows."""
+        return self.raw.to is not None or self.has_code
+
+    def collate(
+        self, rows: torch.Tensor, indices: Indices, memory: Callable[[int], torch.Tensor]
+    ) -> Any:
+        """What default_collate would make of these samples; `rows` themselves unless it `converts`.
 
         Args:
             rows: (n, nbytes) uint8, contiguous, aligned to the dtype's size; row i holds the
                 object of sample indices[i] (`Binding.objects` has them in this order).
             indices: (n,) numbers of the samples.
+            memory: gives (nbytes,) uint8 for what is made of them.
         """
-        batch = rows.view(self.dtype).reshape(len(rows), *self.shape)
+        raw = self.raw
+        batch: Any = numbers(rows, raw.dtype, raw.shape)
+        if raw.batch_transform is not None:
+            batch = raw.batch_transform(cast(batch, raw.to))
+            batch = stacked(batch, len(rows), memory)
+        elif raw.to is not None:
+            batch = cast(batch, raw.to, memory)
         return batch if self.labels is None else [batch, self.labels(indices)]
 
 
@@ -135,12 +164,11 @@ class Binding:
         raw = self._root.raw()
         if raw is None:
             return None
-        labels = None if raw.labels is None else self._root.labels_of
-        return Gather(raw.nbytes, raw.dtype, raw.shape, labels)
+        return Gather(raw, None if raw.labels is None else self._root.labels_of)
 
-    def has_code(self) -> bool:
-        """Whether any sample goes through code of the person's now."""
-        return any(code is not None for leaf in self.leaves for code in leaf.callables())
+    def gathers(self, gather: Gather) -> bool:
+        """Whether `gather` still says how batches are built: the person may assign attributes."""
+        return gather.raw.same(self._root.raw())
 
     @property
     def apart(self) -> bool:

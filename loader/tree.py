@@ -244,8 +244,11 @@ class ConcatNode(Node):
         return self._with("datasets", inner)
 
     def raw(self) -> Raw | None:
-        kinds = {child.raw() for child in self._children}
-        return kinds.pop() if len(kinds) == 1 else None
+        first = self._children[0].raw()
+        # torch's ConcatDataset takes its samples one by one: so is a batch_transform called then
+        if first is None or first.batch_transform is not None:
+            return None
+        return first if all(first.same(c.raw()) for c in self._children[1:]) else None
 
     def labels_of(self, indices: Indices) -> torch.Tensor:
         parts = [(at, child.labels_of(inner)) for child, at, inner in self._split(indices)]

@@ -268,10 +268,10 @@ class _Worker:
         ids = binding.objects(indices.reshape(-1))[0]
         if self._gatherer is not None:
             self._collating = self._enter(COLLATING)
-            data = self._gatherer.batch(ids, indices)
+            rows = self._gatherer.rows(ids, indices)
             whole = session.held(step, stamp)
-            if whole and data is not None:
-                return data
+            if whole and rows is not None:
+                return self._gatherer.batch(rows, indices)
             self._enter(READING)
             self._collating = 0
             if not whole:

@@ -32,6 +32,7 @@ from creel.cache.source import Source
 from creel.errors import ConfigError
 from creel.loader.adapters import Declared
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
+from creel.loader.gather import Ring
 from creel.loader.sources import Binding, bind, bindable
 from folders import folder
 
@@ -72,6 +73,15 @@ class Arena:
 
     def stamp(self) -> int:
         return 0
+
+    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        nbytes = out.shape[1]
+        for row, at in zip(out, offset.tolist(), strict=True):
+            if at != ABSENT:
+                row[:] = np.frombuffer(self.memory[at : at + nbytes], np.uint8)
+                self.taken.append(list(self.table.offset).index(at))
+        there: NDArray[np.bool_] = offset != ABSENT
+        return there
 
 
 def bound(dataset: object) -> Binding:
@@ -569,7 +579,7 @@ def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
     rows = np.empty((len(ids), gather.nbytes), np.uint8)
     for row, i in zip(rows, ids, strict=True):
         row[:] = np.frombuffer(source.read(int(i)), np.uint8)
-    return gather.collate(torch.from_numpy(rows), indices)
+    return gather.collate(torch.from_numpy(rows), indices, Ring().take)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,110 @@
+"""What a batch of samples with a transform costs: creel's ways and torch over np.memmap, in turn.
+
+    python benchmarks/transforms.py [--records 40000] [--batch 64] [--rounds 5] [--json]
+
+Rows of 4 KB (1,024 int32, or 2,048 uint16), shuffled, turned into int64. `memmap` is torch's loader
+over a dataset of one np.memmap with the same transform, with `num_workers=0` and 2 (`x2`). creel's,
+through a daemon that holds all records: `transform`, `to` and `batch_transform` of RecordDataset,
+with and without workers. `torchs` is torch's own loader over the RecordDataset, with no daemon.
+All read out of memory: the page cache, or the arena. The ratios are of wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cost_per_batch import epochs
+from measure import Round, median, report
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+
+KINDS = {"1,024 int32": (np.int32, 1024), "2,048 uint16": (np.uint16, 2048)}
+
+
+class Mapped(Dataset[torch.Tensor]):
+    """What a torch user writes."""
+
+    def __init__(self, path: Path, dtype: Any, length: int) -> None:
+        self.rows = np.memmap(path, dtype, mode="r").reshape(-1, length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return widened(torch.from_numpy(np.array(self.rows[index])))
+
+
+def widened(row: torch.Tensor) -> torch.Tensor:
+    return row.to(torch.int64)
+
+
+def loaders(path: Path, dtype: Any, length: int, batch: int) -> dict[str, DataLoader[Any]]:
+    """By way; the first two are the peers."""
+
+    def ours(**more: Any) -> creel.RecordDataset:
+        return creel.RecordDataset(path, dtype, length, **more)
+
+    def with_creel(workers: int, **more: Any) -> DataLoader[Any]:
+        return creel.DataLoader(ours(**more), batch, shuffle=True, num_workers=workers)
+
+    mapped = Mapped(path, dtype, length)
+    return {
+        "memmap": DataLoader(mapped, batch, shuffle=True),
+        "memmap x2": DataLoader(mapped, batch, shuffle=True, num_workers=2),
+        "transform": with_creel(0, transform=widened),
+        "transform x2": with_creel(2, transform=widened),
+        "to": with_creel(0, to=torch.int64),
+        "to x2": with_creel(2, to=torch.int64),
+        "batch_transform": with_creel(0, batch_transform=widened),
+        "batch_transform x2": with_creel(2, batch_transform=widened),
+        "torchs": DataLoader(ours(transform=widened), batch, shuffle=True),
+        "torchs, to": DataLoader(ours(to=torch.int64), batch, shuffle=True),
+    }
+
+
+def compare(kind: str, ways: dict[str, DataLoader[Any]], rounds: int) -> list[dict[str, object]]:
+    """A row per way: us per batch, and the ratios of the peers' time to its, round by round."""
+    runs: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, loader in ways.items():
+            into = Round()
+            epochs(loader, 0.0)(into)
+            if number:  # the first fills the arena
+                runs[way].append(1e6 * into.wall_s / into.batches)
+    out: list[dict[str, object]] = []
+    for way, mine in runs.items():
+        row: dict[str, object] = {"kind": kind, "way": way, "us": round(median(mine), 1)}
+        for peer in ("memmap", "memmap x2"):
+            ratios = [p / m for p, m in zip(runs[peer], mine, strict=True)]
+            row[f"{peer} / it"] = round(median(ratios), 2)
+        out.append(row)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--records", type=int, default=40_000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    os.environ["CREEL_SOCKET"] = f"transforms-{os.getpid()}"
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, (dtype, length) in KINDS.items():
+            path = Path(folder) / f"{length}.bin"
+            rng = np.random.default_rng(0)
+            rng.integers(0, 50_000, (o.records, length)).astype(dtype).tofile(path)
+            rows += compare(kind, loaders(path, dtype, length, o.batch), o.rounds)
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""RecordDataset's transform, to and batch_transform: torch's batches, whoever makes them and where.
+
+The same dataset object under torch's own loader is one oracle; a plain torch dataset over the same
+bytes, whose samples go through the same code one by one, is the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from test_with_daemon import embedded
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
+
+import creel
+from creel.loader.records import RecordDataset
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+shared = pytest.fixture(scope="module")(embedded)
+_COUNT, _LENGTH = 90, 24
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+_BUFFER = torch.zeros(64, _LENGTH, dtype=torch.int64)
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.int64)
+
+
+def add_in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1)
+
+
+def same_memory(x: torch.Tensor) -> torch.Tensor:
+    """The person writes all batches to one buffer."""
+    return torch.mul(x, 2, out=_BUFFER[: x.numel() // _LENGTH].view(x.shape))
+
+
+def shifted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x[..., :-1], x[..., 1:]
+
+
+def twice(x: torch.Tensor) -> dict[str, Any]:
+    return {"a": x, "b": Pair(x, x * 2)}
+
+
+def backwards(x: torch.Tensor) -> torch.Tensor:
+    return x.expand(3, *x.shape).transpose(0, -2)[..., ::2].flip(-1)
+
+
+def as_numpy(x: torch.Tensor) -> Any:
+    return x.numpy() * np.float64(0.5)
+
+
+def means(x: torch.Tensor) -> list[float]:
+    return [float(row.double().mean()) for row in x]
+
+
+def with_gradient(x: torch.Tensor) -> torch.Tensor:
+    return x.float().requires_grad_()
+
+
+class Mapped(Dataset[Any]):
+    """What a torch user writes."""
+
+    def __init__(self, path: Path, fn: Callable[[torch.Tensor], Any], labels: Any) -> None:
+        self.rows = np.memmap(path, np.int32, mode="r").reshape(-1, _LENGTH)
+        self.fn, self.labels = fn, labels
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.fn(torch.from_numpy(np.array(self.rows[index])))
+        return sample if self.labels is None else (sample, self.labels[index])
+
+
+#: Arguments of RecordDataset, and what a torch user's `__getitem__` does to a record.
+WAYS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Any]]] = {
+    "transform": ({"transform": widen}, widen),
+    "transform in place": ({"transform": add_in_place}, add_in_place),
+    "transform to two": ({"transform": shifted}, shifted),
+    "to": ({"to": torch.int64}, widen),
+    "to itself": ({"to": "int32"}, lambda x: x),
+    "to, then transform": ({"to": "f4", "transform": torch.sin}, lambda x: x.float().sin()),
+    "batch": ({"batch_transform": widen}, widen),
+    "batch as it is": ({"batch_transform": torch.detach}, lambda x: x),
+    "batch in place": ({"batch_transform": add_in_place}, add_in_place),
+    "batch in kept memory": ({"to": "i8", "batch_transform": same_memory}, lambda x: x.long() * 2),
+    "batch to two": ({"batch_transform": shifted}, shifted),
+    "batch to a dict": ({"batch_transform": twice}, twice),
+    "batch to arrays": ({"batch_transform": as_numpy}, as_numpy),
+    "batch to a list": ({"batch_transform": means}, lambda x: float(x.double().mean())),
+    "batch with gradients": ({"batch_transform": with_gradient}, with_gradient),
+    "to, then batch": (
+        {"to": torch.float64, "batch_transform": torch.cos},
+        lambda x: x.double().cos(),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "records.bin"
+    rng = np.random.default_rng(0)
+    rng.integers(-1000, 1000, (_COUNT, _LENGTH), dtype=np.int32).tofile(path)
+    return path
+
+
+def records(path: Path, **more: Any) -> RecordDataset:
+    return RecordDataset(path, "int32", _LENGTH, **more)
+
+
+def told(batch: Any) -> Any:
+    """All that can be seen of a batch: types, dtypes, shapes, strides and bits."""
+    if isinstance(batch, torch.Tensor):
+        seen = batch.detach()
+        return str(seen.dtype), batch.stride(), batch.requires_grad, seen.tolist()
+    if isinstance(batch, dict):
+        return type(batch), [(k, told(v)) for k, v in batch.items()]
+    if isinstance(batch, (list, tuple)):
+        return type(batch), [told(v) for v in batch]
+    return type(batch), batch
+
+
+def epochs(cls: Any, data: Any, **more: Any) -> list[Any]:
+    """Three epochs, kept until the end: so that memory used again too early shows."""
+    torch.manual_seed(3)
+    loader = cls(data, **more)
+    kept = [list(loader) for _ in range(3)]
+    return [told(batch) for epoch in kept for batch in epoch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("labels", [None, range(_COUNT), [str(i) for i in range(_COUNT)]])
+@pytest.mark.parametrize("way", WAYS)
+def test_batches_are_those_of_a_plain_dataset_and_of_torchs_loader(
+    way: str, labels: Any, workers: int, path: Path, shared: dict[str, Any]
+) -> None:
+    given, fn = WAYS[way]
+    if way == "batch with gradients" and workers:
+        pytest.skip("torch sends no gradients between processes")
+    data = records(path, labels=labels, **given)
+    more: dict[str, Any] = {"batch_size": 7, "shuffle": True, "num_workers": workers}
+    ours = epochs(creel.DataLoader, data, creel=shared, **more)
+    assert ours == epochs(torch.utils.data.DataLoader, data, **more)
+    if way not in {"batch to arrays", "batch to a dict"}:  # of which default_collate makes others
+        assert ours == epochs(torch.utils.data.DataLoader, Mapped(path, fn, labels), **more)
+
+
+TREES: dict[str, Callable[[Any], Any]] = {
+    "subset": lambda data: Subset(data, range(_COUNT - 1, 3, -2)),
+    "concatenation": lambda data: ConcatDataset([data, Subset(data, [5, 6])]),
+    "stack": lambda data: StackDataset(data, data),
+    "wrapped": creel.wrap,
+    "transformed": lambda data: creel.datasets.Transformed(data, lambda x: x * 2),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("way", ["transform in place", "to", "batch in place"])
+def test_below_other_datasets_too(
+    way: str, tree: str, workers: int, path: Path, shared: dict[str, Any]
+) -> None:
+    more: dict[str, Any] = {"batch_size": 7, "shuffle": True, "num_workers": workers}
+    whole = TREES[tree](records(path, **WAYS[way][0]))
+    plain = TREES[tree](Mapped(path, WAYS[way][1], None)) if tree != "wrapped" else None
+    ours = epochs(creel.DataLoader, whole, creel=shared, **more)
+    assert ours == epochs(torch.utils.data.DataLoader, whole, **more)
+    assert plain is None or ours == epochs(torch.utils.data.DataLoader, plain, **more)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"batch_size": None},
+        {"batch_size": 8, "drop_last": True},
+        {"batch_size": _COUNT},
+        {"batch_size": 6, "collate_fn": list},
+        {"batch_sampler": [[-1], [3, 3, 3], [0, -_COUNT]]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["transform", "to", "batch in place", "batch to two"])
+def test_with_other_batches(
+    way: str, more: dict[str, Any], workers: int, path: Path, shared: dict[str, Any]
+) -> None:
+    data = records(path, **WAYS[way][0])
+    ours = epochs(creel.DataLoader, data, creel=shared, num_workers=workers, **more)
+    assert ours == epochs(torch.utils.data.DataLoader, data, num_workers=workers, **more)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", ["transform", "to", "batch in place"])
+def test_batches_that_cannot_be_fail_as_torchs(
+    way: str, workers: int, path: Path, shared: dict[str, Any]
+) -> None:
+    def tell(cls: Any, **more: Any) -> list[str]:
+        data = records(path, **WAYS[way][0])
+        batches: list[Any] = [[3, 4], [], [5, _COUNT], [-_COUNT - 1], ["a"], [1.5], [[1]]]
+        loader = cls(data, batch_sampler=batches, num_workers=workers, **more)
+        out, it = [], iter(loader)
+        for _ in batches:
+            try:
+                out.append(repr(next(it)))
+            except Exception as e:  # noqa: BLE001, PERF203  whatever torch makes of it
+                out.append(f"{type(e).__name__}: {str(e).splitlines()[-1]}")
+        assert next(it, None) is None
+        return out
+
+    assert tell(creel.DataLoader, creel=shared) == tell(torch.utils.data.DataLoader)
+
+
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(x.shape)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("given", [{"transform": noisy}, {"batch_transform": noisy}], ids=list)
+def test_random_numbers_are_drawn_where_and_when_torch_draws_them(
+    given: dict[str, Any], workers: int, path: Path, shared: dict[str, Any]
+) -> None:
+    data = records(path, **given)
+    more: dict[str, Any] = {"batch_size": 7, "shuffle": True, "num_workers": workers}
+    ours = epochs(creel.DataLoader, data, creel=shared, **more)
+    assert ours == epochs(torch.utils.data.DataLoader, data, **more)
+
+
+def assigned(path: Path) -> Iterator[tuple[RecordDataset, Callable[[], None]]]:
+    """Datasets, and what the person assigns to them in the middle of an epoch."""
+    for name, before, after in [
+        ("to", torch.int64, torch.float32),
+        ("to", None, torch.float32),
+        ("batch_transform", widen, add_in_place),
+        ("batch_transform", widen, None),
+        ("batch_transform", None, widen),
+        ("transform", None, widen),
+    ]:
+        data = records(path, **{name: before})
+        yield data, lambda d=data, n=name, v=after: setattr(d, n, v)  # type: ignore[misc]
+
+
+def test_what_is_assigned_within_an_epoch_is_seen_where_torch_sees_it(
+    path: Path, shared: dict[str, Any]
+) -> None:
+    def run(cls: Any, **more: Any) -> list[Any]:
+        out = []
+        for data, assign in assigned(path):
+            loader = cls(data, 9, **more)
+            for epoch in range(2):
+                for i, batch in enumerate(loader):
+                    out.append(told(batch))
+                    if (epoch, i) == (0, 4):
+                        assign()
+        return out
+
+    assert run(creel.DataLoader, creel=shared) == run(torch.utils.data.DataLoader)
+
+
+def test_a_sample_changed_in_place_changes_no_other(path: Path, shared: dict[str, Any]) -> None:
+    """Neither its neighbours in the batch nor what a later batch or epoch reads."""
+    data = records(path)
+    loader = creel.DataLoader(data, 9, collate_fn=list, creel=shared)
+    truth = np.fromfile(path, np.int32).reshape(-1, _LENGTH)
+    kept: list[torch.Tensor] = []
+    for epoch in range(3):
+        for i, row in enumerate(row for batch in loader for row in batch):
+            assert row.tolist() == truth[i].tolist()
+            assert row.untyped_storage().nbytes() == row.nbytes
+            row.fill_(-epoch * _COUNT - i)
+            kept.append(row)
+    assert [int(row[-1]) for row in kept] == [-i for i in range(3 * _COUNT)]
