@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.manifest import Manifest
-from creel.errors import ConfigError
+from creel.errors import ConfigError, SourceError
 from creel.loader.base import (
     CreelDataset,
     Ids,
@@ -70,6 +71,9 @@ class TarDataset(CreelDataset):
             path, "beside" (next to the first shard), "user" (in the user's cache folder), or None
             to keep none. It is made anew when the shards' sizes changed.
 
+    A local shard that is another file than the one that was indexed, or was written since, gives no
+    more samples: its members lie elsewhere now. (A remote one is not looked at again.)
+
     Raises:
         ConfigError: a shard that is missing, compressed, damaged or empty.
     """
@@ -91,6 +95,7 @@ class TarDataset(CreelDataset):
         if isinstance(extensions, str):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
         self.transform = transform
+        self._indexed = [None if scheme_of(shard) else _state(shard) for shard in self.shards]
         table = _table(self.shards, None if index is None else _index_path(index, self.shards))
         self._index = _index(table, extensions)
         if not len(self):
@@ -118,6 +123,7 @@ class TarDataset(CreelDataset):
             extension = table.extensions[table.extension[member]]
             decode = self.decode.get(extension)
             sample[extension] = self.decoded(member, decode) if decode else self.read(member)
+        self._check_shard(int(table.shard[int(table.start[i])]))
         return sample if self.transform is None else self.transform(sample)
 
     def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
@@ -134,6 +140,13 @@ class TarDataset(CreelDataset):
             return b""
         return super().read(object_id)
 
+    def _check_shard(self, number: int) -> None:
+        """Raise SourceError where a shard is not what was indexed; after its bytes were read."""
+        shard, indexed = self.shards[number], self._indexed[number]
+        if indexed is not None and _state(shard) != indexed:
+            reason = "has changed since it was indexed: make the TarDataset anew"
+            raise SourceError(errno.ESTALE, reason, shard)
+
     def _build_manifest(self) -> Manifest:
         table = self._index
         uris = pa.DictionaryArray.from_arrays(table.shard, pa.array(self.shards, pa.large_string()))
@@ -142,6 +155,15 @@ class TarDataset(CreelDataset):
 
     def callables(self) -> list[object]:
         return [self.transform, *self.decode.values()]
+
+
+def _state(path: str) -> tuple[int, ...] | None:
+    """What differs once a local file may hold something else; None where it cannot be asked."""
+    try:
+        status = os.stat(path)  # noqa: PTH116  for each sample
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
 def _by_extension(decode: object) -> dict[str, Callable[[bytes], Sample]]:

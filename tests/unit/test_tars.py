@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from creel.errors import ConfigError
+from creel.errors import ConfigError, SourceError
 from creel.loader.datasets import TarDataset
 from creel.loader.tarindex import members
 
@@ -159,6 +159,24 @@ def test_a_kept_index_is_used_until_the_shards_change(
     kept.write_bytes(b"damaged")
     assert len(TarDataset(tmp_path / "a.tar", index=where)) == 4
     assert len(list(tmp_path.rglob("*arrow*"))) == 1
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_shard_that_was_written_since_gives_no_bytes_of_other_members(
+    tmp_path: Path, replace: bool
+) -> None:
+    path, other = tmp_path / "a.tar", tmp_path / "b.tar"
+    write(path, content(3, 1))
+    write(other, content(3, 2))
+    dataset = pickle.loads(pickle.dumps(TarDataset(path)))
+    before = dataset[1]
+    if replace:
+        other.replace(path)
+    else:
+        path.write_bytes(other.read_bytes())
+    with pytest.raises(SourceError, match=r"a.tar.*has changed|has changed.*a.tar"):
+        dataset[1]
+    assert TarDataset(path)[1] != before
 
 
 def test_a_pickle_is_compact(tmp_path: Path) -> None:
