@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from creel.loader import embed
 from creel.loader.client import Client
 from creel.loader.embed import _connect, connect_or_start
 from creel.loader.packets import resolve
-from kit import gone, until
+from kit import descriptors, gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -235,6 +236,53 @@ def test_ctrl_c_in_the_trainers_terminal_does_not_reach_the_daemon(daemon_name: 
         assert os.getsid(client.daemon_pid) != os.getsid(0)
         pid = client.daemon_pid
     until(lambda: gone(pid), what="the daemon ends")
+
+
+# --- threads ---------------------------------------------------------------------------------
+
+
+def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_path: Path) -> None:
+    """A wait of one feed must not be a wait of all feeds of the process."""
+    manifest = folder(tmp_path, [100] * 40)
+    with daemon.client() as client:
+        session = client.open(client.register(manifest))
+        assert client.ask("status")  # the line is made
+        heard = client.heard
+        listening = threading.Thread(target=client.listen, args=(100.0, heard))
+        listening.start()
+        until(lambda: bool(client._bells), what="it listens")
+        sending = threading.Thread(target=plan, args=(session, np.arange(40), 5))  # no answer
+        sending.start()
+        sending.join(20)
+        assert not sending.is_alive(), "it waits for who listens"
+        assert listening.is_alive()
+        assert client.ask("status")  # an answer, taken in by whoever: all who listen look again
+        listening.join(20)
+        assert not listening.is_alive()
+        assert not client._bells
+
+
+def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [100] * 40)
+    with daemon.client() as client:
+        session = client.open(client.register(manifest))
+        assert client.ask("status")  # the line is made
+        before = len(descriptors())
+
+        def wait(step: int) -> bool:
+            return session.wait(step, 60)
+
+        def ask(_: int) -> bool:
+            return bool(client.ask("status")["sessions"] == 1)
+
+        with ThreadPoolExecutor(12) as pool:
+            waiting = [pool.submit(wait, step) for step in range(8)]
+            asking = [pool.submit(ask, i) for i in range(100)]
+            assert all(one.result(60) for one in asking)
+            plan(session, np.arange(40), 5)
+            assert all(one.result(60) for one in waiting)
+        assert len(descriptors()) <= before
+        assert not client._bells
 
 
 # --- fork and workers -------------------------------------------------------------------------
