@@ -401,18 +401,17 @@ class Client:
     def _drain(self) -> None:
         """Take in what came; under the lock."""
         before = self.heard
-        while self._line is not None and self._take():
+        while self._line is not None and self._take(self._line):
             self.heard += 1
         if self.heard != before:
             self._ring()
 
-    def _take(self) -> bool:
+    def _take(self, line: zmq.Socket[bytes]) -> bool:
         """Take in one message; False when there is none."""
         import zmq
 
         try:
-            assert self._line is not None
-            body = self._line.recv_multipart(zmq.DONTWAIT)[0]
+            body = line.recv_multipart(zmq.DONTWAIT)[0]
             message = decode(body, LineReply)
         except zmq.Again:
             return False
