@@ -42,6 +42,7 @@ from creel.loader.packets import (
     default_name,
     exchange,
     map_arena,
+    pidfd_of,
     resolve,
     sealed_copy,
 )
@@ -108,12 +109,15 @@ class Client:
         role: str = "trainer",
         token: str = "",
         *,
+        patron: int = 0,
         timeout_s: float = _DESK_S,
     ) -> Client:
         """Connect to the daemon at `address` (a name, "@abstract", or "" for the default).
 
         Args:
             role: "trainer", "worker" (with its trainer's token) or "cli".
+            patron: pid of a process that this one works for: an embedded daemon stays as long as it
+                lives, and not just until this one ends.
 
         Raises:
             NoDaemonError: nobody listens, or who listens is somebody else.
@@ -122,7 +126,7 @@ class Client:
         """
         where = resolve(address)
         try:
-            return cls._connect(where, role, token, timeout_s)
+            return cls._connect(where, role, token, patron, timeout_s)
         except NoDaemonError:
             # Another user may hold the first address, or have held it when our daemon started.
             named = not address.startswith(("@", "\0"))
@@ -130,11 +134,11 @@ class Client:
             if second is None:
                 raise
             with contextlib.suppress(NoDaemonError):
-                return cls._connect(second, role, token, timeout_s)
+                return cls._connect(second, role, token, patron, timeout_s)
             raise
 
     @classmethod
-    def _connect(cls, where: str, role: str, token: str, timeout_s: float) -> Client:
+    def _connect(cls, where: str, role: str, token: str, patron: int, timeout_s: float) -> Client:
         shown = where.replace(chr(0), "@")
         desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -142,7 +146,8 @@ class Client:
             _knock(desk, where, timeout_s)
             check_owner(desk, where)
             hello = Hello(PROTOCOL, role, os.getpid(), token)
-            welcome, fds = exchange(desk, hello, Welcome)
+            with pidfd_of(patron) as along:
+                welcome, fds = exchange(desk, hello, Welcome, along)
             arena = map_arena(fds, welcome.arena_nbytes)
         except TimeoutError as e:
             desk.close()

@@ -31,11 +31,12 @@ _MOST_LOG = 2000  # characters of a failed daemon's last words
 
 
 def connect_or_start(
-    config: Config | None = None, *, role: str = "trainer", start: Start | None = None
+    config: Config | None = None, *, patron: int = 0, start: Start | None = None
 ) -> Client | None:
     """A connection to this node's daemon, starting one when there is none.
 
     Args:
+        patron: see `Client.connect`.
         start: a daemon that is on its way already.
 
     Returns None, after one warning that says why, when no daemon can be had: the caller reads
@@ -46,7 +47,7 @@ def connect_or_start(
     if config.loader.disable:
         return None
     try:
-        return _connect_or_start(config, role, start)
+        return _connect_or_start(config, patron, start)
     except (UnavailableError, OSError) as e:
         log.warning("creel reads directly, without a cache: %s", e)
         return None
@@ -55,10 +56,10 @@ def connect_or_start(
             start.close()
 
 
-def _connect_or_start(config: Config, role: str, start: Start | None) -> Client:
+def _connect_or_start(config: Config, patron: int, start: Start | None) -> Client:
     name = config.daemon.name
     try:
-        return Client.connect(name, role)
+        return Client.connect(name, patron=patron)
     except NoDaemonError as e:
         if not config.loader.embed:
             raise
@@ -68,7 +69,7 @@ def _connect_or_start(config: Config, role: str, start: Start | None) -> Client:
     start = start or Start(config)
     try:
         deadline = time.monotonic() + _START_S
-        return _connect(name, role, deadline, start.word(deadline), start.log_fd)
+        return _connect(name, patron, deadline, start.word(deadline), start.log_fd)
     finally:
         start.close()
 
@@ -118,14 +119,14 @@ def start_early(config: Config) -> Start | None:
         return None  # whoever needs it will hear why
 
 
-def _connect(name: str, role: str, deadline: float, word: str, log_fd: int) -> Client:
+def _connect(name: str, patron: int, deadline: float, word: str, log_fd: int) -> Client:
     """Connect to our daemon, or to the one that was quicker."""
     # "0..." may mean that another daemon won and is not yet listening, or just ended. Ours listened
     # when it said "1": if it does not by now, somebody has stopped it.
     patience = deadline if word.startswith("0") else time.monotonic() + 1.0
     while True:
         try:
-            return Client.connect(name, role)
+            return Client.connect(name, patron=patron)
         except NoDaemonError as e:
             if time.monotonic() > patience:
                 said = word[1:] or _last_words(log_fd)

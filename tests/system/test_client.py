@@ -197,7 +197,7 @@ def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(daemon_name:
         tempfile.TemporaryFile() as log,
         pytest.raises(NoDaemonError, match="could not be started"),
     ):
-        _connect(daemon_name, "trainer", time.monotonic() + 10_000, "1", log.fileno())
+        _connect(daemon_name, 0, time.monotonic() + 10_000, "1", log.fileno())
 
 
 def test_a_daemon_that_does_not_answer_is_not_waited_for_twice(
