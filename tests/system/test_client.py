@@ -139,12 +139,15 @@ _RACER = """
 import os, sys, time
 import msgspec
 from creel.config import Config
+from creel.loader import embed
 from creel.loader.embed import connect_or_start
 config = msgspec.json.decode(sys.argv[1], type=Config)
+spawn, starts = embed._spawn, []
+embed._spawn = lambda *given: starts.append(1) or spawn(*given)
 print("ready", flush=True)
 sys.stdin.read(1)
 client = connect_or_start(config)
-print(client.daemon_pid if client else 0, flush=True)
+print(client.daemon_pid if client else 0, len(starts), flush=True)
 sys.stdin.read(1)
 """
 
@@ -160,7 +163,7 @@ def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) ->
         )
         for _ in range(4)
     ]
-    pids = set()
+    pids, starts = set(), 0
     for racer in racers:
         assert racer.stdout is not None
         assert racer.stdout.readline() == "ready\n"
@@ -170,11 +173,14 @@ def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) ->
         racer.stdin.flush()
     for racer in racers:
         assert racer.stdout is not None
-        pids.add(int(racer.stdout.readline()))
+        pid, started = map(int, racer.stdout.readline().split())
+        pids.add(pid)
+        starts += started
     for racer in racers:
         racer.communicate("x")
     assert len(pids) == 1
     assert pids != {0}
+    assert starts == 1
     pid = pids.pop()
     until(lambda: gone(pid), what="the daemon ends")
 
