@@ -64,7 +64,7 @@ def _datasets(node: Node, args: Args) -> dict[str, Any]:
 
 def _config(node: Node, args: Args) -> dict[str, Any]:
     del args
-    return {"settings": node.config.flat()}
+    return {"settings": node.config.flat(), "effective": node.effective.flat()}
 
 
 def _warm(node: Node, args: Args) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from creel.cache.manifest import Manifest
 from creel.daemon.host import Answer, Host
+from creel.daemon.patrons import Patrons
 from creel.daemon.registry import Session
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
@@ -76,6 +77,7 @@ class Desk:
         self._uid = os.getuid()
         self._connections: dict[int, _Connection] = {}
         self._owners: dict[str, _Connection] = {}
+        self.patrons = Patrons(epoll)
         self.refused = 0
         self.malformed = 0
         self._deaf = False
@@ -105,12 +107,15 @@ class Desk:
 
     def handles(self, fd: int) -> bool:
         """Whether readiness of this descriptor is for the desk."""
-        return fd == self.fd or fd in self._connections
+        return fd == self.fd or fd in self._connections or fd in self.patrons
 
     def ready(self, fd: int, now: float) -> None:
         """A descriptor is readable or hung up."""
         if fd == self.fd:
             self._accept(now)
+            return
+        if fd in self.patrons:
+            self.patrons.ended(fd)
             return
         connection = self._connections.get(fd)
         if connection is None:
@@ -146,6 +151,7 @@ class Desk:
     def close(self) -> None:
         """Hang up on everybody."""
         self.stop_listening()
+        self.patrons.close()
         for connection in list(self._connections.values()):
             self._end(connection)
 
@@ -247,7 +253,7 @@ class Desk:
 
     def _request(self, connection: _Connection, request: Any, fds: list[int]) -> None:
         if isinstance(request, Hello):
-            self._hello(connection, request)
+            self._hello(connection, request, fds)
         elif not connection.role:
             raise MalformedError("who does not say hello first is not served")
         elif isinstance(request, Attach):
@@ -262,7 +268,7 @@ class Desk:
         elif isinstance(request, Close):
             self._close(connection, request)
 
-    def _hello(self, connection: _Connection, hello: Hello) -> None:
+    def _hello(self, connection: _Connection, hello: Hello, fds: list[int]) -> None:
         if connection.role:
             raise MalformedError("hello is said once")
         if hello.protocol != PROTOCOL:
@@ -280,6 +286,8 @@ class Desk:
             connection.token = secrets.token_hex(16)
             self._owners[connection.token] = connection
         connection.role = hello.role
+        if fds:
+            self.patrons.take(fds.pop())
         welcome, arena = self._host.welcome(connection.token)
         self._send(connection, Answer(welcome, (arena,)))
 

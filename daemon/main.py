@@ -257,6 +257,9 @@ class Daemon:
             return True
         if not self._embedded or self._ready_fd >= 0:
             return False
+        if self.desk.patrons:
+            self._alone_since = None
+            return False
         self._alone_since = self._alone_since or now
         if now - self._alone_since > self._config.daemon.linger_s:
             log.info("no client left")
@@ -320,8 +323,18 @@ class Daemon:
                 effect = "from now on" if key in _AT_ONCE else "from the next start on"
                 log.info("%s = %r (was %r), %s", key, new[key], old[key], effect)
             self._config = self.node.config = fresh
+            self.node.effective = _with(self.node.effective, fresh, _AT_ONCE)
             set_up_logging(fresh.daemon.log_level, as_json=fresh.daemon.log_json)
         self._notify.ready(self._status())
+
+
+def _with(config: Config, fresh: Config, keys: frozenset[str]) -> Config:
+    """`config` with these keys' values out of `fresh`."""
+    parts: dict[str, dict[str, object]] = {}
+    for key, value in config.flat().items():
+        section, _, name = key.partition(".")
+        parts.setdefault(section, {})[name] = fresh.flat()[key] if key in keys else value
+    return msgspec.convert(parts, Config)
 
 
 _AT_ONCE = frozenset(

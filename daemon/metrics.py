@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from creel.cache.board import COUNTER_NAMES, DONE, FAILED, READY
 from creel.cache.patience import public
 from creel.cache.source import SECONDS
+from creel.daemon.page import PageServer
 from creel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -193,24 +194,28 @@ class Page:
 
     def __init__(self, address: str, take: Callable[[], dict[str, Any]]) -> None:
         try:
-            from prometheus_client import CollectorRegistry, start_http_server
+            from prometheus_client import CollectorRegistry
+            from prometheus_client.exposition import choose_encoder
         except ImportError as e:
             raise ConfigError("daemon.metrics needs `pip install creel[prometheus]`") from e
         host, _, port = address.rpartition(":")
         registry = CollectorRegistry()
         registry.register(_Collector(take))
+
+        def render(accept: str) -> tuple[str, bytes]:
+            encode, kind = choose_encoder(accept)
+            return kind, encode(registry)
+
         try:
-            self._server, self._thread = start_http_server(int(port), host, registry)
+            self._server = PageServer(host.strip("[]"), int(port), render)
         except (OSError, OverflowError) as e:  # the latter: no such port
             why = getattr(e, "strerror", None) or e
             raise ConfigError(f"daemon.metrics = {address}: {why}") from e
-        self.port = int(self._server.server_port)
+        self.port = self._server.port
 
     def close(self) -> None:
         """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(1.0)
+        self._server.close()
 
 
 class _Collector:

@@ -76,6 +76,7 @@ class Node:
     ) -> None:
         memory = limits.memory()
         self.config = config
+        self.effective = config  # what of it counts: read again, most counts from the next start on
         self.embedded = embedded
         self.version = VERSION
         self.state = "serving"

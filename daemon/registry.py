@@ -158,6 +158,7 @@ class Session:
         self.unready(step)
         self.steps = min(self.steps, step)
         self.done, self.wanted = min(self.done, self.steps), min(self.wanted, self.steps)
+        self.asked = min(self.asked, self.steps)  # nobody has asked for steps of the next plan
 
     def acknowledge(self) -> None:
         """READY speaks of the new plan from now on."""

@@ -42,6 +42,7 @@ from creel.loader.packets import (
     default_name,
     exchange,
     map_arena,
+    pidfd_of,
     resolve,
     sealed_copy,
 )
@@ -93,7 +94,9 @@ class Client:
         self._sending = False
         self._line: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._poller: zmq.Poller | None = None
+        self._line_fd = -1
+        self.heard = 0  # answers, so far
+        self._bells: set[int] = set()  # of threads that listen: rung when others take in answers
         self.calls = itertools.count(1)
         self._answers: dict[int, Told | Failed] = {}
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -106,12 +109,15 @@ class Client:
         role: str = "trainer",
         token: str = "",
         *,
+        patron: int = 0,
         timeout_s: float = _DESK_S,
     ) -> Client:
         """Connect to the daemon at `address` (a name, "@abstract", or "" for the default).
 
         Args:
             role: "trainer", "worker" (with its trainer's token) or "cli".
+            patron: pid of a process that this one works for: an embedded daemon stays as long as it
+                lives, and not just until this one ends.
 
         Raises:
             NoDaemonError: nobody listens, or who listens is somebody else.
@@ -120,7 +126,7 @@ class Client:
         """
         where = resolve(address)
         try:
-            return cls._connect(where, role, token, timeout_s)
+            return cls._connect(where, role, token, patron, timeout_s)
         except NoDaemonError:
             # Another user may hold the first address, or have held it when our daemon started.
             named = not address.startswith(("@", "\0"))
@@ -128,11 +134,11 @@ class Client:
             if second is None:
                 raise
             with contextlib.suppress(NoDaemonError):
-                return cls._connect(second, role, token, timeout_s)
+                return cls._connect(second, role, token, patron, timeout_s)
             raise
 
     @classmethod
-    def _connect(cls, where: str, role: str, token: str, timeout_s: float) -> Client:
+    def _connect(cls, where: str, role: str, token: str, patron: int, timeout_s: float) -> Client:
         shown = where.replace(chr(0), "@")
         desk = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -140,7 +146,8 @@ class Client:
             _knock(desk, where, timeout_s)
             check_owner(desk, where)
             hello = Hello(PROTOCOL, role, os.getpid(), token)
-            welcome, fds = exchange(desk, hello, Welcome)
+            with pidfd_of(patron) as along:
+                welcome, fds = exchange(desk, hello, Welcome, along)
             arena = map_arena(fds, welcome.arena_nbytes)
         except TimeoutError as e:
             desk.close()
@@ -223,12 +230,15 @@ class Client:
         call = next(self.calls)
         self.send(Ask(self.token, call, what, args))
         deadline = time.monotonic() + timeout_s
-        while call not in self._answers:
+        while True:
+            heard = self.heard
+            answer = self._answers.pop(call, None)
+            if answer is not None:
+                break
             left = deadline - time.monotonic()
             if left <= 0 or not self.alive:
                 raise DaemonLostError(f"the daemon did not answer {what!r} within {timeout_s:g} s")
-            self.listen(min(left, SLICE_S))
-        answer = self._answers.pop(call)
+            self.listen(min(left, SLICE_S), heard)
         if isinstance(answer, Failed):
             raise ConfigError(answer.reason)
         return answer.body
@@ -243,7 +253,8 @@ class Client:
                 self._line.close(linger=0)
             if self._context is not None:
                 self._context.term()
-            self._line = self._context = self._poller = None
+            self._line = self._context = None
+            self._ring()
         self._desk.close()
         self.arena.close()
         _clients.discard(self)
@@ -258,7 +269,9 @@ class Client:
         """In a child of a fork: drop what was inherited without a word to the daemon."""
         self._lost = True
         self._desk.close()
-        self._line = self._context = self._poller = None
+        self._line = self._context = None
+        close_all(list(self._bells))
+        self._bells.clear()
 
     def _hung_up(self) -> bool:
         poll = select.poll()  # a new one: two threads may not poll the same
@@ -339,6 +352,7 @@ class Client:
                 raise DaemonLostError(f"the daemon takes no messages: {e}") from e
             finally:
                 self._sending = False
+            self._drain()  # sending swallows the sign that answers came
 
     def _connected(self) -> zmq.Socket[bytes]:
         """The DEALER, made at its first use (a process that only forks workers never pays)."""
@@ -349,43 +363,79 @@ class Client:
             self._line = self._context.socket(zmq.DEALER)
             self._line.linger = 0
             self._line.connect(self._line_address)
-            self._poller = zmq.Poller()
-            self._poller.register(self._line, zmq.POLLIN)
-            self._poller.register(self._desk.fileno(), zmq.POLLERR)
+            self._line_fd = int(self._line.getsockopt(zmq.FD))
         return self._line
 
-    def listen(self, timeout_s: float) -> None:
-        """Take in answers; returns at the first one, at a hang-up, or after `timeout_s`."""
-        if not self._line_lock.acquire(timeout=timeout_s):
-            return
+    def listen(self, timeout_s: float, heard: int) -> None:
+        """Take in answers; returns at the first one, at a hang-up, or after `timeout_s`.
+
+        `heard` is what it was before the caller looked for what it waits for: returns at once where
+        another thread took something in since then.
+
+        Sleeps without the lock: nobody who sends waits for somebody who listens. libzmq shows one
+        sign for many messages, to one thread: who takes them in rings the bells of the others.
+        """
+        with self._line_lock:
+            self._drain()
+            if self._line is None or self._lost or self.heard != heard:
+                return
+            poll = select.poll()
+            poll.register(self._line_fd, select.POLLIN)
+            poll.register(self._desk.fileno(), select.POLLRDHUP)
+            bell = self._new_bell()
         try:
-            if self._poller is not None:
-                self._poller.poll(max(int(timeout_s * 1000), 1))
-                self._drain()
+            if bell >= 0:
+                poll.register(bell, select.POLLIN)
+            poll.poll(max(timeout_s * 1000, 1) if bell >= 0 else 1)
         finally:
-            self._line_lock.release()
+            with self._line_lock:
+                if bell in self._bells:
+                    self._bells.remove(bell)
+                    os.close(bell)
+                self._drain()
+
+    def _new_bell(self) -> int:
+        try:
+            bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:  # no more descriptors: this thread looks again soon instead
+            return -1
+        self._bells.add(bell)
+        return bell
+
+    def _ring(self) -> None:
+        for bell in self._bells:
+            os.eventfd_write(bell, 1)
 
     def refused(self, call: int) -> bool:
         """Whether the daemon said that this call cannot be met."""
         return self._answers.pop(call, None) is not None
 
     def _drain(self) -> None:
+        """Take in what came; under the lock."""
+        before = self.heard
+        while self._line is not None and self._take(self._line):
+            self.heard += 1
+        if self.heard != before:
+            self._ring()
+
+    def _take(self, line: zmq.Socket[bytes]) -> bool:
+        """Take in one message; False when there is none."""
         import zmq
 
-        while self._line is not None:
-            try:
-                body = self._line.recv_multipart(zmq.DONTWAIT)[0]
-                message = decode(body, LineReply)
-            except zmq.Again:
-                return
-            except (zmq.ZMQError, MalformedError):
-                self._lost = True
-                return
-            # Ready says nothing that the board does not say: its use is to wake us.
-            if isinstance(message, (Told, Failed)):
-                self._answers[message.call] = message
-                while len(self._answers) > 1024:  # nobody waits for these any more
-                    self._answers.pop(next(iter(self._answers)))
+        try:
+            body = line.recv_multipart(zmq.DONTWAIT)[0]
+            message = decode(body, LineReply)
+        except zmq.Again:
+            return False
+        except (zmq.ZMQError, MalformedError):
+            self._lost = True
+            return False
+        # Ready says nothing that the board does not say: its use is to wake us.
+        if isinstance(message, (Told, Failed)):
+            self._answers[message.call] = message
+            while len(self._answers) > 1024:  # nobody waits for these any more
+                self._answers.pop(next(iter(self._answers)))
+        return True
 
 
 def _check_descriptors() -> None:

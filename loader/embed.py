@@ -1,9 +1,9 @@
 """Starting a daemon where none listens.
 
 The daemon is a process of its own in its own session: it outlives the trainer that started it for
-as long as others use it, and ends by itself after the last one. Ranks that start at the same time
-race for the abstract address; the kernel lets one win, the others' daemons end without a word, and
-everybody connects to the winner.
+as long as others use it, and ends by itself after the last one. Of workers that find none at the
+same time one starts it. Ranks that start daemons early race for the abstract address; the kernel
+lets one win, the others' daemons end without a word, and everybody connects to the winner.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -26,16 +28,18 @@ from creel.peers import holder
 log = logging.getLogger("creel.embed")
 
 _START_S = 20.0  # a daemon is ready in 0.4 s; a cold parallel file system may take long to import
+_TURN_S = 3.0  # nobody waits longer for another process's start
 _RETRY_S = 0.02
 _MOST_LOG = 2000  # characters of a failed daemon's last words
 
 
 def connect_or_start(
-    config: Config | None = None, *, role: str = "trainer", start: Start | None = None
+    config: Config | None = None, *, patron: int = 0, start: Start | None = None
 ) -> Client | None:
     """A connection to this node's daemon, starting one when there is none.
 
     Args:
+        patron: see `Client.connect`.
         start: a daemon that is on its way already.
 
     Returns None, after one warning that says why, when no daemon can be had: the caller reads
@@ -46,7 +50,7 @@ def connect_or_start(
     if config.loader.disable:
         return None
     try:
-        return _connect_or_start(config, role, start)
+        return _connect_or_start(config, patron, start)
     except (UnavailableError, OSError) as e:
         log.warning("creel reads directly, without a cache: %s", e)
         return None
@@ -55,22 +59,54 @@ def connect_or_start(
             start.close()
 
 
-def _connect_or_start(config: Config, role: str, start: Start | None) -> Client:
+def _connect_or_start(config: Config, patron: int, start: Start | None) -> Client:
     name = config.daemon.name
     try:
-        return Client.connect(name, role)
+        return Client.connect(name, patron=patron)
     except NoDaemonError as e:
         if not config.loader.embed:
             raise
         uid = holder(first_address(name))
         if uid not in {None, os.getuid()} and runtime_folder() is None:
             raise taken(name, uid) from e
-    start = start or Start(config)
+    if start is not None:
+        return _started(start, name, patron)
+    with _turn() as turn:
+        patience = time.monotonic() + _TURN_S
+        while not _is_mine(turn, name) and time.monotonic() < patience:
+            time.sleep(_RETRY_S)
+            with suppress(NoDaemonError):
+                return Client.connect(name, patron=patron)
+        with suppress(NoDaemonError):  # who had the turn before may have started it just now
+            return Client.connect(name, patron=patron)
+        return _started(Start(config), name, patron)
+
+
+def _started(start: Start, name: str, patron: int) -> Client:
+    """A connection to the daemon that this start brings up, or to one that was quicker."""
     try:
         deadline = time.monotonic() + _START_S
-        return _connect(name, role, deadline, start.word(deadline), start.log_fd)
+        return _connect(name, patron, deadline, start.word(deadline), start.log_fd)
     finally:
         start.close()
+
+
+def _turn() -> socket.socket:
+    """To be bound by who starts a daemon: of a loader's workers, that all find none, one is enough.
+
+    It costs 0.3 s of a core. Whoever holds it gives it up by its end, whatever that is.
+    """
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def _is_mine(turn: socket.socket, name: str) -> bool:
+    """Whether it is this process's turn to start a daemon; yes where another user is in the way."""
+    address = first_address(name).removesuffix("desk") + "turn"
+    try:
+        turn.bind(address)
+    except OSError:
+        return holder(address) not in {None, os.getuid()}
+    return True
 
 
 class Start:
@@ -118,14 +154,14 @@ def start_early(config: Config) -> Start | None:
         return None  # whoever needs it will hear why
 
 
-def _connect(name: str, role: str, deadline: float, word: str, log_fd: int) -> Client:
+def _connect(name: str, patron: int, deadline: float, word: str, log_fd: int) -> Client:
     """Connect to our daemon, or to the one that was quicker."""
     # "0..." may mean that another daemon won and is not yet listening, or just ended. Ours listened
     # when it said "1": if it does not by now, somebody has stopped it.
     patience = deadline if word.startswith("0") else time.monotonic() + 1.0
     while True:
         try:
-            return Client.connect(name, role)
+            return Client.connect(name, patron=patron)
         except NoDaemonError as e:
             if time.monotonic() > patience:
                 said = word[1:] or _last_words(log_fd)

@@ -233,8 +233,12 @@ _starts: dict[tuple[int, str], Start] = {}
 _lock = threading.Lock()
 
 
-def client_of(config: Config) -> Client | None:
-    """This process's connection to the daemon of that name; tried again when it was lost."""
+def client_of(config: Config, *, patron: int = 0) -> Client | None:
+    """This process's connection to the daemon of that name; tried again when it was lost.
+
+    Args:
+        patron: see `Client.connect`.
+    """
     key = (os.getpid(), config.daemon.name)
     with _lock:
         client = _clients.get(key)
@@ -244,7 +248,8 @@ def client_of(config: Config) -> Client | None:
             if client is not None:
                 _log.warning("the creel daemon is gone; looking for another")
                 client.close()
-            client = _clients[key] = connect_or_start(config, start=_starts.pop(key, None))
+            start = _starts.pop(key, None)
+            client = _clients[key] = connect_or_start(config, patron=patron, start=start)
             if client is None:
                 _not_before[key] = time.monotonic() + _RETRY_S
         return client

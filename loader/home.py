@@ -22,6 +22,7 @@ from creel.loader.meter import Meter
 from creel.loader.orders import index_sampler
 from creel.loader.samplers import Begun, Moment, Order, State, adopt, resume
 from creel.loader.sources import Binding, bind, promising
+from creel.loader.unmet import warn_of_unmet
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -56,7 +57,7 @@ class Home:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.pid = os.getpid()
-        self.config = settings(loader.creel)
+        self.config, self._origins = settings(loader.creel)
         storage.use(self.config.fetch)
         self.ring = Ring()  # here, as an epoch's first batches would each cost their pages again
         self.meter = Meter()
@@ -93,7 +94,10 @@ class Home:
             if feed.alive and feed.binding is binding:
                 return feed
             feed.close()
-        return None if binding is None else open_feed(binding, self.config)
+        opened = None if binding is None else open_feed(binding, self.config)
+        if opened is not None:
+            warn_of_unmet(opened.client, self.config, self._origins)
+        return opened
 
     def leave_feed(self, feed: Feed) -> None:
         """An iterator is done with its session."""
@@ -270,8 +274,8 @@ def prepare_resume(home: Home, loader: DataLoader[Any], state: Progress) -> None
         home.resume = None if over else state
 
 
-def settings(given: bool | str | dict[str, Any] | None) -> Config:
-    """The configuration for a loader's `creel` argument.
+def settings(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:
+    """The configuration for a loader's `creel` argument, and where each value came from.
 
     Raises:
         ConfigError: an unknown key or a value of the wrong type.
@@ -281,7 +285,7 @@ def settings(given: bool | str | dict[str, Any] | None) -> Config:
     if not isinstance(given, (dict, bool, type(None))):
         raise ConfigError(f"creel={given!r}: give None, False, an address or a dict of settings")
     flags = given if isinstance(given, dict) else None
-    return Config.load(flags, origin="DataLoader(creel=...)")[0]
+    return Config.load(flags, origin="DataLoader(creel=...)")
 
 
 def collates_plainly(loader: DataLoader[Any]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from creel.addresses import first_address
@@ -97,6 +99,19 @@ def check_owner(desk: socket.socket, where: str) -> None:
         raise NoDaemonError(f"user {uid} sits at {shown}: not talking to it")
     if known_apart(pid):
         raise NoDaemonError(f"who sits at {shown} sees other files than this process")
+
+
+@contextmanager
+def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
+    """A descriptor of this process; none where it is 0 or gone, or before Linux 5.3."""
+    fds: list[int] = []
+    if pid:
+        with suppress(OSError):
+            fds.append(os.pidfd_open(pid))
+    try:
+        yield tuple(fds)
+    finally:
+        close_all(fds)
 
 
 def sealed_copy(data: bytes) -> int:

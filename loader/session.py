@@ -127,6 +127,7 @@ class Session:
         since its READY could mean either.
         """
         self._truncates += 1
+        self.board[WANTED] = min(self.board[WANTED], step)  # of the plan that is void now
         if not self._say(Truncate(self.token, self.id, step)):
             self._lost = True  # its READY goes on speaking of the old plan
             return False
@@ -173,12 +174,14 @@ class Session:
         if not self._say(Wait(self.token, call, self.id, step)):
             return False
         deadline = time.monotonic() + timeout_s
-        while not self.ready(step):
+        while True:
+            heard = client.heard
+            if self.ready(step):
+                return True
             left = deadline - time.monotonic()
             if left <= 0 or self._gone() or client.refused(call):
                 return self.ready(step)
-            client.listen(min(left, SLICE_S))
-        return True
+            client.listen(min(left, SLICE_S), heard)
 
     def done(self, step: int) -> None:
         """All steps < `step` were read: their bytes may go. Never goes back."""

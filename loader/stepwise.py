@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import multiprocessing.context
 import multiprocessing.reduction
 import os
@@ -30,6 +31,7 @@ from creel.forks import at_fork
 from creel.loader.feed import client_of
 from creel.loader.ranks import job_name, rank_and_world
 from creel.loader.reading import hearing, leasing
+from creel.loader.unmet import warn_of_unmet
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -161,13 +163,12 @@ class Stepwise:
 
     def __init__(self, dataset: Dataset[Sample]) -> None:
         self._dataset = dataset
-        self._config: Config | None = None
+        self._config: tuple[Config, dict[str, str]] | None = None
         self._binding: Binding | None = None
         self._bound = False
         self._learner: Learner | None = None  # where nothing else is known
         self._learnt: Learnt | None = None
         self._token = ""  # of the journal of the process that spawned this one
-        self._key = ""  # of the binding's manifest, once it was registered
         self._renew()
         _alive.add(self)
 
@@ -247,19 +248,16 @@ class Stepwise:
         if handle is not None:
             _journals[self._token] = handle.detach()
 
-    def hold(self) -> None:
-        """Before workers are made: keep a daemon alive over epochs, and do once what they need."""
+    def prepare(self) -> None:
+        """Before workers are made: do once what each of them would. Nothing is started or asked."""
         self._renew_if_forked()
-        try:
-            link = self._link
-            if link is not None and not link.binding.current():
-                self._unbind(link)
-            with self._lock:
-                binding, client = self._bind(), self._client()
-                if binding is not None and client is not None and not self._key:
-                    self._key = client.register(binding.manifest)
-        except UnavailableError as e:
-            _log.info("creel workers see for themselves: %s", e)
+        link = self._link
+        if link is not None and not link.binding.current():
+            self._unbind(link)
+        with self._lock:
+            binding = self._bind()
+            if binding is not None:
+                _ = binding.manifest.key  # kept from now on
 
     def _linked(self) -> Link | None:
         self._renew_if_forked()
@@ -284,7 +282,7 @@ class Stepwise:
         with self._lock:
             if self._link is link:
                 link.session.close()
-                self._link, self._key = None, ""
+                self._link = None
                 self._binding, self._bound, self._learner, self._learnt = None, False, None, None
 
     def _connected(self) -> Link | None:
@@ -304,12 +302,11 @@ class Stepwise:
         recheck = self._settings().loader.recheck
         if recheck == "epoch":
             recheck = "step"  # where an epoch begins is known to the loader alone
-        if self._key:
-            # Another daemon than the one we told: it knows nothing of the dataset.
-            with contextlib.suppress(UnavailableError):
-                return client.open(self._key, job_name(), rank, world, recheck=recheck)
-        self._key = client.register(binding.manifest)
-        return client.open(self._key, job_name(), rank, world, recheck=recheck)
+        who = job_name(), rank, world
+        # Workers of torch's come anew each epoch, and mostly the daemon knows their dataset.
+        with contextlib.suppress(UnavailableError):
+            return client.open(binding.manifest.key, *who, recheck=recheck)
+        return client.open(client.register(binding.manifest), *who, recheck=recheck)
 
     def _bind(self) -> Binding | None:
         from creel.loader.learn import learner_of  # these know of wrap, too
@@ -328,12 +325,21 @@ class Stepwise:
         return self._binding
 
     def _client(self) -> Client | None:
-        return None if self._settings().loader.disable else client_of(self._settings())
+        if self._settings().loader.disable:
+            return None
+        # A daemon goes with its last client: torch's workers, which end with their epoch, ask it to
+        # stay for the process that makes the next ones.
+        trainer = multiprocessing.parent_process() if get_worker_info() is not None else None
+        patron = trainer.pid if trainer is not None else None
+        client = client_of(self._settings(), patron=patron or 0)
+        if client is not None and trainer is None and self._config is not None:
+            warn_of_unmet(client, *self._config)
+        return client
 
     def _settings(self) -> Config:
         if self._config is None:
-            self._config = Config.load()[0]
-        return self._config
+            self._config = Config.load()
+        return self._config[0]
 
 
 def _still(binding: Binding, indices: Sequence[int]) -> bool:
@@ -356,7 +362,7 @@ def _before_fork() -> None:
     """torch's loader forks its workers without a word to the dataset."""
     try:
         for stepwise in list(_alive):
-            stepwise.hold()
+            stepwise.prepare()
     except Exception:  # noqa: BLE001  a fork must go on; the first read will raise it
         _log.debug("cannot prepare for workers", exc_info=True)
 

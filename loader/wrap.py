@@ -58,7 +58,7 @@ class Wrapped(Dataset[Sample]):
 
     def __reduce__(self) -> tuple[object, ...]:
         if spawning():
-            self._stepwise.hold()
+            self._stepwise.prepare()
         return _wrapped_again, (self._wrapped, self._stepwise.journal())
 
     def __repr__(self) -> str:

@@ -56,7 +56,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 class Hello(Message, frozen=True):
     """First packet of every connection.
 
-    `role` is "trainer", "worker" (attaches to the trainer's sessions by its token) or "cli".
+    `role` is "trainer", "worker" (attaches to the trainer's sessions by its token) or "cli". A
+    descriptor may come along: the pidfd of a process that this one works for, for whose life an
+    embedded daemon stays.
     """
 
     protocol: int

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +35,7 @@ from creel.loader import embed
 from creel.loader.client import Client
 from creel.loader.embed import _connect, connect_or_start
 from creel.loader.packets import resolve
-from kit import gone, until
+from kit import descriptors, gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -138,12 +139,15 @@ _RACER = """
 import os, sys, time
 import msgspec
 from creel.config import Config
+from creel.loader import embed
 from creel.loader.embed import connect_or_start
 config = msgspec.json.decode(sys.argv[1], type=Config)
+spawn, starts = embed._spawn, []
+embed._spawn = lambda *given: starts.append(1) or spawn(*given)
 print("ready", flush=True)
 sys.stdin.read(1)
 client = connect_or_start(config)
-print(client.daemon_pid if client else 0, flush=True)
+print(client.daemon_pid if client else 0, len(starts), flush=True)
 sys.stdin.read(1)
 """
 
@@ -159,7 +163,7 @@ def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) ->
         )
         for _ in range(4)
     ]
-    pids = set()
+    pids, starts = set(), 0
     for racer in racers:
         assert racer.stdout is not None
         assert racer.stdout.readline() == "ready\n"
@@ -169,11 +173,14 @@ def test_four_processes_that_start_at_once_share_one_daemon(daemon_name: str) ->
         racer.stdin.flush()
     for racer in racers:
         assert racer.stdout is not None
-        pids.add(int(racer.stdout.readline()))
+        pid, started = map(int, racer.stdout.readline().split())
+        pids.add(pid)
+        starts += started
     for racer in racers:
         racer.communicate("x")
     assert len(pids) == 1
     assert pids != {0}
+    assert starts == 1
     pid = pids.pop()
     until(lambda: gone(pid), what="the daemon ends")
 
@@ -196,7 +203,7 @@ def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(daemon_name:
         tempfile.TemporaryFile() as log,
         pytest.raises(NoDaemonError, match="could not be started"),
     ):
-        _connect(daemon_name, "trainer", time.monotonic() + 10_000, "1", log.fileno())
+        _connect(daemon_name, 0, time.monotonic() + 10_000, "1", log.fileno())
 
 
 def test_a_daemon_that_does_not_answer_is_not_waited_for_twice(
@@ -235,6 +242,53 @@ def test_ctrl_c_in_the_trainers_terminal_does_not_reach_the_daemon(daemon_name: 
         assert os.getsid(client.daemon_pid) != os.getsid(0)
         pid = client.daemon_pid
     until(lambda: gone(pid), what="the daemon ends")
+
+
+# --- threads ---------------------------------------------------------------------------------
+
+
+def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_path: Path) -> None:
+    """A wait of one feed must not be a wait of all feeds of the process."""
+    manifest = folder(tmp_path, [100] * 40)
+    with daemon.client() as client:
+        session = client.open(client.register(manifest))
+        assert client.ask("status")  # the line is made
+        heard = client.heard
+        listening = threading.Thread(target=client.listen, args=(100.0, heard))
+        listening.start()
+        until(lambda: bool(client._bells), what="it listens")
+        sending = threading.Thread(target=plan, args=(session, np.arange(40), 5))  # no answer
+        sending.start()
+        sending.join(20)
+        assert not sending.is_alive(), "it waits for who listens"
+        assert listening.is_alive()
+        assert client.ask("status")  # an answer, taken in by whoever: all who listen look again
+        listening.join(20)
+        assert not listening.is_alive()
+        assert not client._bells
+
+
+def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_path: Path) -> None:
+    manifest = folder(tmp_path, [100] * 40)
+    with daemon.client() as client:
+        session = client.open(client.register(manifest))
+        assert client.ask("status")  # the line is made
+        before = len(descriptors())
+
+        def wait(step: int) -> bool:
+            return session.wait(step, 60)
+
+        def ask(_: int) -> bool:
+            return bool(client.ask("status")["sessions"] == 1)
+
+        with ThreadPoolExecutor(12) as pool:
+            waiting = [pool.submit(wait, step) for step in range(8)]
+            asking = [pool.submit(ask, i) for i in range(100)]
+            assert all(one.result(60) for one in asking)
+            plan(session, np.arange(40), 5)
+            assert all(one.result(60) for one in waiting)
+        assert len(descriptors()) <= before
+        assert not client._bells
 
 
 # --- fork and workers -------------------------------------------------------------------------

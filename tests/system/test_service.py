@@ -96,6 +96,9 @@ def test_sighup_reads_the_settings_again(daemon_name: str, tmp_path: Path) -> No
                 lambda: client.ask("config")["settings"]["daemon.max_sessions"] == 7,
                 what="reloaded",
             )
+            effective = client.ask("config")["effective"]
+            assert effective["daemon.max_sessions"] == 1024, "until the next start"
+            assert effective["daemon.log_level"] == "debug"
         settings.write_text("[daemon]\nlog_levle = 1\n")
         daemon.signal(signal.SIGHUP)
         until(lambda: "the settings stay as they are" in daemon.log(), what="it has looked")

@@ -5,17 +5,22 @@ Seconds and megabytes are in benchmarks/startup.py.
 
 from __future__ import annotations
 
+import logging
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from daemons import COMMAND, Running, folder, plan, read_steps
 
+import creel
 from creel.config import Config
+from creel.loader import feed
 from creel.loader.embed import connect_or_start
 from kit import gone, unique_name, until
 
@@ -96,3 +101,34 @@ def test_a_second_service_is_refused(running: Running) -> None:
     assert f"a daemon named {running.name!r} serves you already" in second.stderr
     with running.client("cli") as client:
         assert client.ask("status")["pid"] == running.pid
+
+
+def test_a_setting_that_the_running_daemon_does_not_have_is_told_once_with_both_values(
+    daemon_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder(tmp_path, [10] * 8)
+    files: Any = creel.FileDataset(tmp_path, decode=bytes)
+
+    def read(**options: object) -> list[str]:
+        with caplog.at_level(logging.WARNING, "creel"):
+            loader = creel.DataLoader(files, collate_fn=list, creel=options)
+            for _ in range(2):
+                assert len(list(loader)) == 8
+        said = caplog.messages[:]
+        caplog.clear()
+        return said
+
+    try:
+        with Running(daemon_name, memory="32MiB") as daemon:
+            assert read() == []
+            assert read(**{"memory.budget": "33554432"}) == [], "the same in other words"
+            assert read(**{"loader.hung_s": 5}) == [], "none of the daemon's"
+            (said,) = read(**{"memory.budget": "16MiB", "window.max_steps": 7})
+            assert f"process {daemon.pid}" in said
+            assert "memory.budget = '32MiB', not '16MiB' (DataLoader(creel=...))" in said
+            assert "window.max_steps = 256, not 7" in said
+            assert read(**{"memory.budget": "16MiB", "window.max_steps": 7}) == []
+    finally:
+        client = feed._clients.pop((os.getpid(), daemon_name), None)
+        if client is not None:
+            client.close()

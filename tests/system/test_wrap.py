@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,12 +26,13 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 import creel
 from creel.errors import ConfigError
 from creel.loader import feed
-from creel.loader.base import CreelDataset
 from creel.loader.files import FileDataset
+from creel.loader.packets import resolve
 from creel.loader.session import Session
 from creel.loader.wrap import Wrapped, unwrap
+from creel.peers import holder
 from folders import folder as torchvision
-from kit import until
+from kit import daemon_of, gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -419,27 +423,74 @@ def test_threads_may_share_one(node: Node) -> None:
     assert threading.active_count() <= before
 
 
-def test_the_trainer_keeps_the_daemon_between_its_workers_epochs(
+_TRAINER = """
+import json, os, sys
+import torch
+import creel
+from creel.loader.client import Client
+from creel.loader.feed import _clients
+from torch.utils.data import DataLoader
+files = creel.wrap(creel.FileDataset(sys.argv[1], "*.raw", decode=bytes))
+loader = DataLoader(files, 8, True, num_workers=2, collate_fn=list, multiprocessing_context="fork")
+for _ in range(2):
+    for _ in loader:
+        pass
+    print("epoch", flush=True)
+    sys.stdin.readline()
+assert not _clients
+with Client.connect(role="cli") as client:
+    told = client.ask("stats")
+    reads = sum(d["reads"] for d in told["core"]["datasets"].values())
+    direct = sum(r["direct_reads"] for r in told["ranks"])
+    print(json.dumps([client.daemon_pid, reads, direct]), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_daemon_stays_between_the_epochs_of_torchs_workers_and_goes_with_their_trainer(
     daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.1")
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "16MB")
-    path = folder(tmp_path / "data")
-    (path / "log").touch()
-    files: CreelDataset = Files(path, "*.raw", decode=bytes)
-    files.log = str(path / "log")  # type: ignore[attr-defined]
-    loader = batches(creel.wrap(files), **HOW["fork"])
-    pids = set()
-    for _ in range(2):
-        for _ in loader:
-            pass
-        time.sleep(0.4)  # for a daemon that thinks itself alone
-        client = feed._clients[os.getpid(), daemon_name]
-        assert client is not None
-        assert client.alive
-        pids.add(client.daemon_pid)
-        reads = [d["reads"] for d in client.ask("stats")["core"]["datasets"].values()]
-        assert sum(reads) == N  # other wrapped datasets of this process may be known, too
-    hang_up(daemon_name)
-    assert len(pids) == 1
-    assert (path / "log").stat().st_size == 0
+    command = [sys.executable, "-c", _TRAINER, str(folder(tmp_path / "data"))]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as trainer:
+        assert trainer.stdin is not None
+        assert trainer.stdout is not None
+        pids = set()
+        for _ in range(2):
+            assert trainer.stdout.readline() == "epoch\n"
+            pid = daemon_of(daemon_name).pid
+            with pytest.raises(AssertionError):
+                until(lambda pid=pid: gone(pid), 1.0)  # type: ignore[misc]
+            pids.add(pid)
+            trainer.stdin.write("\n")
+            trainer.stdin.flush()
+        told = json.loads(trainer.stdout.readline())
+        assert told == [pids.pop(), N, 0]
+        assert not pids
+        trainer.communicate("\n")
+    until(lambda: gone(told[0]), what="it goes with the trainer")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_starts_and_asks_nothing(
+    daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever forks, and whatever for: there is a daemon once something is read."""
+
+    asked: list[object] = []
+
+    def note(*_: object, **__: object) -> None:
+        asked.append(os.getpid())
+
+    files: Any = creel.wrap(FileDataset(folder(tmp_path / "data", 20), "*.raw", decode=bytes))
+    monkeypatch.setattr(feed, "connect_or_start", note)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not asked
+    assert holder(resolve(daemon_name)) is None
+    assert files[0] == (tmp_path / "data/000.raw").read_bytes()
+    assert asked == [os.getpid()]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from creel.cache.arena import Arena
-from creel.cache.board import HEARTBEAT
+from creel.cache.board import BOARD_NBYTES, HEARTBEAT, WANTED, Board, sealed_memfd
 from creel.cache.manifest import Manifest
 from creel.cache.source import Read, Source
 from creel.config import Config
@@ -35,7 +35,7 @@ from creel.daemon.events import (
 from creel.daemon.fetch import Fetcher
 from creel.daemon.local import Desk
 from creel.daemon.node import Node
-from creel.daemon.registry import Dataset, Registry
+from creel.daemon.registry import Dataset, Registry, Session
 from creel.errors import UnavailableError
 from creel.messages import Extend, Open
 from creel.settings import Memory
@@ -332,3 +332,20 @@ def test_portions_fill_a_buffer_and_no_more_than_one_object_is_over() -> None:
     assert np.concatenate(portions).tolist() == where.tolist()
     assert max(int(length[p[1:]].sum()) for p in portions) <= full
     assert fetch._portions(where[:0], length) == []
+
+
+def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
+    """Else the next plan's step of that number would count as a stall before its time."""
+    fd = sealed_memfd("board", BOARD_NBYTES)
+    board = Board(fd)
+    session = Session(1, "token", mock.Mock(), Open("d"), board, fd, steps=10)
+    assert session.wait(b"who", 1, 7)
+    board[WANTED] = 9
+    assert session.progress() == (0, 9)
+    board[WANTED] = 3  # as its client's `truncate` does
+    session.truncate(3)
+    session.steps = 10  # another plan
+    assert session.progress() is None
+    assert session.wait(b"who", 2, 5)
+    assert session.progress() == (0, 6)
+    session.close()

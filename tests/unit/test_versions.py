@@ -197,7 +197,7 @@ def test_what_was_written_a_moment_ago_equals_nothing(tmp_path: Path) -> None:
     source = files(tmp_path, b"0123456789")
     (tmp_path / "0").write_bytes(b"9876543210")
     status = (tmp_path / "0").stat()
-    assert of_stat(status, status.st_ctime_ns + 1_000_000) == CHANGING
+    assert version.of_stat(status, status.st_ctime_ns + 1_000_000) == CHANGING
     settle(tmp_path / "0")
     assert one(source) == read(source, 0)[0].version[0] > 0
 
