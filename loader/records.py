@@ -17,8 +17,7 @@ from numpy.typing import DTypeLike
 from creel.cache.manifest import Manifest
 from creel.errors import ConfigError
 from creel.loader.base import (
-    CreelDataset,
-    Labels,
+    Labelled,
     Raw,
     Sample,
     check_callable,
@@ -52,7 +51,7 @@ class _Npy:
     shape: tuple[int, ...]
 
 
-class RecordDataset(CreelDataset):
+class RecordDataset(Labelled):
     """Sample i is record i of a file (or of several, one after the other) as a tensor.
 
     Args:
@@ -61,7 +60,8 @@ class RecordDataset(CreelDataset):
         shape: of one record, an int for one dimension. A .npy gives its rows, or is cut into
             records of this shape, whatever its own (a long row of tokens into sequences).
         offset: bytes before the first record of each file. A .npy says that itself.
-        labels: one per record; samples are then (record, label).
+        labels: one per record, copied; samples are then (record, label). Assign `dataset.labels` to
+            have others.
         transform: from a record (without its label) to a sample.
 
     Raises:
@@ -94,7 +94,7 @@ class RecordDataset(CreelDataset):
         self._size = sum(run.count for run in self._runs)
         if not self._size:
             raise ConfigError(f"{paths[0]} holds no records")
-        self.labels = None if labels is None else Labels(labels, self._size)
+        self.labels = labels
         check_callable(transform=transform)
         self.transform = transform
 

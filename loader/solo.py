@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from creel.loader.feed import Feed
     from creel.loader.reading import Lease
     from creel.loader.session import Session
+    from creel.loader.sources import Binding, Gather
 
 
 #: Batches up to this are assembled by the trainer whatever `num_workers`: 2 MB are copied in
@@ -59,6 +60,8 @@ class Reader:
         self._wait_s = home.config.loader.wait_s
         self._gatherer: Gatherer | None = None
         self._gathers: Feed | None = None  # whose rows
+        self._gather: Gather | None = None
+        self._labels: list[object] = []  # as they were when `_gather` was made
         feed = course.feed
         self._dataset = fetcher.dataset
         self._collating = [0]  # when the batch's collation began
@@ -66,6 +69,8 @@ class Reader:
         if feed is not None:
             fetcher.dataset = feed.binding.dataset
         self._plainly = collates_plainly(loader)
+        if feed is not None:
+            self._look(feed.binding)
 
     def read(self, i: int, step: int, index: Any) -> Any:
         """Batch i of the epoch from here on; `step` is the session's, -1 to read directly."""
@@ -91,17 +96,25 @@ class Reader:
 
     def _gatherer_of(self, feed: Feed) -> Gatherer | None:
         """What builds batches from this session's rows; a lost one's are no longer true."""
+        binding = feed.binding
+        live = not self._as_worker
+        if live and any(a is not b for a, b in zip(self._labels, binding.labels(), strict=True)):
+            self._look(binding)
+            self._gathers = None
         if self._gathers is not feed:
             self._gathers = feed
-            gather = feed.binding.gather() if self._plainly else None
-            self._gatherer = (
-                None
-                if gather is None
-                else Gatherer(gather, feed.client, feed.session, self._ring.take)
-            )
-        if self._gatherer is not None and not self._as_worker and feed.binding.has_code():
+            self._gatherer = None
+            if self._gather is not None:
+                memory = self._ring.take
+                self._gatherer = Gatherer(self._gather, feed.client, feed.session, memory)
+        if self._gatherer is not None and live and binding.has_code():
             return None  # assigned since the epoch began
         return self._gatherer
+
+    def _look(self, binding: Binding) -> None:
+        """How batches follow from bytes and labels now."""
+        self._labels = binding.labels()
+        self._gather = binding.gather() if self._plainly else None
 
     def _wait(self, session: Session, step: int) -> bool:
         """Whether the step's objects are pinned; if not, what the table says may be void."""

@@ -127,12 +127,19 @@ class Binding:
         """The same where nothing lies ready: the leaves are read directly, which is counted."""
         return Lease(None, self._bases, self._named, None)
 
+    def labels(self) -> list[object]:
+        """The labels of all leaves; others, once the person has assigned others."""
+        return [getattr(leaf, "labels", None) for leaf in self.leaves]
+
     def gather(self) -> Gather | None:
-        """How batches are built from bytes alone; None where samples need code of the person's."""
+        """How batches are built from bytes alone, with the labels of now.
+
+        None where samples need code of the person's.
+        """
         raw = self._root.raw()
         if raw is None:
             return None
-        labels = None if raw.labels is None else self._root.labels_of
+        labels = None if raw.labels is None else self._root.labels()
         return Gather(raw.nbytes, raw.dtype, raw.shape, labels)
 
     def has_code(self) -> bool:

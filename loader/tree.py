@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, TypeGuard, TypeVar, cast
 
 import numpy as np
@@ -66,7 +66,8 @@ class Node:
     def raw(self) -> Raw | None:
         return None
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        """From (n,) samples to what default_collate makes of their labels as these are now."""
         raise NotImplementedError
 
     def callables(self) -> list[object]:
@@ -102,8 +103,8 @@ class LeafNode(Node):
     def raw(self) -> Raw | None:
         return self._leaf.raw()
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        return self._leaf.labels_of(indices)
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        return self._leaf.collated_labels()
 
     def callables(self) -> list[object]:
         return self._leaf.callables()
@@ -144,8 +145,8 @@ class PassNode(Node):
     def raw(self) -> Raw | None:
         return self._child.raw() if type(self.dataset) is Wrapped else None
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        return self._child.labels_of(indices)
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        return self._child.labels()
 
     def callables(self) -> list[object]:
         own = [self.dataset.fn] if type(self.dataset) is Transformed else []
@@ -200,8 +201,9 @@ class SubsetNode(Node):
     def raw(self) -> Raw | None:
         return self._child.raw()
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        return self._child.labels_of(self._below(indices))
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        below = self._child.labels()
+        return lambda indices: below(self._below(indices))
 
 
 class ConcatNode(Node):
@@ -247,12 +249,17 @@ class ConcatNode(Node):
         kinds = {child.raw() for child in self._children}
         return kinds.pop() if len(kinds) == 1 else None
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        parts = [(at, child.labels_of(inner)) for child, at, inner in self._split(indices)]
-        out = parts[0][1].new_empty((len(indices), *parts[0][1].shape[1:]))
-        for at, labels in parts:
-            out[torch.from_numpy(at)] = labels
-        return out
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        labels = {id(child): child.labels() for child in self._children}
+
+        def collated(indices: Indices) -> torch.Tensor:
+            parts = [(at, labels[id(child)](inner)) for child, at, inner in self._split(indices)]
+            out = parts[0][1].new_empty((len(indices), *parts[0][1].shape[1:]))
+            for at, found in parts:
+                out[torch.from_numpy(at)] = found
+            return out
+
+        return collated
 
 
 class StackNode(Node):
