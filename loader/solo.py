@@ -50,7 +50,7 @@ class Reader:
     ) -> None:
         """`fetcher` is torch's, for the loader's dataset.
 
-        as_worker: what becomes of the dataset after the epoch began is seen in the next.
+        as_worker: as a worker, it sees nothing of what becomes of the dataset from here on.
         """
         self._course = course
         self._fetcher = fetcher
@@ -62,41 +62,41 @@ class Reader:
         self._gathers: Feed | None = None  # whose rows
         self._gather: Gather | None = None
         self._labels: list[object] = []  # as they were when `_gather` was made
+        self._binding: Binding | None = None
         feed = course.feed
         self._dataset = fetcher.dataset
         self._collating = [0]  # when the batch's collation began
         fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
-        if feed is not None:
-            fetcher.dataset = feed.binding.dataset
         self._plainly = collates_plainly(loader)
         if feed is not None:
-            self._look(feed.binding)
+            self._binding = feed.binding.frozen() if as_worker else feed.binding
+            fetcher.dataset = self._binding.dataset
+            self._look(self._binding)
 
     def read(self, i: int, step: int, index: Any) -> Any:
         """Batch i of the epoch from here on; `step` is the session's, -1 to read directly."""
-        feed = self._course.feed
-        if feed is None:
+        feed, binding = self._course.feed, self._binding
+        if feed is None or binding is None:
             return self._fetch(index, None)
         if step < 0 or not (feed.session.ready(step) or self._wait(feed.session, step)):
-            return self._fetch(index, feed.binding.counting())
-        if not self._as_worker and not feed.binding.still(np.atleast_1d(np.asarray(index))):
+            return self._fetch(index, binding.counting())
+        if not self._as_worker and not binding.still(np.atleast_1d(np.asarray(index))):
             self._fetcher.dataset = self._dataset  # changed since the epoch began
-            return self._fetch(index, feed.binding.counting())
+            return self._fetch(index, binding.counting())
         ids = feed.ids(self._course.skipped + i)
-        gatherer = self._gatherer_of(feed)
+        gatherer = self._gatherer_of(feed, binding)
         if gatherer is not None:
             start = time.monotonic_ns()
             data = gatherer.batch(ids, np.asarray(index))
             self._meter.collate_ns += time.monotonic_ns() - start
             if not feed.session.ready(step):  # nor was it, perhaps, while they were copied
-                return self._fetch(index, feed.binding.counting())
+                return self._fetch(index, binding.counting())
             if data is not None:
                 return data
-        return self._fetch(index, feed.binding.reading(feed.session, ids))
+        return self._fetch(index, binding.reading(feed.session, ids))
 
-    def _gatherer_of(self, feed: Feed) -> Gatherer | None:
+    def _gatherer_of(self, feed: Feed, binding: Binding) -> Gatherer | None:
         """What builds batches from this session's rows; a lost one's are no longer true."""
-        binding = feed.binding
         live = not self._as_worker
         if live and any(a is not b for a, b in zip(self._labels, binding.labels(), strict=True)):
             self._look(binding)

@@ -127,6 +127,12 @@ class Binding:
         """The same where nothing lies ready: the leaves are read directly, which is counted."""
         return Lease(None, self._bases, self._named, None)
 
+    def frozen(self) -> Binding:
+        """The same of a copy that nobody can change; where there is a `gather`."""
+        tree = Tree()
+        root = tree.plant(self._root.frozen({}))
+        return Binding(root, tree.leaves)
+
     def labels(self) -> list[object]:
         """The labels of all leaves; others, once the person has assigned others."""
         return [getattr(leaf, "labels", None) for leaf in self.leaves]

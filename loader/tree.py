@@ -63,6 +63,13 @@ class Node:
         """What to read from in place of the dataset; itself where nothing below differs."""
         return self.dataset
 
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        """A copy that nobody can change, where `raw` says that bytes are all there is to samples.
+
+        copies: of leaves, by the id of the original; those that are made are added.
+        """
+        raise NotImplementedError
+
     def raw(self) -> Raw | None:
         return None
 
@@ -99,6 +106,9 @@ class LeafNode(Node):
 
     def view(self) -> Dataset[Sample]:
         return self._leaf.view() if isinstance(self._leaf, FolderLeaf) else self.dataset
+
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return copies.setdefault(id(self.dataset), copy.copy(self.dataset))
 
     def raw(self) -> Raw | None:
         return self._leaf.raw()
@@ -141,6 +151,9 @@ class PassNode(Node):
         if type(self.dataset) is Wrapped:
             return Wrapped(inner)
         return self._with("dataset", inner)
+
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return self._child.frozen(copies)
 
     def raw(self) -> Raw | None:
         return self._child.raw() if type(self.dataset) is Wrapped else None
@@ -198,6 +211,9 @@ class SubsetNode(Node):
             return self.dataset
         return self._with("dataset", inner)
 
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return Subset(self._child.frozen(copies), cast("Sequence[int]", self._indices))
+
     def raw(self) -> Raw | None:
         return self._child.raw()
 
@@ -244,6 +260,9 @@ class ConcatNode(Node):
         if all(a is c.dataset for a, c in zip(inner, self._children, strict=True)):
             return self.dataset
         return self._with("datasets", inner)
+
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return ConcatDataset([child.frozen(copies) for child in self._children])
 
     def raw(self) -> Raw | None:
         kinds = {child.raw() for child in self._children}
