@@ -3,8 +3,8 @@
     sudo python benchmarks/source_reads.py [--samples N] [--fractions .1 .5 1] [--sampler KIND]
 
 Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). The sampler is
-`permutation`; `unforeseen` is one, too, but draws as it goes from a generator that is not its own,
-so that nobody can run it ahead; `replacement` and `weighted` compare with offline MIN over the same
+`permutation`; `unforeseen` is one, too, but not torch's, so that it is followed batch by batch;
+`replacement` and `weighted` compare with offline MIN over the same
 accesses instead of the law.
 """
 

@@ -3,7 +3,7 @@
 python benchmarks/startup.py [--rounds N] [--json]
 
 The gap between epochs: a training that two workers can just feed (32 ms a batch, steps of 20 ms)
-waits so many steps for the first batch of epochs 2..; torch with and without `persistent_workers`.
+waits so many steps for the first batch of epochs 2..; both with and without `persistent_workers`.
 """
 
 from __future__ import annotations
@@ -99,9 +99,11 @@ def main() -> None:
     ]
     kwargs: dict[str, Any] = {"batch_size": 16, "shuffle": True, "num_workers": 2}
     ways: dict[str, DataLoader[Any]] = {
-        "torch": DataLoader(Decoding(), **kwargs),
-        "torch, persistent": DataLoader(Decoding(), persistent_workers=True, **kwargs),
-        "creel": creel.DataLoader(Decoding(), **kwargs),
+        f"{name}{', persistent' if lasting else ''}": cls(
+            Decoding(), persistent_workers=lasting, **kwargs
+        )
+        for name, cls in (("torch", DataLoader), ("creel", creel.DataLoader))
+        for lasting in (False, True)
     }
     for name, loader in ways.items():
         rows.append({"what": f"epoch gap in steps: {name}", "value": round(gap(loader), 2)})

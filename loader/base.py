@@ -181,12 +181,12 @@ class CreelDataset(Dataset[Sample]):
         """
         return None
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        """(n, ...) what default_collate makes of these samples' labels (where `raw` has any)."""
-        labels = getattr(self, "labels", None)
-        if not isinstance(labels, Labels):
-            raise NotImplementedError
-        return labels.collated(positions(indices, len(self)))
+    def collated_labels(self) -> Callable[[Indices], torch.Tensor]:
+        """From (n,) samples to what default_collate makes of their labels as these are now.
+
+        Where `raw` says that there are any; labels assigned later make no difference to it.
+        """
+        raise NotImplementedError
 
     def callables(self) -> list[object]:
         """Code of the person's that samples pass through; None where there is none."""
@@ -296,6 +296,7 @@ _COLLATED = frozenset(map(np.dtype, ("?", *"bBhHiIlefdFD")))
 class Labels:
     """One label per sample, compact, giving back what the person gave.
 
+    They are copied: what is done to the person's array, tensor or list afterwards changes nothing.
     Numbers in a list come back as Python numbers, numpy and torch rows with their dtype. Anything
     else (strings, tuples) is kept as it is.
     """
@@ -337,11 +338,39 @@ class Labels:
         return torch.from_numpy(np.asarray(self._values)[indices])
 
 
+class Labelled(CreelDataset):
+    """A dataset whose samples may have a label beside them."""
+
+    _beside: Labels | None = None
+
+    @property
+    def labels(self) -> Labels | None:
+        """One label per sample: a copy of what was given, or assigned since.
+
+        Raises:
+            ConfigError: there are not as many as samples.
+        """
+        return self._beside
+
+    @labels.setter
+    def labels(self, labels: object) -> None:
+        if labels is not None and not isinstance(labels, Labels):
+            labels = Labels(labels, len(self))
+        self._beside = labels
+
+    def collated_labels(self) -> Callable[[Indices], torch.Tensor]:
+        labels, size = self.labels, len(self)
+        if labels is None:
+            raise NotImplementedError
+        return lambda indices: labels.collated(positions(indices, size))
+
+
 def _compact(values: Any) -> NDArray[Any] | torch.Tensor | list[Sample]:
+    """A copy of the labels: what is done to the original later reaches nobody in mid-epoch."""
     if isinstance(values, torch.Tensor):
-        return values.detach().cpu().contiguous()
+        return values.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(values, np.ndarray):
-        return np.ascontiguousarray(values) if values.dtype.kind in "biuf" else list(values)
+        return np.array(values, order="C") if values.dtype.kind in "biuf" else list(values)
     items = list(values)
     for number in (bool, int, float):
         if items and all(type(item) is number for item in items):

@@ -139,8 +139,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 None: all that were returned.
 
         A state taken before the first epoch, or at the end of one, begins the next epoch. The order
-        is resumed to the bit, with any `num_workers`; random augmentation made in workers is not:
-        their generators begin anew. With `in_order=False` batches count as if they came in order.
+        of torch's samplers is resumed to the bit, with any `num_workers`. A sampler of one's own
+        gets back what its `state_dict()` gave as the epoch began, else its `epoch`, by its
+        `load_state_dict()` or `set_epoch()`; with neither, what it counts or draws by itself is not
+        resumed. Nor are the global generators that it draws from, the dataset's own state, or
+        random augmentation made in workers, whose generators begin anew. With `in_order=False`
+        batches count as if they came in order.
 
         Where the batches are torch's own (an iterable dataset, CREEL_DISABLE=1, not Linux) it is
         not known where they are: a warning, and a state that begins anew.
@@ -163,7 +167,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def load_state_dict(self, state: Progress) -> None:
         """Let the next `iter()` go on from a `state_dict`; those after it are whole epochs again.
 
-        Where the batches are torch's own the next epoch begins anew, after a warning.
+        Where the batches are torch's own the next epoch begins anew, after a warning. Another one
+        is for a sampler of one's own that can be told nothing (see `state_dict`).
 
         Raises:
             ConfigError: the state is of another version or kind of loader, or not whole.

@@ -14,8 +14,7 @@ from creel.cache.manifest import UNKNOWN, Manifest
 from creel.cache.patience import public
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.base import (
-    CreelDataset,
-    Labels,
+    Labelled,
     Names,
     Raw,
     Sample,
@@ -37,7 +36,7 @@ from creel.loader.storage import (
 Paths = Sequence[str | os.PathLike[str]]
 
 
-class FileDataset(CreelDataset):
+class FileDataset(Labelled):
     """Every file is one sample: its bytes as a 1-D uint8 tensor, or what `decode` makes of them.
 
     Args:
@@ -45,7 +44,8 @@ class FileDataset(CreelDataset):
             whose files are taken in order of their names.
         glob: which files of the root, as the `glob` module reads it ("**" spans folders).
         decode: from the file's bytes to a sample.
-        labels: one per file; samples are then (sample, label).
+        labels: one per file, copied; samples are then (sample, label). Assign `dataset.labels` to
+            have others.
         transform: from a sample (without its label) to another.
         nbytes: sizes of the files, or True to ask the storage for each; raw batches of files of
             one known size are built without a Python call per sample.
@@ -73,7 +73,7 @@ class FileDataset(CreelDataset):
         check_callable(decode=decode, transform=transform)
         self.decode = decode
         self.transform = transform
-        self.labels = None if labels is None else Labels(labels, len(self._names))
+        self.labels = labels
         self._nbytes = self._sizes(nbytes, known)
         self._each_nbytes = _alike(self._nbytes)
 

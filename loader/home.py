@@ -119,7 +119,8 @@ class Course:
     def __init__(self, home: Home, loader: DataLoader[Any]) -> None:
         self._home = home
         self.feed = home.take_feed(loader)
-        self._fed = self.feed is not None  # whether its readers were made for a daemon
+        #: What its readers were made for; None: to read by themselves.
+        self._binding = None if self.feed is None else self.feed.binding
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # of these, batches that the daemon's statistics know of
@@ -138,8 +139,12 @@ class Course:
         if self.feed is not None and not self.feed.alive:
             self.feed.close()
             self.feed = None
-        if self.feed is None and self._fed:
-            self.feed = home.take_feed(loader)
+        if self.feed is None and self._binding is not None:
+            feed = home.take_feed(loader)
+            if feed is not None and feed.binding is self._binding:
+                self.feed = feed
+            elif feed is not None:  # workers that live on have the dataset as it was
+                home.leave_feed(feed)
         if home.order is not None and self.feed is not None:
             home.order.judge(wrong=self.feed.mistaken)
         resume, home.resume = home.resume, None

@@ -17,9 +17,8 @@ from numpy.typing import DTypeLike, NDArray
 from creel.cache.manifest import Manifest
 from creel.errors import ConfigError
 from creel.loader.base import (
-    CreelDataset,
     Indices,
-    Labels,
+    Labelled,
     Raw,
     Sample,
     check_callable,
@@ -59,7 +58,7 @@ class _Npy:
     shape: tuple[int, ...]
 
 
-class RecordDataset(CreelDataset):
+class RecordDataset(Labelled):
     """Sample i is record i of a file (or of several, one after the other) as a tensor.
 
     Args:
@@ -68,7 +67,8 @@ class RecordDataset(CreelDataset):
         shape: of one record, an int for one dimension. A .npy gives its rows, or is cut into
             records of this shape, whatever its own (a long row of tokens into sequences).
         offset: bytes before the first record of each file. A .npy says that itself.
-        labels: one per record; samples are then (record, label).
+        labels: one per record, copied; samples are then (record, label). Assign `dataset.labels` to
+            have others.
         to: what the numbers are turned into, as `record.to(to)` does; the files keep their own.
         transform: from a record (without its label) to a sample.
         batch_transform: in place of `transform`, from a batch of records, (n, *shape), to one with
@@ -83,7 +83,7 @@ class RecordDataset(CreelDataset):
             is not in C order, a type no tensor can have, both kinds of transform.
     """
 
-    volatile = (*CreelDataset.volatile, "_ring")
+    volatile = (*Labelled.volatile, "_ring")
     _ring: Ring | None = None
 
     def __init__(
@@ -114,7 +114,7 @@ class RecordDataset(CreelDataset):
         self._size = int(self._ends[-1])
         if not self._size:
             raise ConfigError(f"{paths[0]} holds no records")
-        self.labels = None if labels is None else Labels(labels, self._size)
+        self.labels = labels
         check_callable(transform=transform, batch_transform=batch_transform)
         if transform is not None and batch_transform is not None:
             raise ConfigError("give transform= or batch_transform=, not both")

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
     from creel.loader.feed import Feed
     from creel.loader.reading import Lease
+    from creel.loader.sources import Binding, Gather
 
 
 _log = logging.getLogger("creel.loader")
@@ -55,7 +56,7 @@ class Reader:
     ) -> None:
         """`fetcher` is torch's, for the loader's dataset.
 
-        as_worker: what becomes of the dataset after the epoch began is seen in the next.
+        as_worker: as a worker, it sees nothing of what becomes of the dataset from here on.
         """
         self._course = course
         self._fetcher = fetcher
@@ -67,29 +68,34 @@ class Reader:
         self._gatherer: Gatherer | None = None
         self._gathers: Feed | None = None  # whose rows
         self._told = False
+        self._gather: Gather | None = None
+        self._labels: list[object] = []  # as they were when `_gather` was made
+        self._binding: Binding | None = None
         feed = course.feed
         self._dataset = fetcher.dataset
         self._collating = [0]  # when the batch's collation began
         fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
-        if feed is not None:
-            fetcher.dataset = feed.binding.dataset
         self._plainly = collates_plainly(loader)
+        if feed is not None:
+            self._binding = feed.binding.frozen() if as_worker else feed.binding
+            fetcher.dataset = self._binding.dataset
+            self._look(self._binding)
 
     def read(self, i: int, step: int, index: Any) -> Any:
         """Batch i of the epoch from here on; `step` is the session's, -1 to read directly."""
-        feed = self._course.feed
-        if feed is None:
+        feed, binding = self._course.feed, self._binding
+        if feed is None or binding is None:
             return self._fetch(index, None)
         if step < 0 or not (feed.session.ready(step) or self._wait(feed, i, step)):
-            return self._fetch(index, feed.binding.counting())
+            return self._fetch(index, binding.counting())
         stamp = feed.session.hold(step)
         if stamp < 0:
-            return self._fetch(index, feed.binding.counting())
-        if not self._as_worker and not feed.binding.still(np.atleast_1d(np.asarray(index))):
+            return self._fetch(index, binding.counting())
+        if not self._as_worker and not binding.still(np.atleast_1d(np.asarray(index))):
             self._fetcher.dataset = self._dataset  # changed since the epoch began
-            return self._fetch(index, feed.binding.counting())
+            return self._fetch(index, binding.counting())
         ids = feed.ids(self._course.skipped + i)
-        gatherer = self._gatherer_of(feed)
+        gatherer = self._gatherer_of(feed, binding)
         if gatherer is not None:
             start = time.monotonic_ns()
             indices = np.asarray(index)
@@ -98,24 +104,34 @@ class Reader:
             data = gatherer.batch(rows, indices) if whole and rows is not None else None
             self._meter.collate_ns += time.monotonic_ns() - start
             if not whole:
-                return self._fetch(index, feed.binding.counting())
+                return self._fetch(index, binding.counting())
             if rows is not None:
                 return data
-        return self._fetch(index, feed.binding.reading(feed.session, ids, stamp))
+        return self._fetch(index, binding.reading(feed.session, ids, stamp))
 
-    def _gatherer_of(self, feed: Feed) -> Gatherer | None:
+    def _gatherer_of(self, feed: Feed, binding: Binding) -> Gatherer | None:
         """What builds batches from this session's rows; a lost one's are no longer true."""
+        if not self._as_worker and self._changed(binding):
+            self._look(binding)
+            self._gathers = None
         if self._gathers is not feed:
             self._gathers = feed
-            gather = feed.binding.gather() if self._plainly else None
-            self._gatherer = (
-                None
-                if gather is None
-                else Gatherer(gather, feed.client, feed.session, self._ring.take)
-            )
-        if self._gatherer is None or self._as_worker or feed.binding.gathers(self._gatherer.gather):
-            return self._gatherer
-        return None  # changed since the epoch began
+            self._gatherer = None
+            if self._gather is not None:
+                memory = self._ring.take
+                self._gatherer = Gatherer(self._gather, feed.client, feed.session, memory)
+        return self._gatherer
+
+    def _changed(self, binding: Binding) -> bool:
+        """Whether the person has assigned attributes or labels since `_look`."""
+        if any(a is not b for a, b in zip(self._labels, binding.labels(), strict=True)):
+            return True
+        return self._gather is not None and not binding.gathers(self._gather)
+
+    def _look(self, binding: Binding) -> None:
+        """How batches follow from bytes and labels now."""
+        self._labels = binding.labels()
+        self._gather = binding.gather() if self._plainly else None
 
     def _wait(self, feed: Feed, i: int, step: int) -> bool:
         """Whether the step's objects are pinned; if not, what the table says may be void."""

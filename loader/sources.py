@@ -159,12 +159,25 @@ class Binding:
         """The same where nothing lies ready: the leaves are read directly, which is counted."""
         return Lease(None, self._bases, self._named, None)
 
+    def frozen(self) -> Binding:
+        """The same of a copy that nobody can change; where there is a `gather`."""
+        tree = Tree()
+        root = tree.plant(self._root.frozen({}))
+        return Binding(root, tree.leaves)
+
+    def labels(self) -> list[object]:
+        """The labels of all leaves; others, once the person has assigned others."""
+        return [getattr(leaf, "labels", None) for leaf in self.leaves]
+
     def gather(self) -> Gather | None:
-        """How batches are built from bytes alone; None where samples need code of the person's."""
+        """How batches are built from bytes alone, with the labels of now.
+
+        None where samples need code of the person's.
+        """
         raw = self._root.raw()
         if raw is None:
             return None
-        return Gather(raw, None if raw.labels is None else self._root.labels_of)
+        return Gather(raw, None if raw.labels is None else self._root.labels())
 
     def gathers(self, gather: Gather) -> bool:
         """Whether `gather` still says how batches are built: the person may assign attributes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, TypeGuard, TypeVar, cast
 
 import numpy as np
@@ -63,10 +63,18 @@ class Node:
         """What to read from in place of the dataset; itself where nothing below differs."""
         return self.dataset
 
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        """A copy that nobody can change, where `raw` says that bytes are all there is to samples.
+
+        copies: of leaves, by the id of the original; those that are made are added.
+        """
+        raise NotImplementedError
+
     def raw(self) -> Raw | None:
         return None
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        """From (n,) samples to what default_collate makes of their labels as these are now."""
         raise NotImplementedError
 
     def callables(self) -> list[object]:
@@ -99,11 +107,14 @@ class LeafNode(Node):
     def view(self) -> Dataset[Sample]:
         return self._leaf.view() if isinstance(self._leaf, FolderLeaf) else self.dataset
 
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return copies.setdefault(id(self.dataset), copy.copy(self.dataset))
+
     def raw(self) -> Raw | None:
         return self._leaf.raw()
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        return self._leaf.labels_of(indices)
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        return self._leaf.collated_labels()
 
     def callables(self) -> list[object]:
         return self._leaf.callables()
@@ -141,11 +152,14 @@ class PassNode(Node):
             return Wrapped(inner)
         return self._with("dataset", inner)
 
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return self._child.frozen(copies)
+
     def raw(self) -> Raw | None:
         return self._child.raw() if type(self.dataset) is Wrapped else None
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        return self._child.labels_of(indices)
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        return self._child.labels()
 
     def callables(self) -> list[object]:
         own = [self.dataset.fn] if type(self.dataset) is Transformed else []
@@ -197,11 +211,15 @@ class SubsetNode(Node):
             return self.dataset
         return self._with("dataset", inner)
 
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return Subset(self._child.frozen(copies), cast("Sequence[int]", self._indices))
+
     def raw(self) -> Raw | None:
         return self._child.raw()
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        return self._child.labels_of(self._below(indices))
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        below = self._child.labels()
+        return lambda indices: below(self._below(indices))
 
 
 class ConcatNode(Node):
@@ -243,6 +261,9 @@ class ConcatNode(Node):
             return self.dataset
         return self._with("datasets", inner)
 
+    def frozen(self, copies: dict[int, Dataset[Sample]]) -> Dataset[Sample]:
+        return ConcatDataset([child.frozen(copies) for child in self._children])
+
     def raw(self) -> Raw | None:
         first = self._children[0].raw()
         # torch's ConcatDataset takes its samples one by one: so is a batch_transform called then
@@ -250,12 +271,17 @@ class ConcatNode(Node):
             return None
         return first if all(first.same(c.raw()) for c in self._children[1:]) else None
 
-    def labels_of(self, indices: Indices) -> torch.Tensor:
-        parts = [(at, child.labels_of(inner)) for child, at, inner in self._split(indices)]
-        out = parts[0][1].new_empty((len(indices), *parts[0][1].shape[1:]))
-        for at, labels in parts:
-            out[torch.from_numpy(at)] = labels
-        return out
+    def labels(self) -> Callable[[Indices], torch.Tensor]:
+        labels = {id(child): child.labels() for child in self._children}
+
+        def collated(indices: Indices) -> torch.Tensor:
+            parts = [(at, labels[id(child)](inner)) for child, at, inner in self._split(indices)]
+            out = parts[0][1].new_empty((len(indices), *parts[0][1].shape[1:]))
+            for at, found in parts:
+                out[torch.from_numpy(at)] = found
+            return out
+
+        return collated
 
 
 class StackNode(Node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import signal
@@ -261,6 +262,116 @@ def test_a_run_resumes_to_the_bit(workers: int, later: int, seeded: bool, stop: 
     elif seeded:
         assert [b.tolist() for b in resumed] == (after if stop == 10 else expected)
     assert len(list(resumed)) == 10
+
+
+class Counting:
+    """Another order in each epoch, which it counts by itself."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        self.epoch += 1
+        yield from torch.randperm(40, generator=generator).tolist()
+
+
+class Told(Counting):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Saved(Counting):
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+class Placed(Saved):
+    """Goes on in mid-epoch, by a state that is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"epoch": 0, "place": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.state["epoch"])
+        for i in torch.randperm(40, generator=generator).tolist()[self.state["place"] :]:
+            self.state["place"] += 1
+            yield i
+        self.state["epoch"] += 1
+        self.state["place"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+
+
+@pytest.mark.parametrize("workers, later", [(0, 0), (0, 2), (2, 0), (2, 3)])
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("kind", [Told, Saved, Placed])
+@pytest.mark.parametrize("stop", [0, 3, 10])
+def test_a_sampler_of_ones_own_is_resumed_by_what_it_says_of_itself(
+    workers: int, later: int, batched: bool, kind: Any, stop: int
+) -> None:
+    def make(n: int) -> Any:
+        own = kind()
+        batches = torch.utils.data.BatchSampler(own, 4, False) if batched else None
+        more: Any = {"batch_sampler": batches} if batched else {"batch_size": 4, "sampler": own}
+        return creel.DataLoader(Squares(), num_workers=n, **more)
+
+    straight = make(workers)
+    epochs = [[b.tolist() for b in straight] for _ in range(4)]
+    assert epochs[0] != epochs[1]
+    whole = make(workers)
+    list(whole)
+    iterator = iter(whole)
+    for _ in range(stop):
+        next(iterator)
+    assert next(iterator, None) is not None or stop == 10
+    state = whole.state_dict() if stop == 10 else whole.state_dict(delivered=stop)
+
+    resumed = make(later)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    rest = [b.tolist() for b in resumed]
+    assert rest == (epochs[2] if stop == 10 else epochs[1][stop:])
+    assert [b.tolist() for b in resumed] == epochs[3 if stop == 10 else 2]
+
+
+def test_a_sampler_that_says_nothing_of_itself_is_told_of() -> None:
+    loader = creel.DataLoader(Squares(), 4, sampler=Counting())
+    list(loader)
+    state = loader.state_dict()
+    resumed = creel.DataLoader(Squares(), 4, sampler=Counting())
+    with pytest.warns(UserWarning, match="Counting has neither .* is not resumed") as told:
+        resumed.load_state_dict(state)
+    assert told[0].filename == __file__
+
+
+def test_a_state_dict_of_a_sampler_that_fails_costs_no_batch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(Saved):
+        def state_dict(self) -> dict[str, int]:
+            raise ValueError("here")
+
+    loader = creel.DataLoader(Squares(), 4, sampler=Failing())
+    assert len(list(loader)) == 10
+    assert "Failing.state_dict() fails" in caplog.text
+
+
+def test_a_state_of_another_sampler_is_refused_at_once() -> None:
+    loader = creel.DataLoader(Squares(), 4, sampler=Told())
+    next(iter(loader))
+    with pytest.raises(ConfigError, match="saved order is of Told, this loader has Sequential"):
+        creel.DataLoader(Squares(), 4).load_state_dict(loader.state_dict())
 
 
 def test_a_state_before_the_first_epoch_and_an_empty_one_are_fine() -> None:

@@ -283,6 +283,36 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
         assert read_all(third)
 
 
+@pytest.mark.parametrize("kind", ["files", "rows"])
+def test_workers_that_live_on_keep_their_dataset_whatever_daemon_there_is(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is changed between epochs they do not see, and must not read by its numbers."""
+    monkeypatch.setattr(feed, "_RETRY_S", 0)
+    both: list[Any] = []
+    for i in range(2):
+        path = tmp_path / str(i)
+        path.write_bytes(np.random.default_rng(i).bytes(N * 8))
+        paths = [str(path)] if kind == "rows" else [str(path)] * N
+        both += [
+            creel.RecordDataset(paths, torch.uint8, 8)
+            if kind == "rows"
+            else creel.FileDataset(paths, transform=lambda data: data[:8])
+        ]
+
+    def epochs(cls: Any) -> list[Any]:
+        subset = torch.utils.data.Subset(both[0], range(N))
+        loader = cls(subset, BATCH, num_workers=1, persistent_workers=True)
+        out = []
+        for dataset in both:
+            subset.dataset = dataset
+            with Running(name):
+                out += [batch.tolist() for batch in loader]
+        return out
+
+    assert epochs(creel.DataLoader) == epochs(DataLoader)
+
+
 # --- readers and pins ------------------------------------------------------------------------
 
 ROWS, ROW_NBYTES, FEW = 400, 16384, 4

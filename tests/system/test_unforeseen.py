@@ -1,4 +1,4 @@
-"""Samplers that nobody can run ahead: their batches are torch's, and cached all the same."""
+"""Samplers of one's own: run as by torch, their batches cached all the same; ahead if asked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 N, NBYTES, BATCH = 160, 14_000, 8
 
-#: Whoever draws from it moves it for everybody: a sampler that does cannot be run ahead.
+#: Whoever draws from it moves it for everybody.
 OUTSIDE = torch.Generator()
 
 
@@ -167,12 +167,10 @@ class Lone:
     """A batch sampler that yields no groups: torch cannot make a batch of these."""
 
     def __init__(self, index: object, *, foreseen: bool) -> None:
-        self.index, self.foreseen = index, foreseen
+        self.index, self.foreseeable = index, foreseen
 
     def __iter__(self) -> Iterator[object]:
         for _ in range(3):
-            if not self.foreseen:
-                torch.randint(N, (1,), generator=OUTSIDE)
             yield self.index
 
 
@@ -207,13 +205,85 @@ def test_a_step_that_reads_nothing_is_part_of_a_plan(
     assert [s["nbytes"] for s in told(daemon)["sources"]] == [N * NBYTES]
 
 
+SEEN = [0]
+
+
+class Logging:
+    """Writes down each run of itself, and names a list of its module."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Iterator[int]:
+        with self.log.open("a") as log:
+            log.write("run\n")
+        for i in torch.randperm(N).tolist():
+            SEEN[0] += 1
+            yield i
+
+
+class Declared(Logging):
+    foreseeable = True
+
+
+class NoGenerator(Logging):
+    """Its body runs where `iter` is called."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(list(super().__iter__()))
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", [Logging, NoGenerator])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_runs_as_often_as_under_torch(
+    data: Dataset[Any], workers: int, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def epochs(cls: Any, log: Path) -> tuple[Any, ...]:
+        torch.manual_seed(4)
+        monkeypatch.setattr(f"{__name__}.SEEN", [0])
+        loader = cls(data, BATCH, sampler=kind(log), num_workers=workers)
+        batches = [batch[1].tolist() for _ in range(3) for batch in loader]
+        return batches, SEEN[0], log.read_text().count("run"), torch.get_rng_state().tolist()
+
+    ours = epochs(creel.DataLoader, tmp_path / "ours.log")
+    assert ours == epochs(DataLoader, tmp_path / "theirs.log")
+    assert ours[2] == 3
+
+
+@pytest.mark.parametrize("how", ["declared", "set"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_is_foreseen_where_that_is_asked_for(
+    daemon: Running, data: Dataset[Any], workers: int, how: str, tmp_path: Path
+) -> None:
+    def epoch(cls: Any, **more: Any) -> tuple[Any, ...]:
+        torch.manual_seed(4)
+        sampler: Any = (Declared if how == "declared" else Logging)(tmp_path / "log")
+        loader = cls(data, BATCH, sampler=sampler, num_workers=workers, **more)
+        iterator = iter(loader)
+        first = next(iterator)[1].tolist()
+        if cls is creel.DataLoader:
+            until(all_told, what="the daemon is told of the whole epoch")
+        return first, [batch[1].tolist() for batch in iterator], torch.get_rng_state().tolist()
+
+    def all_told() -> bool:
+        (session,) = told(daemon)["sessions"]
+        return bool(session["known"] >= N // BATCH)
+
+    more = {} if how == "declared" else {"creel": {"loader.foresee": True}}
+    assert epoch(creel.DataLoader, **more) == epoch(DataLoader)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_that_decides_as_it_goes_is_run_ahead_no_more(
     daemon: Running, data: Dataset[Any], workers: int
 ) -> None:
-    def epochs(cls: Any) -> Iterator[list[list[int]]]:
+    def epochs(cls: Any, **more: Any) -> Iterator[list[list[int]]]:
         sampler = Mining()
-        loader = cls(data, BATCH, sampler=sampler, num_workers=workers)
+        loader = cls(data, BATCH, sampler=sampler, num_workers=workers, **more)
         for _ in range(4):
             seen = []
             for i, batch in enumerate(loader):
@@ -223,11 +293,12 @@ def test_a_sampler_that_decides_as_it_goes_is_run_ahead_no_more(
             yield seen
 
     ran_ahead = []
-    for seen, expected in zip(epochs(creel.DataLoader), epochs(DataLoader), strict=True):
+    ours = epochs(creel.DataLoader, creel={"loader.foresee": True})
+    for seen, expected in zip(ours, epochs(DataLoader), strict=True):
         assert seen == expected
         (core,) = told(daemon)["core"]["sessions"].values()
         ran_ahead.append(core["misses"] + core["hits"] + core["joined"])
-    # Two epochs were foreseen, wrongly; the plan of another would have been fetched ahead.
+    # One epoch was foreseen, wrongly; the plan of another would have been fetched ahead.
     assert ran_ahead[3] - ran_ahead[2] == N
     assert sum(s["nbytes"] for s in told(daemon)["sources"]) <= N * NBYTES
 
