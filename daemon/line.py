@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from creel.messages import (
 )
 
 _MESSAGES = 64  # a turn, so that a flood leaves room for everybody else
+_TURN_S = 0.01  # nor may a turn take longer, but for its last message: pieces of plans take ms each
 _MAX_FRAME = 128 << 20  # a client sends pieces of 4 MB
 
 
@@ -61,7 +63,10 @@ class Line:
 
     def turn(self) -> bool:
         """Serve what came, up to a bound; whether more is waiting."""
+        until = time.monotonic() + _TURN_S
         for _ in range(_MESSAGES):
+            if time.monotonic() > until:
+                break
             try:
                 who, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:

@@ -82,9 +82,8 @@ class Stream:
         """Items [0, ready) cost next to nothing any more; the next ones are made piece by piece."""
         return self.drawn
 
-    def settle(self, timeout_s: float) -> bool:  # noqa: ARG002  (there is nothing to wait for)
-        """Wait until all that is drawn is `ready`; False while it is not after so many seconds."""
-        return True
+    def draw(self) -> None:
+        """Have all that was needed `ready`: for who is in no hurry, it costs least so."""
 
     def need(self, item: int) -> None:
         """Make every draw that torch has made once `item` was asked for; `total` means the end."""
@@ -205,8 +204,9 @@ class Shuffled(Drawing):
                 break
         return min(there, self.total)
 
-    def settle(self, timeout_s: float) -> bool:
-        return all(block.settle(timeout_s) for block in self._blocks)
+    def draw(self) -> None:
+        for block in self._blocks:
+            block.whole()
 
     def need(self, item: int) -> None:
         wanted = min(item // max(self._n, 1) + 1, self._most)
@@ -249,8 +249,8 @@ class Chosen(Stream):
     def ready(self) -> int:
         return self._order.ready
 
-    def settle(self, timeout_s: float) -> bool:
-        return self._order.settle(timeout_s)
+    def draw(self) -> None:
+        self._order.draw()
 
     def need(self, item: int) -> None:
         self._order.need(item)
@@ -291,8 +291,8 @@ class Dealt(Stream):
         there = self._order.ready
         return self.total if there == self._n else max(there - self._rank, 0) // self._world
 
-    def settle(self, timeout_s: float) -> bool:
-        return self._order.settle(timeout_s)
+    def draw(self) -> None:
+        self._order.draw()
 
     def items(self, start: int, stop: int) -> Items:
         places = self._rank + self._world * np.arange(start, stop)
@@ -334,6 +334,10 @@ class Replaced(Drawing):
     @property
     def drawn(self) -> int:
         return self._have
+
+    @property
+    def ready(self) -> int:
+        return self.total  # those that are not drawn yet cost no more one by one
 
     def need(self, item: int) -> None:
         wanted = min(_CHUNK * (item // _CHUNK + 1), self.total)

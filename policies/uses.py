@@ -25,9 +25,12 @@ class _Epoch:
 
     __slots__ = ("accesses", "base", "end", "first", "rank", "repeats", "twice")
 
-    def __init__(self, objects: int, base: int) -> None:
-        self.first = np.full(objects, NEVER, np.int32)
-        self.rank = np.zeros(objects, np.uint8)
+    def __init__(self, objects: int, base: int, old: _Epoch | None = None) -> None:
+        """`old` is needed no more: fresh memory for millions of objects takes its time."""
+        self.first: NDArray[np.int32] = np.empty(objects, np.int32) if old is None else old.first
+        self.first.fill(NEVER)
+        self.rank: NDArray[np.uint8] = np.zeros(objects, np.uint8) if old is None else old.rank
+        self.rank.fill(0)
         self.base = base
         self.end = base  # one past the last known step
         self.accesses = 0
@@ -95,6 +98,7 @@ class Uses:
     def __init__(self, objects: int) -> None:
         self.due = np.full(objects, NEVER, np.int32)
         self._epochs: dict[int, _Epoch] = {}
+        self._old: _Epoch | None = None
         self._blurred: set[int] = set()
         self._forgotten = 0
 
@@ -106,7 +110,8 @@ class Uses:
             return
         table = self._epochs.get(epoch)
         if table is None:
-            table = _Epoch(len(self.due), int(steps[0]))
+            table = _Epoch(len(self.due), int(steps[0]), self._old)
+            self._old = None
             table.twice = epoch < self._forgotten  # it was known before, who knows with what
             self._epochs[epoch] = table
             self._epochs = dict(sorted(self._epochs.items()))
@@ -150,18 +155,24 @@ class Uses:
         """No rank is in an epoch before `epoch` any more."""
         self._forgotten = max(self._forgotten, epoch)
         for old in [e for e in self._epochs if e < epoch]:
-            del self._epochs[old]
+            self._old = self._epochs.pop(old)
         self._blurred = {e for e in self._blurred if e >= epoch}
 
     def clear(self) -> None:
         """Forget all plans."""
-        self._epochs.clear()
+        while self._epochs:
+            self._old = self._epochs.popitem()[1]
         self.due.fill(NEVER)
 
     def table(self, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]] | None:
         """(n,) steps of the first reads in `epoch`, and (n,) their ranks; None where unknown."""
         known = self._epochs.get(epoch)
         return None if known is None else (known.first, known.rank)
+
+    def span(self, epoch: int) -> tuple[int, int]:
+        """First step of a known epoch, and one past its last known step."""
+        known = self._epochs[epoch]
+        return known.base, known.end
 
     def start(self, epoch: int) -> int:
         """First step of the first known epoch from `epoch` on, or NEVER."""
