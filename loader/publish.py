@@ -157,7 +157,7 @@ class Told:
         return out
 
     def see(self, piece: Piece, size: int, *, later: bool) -> None:
-        """The daemon is about to be told this, by one thread or two; the dataset has `size` objects.
+        """The daemon is about to be told this, by one thread or two; of `size` objects.
 
         later: there is time before the next piece or after it; this takes fresh memory.
         """
