@@ -178,6 +178,9 @@ class Permutation:
             self._begin_anew(_FIRST)
             self._begin()
             return
+        if self._have < self._stages:
+            self._begin_anew(2 * self._have)
+            return
         piece = self._shuffle.more(_PIECE)
         have = self._have + len(piece)
         if have > len(self._head):
@@ -186,6 +189,11 @@ class Permutation:
             self._head = head
         self._head[self._have : have] = piece
         self._have = have
+
+    @property
+    def _stages(self) -> int:
+        """Up to here all is made anew for twice as much."""
+        return min(_STAGES, self._n // 16)
 
     def _begin_anew(self, k: int) -> None:
         """Make the first k entries at once, which costs no memory of the size of all."""
@@ -220,12 +228,9 @@ class Permutation:
 
     def _hurry(self) -> None:
         """Keep ahead of who pulls batches as fast as it can, until the whole can be there."""
-        k = 2 * _FIRST
-        while k <= _STAGES and k <= self._n // 16:
+        while self._have < self._stages and self._whole is None:
             with self._head_lock:
-                if self._have < k and self._whole is None:
-                    self._begin_anew(k)
-            k *= 2
+                self._begin_anew(2 * self._have)
         if self._n >= _LONG:
             with self._head_lock:
                 if self._shuffle is not None:

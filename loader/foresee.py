@@ -124,6 +124,12 @@ class Plan:
         stream = self._opened().stream
         return stream is not None and stream.at_once
 
+    @property
+    def spread(self) -> int:
+        """What a sample costs that is not ready, in entries of a permutation."""
+        stream = self._opened().stream
+        return 1 if stream is None else stream.spread
+
     def ready(self, step: int) -> bool:
         """Whether steps [0, step) cost next to nothing any more."""
         foreseen = self._opened()

@@ -113,6 +113,7 @@ class Told:
         self.repeats = False
         self.like = like
         self._pieces: list[Piece] = []
+        self._found: Piece | None = None
         self._seen: NDArray[np.bool_] | None = None  # objects that it reads
         self._unseen: list[NDArray[np.int32]] = []  # of what is told, not yet in `_seen`
         self._seeing = threading.Lock()
@@ -187,8 +188,10 @@ class Told:
         return bisect_right(self._pieces, i, key=lambda piece: piece.first) - 1
 
     def _piece(self, i: int) -> Piece | None:
-        at = self._at(i)
-        found = self._pieces[at] if at >= 0 else None
+        found = self._found  # mostly it is the same as last time
+        if found is None or not found.first <= i < found.last:
+            at = self._at(i)
+            found = self._found = self._pieces[at] if at >= 0 else None
         return found if found is not None and i < found.last else None
 
 
@@ -283,9 +286,13 @@ class PlanPublisher:
     def reach(self, told: Told, i: int) -> bool:
         """Have batch i told now; False when it cannot be."""
         told.given = i + 1
+        if i < told.known:
+            return i < told.total
         while told.known <= i < told.total:
             if not self._publish(self._here):
                 return False
+        if self._thread is None:  # it ends where the daemon stands still for a while
+            self._go()
         return i < told.known
 
     def pump(self) -> None:
@@ -328,6 +335,10 @@ class PlanPublisher:
         self._saying = True
         try:
             said = message()
+        except Exception:  # noqa: BLE001  no memory, or another thread hangs up
+            _log.debug("the daemon cannot be told a plan", exc_info=True)
+            self._session.forget()
+            said = False
         except BaseException:
             self._session.forget()
             self._drop()
@@ -372,9 +383,6 @@ class PlanPublisher:
                 return False
             first = told.known
         piece = self._made(told, first, samples)
-        if piece is not None:
-            size = len(self._session.table.offset)
-            told.see(piece, size, later=samples <= _HERE)
         with self._lock:
             if version != self._version:
                 return True
@@ -400,14 +408,18 @@ class PlanPublisher:
             if first >= told.total:
                 return None
             last = told.plan.reach(first, samples)
+            if not told.plan.ready(last):
+                last = told.plan.reach(first, samples // told.plan.spread)
             indices, ends = told.plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
+            stops = np.zeros(len(counts) + 1, np.int64)
+            np.cumsum(counts, out=stops[1:])
+            piece = Piece(first, indices, ends, objects, stops[ends])  # a step may read nothing
+            told.see(piece, len(self._session.table.offset), later=samples <= _HERE)
         except Exception:  # noqa: BLE001  the person's code may run here; a read raises it again
             _log.debug("cannot tell what an epoch reads", exc_info=True)
             return None
-        stops = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=stops[1:])
-        return Piece(first, indices, ends, objects, stops[ends])  # a step may read nothing
+        return piece
 
     # --- the thread ---------------------------------------------------------------------------
 
@@ -454,7 +466,7 @@ class PlanPublisher:
             time.sleep(_LOOK_S)
             return False
         plan, known = told.plan, told.known
-        urgent = told.begun and plan.reach(told.given, _LEAD) > known
+        urgent = told.begun and plan.reach(told.given, _LEAD // plan.spread) > known
         if not urgent and not plan.ready(plan.reach(known, _PIECE)):
             plan.draw()
         return True

@@ -69,6 +69,9 @@ class Stream:
     #: Whether the first item costs as much as all.
     at_once = False
 
+    #: So many entries of a permutation are drawn for each item.
+    spread = 1
+
     #: Whether another thread may ask for items: none of the user's code runs.
     apart = True
 
@@ -277,6 +280,7 @@ class Dealt(Stream):
         self._rank, self._world = sampler.rank, sampler.num_replicas
         self._n = order.total
         self.total = sampler.num_samples
+        self.spread = self._world
         self.key = ("dealt", order.key, self._rank, self._world, self.total)
 
     def need(self, item: int) -> None:  # noqa: ARG002  (the first wants the whole order)

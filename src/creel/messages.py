@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Raised by one whenever an old client could misread a new daemon, or the other way round.
-PROTOCOL = 2
+PROTOCOL = 3
 
 #: Largest packet at the desk, and largest body on the line, in bytes (arrays are not counted).
 MAX_BODY = 1 << 20
@@ -223,7 +223,7 @@ def encode(message: Message) -> bytes:
     """Body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), DeskRequest)
-    Hello(protocol=2, role='cli', pid=7, token='')
+    Hello(protocol=3, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 
