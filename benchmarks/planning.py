@@ -1,9 +1,21 @@
-"""What foresight costs: the first batches of a huge epoch, a batch, a plan and a step of the core.
+"""What planning costs: through the public loader with a running daemon, beside torch's own loader.
 
-    python benchmarks/planning.py [--rounds N] [--json]
+    python benchmarks/planning.py [--samples N ...] [--kinds seeded ...] [--rounds N] [--json]
 
-Best of `rounds`, in this process alone. The tests keep what these figures come from (so many draws,
-nothing that grows with the dataset), never the figures.
+Records of 64 bytes in one sparse file, batches of 256, `num_workers=0`. A round makes a loader of
+each kind and looks, in ms, at
+
+- first: from `iter()` to the first batch, of the second loader (the first one made the dataset
+  known to the daemon: `new`);
+- held: the longest time for which the trainer's thread, which only looks at the clock, stood still
+  while this epoch and the next were planned in the background; `idle` is the same with nothing
+  going on, for as long: what the machine alone does;
+- planned: seconds until the daemon knew both;
+- answer: how long another process's client waited for an answer of the daemon meanwhile, at worst;
+- next: the longest of 2,000 `next` of a loader that is being planned, and of torch's.
+
+Then, without a loader, the core alone: a piece of a plan, and a step with half of the records held.
+The tests keep what these figures come from (what is told when, and by whom), never the figures.
 """
 
 from __future__ import annotations
@@ -11,87 +23,146 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from measure import report
-from torch import Generator
 from torch.utils.data import DataLoader, DistributedSampler
 
+import creel
+from creel.cache.board import KNOWN
 from creel.cache.space import Lengths, Space
 from creel.daemon.core import Core
 from creel.daemon.events import Extended, Fetch, Fetched, Opened, Progressed, Registered
-from creel.loader.samplers import observe
-from creel.policies import plan
+from creel.loader.client import Client
 
-HUGE, IMAGENET, BATCH = 14_200_000, 1_281_167, 256
+IMAGENET, BATCH, NBYTES = 1_281_167, 256, 64
+_PIECE = 1 << 16  # as the loader's
+_STEPS = 2000
+
+#: Asks the daemon again and again until its standard input ends; prints the longest wait in ms.
+_ASKER = """
+import select, sys, time
+from creel.loader.client import Client
+with Client.connect(sys.argv[1], "cli") as client:
+    client.ask("status")
+    print("ready", flush=True)
+    worst = 0.0
+    while not select.select([sys.stdin], [], [], 0.002)[0]:
+        began = time.perf_counter()
+        client.ask("status", timeout_s=60)
+        worst = max(worst, time.perf_counter() - began)
+    print(1e3 * worst)
+"""
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Of one call, with the garbage of others collected before."""
-    gc.collect()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def ms(seconds: float) -> float:
+    return round(1e3 * seconds, 1)
 
 
-def loader(n: int, kind: str) -> DataLoader[Any]:
-    data: Any = range(n)
+def loader(cls: Any, data: Any, kind: str) -> Any:
     every: dict[str, dict[str, Any]] = {
         "seeded": {"shuffle": True},
-        "generator": {"shuffle": True, "generator": Generator().manual_seed(1)},
+        "generator": {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
         "distributed": {"sampler": DistributedSampler(data, 8, 3)},
     }
-    return DataLoader(data, batch_size=BATCH, **every[kind])
+    return cls(data, BATCH, **every[kind])
 
 
-def first_batches_s(kind: str) -> float:
-    """From `observe` to the eighth batch; the thread that draws the whole is waited for after."""
-    order: Any = None
-
-    def begin() -> None:
-        nonlocal order
-        order = observe(some)
-        for _ in range(8):
-            next(order)
-
-    some = loader(HUGE, kind)
-    took = seconds(begin)
-    order.predict(0).indices  # noqa: B018  (or the next round would share the machine with it)
-    return took
+def first(made: Any) -> tuple[Iterator[Any], float]:
+    """The iterator, and the seconds until it gave a batch."""
+    gc.collect()
+    began = time.perf_counter()
+    iterator = iter(made)
+    next(iterator)
+    return iterator, time.perf_counter() - began
 
 
-def batch_s() -> float:
-    """Mean of an epoch's batches but the first."""
-    order = observe(loader(IMAGENET, "seeded"))
-    next(order)
-    count = 0
-
-    def rest() -> None:
-        nonlocal count
-        count = sum(1 for _ in order)
-
-    took = seconds(rest)
-    return took / count
+def longest_next(iterator: Iterator[Any]) -> float:
+    worst = 0.0
+    for _ in range(_STEPS):
+        began = time.perf_counter()
+        if next(iterator, None) is None:
+            break
+        worst = max(worst, time.perf_counter() - began)
+    return worst
 
 
-def core_s() -> tuple[float, list[float]]:
-    """Extended of an epoch; each Progressed of the second epoch, with half of the records held."""
+def held(until: Any, at_most_s: float) -> tuple[float, float]:
+    """(seconds, longest pause) of this thread, which does nothing, until that is so."""
+    worst, began = 0.0, time.perf_counter()
+    last = look = began
+    while last - began < at_most_s:
+        now = time.perf_counter()
+        worst, last = max(worst, now - last), now
+        if now - look > 0.001:
+            look = now
+            if until():
+                break
+    return last - began, worst
+
+
+def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
+    steps = len(loader(DataLoader, data, kind))
+    _, new_s = first(loader(creel.DataLoader, data, kind))
+    asker = subprocess.Popen(
+        [sys.executable, "-c", _ASKER, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert asker.stdout is not None
+    assert asker.stdout.readline() == "ready\n"
+    made = loader(creel.DataLoader, data, kind)
+    iterator, first_s = first(made)
+    board = iterator._course.feed.session.board  # type: ignore[attr-defined]  # noqa: SLF001
+    planned_s, held_s = held(lambda: board[KNOWN] >= 2 * steps, 300)
+    answer = asker.communicate("")[0]
+    again = iter(loader(creel.DataLoader, data, kind))
+    next_s = longest_next(again)
+    del again, iterator
+    theirs, torch_s = first(loader(DataLoader, data, kind))
+    torch_next_s = longest_next(theirs)
+    return {
+        "new": ms(new_s),
+        "first": ms(first_s),
+        "torch's first": ms(torch_s),
+        "held": ms(held_s),
+        "idle": ms(held(lambda: False, planned_s)[1]),
+        "planned, s": round(planned_s, 2),
+        "answer": round(float(answer), 1),
+        "next": ms(next_s),
+        "torch's next": ms(torch_next_s),
+    }
+
+
+def core_s() -> tuple[list[float], list[float]]:
+    """Each Extended of two epochs; each Progressed of the second, with half of the records held."""
     rng = np.random.default_rng(0)
     core = Core(Space(IMAGENET // 2 * 1000))
     offset, length = np.full(IMAGENET, -1), np.full(IMAGENET, 1000)
     core.handle(Registered("d", offset, length, Lengths.of(length)), 0.0)
     core.handle(Opened(1, "d", "", 0, 1), 0.0)
-    ends = np.append(np.arange(BATCH, IMAGENET, BATCH), IMAGENET)
+    steps = -(-IMAGENET // BATCH)
     extends, spent, fetches = [], [], []
     for epoch in range(2):
         drawn = rng.permutation(IMAGENET).astype(np.int32)
-        start = time.perf_counter()
-        fetches += core.handle(Extended(1, epoch, epoch * len(ends), drawn, ends), 0.0)
-        extends.append(time.perf_counter() - start)
-    for step in range(2 * len(ends) - 1600):
+        for at in range(0, IMAGENET, _PIECE):
+            piece = drawn[at : at + _PIECE]
+            ends = np.append(np.arange(BATCH, len(piece), BATCH), len(piece))
+            told = Extended(1, epoch, epoch * steps + at // BATCH, piece, ends)
+            start = time.perf_counter()
+            fetches += core.handle(told, 0.0)
+            extends.append(time.perf_counter() - start)
+    for step in range(2 * steps - 1600):
         while fetches:
             fetch = fetches.pop()
             if isinstance(fetch, Fetch):
@@ -99,33 +170,46 @@ def core_s() -> tuple[float, list[float]]:
         start = time.perf_counter()
         fetches += core.handle(Progressed(1, step + 1, 0), step * 0.1)
         spent.append(time.perf_counter() - start)
-    return min(extends), spent[len(ends) :]
+    return extends, spent[steps:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--samples", type=int, nargs="+", default=[IMAGENET, 14_000_000])
+    kinds = ("seeded", "generator", "distributed")
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    rounds = range(parser.parse_args().rounds)
-    extends, steps = zip(*(core_s() for _ in rounds), strict=True)
+    o = parser.parse_args()
+    name = os.environ["CREEL_SOCKET"] = f"planning-{os.getpid()}"
+    os.environ.setdefault("CREEL_MEMORY__BUDGET", "256MiB")
+    torch.set_num_threads(1)
+    rows: list[dict[str, object]] = []
+    with tempfile.NamedTemporaryFile() as file:
+        path = Path(file.name)
+        for n in o.samples:
+            os.truncate(path, n * NBYTES)
+            data = creel.RecordDataset(path, torch.uint8, NBYTES)
+            for kind in o.kinds:
+                found = [through_the_loader(data, kind, name) for _ in range(o.rounds)]
+                # The first one's `new` alone is one; of the rest, what is least disturbed.
+                best = {what: min(row[what] for row in found) for what in found[0]}
+                rows.append({"samples": n, "kind": kind, **best, "new": found[0]["new"]})
+    report(rows)
+    extends, steps = zip(*(core_s() for _ in range(o.rounds)), strict=True)
     spent = list(itertools.chain(*steps))
     named = {
-        f"first 2000 of {HUGE:,}": min(
-            seconds(lambda: plan.permutation_prefix(HUGE, 5, 2000)) for _ in rounds
-        ),
-        **{
-            f"observe and 8 batches, {kind}": min(first_batches_s(kind) for _ in rounds)
-            for kind in ("seeded", "generator", "distributed")
-        },
-        "next, per batch": min(batch_s() for _ in rounds),
-        f"Extended, {IMAGENET:,} objects": min(extends),
+        f"Extended, {_PIECE:,} of {IMAGENET:,}, median": float(np.median(extends)),
+        "Extended, longest": min(max(e) for e in extends),
         "Progressed, 10th percentile": float(np.percentile(spent, 10)),
         "Progressed, median": float(np.median(spent)),
         "Progressed, 99th percentile": float(np.percentile(spent, 99)),
     }
     report([{"what": what, "us": round(1e6 * took, 1)} for what, took in named.items()])
+    with Client.connect(name, "cli") as client:
+        client.ask("stop")
 
 
 if __name__ == "__main__":

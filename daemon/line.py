@@ -40,7 +40,7 @@ from creel.messages import (
 log = logging.getLogger("creel.line")
 
 _MESSAGES = 64  # a turn, so that a flood leaves room for everybody else
-_TURN_S = 0.02  # the same for messages that take long
+_TURN_S = 0.01  # nor may a turn take longer, but for its last message
 _MAX_PIECE = 1 << 20  # reads, and steps, in a message
 _MAX_FRAME = 16 << 20  # bytes: more than such a piece takes, so that its sender is told
 

@@ -26,8 +26,12 @@ _SMALL = 1 << 17
 #: Below this a draw takes some tens of microseconds: not worth remembering.
 _TINY = 1 << 13
 
-#: So many entries are made at a time without the whole (1 ms).
+#: So many entries are made at first without the whole (1 ms), then at once so many more, and more.
+_FIRST = 1 << 13
+_STAGES = 1 << 18
+#: After these, so many at a time (1 ms) where the whole takes longer than the stages give time for.
 _PIECE = 1 << 13
+_LONG = 1 << 22
 #: Who needs an entry this far beyond what is there (a resumed epoch) waits for the whole.
 _LEAP = 1 << 18
 #: States after a draw that are remembered, 5 KB each: who foresees an epoch makes them, who begins
@@ -122,7 +126,6 @@ class Permutation:
         """What belongs to one process: a fork leaves threads behind, and locks as they are."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
         self._head_lock = threading.Lock()
         self._shuffle: plan.Shuffle | None = None
         self._head: NDArray[np.int32] = np.empty(0, dtype=np.int32)
@@ -162,22 +165,42 @@ class Permutation:
         if self._whole is None and self._pid != os.getpid():
             self._renew()
         while self._whole is None and k <= self._have + _LEAP:
+            if k <= self._have:
+                return self._head  # made before `_have` said so
             with self._head_lock:
-                if k <= self._have:
-                    return self._head
-                if self._whole is None:
+                if k > self._have and self._whole is None:
                     self._go_on()
         return self.whole()
 
     def _go_on(self) -> None:
         """Make one more piece of the head."""
         if self._shuffle is None:
-            self._shuffle = plan.Shuffle(self._n, plan.TorchRandom.from_state(self._start))
-            self._head = np.empty(self._n, np.int32)  # its pages come as they are written
+            self._begin_anew(_FIRST)
             self._begin()
+            return
+        if self._have < self._stages:
+            self._begin_anew(2 * self._have)
+            return
         piece = self._shuffle.more(_PIECE)
-        self._head[self._have : self._have + len(piece)] = piece
-        self._have += len(piece)
+        have = self._have + len(piece)
+        if have > len(self._head):
+            head = np.empty(min(2 * have, self._n), np.int32)
+            head[: self._have] = self._head[: self._have]
+            self._head = head
+        self._head[self._have : have] = piece
+        self._have = have
+
+    @property
+    def _stages(self) -> int:
+        """Up to here all is made anew for twice as much."""
+        return min(_STAGES, self._n // 16)
+
+    def _begin_anew(self, k: int) -> None:
+        """Make the first k entries at once, which costs no memory of the size of all."""
+        shuffle = plan.Shuffle(self._n, plan.TorchRandom.from_state(self._start))
+        self._head = shuffle.more(k)
+        self._shuffle = shuffle
+        self._have = len(self._head)
 
     def whole(self) -> NDArray[np.int32]:
         """All n entries; waits while another thread draws them."""
@@ -196,24 +219,26 @@ class Permutation:
                     self._shuffle, self._head = None, drawn  # and their memory
         return self._whole
 
-    def settle(self, timeout_s: float) -> bool:
-        """Wait for the thread that draws the whole; False if it is not done after so long."""
-        thread = self._thread
-        if self._whole is None and thread is not None and self._pid == os.getpid():
-            thread.join(timeout_s)
-            return not thread.is_alive()
-        return True
-
     def _begin(self) -> None:
         """Have the whole drawn behind the caller's back."""
         # No daemon thread: one that comes back from torch while Python ends aborts the process.
         thread = threading.Thread(target=self._try_whole, name="creel-randperm")
         with contextlib.suppress(RuntimeError):  # no more threads: piece by piece, then
             thread.start()
-            self._thread = thread
+
+    def _hurry(self) -> None:
+        """Keep ahead of who pulls batches as fast as it can, until the whole can be there."""
+        while self._have < self._stages and self._whole is None:
+            with self._head_lock:
+                self._begin_anew(2 * self._have)
+        if self._n >= _LONG:
+            with self._head_lock:
+                if self._shuffle is not None:
+                    self._shuffle.prepare()
 
     def _try_whole(self) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # then `whole` meets it again, in time
+            self._hurry()
             self.whole()
 
 

@@ -185,7 +185,7 @@ class Feed:
         ids = [g.ids for g in given]
         batches, samples = len(given), sum(g.samples for g in given)
         step = given[-1].step + 1 if given else 0
-        last = min(last, 0 if told is None else told.total)
+        last = min(last, 0 if told is None else min(told.known, told.total))
         if told is not None and last > first:
             for k, objects in told.take(first, last):
                 samples += k

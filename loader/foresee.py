@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -123,6 +124,12 @@ class Plan:
         stream = self._opened().stream
         return stream is not None and stream.at_once
 
+    @property
+    def spread(self) -> int:
+        """What a sample costs that is not ready, in entries of a permutation."""
+        stream = self._opened().stream
+        return 1 if stream is None else stream.spread
+
     def ready(self, step: int) -> bool:
         """Whether steps [0, step) cost next to nothing any more."""
         foreseen = self._opened()
@@ -132,10 +139,14 @@ class Plan:
             step * (foreseen.shape.size or 1), foreseen.stream.total
         )
 
-    def settle(self, timeout_s: float) -> bool:
-        """Wait until the rest costs next to nothing; False if it still does after so long."""
+    def draw(self) -> None:
+        """Have all steps cost next to nothing, at the least cost; it may take its time."""
         stream = self._opened().stream
-        return stream is None or stream.settle(timeout_s)
+        if stream is not None:
+            with contextlib.suppress(Exception):  # who wants the steps meets it again
+                with self._lock:
+                    stream.need(stream.total - 1)
+                stream.draw()
 
     def cut(self, first: int, last: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """(indices, ends) of steps [first, last), as if they were all.

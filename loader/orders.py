@@ -198,7 +198,8 @@ class KnownOrder(Order):
             raise StopIteration
         stop = min(stop, stream.total)
         # A large permutation is there only in part: no more of it than is at hand, or wanted now.
-        end = stop if stream.live else max(stop, min(start + self._piece_size, stream.ready))
+        there = min(stream.drawn, stream.ready)
+        end = stop if stream.live else max(stop, min(start + self._piece_size, there))
         piece = stream.items(start, end)
         if isinstance(piece, np.ndarray):
             piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)

@@ -34,14 +34,16 @@ _HERE = 1 << 12
 _OWN = 1 << 10
 #: Plans up to this are told at once: 3 ms, and no thread.
 _SMALL = 1 << 15
-#: Samples of one piece of the thread's: the daemon takes it in in about 5 ms.
-_PIECE = 1 << 16
+#: Samples of one piece of the thread's: the daemon takes it in in about 3 ms.
+_PIECE = 1 << 15
 #: How far ahead of the trainer the thread goes, in samples, while a permutation is being drawn:
 #: its entries one by one cost four times as much as out of the whole.
 _LEAD = 1 << 17
 #: Pieces that the daemon has not taken in yet, at most.
-_FLYING = 4
-_LOOK_S = 0.005  # from one look whether something is there to the next
+_FLYING = 2
+#: numpy counts so many without letting other threads go on: 0.3 ms.
+_COUNTED = 1 << 22
+_LOOK_S = 0.002  # from one look whether something is there to the next
 #: A trainer that tells a plan all by itself spends so long on it for each batch, in ns.
 _SLICE_NS = 2_000_000
 
@@ -96,8 +98,8 @@ class Told:
         origin: None before anything was told.
         known: batches below are told (or were skipped).
         total: no batch from here on can be told; a guess too high until the plan was opened.
-        given: batches below were asked for by the trainer.
-        repeats: whether some object is read more than once, as far as told.
+        given: batches below were asked for by the trainer; `begun`: it is in this epoch.
+        repeats: whether some object is read more than once, where all of it is told.
         like: tell it only where this other epoch `repeats`.
     """
 
@@ -107,11 +109,15 @@ class Told:
         self.origin: int | None = None
         self.known = self.given = skip
         self.total = sys.maxsize
+        self.begun = False
         self.repeats = False
         self.like = like
         self._pieces: list[Piece] = []
-        self._seen: NDArray[np.bool_] | None = None
-        self._reads = 0
+        self._found: Piece | None = None
+        self._seen: NDArray[np.bool_] | None = None  # objects that it reads
+        self._unseen: list[NDArray[np.int32]] = []  # of what is told, not yet in `_seen`
+        self._seeing = threading.Lock()
+        self._distinct = self._reads = 0
 
     @property
     def complete(self) -> bool:
@@ -151,30 +157,41 @@ class Told:
         del self._pieces[: max(self._at(last), 0)]
         return out
 
-    def add(self, piece: Piece, objects: int) -> None:
-        """The daemon was told this; `objects` are all that the dataset has."""
+    def see(self, piece: Piece, size: int, *, later: bool) -> None:
+        """The daemon is about to be told this, by one thread or two; of `size` objects.
+
+        later: there is time before the next piece or after it; this takes fresh memory.
+        """
+        last = piece.last >= self.total
+        with self._seeing:
+            self._unseen.append(piece.objects)
+            if later and not last:
+                return
+            if self._seen is None:
+                self._seen = np.zeros(size, np.bool_)
+            while self._unseen:
+                self._seen[self._unseen.pop()] = True
+            if last:
+                parts = [self._seen[a : a + _COUNTED] for a in range(0, size, _COUNTED)]
+                self._distinct = sum(int(np.count_nonzero(part)) for part in parts)
+
+    def add(self, piece: Piece) -> None:
+        """The daemon was told this."""
         self._pieces.append(piece)
-        self.known = piece.last
-        if self.repeats:
-            return
-        if self._seen is None:
-            self._seen = np.zeros(objects, np.bool_)
-        self.repeats = bool(self._seen[piece.objects].any())
-        self._seen[piece.objects] = True
         self._reads += len(piece.objects)
-        if self.complete and not self.repeats:  # nor within a piece
-            parts = range(0, objects, 1 << 22)  # numpy counts them without letting others go on
-            distinct = sum(np.count_nonzero(self._seen[a : a + (1 << 22)]) for a in parts)
-            self.repeats = bool(distinct < self._reads)
-        if self.complete or self.repeats:
+        self.known = piece.last
+        if self.complete:
+            self.repeats = self._distinct < self._reads
             self._seen = None
 
     def _at(self, i: int) -> int:
         return bisect_right(self._pieces, i, key=lambda piece: piece.first) - 1
 
     def _piece(self, i: int) -> Piece | None:
-        at = self._at(i)
-        found = self._pieces[at] if at >= 0 else None
+        found = self._found  # mostly it is the same as last time
+        if found is None or not found.first <= i < found.last:
+            at = self._at(i)
+            found = self._found = self._pieces[at] if at >= 0 else None
         return found if found is not None and i < found.last else None
 
 
@@ -226,7 +243,7 @@ class PlanPublisher:
         if told.complete:
             return None
         with self._lock:
-            told.origin = self._end - skip
+            told.origin, told.begun = self._end - skip, True
             self._epochs.append(told)
         self._threads = self._apart and plan.apart
         self._few = plan.samples <= (_SMALL if self._threads else _HERE)
@@ -255,7 +272,8 @@ class PlanPublisher:
         with self._lock:
             if told.origin is None and told in self._epochs and self._end == step:
                 told.origin = step
-            return told.origin == step
+            told.begun = told.origin == step
+            return told.begun
 
     def unlike(self, told: Told) -> bool:
         """Whether an epoch was not to be told, for want of repeats; then it never will."""
@@ -268,9 +286,13 @@ class PlanPublisher:
     def reach(self, told: Told, i: int) -> bool:
         """Have batch i told now; False when it cannot be."""
         told.given = i + 1
+        if i < told.known:
+            return i < told.total
         while told.known <= i < told.total:
             if not self._publish(self._here):
                 return False
+        if self._thread is None:  # it ends where the daemon stands still for a while
+            self._go()
         return i < told.known
 
     def pump(self) -> None:
@@ -313,6 +335,10 @@ class PlanPublisher:
         self._saying = True
         try:
             said = message()
+        except Exception:  # noqa: BLE001  no memory, or another thread hangs up
+            _log.debug("the daemon cannot be told a plan", exc_info=True)
+            self._session.forget()
+            said = False
         except BaseException:
             self._session.forget()
             self._drop()
@@ -372,7 +398,7 @@ class PlanPublisher:
             told.origin = self._end
         if not self._extend(told.epoch, piece.objects, piece.stops):
             return False
-        told.add(piece, len(self._session.table.offset))
+        told.add(piece)
         return True
 
     def _made(self, told: Told, first: int, samples: int) -> Piece | None:
@@ -382,14 +408,18 @@ class PlanPublisher:
             if first >= told.total:
                 return None
             last = told.plan.reach(first, samples)
+            if not told.plan.ready(last):
+                last = told.plan.reach(first, samples // told.plan.spread)
             indices, ends = told.plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
+            stops = np.zeros(len(counts) + 1, np.int64)
+            np.cumsum(counts, out=stops[1:])
+            piece = Piece(first, indices, ends, objects, stops[ends])  # a step may read nothing
+            told.see(piece, len(self._session.table.offset), later=samples <= _HERE)
         except Exception:  # noqa: BLE001  the person's code may run here; a read raises it again
             _log.debug("cannot tell what an epoch reads", exc_info=True)
             return None
-        stops = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=stops[1:])
-        return Piece(first, indices, ends, objects, stops[ends])  # a step may read nothing
+        return piece
 
     # --- the thread ---------------------------------------------------------------------------
 
@@ -436,9 +466,10 @@ class PlanPublisher:
             time.sleep(_LOOK_S)
             return False
         plan, known = told.plan, told.known
-        if plan.ready(plan.reach(known, _PIECE)) or plan.reach(told.given, _LEAD) > known:
-            return True
-        return plan.settle(_LOOK_S)
+        urgent = told.begun and plan.reach(told.given, _LEAD // plan.spread) > known
+        if not urgent and not plan.ready(plan.reach(known, _PIECE)):
+            plan.draw()
+        return True
 
 
 _publishers: weakref.WeakSet[PlanPublisher] = weakref.WeakSet()

@@ -69,6 +69,9 @@ class Stream:
     #: Whether the first item costs as much as all.
     at_once = False
 
+    #: So many entries of a permutation are drawn for each item.
+    spread = 1
+
     #: Whether another thread may ask for items: none of the user's code runs.
     apart = True
 
@@ -82,9 +85,8 @@ class Stream:
         """Items [0, ready) cost next to nothing any more; the next ones are made piece by piece."""
         return self.drawn
 
-    def settle(self, timeout_s: float) -> bool:  # noqa: ARG002  (there is nothing to wait for)
-        """Wait until all that is drawn is `ready`; False while it is not after so many seconds."""
-        return True
+    def draw(self) -> None:
+        """Have all that was needed `ready`: for who is in no hurry, it costs least so."""
 
     def need(self, item: int) -> None:
         """Make every draw that torch has made once `item` was asked for; `total` means the end."""
@@ -205,8 +207,9 @@ class Shuffled(Drawing):
                 break
         return min(there, self.total)
 
-    def settle(self, timeout_s: float) -> bool:
-        return all(block.settle(timeout_s) for block in self._blocks)
+    def draw(self) -> None:
+        for block in self._blocks:
+            block.whole()
 
     def need(self, item: int) -> None:
         wanted = min(item // max(self._n, 1) + 1, self._most)
@@ -249,8 +252,8 @@ class Chosen(Stream):
     def ready(self) -> int:
         return self._order.ready
 
-    def settle(self, timeout_s: float) -> bool:
-        return self._order.settle(timeout_s)
+    def draw(self) -> None:
+        self._order.draw()
 
     def need(self, item: int) -> None:
         self._order.need(item)
@@ -277,6 +280,7 @@ class Dealt(Stream):
         self._rank, self._world = sampler.rank, sampler.num_replicas
         self._n = order.total
         self.total = sampler.num_samples
+        self.spread = self._world
         self.key = ("dealt", order.key, self._rank, self._world, self.total)
 
     def need(self, item: int) -> None:  # noqa: ARG002  (the first wants the whole order)
@@ -291,8 +295,8 @@ class Dealt(Stream):
         there = self._order.ready
         return self.total if there == self._n else max(there - self._rank, 0) // self._world
 
-    def settle(self, timeout_s: float) -> bool:
-        return self._order.settle(timeout_s)
+    def draw(self) -> None:
+        self._order.draw()
 
     def items(self, start: int, stop: int) -> Items:
         places = self._rank + self._world * np.arange(start, stop)
@@ -334,6 +338,10 @@ class Replaced(Drawing):
     @property
     def drawn(self) -> int:
         return self._have
+
+    @property
+    def ready(self) -> int:
+        return self.total  # those that are not drawn yet cost no more one by one
 
     def need(self, item: int) -> None:
         wanted = min(_CHUNK * (item // _CHUNK + 1), self.total)

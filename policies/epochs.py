@@ -312,7 +312,7 @@ class EpochKeeper(Keeper):
             return Sorted(len(size), lambda ids: np.maximum(size[ids], 0))
         table = self.uses.table(self.epoch + 1) if self.known > self.epoch else None
         if table is not None:
-            return Spread.by_step(*table)
+            return Spread.by_step(*table, self.uses.span(self.epoch + 1))
         return Spread.by_chance(len(self._life))
 
     def _renew(self) -> None:

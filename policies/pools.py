@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.masks import some
-from creel.policies.uses import NEVER
 
 Index = NDArray[np.intp]
 
@@ -21,6 +20,8 @@ Index = NDArray[np.intp]
 #: finer than any prefetch window.
 _BUCKETS = 4096
 _NOBODY = np.empty(0, np.intp)
+_ROWS = 64  # levels of a bucket's stack that come together: 1 MB for all of them
+_SHARES = 4  # what a bucket takes at most, in shares of all objects: more are not evenly spread
 
 
 class Pool(Protocol):
@@ -36,69 +37,88 @@ class Pool(Protocol):
 class Spread:
     """Candidates by bucket, a bucket being a stretch of (step, rank); the fullest is drawn from.
 
-    A bucket's candidates are a stack in its region of one flat array, so that adding and taking
-    work on whole batches. Buckets lie in an order in which any run of them is evenly spread over
-    the epoch: where all are equally full, victims are, too.
+    A bucket's candidates are a stack, so that adding and taking work on whole batches; which bucket
+    an object is in is asked when it comes, as it would take long for all. Buckets lie in an order
+    in which any run of them is evenly spread over the epoch: where all are equally full, victims
+    are, too.
 
-    >>> pool = Spread(np.array([0, 1, 1, 1]), 2)
+    >>> pool = Spread(np.array([0, 1, 1, 1]).__getitem__, 2, 4)
     >>> pool.add(np.arange(4)).tolist()
     []
     >>> pool.take(2).tolist()
     [3, 2]
     """
 
-    def __init__(self, bucket: NDArray[np.integer], buckets: int) -> None:
-        """bucket: (n,) each object's bucket, or -1 where it has none."""
-        place = np.full(buckets + 1, -1, np.int16)  # the last for those without a bucket
-        place[:-1] = np.arange(buckets) * _coprime(buckets) % buckets
-        self._bucket = place[np.where(bucket < 0, buckets, bucket)]
-        room = np.bincount(self._bucket + np.int16(1), minlength=buckets + 1)[1:]
-        self._room = np.append(room, 0)  # the last for those without a bucket
-        self._start = np.append(np.cumsum(room) - room, 0)
-        self._count = np.zeros(buckets + 1, np.int32)
-        self._slots = np.empty(int(room.sum()), np.int32)
+    def __init__(
+        self, bucket: Callable[[Index], NDArray[np.integer]], buckets: int, objects: int
+    ) -> None:
+        """bucket: (k,) ids to (k,) buckets of theirs, -1 or `buckets` and more where there is none.
+
+        objects: so many may come, about evenly: a bucket takes some times its share.
+        """
+        self._bucket = bucket
+        self._buckets = buckets
+        self._place = np.full(buckets + 1, -1, np.int16)  # the last for those without a bucket
+        self._place[:-1] = np.arange(buckets) * _coprime(buckets) % buckets
+        self._room = _SHARES * -(-objects // buckets) + _ROWS
+        self._count = np.zeros(buckets, np.int32)
+        self._slots: list[NDArray[np.int32]] = []  # (_ROWS, buckets), lower levels first
 
     @classmethod
-    def by_step(cls, first: NDArray[np.int32], rank: NDArray[np.uint8]) -> Spread:
-        """Buckets of an epoch's plan; the arrays as in `Uses.table`."""
-        read = first != NEVER
-        known = first[read]
-        if not len(known):
-            return cls(np.full(len(first), -1, np.int32), 1)
-        base, ranks = int(known.min()), int(rank.max()) + 1
-        steps = int(known.max()) + 1 - base
+    def by_step(
+        cls, first: NDArray[np.int32], rank: NDArray[np.uint8], span: tuple[int, int]
+    ) -> Spread:
+        """Buckets of an epoch's plan; first and rank as in `Uses.table`, live; span: its steps."""
+        base, stop = span
+        ranks = int(rank.max(initial=0)) + 1
+        steps = max(stop - base, 1)
         width = -(-steps * ranks // _BUCKETS)
-        bucket = first - np.int32(base)
-        bucket //= np.int32(width)
-        if ranks > 1:
-            bucket *= np.int32(ranks)
-            bucket += rank
-        bucket[~read] = -1
-        return cls(bucket, -(-steps // width) * ranks)
+
+        def bucket(ids: Index) -> NDArray[np.int32]:
+            step = first[ids]
+            found = (step - np.int32(base)) // np.int32(width)
+            if ranks > 1:
+                found = found * np.int32(ranks) + rank[ids]
+            found[(step < base) | (step >= stop)] = -1
+            return found
+
+        return cls(bucket, -(-steps // width) * ranks, len(first))
 
     @classmethod
     def by_chance(cls, objects: int) -> Spread:
         """Where the next epoch is not known: by a fixed scramble, so that no place is favoured."""
-        buckets = max(min(_BUCKETS, objects), 1)
-        scrambled = np.arange(objects, dtype=np.int64) * _coprime(max(objects, 1)) % max(objects, 1)
-        return cls(scrambled * buckets // max(objects, 1), buckets)
+        n = max(objects, 1)
+        buckets, factor = min(_BUCKETS, n), _coprime(n)
+        return cls(lambda ids: ids.astype(np.int64) * factor % n * buckets // n, buckets, objects)
 
     def add(self, ids: Index) -> Index:
         """Enter candidates (each once); returns those that no bucket has a place for."""
-        small = self._bucket[ids]
+        small = self._bucket(ids)
+        small = self._place[np.where((small < 0) | (small >= self._buckets), -1, small)]
         order = small.argsort(kind="stable")  # 16 bits: by radix, 10 times as fast on all residents
         bucket, ids = small[order].astype(np.intp), ids[order]
         level = np.arange(len(ids))
         level -= _run_starts(bucket)
         level += self._count[bucket]
-        full = level >= self._room[bucket]
+        full = (level >= self._room) | (bucket < 0)
         lost = _NOBODY
         if some(full):
             lost, fits = ids[full], ~full
             bucket, ids, level = bucket[fits], ids[fits], level[fits]
-        self._slots[self._start[bucket] + level] = ids
+        self._put(bucket, level, ids)
         self._count[bucket] = level + 1  # of several the last counts: the highest
         return lost
+
+    def _put(self, bucket: Index, level: Index, ids: Index) -> None:
+        if not len(ids):
+            return
+        block, row = np.divmod(level, _ROWS)
+        first, last = int(block.min()), int(block.max())
+        while len(self._slots) <= last:
+            self._slots.append(np.empty((_ROWS, self._buckets), np.int32))
+        for i in range(first, last + 1):
+            here = slice(None) if first == last else block == i
+            self._slots[i][row[here], bucket[here]] = ids[here]
 
     def take(self, k: int) -> Index:
         """Remove and return up to k candidates from the fullest buckets."""
@@ -109,7 +129,8 @@ class Spread:
                 break
             bucket = (self._count == top).nonzero()[0][:k]
             self._count[bucket] = top - 1
-            out.append(self._slots[self._start[bucket] + (top - 1)])
+            block, row = divmod(top - 1, _ROWS)
+            out.append(self._slots[block][row, bucket])
             k -= len(bucket)
         return np.concatenate(out).astype(np.intp) if out else _NOBODY
 

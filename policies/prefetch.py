@@ -45,6 +45,11 @@ class Window:
     opens_dominate: bool = False
 
 
+_NONE = np.empty(0, np.int32)
+#: Steps told one by one are kept together up to so many objects.
+_CRUMBS = 4096
+
+
 class Stream:
     """The plan of one session, from the oldest step still needed to the last known one.
 
@@ -55,14 +60,15 @@ class Stream:
     """
 
     def __init__(self) -> None:
-        self._objects: NDArray[np.int32] = np.empty(0, np.int32)
+        # As they were told: one array of all would be copied ever again as it grows.
+        self._pieces: list[NDArray[np.int32]] = []
+        self._bounds: list[int] = []  # position of the first entry of each piece
+        self._stop = 0
         self._starts: NDArray[np.int64] = np.zeros(
             1, np.int64
         )  # of each step, and the end of the last
         self._view = self._starts.data  # single entries are 3 times faster this way
-        self._position = 0  # of _objects[0]
         self._step = 0  # of _starts[0]
-        self._used = 0  # entries of _objects
         self._steps = 0
         self._firsts: list[int] = []  # first step of each stretch of one epoch
         self._epochs: list[int] = []
@@ -75,49 +81,59 @@ class Stream:
     @property
     def stop(self) -> int:
         """One past the last known position."""
-        return self._position + self._used
+        return self._stop
 
     @property
     def nbytes(self) -> int:
         """Memory of the plan."""
-        return self._objects.nbytes + self._starts.nbytes
+        return sum(piece.nbytes for piece in self._pieces) + self._starts.nbytes
 
     def extend(self, epoch: int, objects: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
         """Append steps; ends: (b,) as in `messages.Extend`."""
         if not len(ends):
             return
-        k, b = len(objects), len(ends)
-        self._objects = _room(self._objects, self._used, k)  # may raise: nothing is changed yet
-        self._starts = _room(self._starts, self._steps + 1, b)
+        b = len(ends)
+        self._starts = _room(self._starts, self._steps + 1, b)  # may raise: nothing is changed yet
         self._view = self._starts.data
         if not self._epochs or self._epochs[-1] != epoch:
             self._firsts.append(self.end)
             self._epochs.append(epoch)
-        self._objects[self._used : self._used + k] = objects
-        self._starts[self._steps + 1 : self._steps + 1 + b] = ends + self.stop
-        self._used += k
+        self._starts[self._steps + 1 : self._steps + 1 + b] = ends + self._stop
+        self._append(np.asarray(objects, np.int32))
         self._steps += b
+
+    def _append(self, objects: NDArray[np.int32]) -> None:
+        if self._pieces and len(self._pieces[-1]) + len(objects) <= _CRUMBS:
+            self._pieces[-1] = np.concatenate([self._pieces[-1], objects])
+        elif len(objects):
+            self._pieces.append(objects)
+            self._bounds.append(self._stop)
+        self._stop += len(objects)
 
     def truncate(self, step: int) -> None:
         """Forget steps from `step` on."""
         self._steps = max(min(self._steps, step - self._step), 0)
-        self._used = self._view[self._steps] - self._position
+        self._stop = self._view[self._steps]
+        while self._bounds and self._bounds[-1] >= self._stop:
+            del self._bounds[-1], self._pieces[-1]
+        if self._pieces:
+            self._pieces[-1] = self._pieces[-1][: self._stop - self._bounds[-1]]
         while self._firsts and self._firsts[-1] >= step:
             self._firsts.pop()
             self._epochs.pop()
 
     def forget(self, step: int) -> None:
-        """Steps before `step` are no longer needed; memory goes back when half of it is stale."""
+        """Steps before `step` are no longer needed; memory goes back piece by piece."""
         steps = step - self._step
-        used = self._view[steps] - self._position
-        if 2 * (used + steps) <= self._used + self._steps + 4096 and step < self.end:
+        position = self._view[steps]
+        stale = bisect_right(self._bounds, position) - (position < self._stop)
+        if stale > 0:
+            del self._pieces[:stale], self._bounds[:stale]
+        if 2 * steps <= self._steps + 4096 and step < self.end:
             return
-        self._objects = self._objects[used : self._used].copy()
         self._starts = self._starts[steps : self._steps + 1].copy()
         self._view = self._starts.data
-        self._used -= used
         self._steps -= steps
-        self._position += used
         self._step = step
         keep = max(bisect_right(self._firsts, step) - 1, 0)
         del self._firsts[:keep], self._epochs[:keep]
@@ -131,8 +147,19 @@ class Stream:
         return self._step + bisect_right(self._view, position, 0, self._steps + 1) - 1
 
     def objects(self, start: int, stop: int) -> NDArray[np.int32]:
-        """(k,) view of the ids at positions start..stop-1."""
-        return self._objects[start - self._position : stop - self._position]
+        """(k,) ids at positions start..stop-1; not to be written to."""
+        if start >= stop:
+            return _NONE
+        i = bisect_right(self._bounds, start) - 1
+        begin = self._bounds[i]
+        piece = self._pieces[i][start - begin : stop - begin]
+        if len(piece) == stop - start:
+            return piece
+        parts = [piece]
+        while (at := self._bounds[i] + len(self._pieces[i])) < stop:
+            i += 1
+            parts.append(self._pieces[i][: stop - at])
+        return np.concatenate(parts)
 
     def steps(self, start: int, stop: int) -> NDArray[np.int32]:
         """(k,) the step of each of the positions start..stop-1 (ascending)."""

@@ -223,6 +223,11 @@ class Uses:
         tables = sum(5 * len(self.due) + t.repeats.nbytes for t in self._epochs.values())
         return 4 * len(self.due) + tables
 
+    def span(self, epoch: int) -> tuple[int, int]:
+        """First step of a known epoch, and one past its last known step."""
+        known = self._epochs[epoch]
+        return known.base, known.end
+
     def start(self, epoch: int) -> int:
         """First step of the first known epoch from `epoch` on, or NEVER."""
         return next((t.base for e, t in self._epochs.items() if e >= epoch), NEVER)

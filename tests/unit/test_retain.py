@@ -65,7 +65,7 @@ def test_spread_always_draws_from_a_fullest_bucket(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, buckets = 200, int(rng.integers(1, 20))
     bucket = rng.integers(-1, buckets, n)
-    pool = Spread(bucket, buckets)
+    pool = Spread(bucket.__getitem__, buckets, n)
     held: set[int] = set()
     for _ in range(60):
         new = np.array(sorted(set(rng.integers(0, n, 9).tolist()) - held), np.intp)
@@ -94,7 +94,7 @@ def test_epochs_told_far_ahead_cost_no_table_each() -> None:
 
 def test_spread_takes_ties_evenly_over_the_epoch() -> None:
     first = np.repeat(np.arange(1000, dtype=np.int32), 10)
-    pool = Spread.by_step(first, np.zeros(10_000, np.uint8))
+    pool = Spread.by_step(first, np.zeros(10_000, np.uint8), (0, 1000))
     pool.add(np.arange(10_000))
     gone = first[pool.take(10_000 - 5_437)]
     left = 10 - np.bincount(gone, minlength=1000)

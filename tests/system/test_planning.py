@@ -1,0 +1,292 @@
+"""Plans that are made and told in the background, through the public loader and a real daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from daemons import Running
+from torch.utils.data import DataLoader, DistributedSampler
+
+import creel
+from creel.loader import draws, feed, publish
+from creel.loader.publish import PlanPublisher
+from kit import until
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+N, NBYTES, BATCH = 4001, 16, 8
+STEPS = -(-N // BATCH)
+KINDS = ["seeded", "generator", "distributed", "sequential"]
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    with Running(daemon_name) as running:
+        yield running
+    client = feed._clients.pop((os.getpid(), daemon_name), None)
+    if client is not None:
+        client.close()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
+    path = tmp_path_factory.mktemp("rows") / "rows"
+    np.random.default_rng(0).integers(0, 256, N * NBYTES, np.uint8).tofile(path)
+    return creel.RecordDataset(path, torch.uint8, NBYTES)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes with which a small epoch is told as a large one is."""
+    for name, size in {"_SMALL": 100, "_HERE": 64, "_OWN": 32, "_PIECE": 500}.items():
+        monkeypatch.setattr(publish, name, size)
+
+
+def loader(cls: Any, data: Any, kind: str, **more: Any) -> Any:
+    every: dict[str, dict[str, Any]] = {
+        "seeded": {"shuffle": True},
+        "generator": {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+        "distributed": {"sampler": DistributedSampler(data, 3, 1, seed=4)},
+        "sequential": {},
+    }
+    return cls(data, BATCH, **every[kind], **more)
+
+
+def session(daemon: Running) -> Any:
+    with daemon.client("cli") as client:
+        (found,) = client.ask("stats")["sessions"]
+    return found
+
+
+def planners() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "creel-planner"]
+
+
+def same(ours: Any, theirs: Any, seed: int, stops: list[int]) -> None:
+    """Epochs of both, each left after so many batches, or read to its end."""
+    got: list[list[torch.Tensor]] = []
+    for made in (ours, theirs):
+        torch.manual_seed(seed)
+        batches = []
+        for epoch, stop in enumerate(stops):
+            if isinstance(made.sampler, DistributedSampler):
+                made.sampler.set_epoch(epoch)
+            for i, batch in enumerate(made):
+                batches.append(batch.clone())
+                if i + 1 == stop:
+                    break
+        got.append(batches)
+    assert len(got[0]) == len(got[1])
+    assert all(map(torch.equal, *got))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_are_torchs_while_the_planner_is_held_up(
+    daemon: Running, rows: Any, kind: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, gate = PlanPublisher._run, threading.Event()
+
+    def held(self: PlanPublisher) -> None:
+        assert gate.wait(120)
+        run(self)
+
+    monkeypatch.setattr(PlanPublisher, "_run", held)
+    ours = loader(creel.DataLoader, rows, kind, num_workers=workers)
+    try:
+        same(ours, loader(DataLoader, rows, kind, num_workers=workers), 3, [0, 5, 0])
+        assert planners()
+        assert ours.stats()["direct_reads"] == 0
+    finally:
+        gate.set()
+    until(lambda: not planners(), what="the planner ends")
+    del daemon
+
+
+@pytest.mark.usefixtures("small", "daemon")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_epochs_left_early_and_read_to_the_end_are_torchs(rows: Any, kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    stops = [int(s) for s in rng.integers(1, 2 * STEPS, 5)]
+    ours = loader(creel.DataLoader, rows, kind)
+    same(ours, loader(DataLoader, rows, kind), seed, stops)
+    assert ours.stats()["direct_reads"] == 0
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_is_told_while_nobody_pulls(daemon: Running, rows: Any, kind: str) -> None:
+    ours = loader(creel.DataLoader, rows, kind)
+    iterator = iter(ours)
+    next(iterator)
+    until(lambda: bool(session(daemon)["known"] == 2 * len(ours)), what="both epochs are told")
+    until(lambda: not planners(), what="the planner ends")
+    assert sum(1 for _ in iterator) == len(ours) - 1
+    for i, _ in enumerate(ours):
+        assert i or session(daemon)["known"] in range(2 * len(ours), 3 * len(ours) + 1)
+    assert ours.stats()["direct_reads"] == 0
+
+
+@pytest.mark.usefixtures("small", "daemon")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_goes_on_where_it_was_saved(rows: Any, kind: str) -> None:
+    first = loader(creel.DataLoader, rows, kind)
+    iterator = iter(first)
+    for _ in range(STEPS // 7):
+        next(iterator)
+    state = first.state_dict()
+    want = [batch.clone() for batch in iterator]
+    second = loader(creel.DataLoader, rows, kind)
+    second.load_state_dict(state)
+    got = [batch.clone() for batch in second]
+    assert len(got) == len(want) > 0
+    assert all(map(torch.equal, got, want))
+    assert second.stats()["direct_reads"] == 0
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_first_batches_do_not_wait_for_the_plan(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = 1 << 18
+    path = tmp_path / "many"
+    path.touch()
+    os.truncate(path, n * NBYTES)
+    data = creel.RecordDataset(path, torch.uint8, NBYTES, labels=np.arange(n))
+    randperm, drawn = draws._randperm, threading.Event()
+
+    def late(k: int, generator: torch.Generator) -> Any:
+        assert drawn.wait(120)
+        return randperm(k, generator)
+
+    monkeypatch.setattr(draws, "_randperm", late)
+    ours = loader(creel.DataLoader, data, kind)
+    torch.manual_seed(5)
+    try:
+        iterator = iter(ours)
+        got = [next(iterator)[1].clone() for _ in range(500)]
+    finally:
+        drawn.set()
+    torch.manual_seed(5)
+    theirs = iter(loader(DataLoader, data, kind))
+    assert all(torch.equal(mine, next(theirs)[1]) for mine in got)
+    assert ours.stats()["direct_reads"] == 0
+
+
+@pytest.mark.usefixtures("small", "daemon")
+def test_a_loader_dropped_amid_its_plan_leaves_nothing(
+    rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, inside, go_on = PlanPublisher._made, threading.Event(), threading.Event()
+
+    def slow(self: PlanPublisher, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(120)
+        return made(self, *args)
+
+    monkeypatch.setattr(PlanPublisher, "_made", slow)
+    ours = loader(creel.DataLoader, rows, "seeded")
+    iterator = iter(ours)
+    next(iterator)
+    assert inside.wait(60)
+    del iterator, ours
+    go_on.set()
+    until(lambda: not planners(), what="the planner ends")
+
+
+@pytest.mark.usefixtures("small")
+def test_a_daemon_that_dies_amid_the_plan_costs_no_batch(
+    daemon: Running, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, inside, go_on = PlanPublisher._made, threading.Event(), threading.Event()
+
+    def slow(self: PlanPublisher, *args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(120)
+        return made(self, *args)
+
+    monkeypatch.setattr(PlanPublisher, "_made", slow)
+    ours, theirs = loader(creel.DataLoader, rows, "seeded"), loader(DataLoader, rows, "seeded")
+    torch.manual_seed(6)
+    got = []
+    for i, batch in enumerate(ours):
+        got.append(batch.clone())
+        if not i:
+            assert inside.wait(60)
+            daemon.signal(signal.SIGKILL)
+            daemon.process.wait()
+            go_on.set()
+    torch.manual_seed(6)
+    want = [*theirs]
+    assert len(got) == len(want)
+    assert all(map(torch.equal, got, want))
+    until(lambda: not planners(), what="the planner ends")
+
+
+@pytest.mark.usefixtures("small", "daemon")
+def test_without_a_thread_the_trainer_tells_it_all(
+    daemon: Running, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def scarce(self: threading.Thread) -> None:
+        if self.name == "creel-planner":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    ours = loader(creel.DataLoader, rows, "generator")
+    same(ours, loader(DataLoader, rows, "generator"), 2, [0, 40, 0])
+    assert ours.stats()["direct_reads"] == 0
+    assert session(daemon)["known"] >= 3 * len(ours)
+
+
+_ENDS = """
+import os, sys, torch, creel
+path, how = sys.argv[1:]
+data = creel.RecordDataset(path, torch.uint8, 16)
+loader = creel.DataLoader(data, 8, shuffle=True)
+iterator = iter(loader)
+next(iterator)
+if how == "raises":
+    raise SystemExit(3)
+if how == "forks":
+    pid = os.fork()
+    if not pid:
+        del iterator, loader
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    list(zip(range(100), iterator))
+"""
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("how", ["returns", "raises", "forks"])
+def test_a_program_ends_amid_its_plan(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "many"
+    path.touch()
+    os.truncate(path, (1 << 21) * NBYTES)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ENDS, str(path), how],
+        timeout=120,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (3 if how == "raises" else 0, "")
