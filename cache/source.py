@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from creel.cache.manifest import Manifest
 from creel.cache.patience import Patience, source_error
-from creel.cache.stores import LocalStore, Place, Run, Store, open_store
+from creel.cache.stores import LocalStore, Place, Run, Store, open_store, path_of, read_file
 from creel.errors import SourceError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Source:
             return None
         try:
             self._check_path(uri)
-            return self._local.everything(uri)
+            return read_file(path_of(uri))
         except Exception:  # noqa: BLE001  as `_fill`: a name with a zero byte is a ValueError
             return None
 

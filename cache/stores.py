@@ -70,6 +70,31 @@ def _too_short(place: Place, length: int, got: int) -> SourceError:
 _PIECE_NBYTES = 1 << 20  # of a file that is not as long as it says
 
 
+def read_file(path: str) -> bytes:
+    """All bytes of a local file, however long it is, and without the price of a file object.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        data = os.read(fd, size + 1)
+        if len(data) == size > 0:
+            return data
+        parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
+        while parts[-1]:
+            parts.append(os.read(fd, _PIECE_NBYTES))
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def path_of(uri: str) -> str:
+    """The path of a local address."""
+    return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
+
+
 class LocalStore:
     """Files by path; `files` descriptors at most are kept open.
 
@@ -86,8 +111,8 @@ class LocalStore:
     def read(self, place: Place, offset: int, length: int) -> bytes:
         """See Store."""
         if length == UNKNOWN:
-            return self.everything(place.uri)
-        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, _):
+            return read_file(path_of(place.uri))
+        with self._kept.open(path_of(place.uri), keep=place.keep) as (fd, _):
             _check_whole(fd, place, length)
             data = os.pread(fd, length, offset)
             while len(data) < length:
@@ -99,7 +124,7 @@ class LocalStore:
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[int]:
         """See Store."""
-        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
+        with self._kept.open(path_of(place.uri), keep=place.keep) as (fd, opens):
             _check_whole(fd, place, runs[0].length)
             for run in runs:
                 got = _preadv(fd, run)
@@ -113,30 +138,11 @@ class LocalStore:
         Raises:
             OSError: one could not be read, or not all of it.
         """
-        with self._kept.open(_path(place.uri), keep=place.keep) as (fd, opens):
+        with self._kept.open(path_of(place.uri), keep=place.keep) as (fd, opens):
             for offset, part in pieces:
                 if os.preadv(fd, [part], offset) != len(part):
                     raise _too_short(place, len(part), 0)
         return opens
-
-    def everything(self, uri: str) -> bytes:
-        """All bytes of a file, however long it is, and without the price of a file object.
-
-        Raises:
-            OSError: it cannot be read.
-        """
-        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(fd).st_size
-            data = os.read(fd, size + 1)
-            if len(data) == size > 0:
-                return data
-            parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
-            while parts[-1]:
-                parts.append(os.read(fd, _PIECE_NBYTES))
-            return b"".join(parts)
-        finally:
-            os.close(fd)
 
     def whole(self, uri: str, length: int, part: memoryview) -> None:
         """`fill` for all of a file that holds one object, with little ado.
@@ -144,7 +150,7 @@ class LocalStore:
         Raises:
             OSError: it cannot be read, or has not so many bytes.
         """
-        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path_of(uri), os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != length:
                 _check_whole(fd, Place(uri, whole=True), length)
@@ -161,10 +167,6 @@ def _check_whole(fd: int, place: Place, length: int) -> None:
     if place.whole and (size := os.fstat(fd).st_size) != length:
         reason = f"has {size} bytes, the manifest says {length}"
         raise SourceError(errno.ENODATA, reason, place.uri)
-
-
-def _path(uri: str) -> str:
-    return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
 
 
 def _preadv(fd: int, run: Run) -> int:
