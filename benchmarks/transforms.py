@@ -6,7 +6,7 @@ Rows of 4 KB (1,024 int32, or 2,048 uint16), shuffled, turned into int64. `memma
 over a dataset of one np.memmap with the same transform, with `num_workers=0` and 2 (`x2`). creel's,
 through a daemon that holds all records: `transform`, `to` and `batch_transform` of RecordDataset,
 with and without workers. `torchs` is torch's own loader over the RecordDataset, with no daemon.
-All read out of memory: the page cache, or the arena. The ratios are of wall time.
+All read out of memory: the page cache, or the arena. CPU is that of the whole process tree.
 """
 
 from __future__ import annotations
@@ -71,19 +71,23 @@ def loaders(path: Path, dtype: Any, length: int, batch: int) -> dict[str, DataLo
 
 def compare(kind: str, ways: dict[str, DataLoader[Any]], rounds: int) -> list[dict[str, object]]:
     """A row per way: us per batch, and the ratios of the peers' time to its, round by round."""
-    runs: dict[str, list[float]] = {way: [] for way in ways}
+    runs: dict[str, list[Round]] = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way, loader in ways.items():
             into = Round()
             epochs(loader, 0.0)(into)
             if number:  # the first fills the arena
-                runs[way].append(1e6 * into.wall_s / into.batches)
+                runs[way].append(into)
     out: list[dict[str, object]] = []
     for way, mine in runs.items():
-        row: dict[str, object] = {"kind": kind, "way": way, "us": round(median(mine), 1)}
-        for peer in ("memmap", "memmap x2"):
-            ratios = [p / m for p, m in zip(runs[peer], mine, strict=True)]
-            row[f"{peer} / it"] = round(median(ratios), 2)
+        row: dict[str, object] = {"kind": kind, "way": way}
+        for figure in ("wall", "cpu"):
+            own = [getattr(r, f"{figure}_s") for r in mine]
+            row[f"{figure}, us"] = round(1e6 * median(own) / mine[0].batches, 1)
+            for peer in ("memmap", "memmap x2"):
+                theirs = [getattr(r, f"{figure}_s") for r in runs[peer]]
+                ratios = [p / max(m, 1e-9) for p, m in zip(theirs, own, strict=True)]
+                row[f"{peer} / it, {figure}"] = round(median(ratios), 2)
         out.append(row)
     return out
 

@@ -84,6 +84,36 @@ _PIECE_NBYTES = 1 << 20  # of a file that is not as long as it says
 _TRIES = 3  # of a copy during which the file changed
 
 
+def path_of(uri: str) -> str:
+    """The path of a local address."""
+    return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
+
+
+def read_file(path: str) -> bytes:
+    """All bytes of a local file, however long it is, and without the price of a file object.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return _everything(path)[0]
+
+
+def _everything(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
+    """All bytes of a file; its status before and after."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        before = os.fstat(fd)
+        data = os.read(fd, before.st_size + 1)
+        if not len(data) == before.st_size > 0:
+            parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
+            while parts[-1]:
+                parts.append(os.read(fd, _PIECE_NBYTES))
+            data = b"".join(parts)
+        return data, before, os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
 class LocalStore:
     """Files by path; `files` descriptors at most are kept open.
 
@@ -100,8 +130,8 @@ class LocalStore:
     def read(self, place: Place, offset: int, length: int) -> bytes:
         """See Store. As the person's own code would read it: also while somebody writes to it."""
         if length == UNKNOWN:
-            return self._everything(place.uri)[0]
-        with self._kept.open(_path(place.uri), keep=place.keep) as file:
+            return _everything(path_of(place.uri))[0]
+        with self._kept.open(path_of(place.uri), keep=place.keep) as file:
             _check_size(place, file.status.st_size, length)
             data = os.pread(file.fd, length, offset)
             while len(data) < length:
@@ -119,7 +149,7 @@ class LocalStore:
         """
         for _ in range(_TRIES):
             now = time.time_ns()
-            data, before, after = self._everything(uri)
+            data, before, after = _everything(path_of(uri))
             if not version.torn(before, after):
                 return data, version.of_stat(before, now)
         raise SourceError(errno.EBUSY, "is written to while it is read", uri)
@@ -127,7 +157,7 @@ class LocalStore:
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
         now = time.time_ns()
-        with self._kept.open(_path(place.uri), keep=place.keep) as file:
+        with self._kept.open(path_of(place.uri), keep=place.keep) as file:
             _check_size(place, file.status.st_size, runs[0].length)
             before = file.status
             for run in runs:
@@ -150,7 +180,7 @@ class LocalStore:
             TornError: the file changed meanwhile.
         """
         now = time.time_ns()
-        with self._kept.open(_path(place.uri), keep=place.keep) as file:
+        with self._kept.open(path_of(place.uri), keep=place.keep) as file:
             for offset, part in pieces:
                 if os.preadv(file.fd, [part], offset) != len(part):
                     raise too_short(place.uri, len(part), 0)
@@ -166,7 +196,7 @@ class LocalStore:
             TornError: it changed meanwhile.
         """
         now = time.time_ns()
-        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path_of(uri), os.O_RDONLY | os.O_CLOEXEC)
         try:
             before = os.fstat(fd)
             if before.st_size != length:
@@ -186,21 +216,6 @@ class LocalStore:
         """See Store."""
         return [_version(uri) for uri in uris]
 
-    def _everything(self, uri: str) -> tuple[bytes, os.stat_result, os.stat_result]:
-        """All bytes of a file, without the price of a file object; its status before and after."""
-        fd = os.open(_path(uri), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            before = os.fstat(fd)
-            data = os.read(fd, before.st_size + 1)
-            if not len(data) == before.st_size > 0:
-                parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
-                while parts[-1]:
-                    parts.append(os.read(fd, _PIECE_NBYTES))
-                data = b"".join(parts)
-            return data, before, os.fstat(fd)
-        finally:
-            os.close(fd)
-
 
 class TornError(OSError):
     """A file changed while it was read: once more."""
@@ -209,7 +224,7 @@ class TornError(OSError):
 def _version(uri: str) -> int | Exception:
     now = time.time_ns()
     try:
-        return version.of_stat(os.stat(_path(uri)), now)  # noqa: PTH116  a Path for each costs
+        return version.of_stat(os.stat(path_of(uri)), now)  # noqa: PTH116  a Path for each costs
     except Exception as e:  # noqa: BLE001  a name with a zero byte is a ValueError
         return e
 
@@ -217,10 +232,6 @@ def _version(uri: str) -> int | Exception:
 def _check_size(place: Place, size: int, length: int) -> None:
     if place.whole and size != length:
         raise wrong_size(place.uri, length, size)
-
-
-def _path(uri: str) -> str:
-    return unquote(urlsplit(uri).path) if uri.startswith("file:") else uri
 
 
 def _preadv(fd: int, run: Run) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
@@ -228,16 +229,28 @@ class _Places:
             len(column),
         )
         order = np.argsort(hashes, kind="stable")
-        self._order = order.astype(np.int32)
-        self._hashes = hashes[order]
+        self._sorted = hashes[order], order.astype(np.int32)
+        self._look()
+
+    def _look(self) -> None:
+        # Views: of one entry at a time they are 3 times as fast as the arrays.
+        self._hashes: memoryview[int] = memoryview(self._sorted[0])  # type: ignore[arg-type]  # numpy's
+        self._order: memoryview[int] = memoryview(self._sorted[1])  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_column": self._column, "_sorted": self._sorted}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._look()
 
     def find(self, text: str) -> int | None:
         """The first place of `text`, or None."""
         # Anybody's path: in the column all are UTF-8.
-        wanted = np.uint64(xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass")))
-        at = int(np.searchsorted(self._hashes, wanted))
+        wanted = xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
+        at = bisect_left(self._hashes, wanted)
         while at < len(self._hashes) and self._hashes[at] == wanted:
-            place = int(self._order[at])
+            place = self._order[at]
             if self._column[place].as_py() == text:
                 return place
             at += 1

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from creel.cache.manifest import UNKNOWN, Manifest
 from creel.cache.patience import public
+from creel.cache.stores import read_file
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.base import (
     Labelled,
@@ -70,6 +71,7 @@ class FileDataset(Labelled):
             self._root, self._names, known = _below(absolute(paths), glob)
         else:
             self._root, self._names, known = "", _each(paths), None
+        self._prefix = f"{self._root.rstrip('/')}/" if self._root else ""
         check_callable(decode=decode, transform=transform)
         self.decode = decode
         self.transform = transform
@@ -80,7 +82,7 @@ class FileDataset(Labelled):
     @property
     def paths(self) -> Sequence[str]:
         """Address of every sample's file; made when asked for, not kept."""
-        return Names(f"{self._root.rstrip('/')}/" if self._root else "", self._names)
+        return Names(self._prefix, self._names)
 
     def __len__(self) -> int:
         return len(self._names)
@@ -91,6 +93,18 @@ class FileDataset(Labelled):
         if self.transform is not None:
             sample = self.transform(sample)
         return sample if self.labels is None else (sample, self.labels[i])
+
+    def _read_direct(self, object_id: int) -> bytes:
+        """A local file at the price of a read; the rest, and what fails, as everywhere."""
+        path = self._prefix + self._names[object_id].as_py()
+        if "://" not in path:
+            try:
+                data = read_file(path)
+            except (OSError, ValueError):
+                return super()._read_direct(object_id)
+            if self._nbytes is None or self._nbytes[object_id] in {len(data), UNKNOWN}:
+                return data
+        return super()._read_direct(object_id)
 
     def _build_manifest(self) -> Manifest:
         return Manifest.of_files(self._names, root=self._root, lengths=self._nbytes)

@@ -15,6 +15,7 @@ import torch
 import creel
 from creel.errors import ConfigError, SourceError
 from creel.loader.batches import rows_of, stacked, unstacked
+from creel.loader.files import FileDataset
 from creel.loader.gather import Ring
 from creel.loader.records import RecordDataset
 from creel.loader.sources import bind
@@ -125,6 +126,29 @@ def test_a_record_file_that_grew_fails_as_it_does_alone(tmp_path: Path) -> None:
     np.zeros(8, np.int64).tofile(path)
     with pytest.raises(SourceError, match="64 bytes"):
         data.__getitems__([0])
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_file_read_directly_is_the_file_as_it_is_now(
+    known: bool, empty: bool, tmp_path: Path
+) -> None:
+    """Where its size was told, another size is an error, as it is in the daemon."""
+    path = tmp_path / "a b.raw"
+    path.write_bytes(b"" if empty else b"old")
+    data = FileDataset(tmp_path, nbytes=known)
+    assert bytes(data[0].tolist()) == path.read_bytes()
+    path.write_bytes(b"" if empty else b"new")
+    assert bytes(data[0].tolist()) == path.read_bytes()
+    path.write_bytes(b"longer")
+    if known:
+        with pytest.raises(SourceError, match="has 6 bytes"):
+            data[0]
+    else:
+        assert bytes(data[0].tolist()) == b"longer"
+    path.unlink()
+    with pytest.raises(SourceError, match=r"a b\.raw"):
+        data[0]
 
 
 class Doubled(RecordDataset):
