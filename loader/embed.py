@@ -19,7 +19,7 @@ from contextlib import suppress
 
 import msgspec
 
-from creel.addresses import first_address, runtime_folder, startable, taken
+from creel.addresses import first_address, held_by_another, runtime_folder, startable, taken
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client import Client
@@ -66,8 +66,8 @@ def _connect_or_start(config: Config, patron: int, start: Start | None) -> Clien
     except NoDaemonError as e:
         if not config.loader.embed:
             raise
-        uid = holder(first_address(name))
-        if uid not in {None, os.getuid()} and runtime_folder() is None:
+        uid = held_by_another(name)
+        if uid is not None and runtime_folder() is None:
             raise taken(name, uid) from e
     if start is not None:
         return _started(start, name, patron)

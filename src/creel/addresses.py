@@ -66,6 +66,16 @@ def taken(name: str, uid: int | None) -> NoDaemonError:
     )
 
 
+def held_by_another(name: str) -> int | None:
+    """Uid of another user who holds the first address; None where nobody does.
+
+    Raises:
+        UnavailableError: as `first_address`.
+    """
+    uid = holder(first_address(name))
+    return None if uid == os.getuid() else uid
+
+
 def elsewhere(name: str) -> list[int]:
     """Pids of this user's daemons of that name that see other files than this process."""
     found = []

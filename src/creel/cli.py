@@ -132,11 +132,10 @@ def _client(context: click.Context) -> Iterator[Client]:
 
 def _no_daemon(name: str) -> str:
     """Why none answers, and what to do about it."""
-    from creel.addresses import elsewhere, first_address
-    from creel.peers import holder
+    from creel.addresses import elsewhere, held_by_another
 
-    uid = holder(first_address(name))
-    if uid not in {None, os.getuid()}:
+    uid = held_by_another(name)
+    if uid is not None:
         return f"user {uid} holds the address of your daemon {name!r}: choose another daemon.name"
     if pids := elsewhere(name):
         return (

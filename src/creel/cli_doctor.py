@@ -11,9 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from creel import limits
+from creel import addresses, limits
 from creel.config import Config, config_files, memory_budget
-from creel.errors import ConfigError, CreelError, NoDaemonError
+from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.units import format_size
 from creel.version import VERSION
 
@@ -39,6 +39,7 @@ def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[
     for look in (_memfd, _files, _locked, _shm, _daemons):
         yield look()
     yield _memory(config)
+    yield _address(config.daemon.name)
     yield _daemon(ask)
 
 
@@ -132,6 +133,21 @@ def _memory(config: Config) -> Check:
     if budget > have.available:
         return Check("memory", "warn", found, "more than is free now: lower memory.budget")
     return Check("memory", "ok", found)
+
+
+def _address(name: str) -> Check:
+    """Anybody may bind it; and who sees other files has another one."""
+    try:
+        uid = addresses.held_by_another(name)
+    except UnavailableError as e:
+        return Check("address", "bad", str(e), "mount /proc as it is for this PID namespace")
+    if uid is not None:
+        second = addresses.runtime_folder() is not None
+        remedy = "a second one is used, with a secret" if second else "choose another daemon.name"
+        return Check("address", "warn", f"user {uid} holds it", remedy)
+    pids = addresses.elsewhere(name)
+    found = f"; daemons that see other files: {', '.join(map(str, pids))}" if pids else ""
+    return Check("address", "ok", f"nobody else's{found}")
 
 
 def _daemon(ask: Callable[[str], dict[str, object]]) -> Check:

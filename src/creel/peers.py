@@ -134,9 +134,14 @@ def _bound() -> dict[str, int]:
 
 
 def bound(prefix: str, suffix: str) -> list[str]:
-    """Abstract SOCK_SEQPACKET addresses that begin and end so; [] where nobody knows."""
+    """Abstract SOCK_SEQPACKET addresses that begin and end so, with something between.
+
+    [] where nobody knows.
+    """
+    least = len(prefix) + len(suffix)
     with suppress(OSError, ValueError):
-        return sorted(a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
+        found = (a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
+        return sorted(a for a in found if len(a) > least)
     return []
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from daemons import Running, folder, plan, read_steps
 
+from creel import cli_doctor
 from creel.addresses import elsewhere, second_address
 from creel.config import Config
 from creel.daemon.host import Host
@@ -229,8 +230,11 @@ def test_an_address_of_another_user_is_final_and_named(
         if how != "bound":
             with pytest.raises(NoDaemonError, match="user 65534 sits"):
                 Client.connect()
+        doctors = cli_doctor._address(daemon_name)
     (said,) = caplog.messages
     assert "user 65534 holds the address of your daemon" in said
+    assert (doctors.level, doctors.found) == ("warn", "user 65534 holds it")
+    assert cli_doctor._address(daemon_name).level == "ok"
 
 
 @root
