@@ -164,6 +164,8 @@ class Told:
         """
         last = piece.last >= self.total
         with self._seeing:
+            if self.complete:  # by the other thread, just now
+                return
             self._unseen.append(piece.objects)
             if later and not last:
                 return
@@ -181,8 +183,9 @@ class Told:
         self._reads += len(piece.objects)
         self.known = piece.last
         if self.complete:
-            self.repeats = self._distinct < self._reads
-            self._seen = None
+            with self._seeing:
+                self.repeats = self._distinct < self._reads
+                self._seen = None
 
     def _at(self, i: int) -> int:
         return bisect_right(self._pieces, i, key=lambda piece: piece.first) - 1
@@ -290,8 +293,10 @@ class PlanPublisher:
             return i < told.total
         while told.known <= i < told.total:
             if not self._publish(self._here):
-                return False
-        if self._thread is None:  # it ends where the daemon stands still for a while
+                break  # unless the thread has just told the last of it
+        if (
+            self._thread is None and not self._alone
+        ):  # it ends where the daemon stands still for a while
             self._go()
         return i < told.known
 
