@@ -34,8 +34,11 @@ _HERE = 1 << 12
 _OWN = 1 << 10
 #: Plans up to this are told at once: 3 ms, and no thread.
 _SMALL = 1 << 15
-#: Samples of one piece of the thread's: the daemon takes it in in about 3 ms.
-_PIECE = 1 << 15
+#: Samples of one piece of the thread's: large, as each array operation may wait 5 ms for a trainer
+#: that does not let go of the interpreter. The session sends it in parts.
+_PIECE = 1 << 17
+#: The same while a permutation is being drawn.
+_NEAR = 1 << 14
 #: How far ahead of the trainer the thread goes, in samples, while a permutation is being drawn:
 #: its entries one by one cost four times as much as out of the whole.
 _LEAD = 1 << 17
@@ -414,7 +417,7 @@ class PlanPublisher:
                 return None
             last = told.plan.reach(first, samples)
             if not told.plan.ready(last):
-                last = told.plan.reach(first, samples // told.plan.spread)
+                last = told.plan.reach(first, min(samples, _NEAR) // told.plan.spread)
             indices, ends = told.plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
             stops = np.zeros(len(counts) + 1, np.int64)
