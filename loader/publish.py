@@ -34,8 +34,11 @@ _HERE = 1 << 12
 _OWN = 1 << 10
 #: Plans up to this are told at once: 3 ms, and no thread.
 _SMALL = 1 << 15
-#: Samples of one piece of the thread's: the daemon takes it in in about 3 ms.
-_PIECE = 1 << 15
+#: Samples of one piece of the thread's: large, as each array operation may wait 5 ms for a trainer
+#: that does not let go of the interpreter. The session sends it in parts.
+_PIECE = 1 << 17
+#: The same while a permutation is being drawn.
+_NEAR = 1 << 14
 #: How far ahead of the trainer the thread goes, in samples, while a permutation is being drawn:
 #: its entries one by one cost four times as much as out of the whole.
 _LEAD = 1 << 17
@@ -164,6 +167,8 @@ class Told:
         """
         last = piece.last >= self.total
         with self._seeing:
+            if self.complete:  # by the other thread, just now
+                return
             self._unseen.append(piece.objects)
             if later and not last:
                 return
@@ -181,8 +186,9 @@ class Told:
         self._reads += len(piece.objects)
         self.known = piece.last
         if self.complete:
-            self.repeats = self._distinct < self._reads
-            self._seen = None
+            with self._seeing:
+                self.repeats = self._distinct < self._reads
+                self._seen = None
 
     def _at(self, i: int) -> int:
         return bisect_right(self._pieces, i, key=lambda piece: piece.first) - 1
@@ -290,8 +296,10 @@ class PlanPublisher:
             return i < told.total
         while told.known <= i < told.total:
             if not self._publish(self._here):
-                return False
-        if self._thread is None:  # it ends where the daemon stands still for a while
+                break  # unless the thread has just told the last of it
+        if (
+            self._thread is None and not self._alone
+        ):  # it ends where the daemon stands still for a while
             self._go()
         return i < told.known
 
@@ -409,7 +417,7 @@ class PlanPublisher:
                 return None
             last = told.plan.reach(first, samples)
             if not told.plan.ready(last):
-                last = told.plan.reach(first, samples // told.plan.spread)
+                last = told.plan.reach(first, min(samples, _NEAR) // told.plan.spread)
             indices, ends = told.plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
             stops = np.zeros(len(counts) + 1, np.int64)
