@@ -65,7 +65,9 @@ def rows_of(batch: torch.Tensor) -> list[torch.Tensor]:
     except TypeError:  # bfloat16 and its kin
         flat = batch.reshape(len(batch), -1).view(torch.uint8).numpy()
         return [torch.from_numpy(r).view(batch.dtype).reshape(batch.shape[1:]) for r in flat]
-    return [torch.from_numpy(array[i, ...]) for i in range(len(array))]
+    if array.ndim > 1:
+        return list(map(torch.from_numpy, array))
+    return [torch.from_numpy(array[i, ...]) for i in range(len(array))]  # of numbers, still arrays
 
 
 def unstacked(batch: Any, n: int) -> list[Any]:
