@@ -21,6 +21,7 @@ import msgspec
 
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
+from creel.limits import few_descriptors
 from creel.loader.client import Client
 from creel.loader.packets import resolve
 
@@ -45,6 +46,9 @@ def connect_or_start(
     if config is None:
         config = Config.load()[0]
     if config.loader.disable:
+        return None
+    if limit := few_descriptors():
+        log.warning("creel reads directly, without a cache: %d descriptors (ulimit -n)", limit)
         return None
     try:
         return _connect_or_start(config, role, start)
@@ -114,7 +118,7 @@ class Start:
 
 def start_early(config: Config) -> Start | None:
     """A daemon on its way up, when one will be needed and none answers; None otherwise."""
-    if config.loader.disable or not config.loader.embed:
+    if config.loader.disable or not config.loader.embed or few_descriptors():
         return None
     if _answers(config.daemon.name):
         return None

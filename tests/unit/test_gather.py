@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -77,3 +80,14 @@ def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(read)
     os.close(write)
+
+
+def test_without_room_for_a_mapping_torch_gives_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Ring()
+    none = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    monkeypatch.setattr(mmap, "mmap", none)
+    memory = ring.take(10_000)
+    assert memory.shape == (10_000,)
+    assert memory.fill_(7).sum() == 70_000
