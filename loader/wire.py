@@ -16,6 +16,7 @@ import pickle
 import select
 import socket
 import threading
+from array import array
 from collections import ChainMap, deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
@@ -112,7 +113,7 @@ class Wire:
             while self._backlog:
                 packet = self._backlog[0]
                 try:
-                    socket.send_fds(self._sock, [packet.data], packet.fds, socket.MSG_DONTWAIT)
+                    _send(self._sock, packet.data, packet.fds, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     return False
                 self._backlog.popleft()
@@ -129,7 +130,7 @@ class Wire:
         body, owned = _packed(message)
         try:
             for piece, some in _packets(body, [*owned, *fds]):
-                socket.send_fds(self._sock, [piece], some)
+                _send(self._sock, piece, some)
         finally:
             _close(owned)
 
@@ -188,6 +189,12 @@ class Wire:
             while self._backlog:
                 self._backlog.popleft().close()
             self._sock.close()
+
+
+def _send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> None:
+    """`socket.send_fds`, whose flags Python passes over (3.11 does): it would wait for room."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    sock.sendmsg([data], rights, flags)
 
 
 def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:

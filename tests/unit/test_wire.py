@@ -98,7 +98,7 @@ def test_without_a_descriptor_a_long_message_goes_in_pieces(
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
     ours.post(message)
     ours.post(("next",))
-    got = []
+    got: list[object] = []
     while len(got) < 2:  # by one thread: the sender never waits for the receiver
         told = theirs.get(0)
         got += [] if told is None else [told]
