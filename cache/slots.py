@@ -40,7 +40,7 @@ _POPULATE = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
 Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
-def _buffer(mapping: mmap.mmap) -> Buffer:
+def _buffer(mapping: mmap.mmap | bytearray) -> Buffer:
     return (ctypes.c_char * len(mapping)).from_buffer(mapping)
 
 
@@ -284,7 +284,8 @@ class SlotReader:
         self.max_leased = max_leased
         self._free: deque[int] = deque()
         self._on_free = on_free or self._free.append
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, mmap.mmap | bytearray] = {}
+        self._copies: set[int] = set()  # slots of which there is a copy here: good for one batch
         self._live: dict[int, _Lease] = {}
         self._stained: set[int] = set()
         self._pid = os.getpid()
@@ -302,8 +303,19 @@ class SlotReader:
         return len(self._live) >= self.max_leased
 
     def adopt(self, slot_id: int, fd: int, nbytes: int) -> None:
-        """Map a slot the worker made; the caller keeps (and closes) `fd`. OSError if it cannot."""
-        self._maps[slot_id] = mmap.mmap(fd, nbytes, flags=_POPULATE)
+        """Map a slot the worker made; the caller keeps (and closes) `fd`.
+
+        Where it cannot be mapped (which takes a descriptor, too) its bytes are copied; the worker
+        will hear that it must not be used again.
+
+        Raises:
+            OSError, MemoryError: nor can they be copied.
+        """
+        try:
+            self._maps[slot_id] = mmap.mmap(fd, nbytes, flags=_POPULATE)
+        except OSError:
+            self._maps[slot_id] = _copy_of(fd, nbytes)
+            self._copies.add(slot_id)
 
     def view(self, slot_id: int) -> memoryview:
         """All bytes of a slot, valid until it is given back. IllegalEventError if there is none."""
@@ -326,10 +338,13 @@ class SlotReader:
 
     def release(self, slot_id: int, *, once: bool = False) -> None:
         """Give a slot back that was only looked at (`view`), or not even that."""
-        if once:
-            self._maps.pop(max(slot_id, ~slot_id), None)
-        else:
-            self._on_free(slot_id)
+        known = max(slot_id, ~slot_id)
+        copied = known in self._copies
+        if once or copied:
+            self._maps.pop(known, None)
+            self._copies.discard(known)
+        if not once:
+            self._on_free(~known if copied else slot_id)
 
     def returned(self) -> list[int]:
         """Ids for `SlotWriter.give_back`, each once."""
@@ -342,13 +357,14 @@ class SlotReader:
         """Unmap slots the worker retired; leased ones stay until their last tensor dies."""
         for slot_id in ids:
             self._maps.pop(slot_id, None)
+            self._copies.discard(slot_id)
 
     def close(self) -> None:
         """Forget all slots; tensors stay valid, nothing is given back any more."""
         self._on_free = deque[int](maxlen=0).append
         self._maps.clear()
 
-    def _map(self, slot_id: int) -> mmap.mmap:
+    def _map(self, slot_id: int) -> mmap.mmap | bytearray:
         mapping = self._maps.get(slot_id)
         if mapping is None:
             raise IllegalEventError(f"slot {slot_id} was not handed over")
@@ -366,6 +382,14 @@ class SlotReader:
     def stain(self) -> None:
         """Around a fork: the child sees what is leased now, so nobody may write there again."""
         self._stained.update(self._live)
+
+
+def _copy_of(fd: int, nbytes: int) -> bytearray:
+    copy = bytearray(nbytes)
+    view, at = memoryview(copy), 0
+    while at < nbytes:
+        at += os.preadv(fd, [view[at:]], at)  # a sealed memfd never ends early
+    return copy
 
 
 class _Lease(weakref.ref[Buffer]):

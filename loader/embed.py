@@ -22,6 +22,7 @@ import msgspec
 from creel.addresses import first_address, held_by_another, runtime_folder, startable, taken
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
+from creel.limits import few_descriptors
 from creel.loader.client import Client
 from creel.peers import holder
 
@@ -48,6 +49,9 @@ def connect_or_start(
     if config is None:
         config = Config.load()[0]
     if config.loader.disable:
+        return None
+    if limit := few_descriptors():
+        log.warning("creel reads directly, without a cache: %d descriptors (ulimit -n)", limit)
         return None
     try:
         return _connect_or_start(config, patron, start)
@@ -146,7 +150,7 @@ class Start:
 
 def start_early(config: Config) -> Start | None:
     """A daemon on its way up, when one will be needed and none answers; None otherwise."""
-    if config.loader.disable or not config.loader.embed:
+    if config.loader.disable or not config.loader.embed or few_descriptors():
         return None
     try:
         return Start(config) if startable(config.daemon.name) else None

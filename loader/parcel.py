@@ -11,6 +11,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate
 
 from creel.cache.slots import SlotReader, SlotWriter
+from creel.limits import may_keep
 from creel.loader.overlay import over
 from creel.loader.transport import Packed, discard, pack, slot_collate, unpack
 
@@ -28,7 +29,7 @@ class Outbox:
     """The worker's side."""
 
     def __init__(self, slots: int) -> None:
-        self._writer = SlotWriter(max_slots=slots)
+        self._writer = SlotWriter(max_slots=slots if may_keep() else 0)
         self.take_back = self._writer.give_back
 
     def collate(self, collate_fn: Collate) -> Collate:
@@ -38,8 +39,11 @@ class Outbox:
         return collate_fn
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 of the batch in the making, right in a slot."""
-        slot, offset = self._writer.room(nbytes)
+        """(nbytes,) uint8 of the batch in the making, right in a slot if there is one to be had."""
+        try:
+            slot, offset = self._writer.room(nbytes)
+        except OSError:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return over(slot.buffer(), nbytes, offset)
 
     def pack(self, data: object) -> tuple[Parcel, list[int]]:
@@ -57,7 +61,12 @@ class Inbox:
         self.take_freed = self._reader.returned
 
     def accept(self, parcel: Parcel, fds: list[int]) -> Packed:
-        """Map the new slots and close their descriptors."""
+        """Take in the new slots and close their descriptors.
+
+        Raises:
+            OSError: no room for a slot, mapped or copied.
+            MemoryError: likewise.
+        """
         try:
             for (number, nbytes), fd in zip(parcel.new, fds, strict=True):
                 self._reader.adopt(number, fd, nbytes)

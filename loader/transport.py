@@ -218,14 +218,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def pack(batch: object, writer: SlotWriter) -> Packed:
     """Put a batch into slots; afterwards send `writer.unsent()` and then the result.
 
+    Where no slot is to be had, for want of descriptors or memory, all of it is in the result.
+
     Raises:
-        OSError: the machine has no memory left for a slot.
         Exception: whatever pickling `batch` raises; the slots are free again then.
     """
     try:
         packer = _Packer()
         pieces = packer.dump(batch)
-        return _Load(writer, packer.storages, pieces).packed()
+        load = _Load(writer, packer.storages, pieces)
+        try:
+            return load.packed()
+        except OSError:
+            return load.inline()
     except BaseException:
         writer.abandon()
         raise
@@ -245,7 +250,7 @@ class _Load:
         spans = [storage.span() for storage in self._storages]
         total = length + sum(high - low for low, high in spans)
         if total + PART.size * len(spans) <= _INLINE:
-            return self._inline(spans)
+            return self.inline()
         parts = [self._place(*one) for one in zip(self._storages, spans, strict=True)]
         rows = b"".join([PART.pack(*part) for part in parts])
         where = None
@@ -263,9 +268,11 @@ class _Load:
             where=where,
         )
 
-    def _inline(self, spans: list[tuple[int, int]]) -> Packed:
+    def inline(self) -> Packed:
+        """Everything in the message."""
         blocks, parts, at = [], [], 0
-        for storage, (low, high) in zip(self._storages, spans, strict=True):
+        for storage in self._storages:
+            low, high = storage.span()
             parts.append(PART.pack(-1, at, high - low, low))
             blocks.append(storage.read(low, high))
             at += high - low
@@ -326,8 +333,8 @@ class _Stack:
         if set(map(type, batch)) == {torch.Tensor} and elem.dtype in _CODES and _is_plain(elem):
             try:
                 return torch.stack(cast(Any, batch), 0, out=self._out(elem, len(batch)))
-            except RuntimeError:  # sizes differ, gradients...: torch says it in its own words below
-                pass
+            except (RuntimeError, OSError):
+                pass  # sizes differ, gradients: torch says it in its own words below; or no slot
         theirs = cast("Callable[..., torch.Tensor]", torch_collate.collate_tensor_fn)
         return theirs(batch, collate_fn_map=collate_fn_map)
 

@@ -1,8 +1,9 @@
 """Packets between a trainer and one of its workers: a unix packet socket, no threads, no queues.
 
 A packet is one pickled message, whole or not at all; descriptors ride along. Messages are small by
-construction (payload lies in slots); one that is not travels in a memfd, so that a full socket
-buffer can never make two processes wait for each other: the trainer never blocks in `post`.
+construction (payload lies in slots); one that is not travels in a memfd, or in several packets
+where there is none to be had. A full socket buffer can never make two processes wait for each
+other: the trainer never blocks in `post`, and reads while it waits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pickle
 import select
 import socket
 import threading
+from array import array
 from collections import ChainMap, deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
@@ -26,7 +28,7 @@ _INLINE = 16 << 10
 #: Most descriptors of one packet (the kernel's SCM_MAX_FD); more of them go ahead in packets of
 #: their own.
 _MAX_FDS = 253
-_PLAIN, _SPILLED, _AHEAD = b"p", b"s", b"a"
+_PLAIN, _SPILLED, _AHEAD, _PIECE = b"p", b"s", b"a", b"c"
 _Reduced: TypeAlias = "str | tuple[Any, ...]"
 
 
@@ -35,14 +37,43 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
+class _Packet:
+    """Bytes on their way, and descriptors that go with them."""
+
+    __slots__ = ("_ours", "data", "fds")
+
+    def __init__(self, data: bytes, fds: list[int], ours: list[int]) -> None:
+        """`ours`: the descriptors that are not the caller's."""
+        self.data = data
+        self.fds = fds
+        self._ours = [fd for fd in fds if fd in ours]
+
+    def close(self) -> None:
+        """It left, or never will."""
+        _close(self._ours)
+        self._ours = self.fds = []
+
+    def keep(self) -> None:
+        """It did not leave yet, and the caller may close its own descriptors.
+
+        Raises:
+            OSError: no descriptor is free.
+        """
+        for i, fd in enumerate(self.fds):
+            if fd not in self._ours:
+                self.fds[i] = os.dup(fd)
+                self._ours.append(self.fds[i])
+
+
 class Wire:
     """One end. Messages are tuples of picklable values; `get` gives them with their descriptors."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over `sock` and close it in `close`."""
         self._sock = sock
-        self._backlog: deque[tuple[bytes, list[int]]] = deque()
-        self._ahead: list[int] = []  # descriptors of the message that comes next
+        self._backlog: deque[_Packet] = deque()
+        self._ahead: list[int] = []  # descriptors of the message that comes next,
+        self._pieces: list[bytes] = []  # and its first bytes
         # A finaliser may post while this thread is inside `post`: hence the reentrant kind.
         self._lock = threading.RLock()
 
@@ -62,28 +93,31 @@ class Wire:
             OSError: the other end is gone, or no descriptor is free.
             Exception: whatever pickling `message` raises; then nothing was sent.
         """
-        packet, owned = _packed(message)
-        try:
-            for fd in fds:  # the caller may close its own before the packet leaves
-                owned.append(os.dup(fd))
-        except OSError:
-            _close(owned)
-            raise
+        body, owned = _packed(message)
         with self._lock:
-            self._backlog += _packets(packet, owned)
-            self.flush()
+            packets = [_Packet(*one, owned) for one in _packets(body, [*owned, *fds])]
+            self._backlog += packets
+            try:
+                self.flush()
+                for packet in packets:
+                    packet.keep()
+            except OSError:
+                self._backlog = deque(p for p in self._backlog if p not in packets)
+                for packet in packets:
+                    packet.close()
+                raise
 
     def flush(self) -> bool:
         """Send what waits, as far as there is room; whether nothing is left."""
         with self._lock:
             while self._backlog:
-                packet, owned = self._backlog[0]
+                packet = self._backlog[0]
                 try:
-                    socket.send_fds(self._sock, [packet], owned, socket.MSG_DONTWAIT)
+                    _send(self._sock, packet.data, packet.fds, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     return False
                 self._backlog.popleft()
-                _close(owned)
+                packet.close()
             return True
 
     def put(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> None:
@@ -93,10 +127,10 @@ class Wire:
             OSError: the other end is gone.
             Exception: whatever pickling `message` raises; then nothing was sent.
         """
-        packet, owned = _packed(message)
+        body, owned = _packed(message)
         try:
-            for piece, some in _packets(packet, [*owned, *fds]):
-                socket.send_fds(self._sock, [piece], some)
+            for piece, some in _packets(body, [*owned, *fds]):
+                _send(self._sock, piece, some)
         finally:
             _close(owned)
 
@@ -107,30 +141,38 @@ class Wire:
             EOFError: the other end is gone, or this one was closed.
             OSError: this process may have no more descriptors, so the message is lost.
         """
-        try:
-            if timeout_s is not None and not self._readable(timeout_s):
-                return None
-            packet, fds, flags, _ = socket.recv_fds(
-                self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
-            )
-        except ConnectionError as e:
-            raise EOFError("the other end is gone") from e
-        except (OSError, ValueError) as e:
-            if self.fileno() < 0:  # by another thread: the pinning one reads, this one replaces
-                raise EOFError("this end is closed") from e
-            raise
-        if not packet:
-            raise EOFError("the other end is gone")
-        if flags & socket.MSG_CTRUNC:
-            _close(fds)
-            raise OSError(errno.EMFILE, "Too many open files: raise the limit (ulimit -n)")
-        if packet[:1] == _AHEAD:
+        while True:
+            try:
+                if timeout_s is not None and not self._readable(timeout_s):
+                    return None
+                packet, fds, flags, _ = socket.recv_fds(
+                    self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+            except ConnectionError as e:
+                raise EOFError("the other end is gone") from e
+            except (OSError, ValueError) as e:
+                if self.fileno() < 0:  # by another thread: the pinning one reads, this one replaces
+                    raise EOFError("this end is closed") from e
+                raise
+            if not packet:
+                raise EOFError("the other end is gone")
+            if flags & socket.MSG_CTRUNC:
+                _close(fds)
+                raise OSError(errno.EMFILE, "Too many open files: raise the limit (ulimit -n)")
             self._ahead += fds
-            return self.get(timeout_s)
-        fds, self._ahead = self._ahead + fds, []
+            if packet[:1] == _PIECE:
+                self._pieces.append(packet[1:])
+            elif packet[:1] != _AHEAD:
+                return self._message(packet)
+
+    def _message(self, packet: bytes) -> tuple[tuple[object, ...], list[int]]:
+        """The message whose last packet this is."""
+        fds, self._ahead = self._ahead, []
+        pieces, self._pieces = self._pieces, []
         if packet[:1] == _SPILLED:
             return _spilled(fds)
-        return pickle.loads(memoryview(packet)[1:]), fds  # noqa: S301  our own child's words
+        body = b"".join([*pieces, packet[1:]]) if pieces else memoryview(packet)[1:]
+        return pickle.loads(body), fds  # noqa: S301  our own child's words
 
     def _readable(self, timeout_s: float) -> bool:
         poll = select.poll()  # select() knows no descriptor beyond 1023
@@ -145,30 +187,47 @@ class Wire:
         """Close the socket and forget what was not sent."""
         with self._lock:
             while self._backlog:
-                _close(self._backlog.popleft()[1])
+                self._backlog.popleft().close()
             self._sock.close()
 
 
-def _packets(packet: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
-    """The packets of a message; the message itself is the last one."""
+def _send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> None:
+    """`socket.send_fds`, whose flags Python passes over (3.11 does): it would wait for room."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    sock.sendmsg([data], rights, flags)
+
+
+def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
+    """The packets of a message; the last one tells what it is."""
     cut = max(len(fds) - 1, 0) // _MAX_FDS * _MAX_FDS
-    ahead = [(_AHEAD, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
-    return [*ahead, (packet, fds[cut:])]
+    packets = [(_AHEAD, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
+    if len(body) > _INLINE:  # there was no memfd to be had
+        *pieces, last = [body[i : i + _INLINE] for i in range(1, len(body), _INLINE)]
+        packets += [(_PIECE + piece, []) for piece in pieces]
+        body = _PLAIN + last
+    return [*packets, (body, fds[cut:])]
 
 
 def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
-    """The packet for `message` and the descriptors it needs (the caller's to close)."""
+    """The message as bytes, or the descriptor it lies behind (the caller's to close)."""
     sink = io.BytesIO()
     pickler = pickle.Pickler(sink, 5)
     pickler.dispatch_table = _REDUCERS
+    sink.write(_PLAIN)
     pickler.dump(message)
     body = sink.getvalue()
-    if len(body) < _INLINE:
-        return _PLAIN + body, []
-    fd = os.memfd_create("creel-message", os.MFD_CLOEXEC)
+    if len(body) <= _INLINE:
+        return body, []
+    try:
+        fd = os.memfd_create("creel-message", os.MFD_CLOEXEC)
+    except OSError:  # no descriptor to be had
+        return body, []
     try:
         with os.fdopen(fd, "wb", closefd=False) as file:
-            file.write(body)
+            file.write(memoryview(body)[1:])
+    except OSError:  # no memory there
+        os.close(fd)
+        return body, []
     except BaseException:
         os.close(fd)
         raise

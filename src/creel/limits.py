@@ -82,3 +82,29 @@ def _read(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+#: Up to so many descriptors (RLIMIT_NOFILE) a process is left those that torch would leave it: a
+#: connection to the daemon takes about ten, each kept batch buffer two.
+_FEW_DESCRIPTORS = 64
+_SOME_DESCRIPTORS = 128
+
+
+def few_descriptors() -> int:
+    """The limit of open descriptors where it is so low that creel takes none for itself; else 0."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return limit if 0 <= limit < _FEW_DESCRIPTORS else 0
+
+
+def may_keep() -> bool:
+    """Whether this process may keep memory and descriptors that nobody uses right now.
+
+    Not under a limit of address space (`ulimit -v`), where what is kept is missed elsewhere.
+    """
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    endless = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    return endless and not 0 <= limit < _SOME_DESCRIPTORS

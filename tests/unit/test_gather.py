@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -88,3 +91,14 @@ def test_a_lease_that_was_interrupted_says_nothing(monkeypatch: pytest.MonkeyPat
     del lent
     gc.collect()
     assert not unraised
+
+
+def test_without_room_for_a_mapping_torch_gives_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Ring()
+    none = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    monkeypatch.setattr(mmap, "mmap", none)
+    memory = ring.take(10_000)
+    assert memory.shape == (10_000,)
+    assert memory.fill_(7).sum() == 70_000

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -48,6 +51,37 @@ def send(writer: SlotWriter, reader: SlotReader, data: bytes) -> Slot:
 
 def tensor_of(buffer: Buffer, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes)
+
+
+@pytest.mark.parametrize("leased", [True, False])
+@pytest.mark.parametrize("slots", [3, 0])
+def test_what_cannot_be_mapped_is_copied_once(
+    reader: SlotReader, monkeypatch: pytest.MonkeyPatch, slots: int, *, leased: bool
+) -> None:
+    """A mapping takes a descriptor, too. Nobody would see what is written there later."""
+    writer = SlotWriter(max_slots=slots)
+    slot, at = writer.room(MB)
+    slot.mapping[at : at + MB] = b"x" * MB
+    writer.seal()
+    with monkeypatch.context() as none:
+        none.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.EMFILE, "none left")))
+        for one in writer.unsent():
+            reader.adopt(*one)
+    if leased:
+        buffer = reader.lease(slot.id, once=slot.once)
+        assert bytes(memoryview(buffer)[:MB]) == b"x" * MB
+        del buffer
+    else:
+        assert reader.view(slot.id)[:MB] == b"x" * MB
+        reader.release(slot.id, once=slot.once)
+    returned = reader.returned()
+    assert returned == ([] if slot.once else [~slot.id])
+    writer.give_back(returned)
+    again = send(writer, reader, b"y" * MB)
+    assert again.id != slot.id
+    assert reader.view(again.id)[:MB] == b"y" * MB
+    assert reader.leased == 0
+    writer.close()
 
 
 def test_a_slot_is_used_again_once_its_lease_ended(writer: SlotWriter, reader: SlotReader) -> None:

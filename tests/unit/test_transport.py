@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import dataclasses
+import errno
 import gc
 import os
 import pickle
@@ -23,7 +24,7 @@ from torch.utils.data import _utils, default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.worker import WorkerInfo
 
-from creel.cache.slots import SlotReader, SlotWriter
+from creel.cache.slots import Slot, SlotReader, SlotWriter
 from creel.loader.transport import Packed, discard, pack, slot_collate, unpack
 
 pytestmark = pytest.mark.timeout(180)
@@ -207,6 +208,36 @@ def test_any_batch_arrives_as_torch_delivers_it(batch: Any) -> None:
 
 
 # --- aliasing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", range(3))
+def test_without_a_slot_the_batch_goes_in_the_message(
+    monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """No descriptor or no memory to be had, from the beginning or in the middle of a batch."""
+    made = iter(range(slots))
+    real = SlotWriter._new
+
+    def scarce(self: SlotWriter, nbytes: int, *, once: bool) -> Slot:
+        if next(made, None) is None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(self, nbytes, once=once)
+
+    monkeypatch.setattr(SlotWriter, "_new", scarce)
+    writer, reader = SlotWriter(), SlotReader()
+    base = torch.arange(400_000)
+    samples = [{"a": base[i:][:300_000], "b": torch.full((50_000,), i)} for i in range(3)]
+    for _ in range(3):
+        collated = slot_collate(samples, writer)
+        same(default_collate(samples), collated)
+        batch = [collated, np.arange(9000), base[5:], base[:7], "text" * 9000]
+        packed = pack(batch, writer)
+        for one in writer.unsent():
+            reader.adopt(*one)
+        same(theirs(batch), unpack(pickle.loads(pickle.dumps(packed)), reader))
+        writer.give_back(reader.returned())
+    reader.close()
+    writer.close()
 
 
 def test_tensors_that_shared_memory_still_do(road: Road) -> None:

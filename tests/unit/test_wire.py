@@ -7,8 +7,10 @@ import fcntl
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,12 +77,38 @@ def test_a_message_that_finds_no_free_descriptor_leaves_none_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, theirs = map(Wire, pair())
+    while not ours.congested:  # else it leaves at once, and needs none
+        ours.post((bytes(10_000),))
     before = descriptors()
     free = iter([os.dup(ours.fileno())])
     monkeypatch.setattr(os, "dup", lambda _: next(free, None) or os.open("/nowhere", os.O_RDONLY))
     with pytest.raises(OSError, match="nowhere"):
         ours.post((bytes(100_000),), [ours.fileno()] * 3)
     assert not descriptors() - before
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 16 << 10, 100_000, 5_000_000])
+def test_without_a_descriptor_a_long_message_goes_in_pieces(
+    limits: tuple[int, int], nbytes: int
+) -> None:
+    ours, theirs = map(Wire, pair())
+    message = (np.random.default_rng(nbytes).bytes(nbytes),)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+    ours.post(message)
+    ours.post(("next",))
+    got: list[object] = []
+    while len(got) < 2:  # by one thread: the sender never waits for the receiver
+        told = theirs.get(0)
+        got += [] if told is None else [told]
+        ours.flush()
+    assert got == [(message, []), (("next",), [])]
+    sender = threading.Thread(target=ours.put, args=(message,))
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    sender.start()
+    assert theirs.get(20) == (message, [])
+    sender.join()
     ours.close()
     theirs.close()
 

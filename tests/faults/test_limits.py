@@ -1,0 +1,108 @@
+"""Limits under which torch finishes: so does creel, with the same batches.
+
+Each case runs in a process of its own, which sets the limit to what it has by then and some more.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.faults, pytest.mark.system, pytest.mark.timeout(300)]
+
+_SCRIPT = """
+import gc, hashlib, os, resource, sys
+import torch
+import creel
+from torch.utils.data import DataLoader, Dataset
+from pathlib import Path
+
+which, limit, more, kind, workers, root, name = sys.argv[1:]
+
+class Own(Dataset):
+    def __init__(self, n): self.n = n
+    def __len__(self): return 48
+    def __getitem__(self, i): return torch.full((self.n,), i, dtype=torch.float32), i
+
+class Read(Dataset):
+    def __init__(self): self.paths = sorted(Path(root).iterdir())
+    def __len__(self): return len(self.paths)
+    def __getitem__(self, i): return torch.frombuffer(bytearray(creel.read(self.paths[i])),
+                                                      dtype=torch.uint8)
+
+made = {
+    "own": lambda: Own(50_000),
+    "large": lambda: Own(1_000_000),
+    "files": lambda: creel.FileDataset(root, nbytes=True),
+    "wrapped": lambda: creel.wrap(Read()) if which == "creel" else Read(),
+}
+dataset = made[kind]()
+if limit == "descriptors":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(more),) * 2)
+else:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(more),) * 2)
+options = dict(batch_size=8, shuffle=True, num_workers=int(workers))
+options["generator"] = torch.Generator().manual_seed(1)
+if which == "creel":
+    loader = creel.DataLoader(dataset, creel={"daemon.name": name}, **options)
+else:
+    loader = DataLoader(dataset, **options)
+
+told = hashlib.sha256()
+def tell(x):
+    if isinstance(x, (list, tuple)):
+        for one in x: tell(one)
+    else:
+        told.update(x.numpy().tobytes())
+
+batches = 0
+for _ in range(2):
+    for batch in loader:
+        tell(batch)
+        batches += 1
+print(batches, told.hexdigest())
+"""
+
+CASES = [
+    ("descriptors", 24, "own", 0),
+    ("descriptors", 32, "own", 2),
+    ("descriptors", 24, "files", 2),
+    ("descriptors", 32, "wrapped", 2),
+    ("memory", 900 << 20, "large", 2),
+    ("memory", 600 << 20, "files", 0),
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    for i in range(48):
+        (folder / f"{i:02}").write_bytes(rng.bytes(60_000))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit, more, kind, workers", CASES)
+def test_where_torch_finishes_creel_does(
+    root: Path, daemon_name: str, limit: str, more: int, kind: str, workers: int
+) -> None:
+    said = []
+    for which in ("torch", "creel"):
+        args = [which, limit, more, kind, workers, root, daemon_name]
+        done = subprocess.run(
+            [sys.executable, "-c", _SCRIPT, *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        said.append(done.stdout)
+    assert said[0].startswith("12 ")
+    assert said[1] == said[0]
