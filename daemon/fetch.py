@@ -473,8 +473,9 @@ class _Lane:
         self._object_s += (seconds / objects - self._object_s) * 0.3
         self._cpu_s += (cpu / objects - self._cpu_s) * 0.1
         wait = max(seconds - cpu, 0.0) / objects
-        # A low quantile: a thread that waits for the interpreter must not look like a slow disk.
-        self._wait_s += (wait - self._wait_s) * (0.3 if wait < self._wait_s else 0.03)
+        # Below the mean: a thread that waits for the interpreter must not look like a slow disk.
+        # Not far below: where the page cache has some of what is read, the far rest needs threads.
+        self._wait_s += (wait - self._wait_s) * (0.06 if wait < self._wait_s else 0.03)
 
     def _take(self, me: int) -> tuple[_Job, slice] | None:
         with self._ready:

@@ -223,10 +223,11 @@ class Holding:
     def evict_all(self) -> None:
         """All leave, and for good: nobody reads them, nothing is under way."""
         if isinstance(self.pool, FixedPool):
-            self.offset[:] = NOWHERE
+            if self.resident:
+                self.offset[:] = NOWHERE
             self.evicted["dropped"] += self.resident
             self.pool.clear()
-        else:
+        elif self.resident:
             self.evict(self.loose(), "dropped")
 
     def lose(self, ids: Index, offset: Sizes) -> None:
