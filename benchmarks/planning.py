@@ -7,8 +7,9 @@ each kind and looks, in ms, at
 
 - first: from `iter()` to the first batch, of the second loader (the first one made the dataset
   known to the daemon: `new`);
-- held: how late, at worst, the trainer's thread came back from naps of 0.5 ms while this epoch and the next were planned in the background; `idle` is the same with nothing
-  going on, for as long: what the machine alone does;
+- held: how late, at worst, the trainer's thread came back from naps of 0.5 ms while this epoch and
+  the next were planned in the background; `idle` is the same with nothing going on, for as long:
+  what the machine alone does;
 - planned: seconds until the daemon knew both;
 - answer: how long another process's client waited for an answer of the daemon meanwhile, at worst;
 - next: the longest of 2,000 `next` of a loader that is being planned, and of torch's.
@@ -109,7 +110,7 @@ def held(until: Any, at_most_s: float) -> tuple[float, float]:
 
 def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
     steps = len(loader(DataLoader, data, kind))
-    _, new_s = first(loader(creel.DataLoader, data, kind))
+    new_s = first(loader(creel.DataLoader, data, kind))[1]  # and that loader is gone
     asker = subprocess.Popen(
         [sys.executable, "-c", _ASKER, name],
         stdin=subprocess.PIPE,
@@ -123,9 +124,10 @@ def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
     board = iterator._course.feed.session.board  # type: ignore[attr-defined]  # noqa: SLF001
     planned_s, held_s = held(lambda: board[KNOWN] >= 2 * steps, 300)
     answer = asker.communicate("")[0]
+    del iterator, made, board
     again = iter(loader(creel.DataLoader, data, kind))
     next_s = longest_next(again)
-    del again, iterator
+    del again
     theirs, torch_s = first(loader(DataLoader, data, kind))
     torch_next_s = longest_next(theirs)
     return {
