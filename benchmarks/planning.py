@@ -7,9 +7,9 @@ each kind and looks, in ms, at
 
 - first: from `iter()` to the first batch, of the second loader (the first one made the dataset
   known to the daemon: `new`);
-- held: the longest time for which the trainer's thread, which only looks at the clock, stood still
-  while this epoch and the next were planned in the background; `idle` is the same with nothing
-  going on, for as long: what the machine alone does;
+- held: how late, at worst, the trainer's thread came back from naps of 0.5 ms while this epoch and
+  the next were planned in the background; `idle` is the same with nothing going on, for as long:
+  what the machine alone does;
 - planned: seconds until the daemon knew both;
 - answer: how long another process's client waited for an answer of the daemon meanwhile, at worst;
 - next: the longest of 2,000 `next` of a loader that is being planned, and of torch's.
@@ -45,8 +45,9 @@ from creel.daemon.events import Extended, Fetch, Fetched, Opened, Progressed, Re
 from creel.loader.client import Client
 
 IMAGENET, BATCH, NBYTES = 1_281_167, 256, 64
-_PIECE = 1 << 16  # as the loader's
+_PIECE = 1 << 15  # as a session sends it
 _STEPS = 2000
+_NAP_S = 0.0005
 
 #: Asks the daemon again and again until its standard input ends; prints the longest wait in ms.
 _ASKER = """
@@ -99,20 +100,17 @@ def longest_next(iterator: Iterator[Any]) -> float:
 def held(until: Any, at_most_s: float) -> tuple[float, float]:
     """(seconds, longest pause) of this thread, which does nothing, until that is so."""
     worst, began = 0.0, time.perf_counter()
-    last = look = began
-    while last - began < at_most_s:
+    last = began
+    while last - began < at_most_s and not until():
+        time.sleep(_NAP_S)  # lets the others go on, as a step of training does
         now = time.perf_counter()
-        worst, last = max(worst, now - last), now
-        if now - look > 0.001:
-            look = now
-            if until():
-                break
+        worst, last = max(worst, now - last - _NAP_S), now
     return last - began, worst
 
 
 def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
     steps = len(loader(DataLoader, data, kind))
-    _, new_s = first(loader(creel.DataLoader, data, kind))
+    new_s = first(loader(creel.DataLoader, data, kind))[1]  # and that loader is gone
     asker = subprocess.Popen(
         [sys.executable, "-c", _ASKER, name],
         stdin=subprocess.PIPE,
@@ -126,9 +124,10 @@ def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
     board = iterator._course.feed.session.board  # type: ignore[attr-defined]  # noqa: SLF001
     planned_s, held_s = held(lambda: board[KNOWN] >= 2 * steps, 300)
     answer = asker.communicate("")[0]
+    del iterator, made, board
     again = iter(loader(creel.DataLoader, data, kind))
     next_s = longest_next(again)
-    del again, iterator
+    del again
     theirs, torch_s = first(loader(DataLoader, data, kind))
     torch_next_s = longest_next(theirs)
     return {
