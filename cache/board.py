@@ -27,9 +27,9 @@ HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0
 READY = 1  # all steps < READY are resident (or failed) and pinned; lowered before their bytes go
 STATE = 2  # 0 serving, 1 draining (finish what you have, then read directly), 2 closed
 FAILED = 3  # objects of this session that could not be fetched, so far
-REVOKED = 5  # how often READY was lowered: who copies bytes looks before and after
 TRUNCATED = 4  # Truncate messages dealt with; until then READY may speak of the old plan
 KNOWN = 5  # steps that the daemon was told of and has taken in
+REVOKED = 6  # how often READY was lowered: who copies bytes looks before and after
 # words the trainer writes
 DONE = 64  # all steps < DONE have given up their bytes
 WANTED = 65  # highest step + 1 that somebody stalls on; the daemon serves it first
