@@ -123,10 +123,10 @@ def test_a_machine_out_of_descriptors_at_any_step_of_joining_means_direct_reads(
         assert_same_epoch(*loaders(files_of(folder)))
 
 
-def test_a_task_that_finds_no_descriptor_is_an_error_and_not_awaited(
+def test_a_task_that_finds_no_descriptor_travels_in_the_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long indices travel in a memory file; a batch nobody was asked for would never come."""
+    """Long indices travel in a memory file, where there is one to be had."""
     batches = [list(range(8000))] * 20
     ours: Any = creel.DataLoader(
         range(8000),  # type: ignore[arg-type]  # as good as a dataset
@@ -138,14 +138,8 @@ def test_a_task_that_finds_no_descriptor_is_an_error_and_not_awaited(
     it = iter(ours)
     assert next(it) == 8000
     full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "memfd_create", mock.Mock(side_effect=full))
-        with pytest.raises(OSError, match="Too many open files"):
-            for _ in it:
-                pass
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):  # not one batch fewer
-        for _ in it:
-            pass
+    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=full))
+    assert list(it) == [8000] * 19
 
 
 def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> None:

@@ -329,13 +329,13 @@ class Gate:
     ) -> None:
         """The first batch whose objects are `chosen` stops here, in a worker forked later."""
         self.arrived, self.opened, self.passed = (path / n for n in ("here", "open", "past"))
-        batch, memory = Gatherer.batch, Outbox.memory
+        rows, memory = Gatherer.rows, Outbox.memory
         stops = False
 
-        def watched_batch(gatherer: Any, ids: Any, indices: Any) -> Any:
+        def watched_rows(gatherer: Any, ids: Any, indices: Any) -> Any:
             nonlocal stops
             stops = not self.arrived.exists() and chosen(ids.tolist())
-            made = batch(gatherer, ids, indices)
+            made = rows(gatherer, ids, indices)
             if stops:
                 self.passed.touch()
             return made
@@ -347,7 +347,7 @@ class Gate:
             return memory(outbox, nbytes)
 
         monkeypatch.setattr(solo, "_HERE_NBYTES", 0)  # workers gather even small batches
-        monkeypatch.setattr(Gatherer, "batch", watched_batch)
+        monkeypatch.setattr(Gatherer, "rows", watched_rows)
         monkeypatch.setattr(Outbox, "memory", watched_memory)
 
     def let_through(self) -> None:

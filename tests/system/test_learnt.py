@@ -84,6 +84,12 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
         hang_up(daemon_name)
 
 
+@pytest.fixture
+def never_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies in memory is served though the files have changed: so it is seen where it lies."""
+    monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
+
+
 def reads(daemon: Running) -> list[int]:
     """By the daemon, of each dataset."""
     with daemon.client("cli") as client:
@@ -143,6 +149,7 @@ def decoded(path: Path) -> Any:
 )
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
 @pytest.mark.parametrize("how", ["here", "fork, persistent"])
+@pytest.mark.usefixtures("never_looked_at_again")
 def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
     daemon: Running, tmp_path: Path, how: str, kind: Any, kinds: tuple[Any, ...], objects: int
 ) -> None:
@@ -153,7 +160,7 @@ def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
     assert reads(daemon) == [objects * N]
     before = sorted(chain.from_iterable(theirs))
     for path in tmp_path.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".tar":  # a shard that was written gives no sample
             path.write_bytes(bytes(path.stat().st_size))
     assert sorted(chain.from_iterable(theirs)) != before
     assert sorted(chain.from_iterable(ours)) == before
@@ -168,6 +175,7 @@ def told(daemon: Running) -> list[int]:
 
 @pytest.mark.parametrize("how", ["here", "fork", "fork, persistent"])
 @pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.usefixtures("never_looked_at_again")
 def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
     daemon: Running, tmp_path: Path, how: str, *, inside: bool
 ) -> None:
