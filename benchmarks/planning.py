@@ -124,7 +124,7 @@ def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
     board = iterator._course.feed.session.board  # type: ignore[attr-defined]  # noqa: SLF001
     planned_s, held_s = held(lambda: board[KNOWN] >= 2 * steps, 300)
     answer = asker.communicate("")[0]
-    del iterator, made, board
+    del iterator, made
     again = iter(loader(creel.DataLoader, data, kind))
     next_s = longest_next(again)
     del again
