@@ -19,6 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from creel.cache import board
 from creel.cache.arena import Arena
 from creel.cache.board import BOARD_NBYTES, HEARTBEAT, WANTED, Board, sealed_memfd
 from creel.cache.manifest import Manifest
@@ -359,3 +360,11 @@ def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
     assert session.wait(b"who", 2, 5)
     assert session.progress() == (0, 6)
     session.close()
+
+
+def test_each_word_of_a_board_has_a_number_of_its_own() -> None:
+    sizes = {"ABSENT", "BOARD_NBYTES"}
+    words = {k: v for k, v in vars(board).items() if k.isupper() and isinstance(v, int)}
+    numbers = [v for k, v in words.items() if k not in sizes]
+    assert len(numbers) > 8
+    assert len(set(numbers)) == len(numbers)
