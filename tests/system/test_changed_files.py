@@ -107,9 +107,12 @@ def reads(daemon: Running) -> int:
         return sum(int(source["reads"]) for source in client.ask("stats")["sources"])
 
 
+#: Every kind in this process; what workers add is the same for all.
+CASES = [(kind, 0) for kind in KINDS] + [("decoded", 2), ("sized", 2), ("wrapped", 2)]
+
+
 @pytest.mark.parametrize("how", [in_place, replaced, as_if_untouched])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "workers"), CASES)
 def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
     daemon: Running, folder: Path, kind: str, workers: int, how: Callable[[Path, bytes], None]
 ) -> None:
@@ -123,8 +126,7 @@ def test_a_loader_that_goes_on_sees_what_changed_between_its_epochs(
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("loader", [creel.DataLoader, torch.utils.data.DataLoader])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "workers"), CASES)
 def test_a_new_dataset_and_loader_see_what_changed(
     folder: Path, kind: str, workers: int, loader: type[Any]
 ) -> None:
