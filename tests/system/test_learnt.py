@@ -153,10 +153,10 @@ def test_what_lies_below_a_wrapper_of_ones_own_is_learnt(
     assert reads(daemon) == [objects * N]
     before = sorted(chain.from_iterable(theirs))
     for path in tmp_path.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".tar":  # of which nothing could be read any more
             path.write_bytes(bytes(path.stat().st_size))
-    assert sorted(chain.from_iterable(theirs)) != before
-    assert sorted(chain.from_iterable(ours)) == before
+    now = sorted(chain.from_iterable(theirs))
+    assert sorted(chain.from_iterable(ours)) == now != before
 
 
 def told(daemon: Running) -> list[int]:
@@ -185,8 +185,8 @@ def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
         epoch = -(-(N - 1) // BATCH)
         assert told(daemon)[-1] >= 3 * epoch
     for path in tmp_path.glob("data/*.raw"):
-        path.write_bytes(b"never read again")
-    assert len(next(iter(ours))[0]) > 16 * 2
+        path.write_bytes(b"read anew")
+    assert next(iter(ours))[0] == 2 * b"read anew"
 
 
 @pytest.mark.parametrize("workers", [0, 2])
