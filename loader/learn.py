@@ -16,19 +16,25 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, StackDataset, Subset
 
-from creel.loader.base import position
+from creel.loader.base import Transformed, fetch_many, position
 from creel.loader.learnt import Item, Learnt, by_sample, parts_of
 from creel.loader.reading import Asked, Hearing
+from creel.loader.tree import unchanged
+from creel.loader.wrap import Wrapped, unwrap
 
 if TYPE_CHECKING:
     from creel.loader.base import Sample
+
+T = TypeVar("T")
+#: What each sample of a batch asks for.
+Wishes = list[list[Asked]]
 
 #: An epoch is over when nothing new was met over so much of what was heard: 1/16.
 _AGAIN = 16
@@ -70,13 +76,28 @@ class Learner:
         """The dataset's sample, listened to; what was heard waits for `write`."""
         if self._sealed:
             return self.dataset[index]
-        with Hearing() as heard:
-            sample = self.dataset[index]
-        items = [item for what in heard.wanted() if (item := self._item(what)) is not None]
+        wishes: list[Asked] = []
+        sample = _heard(wishes, lambda: self.dataset[index])
+        self._note_wishes(index, wishes)
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
+        """The same for a batch, in torch's order of calls: random numbers depend on it."""
+        if self._sealed:
+            return fetch_many(self.dataset, indices)
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self[i] for i in indices]
+        wishes: Wishes = [[] for _ in indices]
+        samples = _batch(self.dataset, indices, wishes)
+        for index, asked in zip(indices, wishes, strict=True):
+            self._note_wishes(index, asked)
+        return samples
+
+    def _note_wishes(self, index: int, wishes: list[Asked]) -> None:
+        items = [i for what in dict.fromkeys(wishes) if (i := self._item(what)) is not None]
         if isinstance(index, (int, np.integer)):
             with suppress(IndexError):  # a dataset may give more samples than its length says
                 self._note(position(index, self._size), items)
-        return sample
 
     def learnt(self) -> Learnt | None:
         """What the samples read, for good; None while that is being learnt. Gives it once."""
@@ -167,6 +188,45 @@ class Learner:
                 for index, *_ in new:
                     self._count += not self._known[index]
                     self._known[index] = True
+
+
+def _heard(wishes: list[Asked], act: Callable[[], T]) -> T:
+    """What `act` gives; what it asks for is added to the wishes."""
+    with Hearing() as hearing:
+        result = act()
+    wishes += hearing.wanted()
+    return result
+
+
+def _batch(dataset: object, indices: Iterable[int], wishes: Wishes) -> list[Sample]:
+    """`fetch_many` of a dataset that `by_sample` allows, each sample listened to by itself.
+
+    Calls come in the same order: a StackDataset gives all samples of its first part before the
+    second one's, and a function of `Transformed` sees none before all were taken.
+    """
+    if type(dataset) is Wrapped:
+        return _batch(unwrap(dataset), indices, wishes)
+    if unchanged(dataset, Subset):
+        below: Iterable[int] = map(dataset.indices.__getitem__, indices)
+        if hasattr(dataset.dataset, "__getitems__"):
+            below = list(below)
+        return _batch(dataset.dataset, below, wishes)
+    if type(dataset) is Transformed:
+        return [
+            _heard(asked, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
+            for sample, asked in zip(_batch(dataset.dataset, indices, wishes), wishes, strict=True)
+        ]
+    if unchanged(dataset, StackDataset):
+        parts = dataset.datasets
+        if isinstance(parts, dict):
+            columns = [_batch(part, indices, wishes) for part in parts.values()]
+            return [dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)]
+        return list(zip(*(_batch(part, indices, wishes) for part in parts), strict=True))
+    leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # all others are
+    return [
+        _heard(asked, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
+        for i, asked in zip(indices, wishes, strict=True)
+    ]
 
 
 def _new_journal() -> int:

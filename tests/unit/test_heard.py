@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
-from creel.loader.base import CreelDataset
+from creel.loader.base import CreelDataset, fetch_many
 from creel.loader.learn import Learner
 from creel.loader.learnt import Learnt, parts_of
 from creel.loader.opened import Opened
@@ -177,6 +177,79 @@ def test_numbers_of_any_kind_are_heard_and_what_is_no_part_is_not(tmp_path: Path
     assert learnt is not None
     assert learnt.counts.tolist() == [1] * 12
     assert [leaf.object_count for leaf in learnt.leaves] == [12]
+
+
+class Telling(Dataset[Any]):
+    """Writes down each call; sample i reads file i."""
+
+    def __init__(self, calls: list[Any], files: creel.FileDataset) -> None:
+        self.calls, self.files = calls, files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> Any:
+        self.calls.append(i)
+        return len(self.calls), self.files[i]
+
+    def change(self, sample: Any) -> Any:
+        self.calls.append("change")
+        return len(self.calls), sample, self.files[5]
+
+
+def around(leaf: Telling, shapes: list[str]) -> Dataset[Any]:
+    """The leaf in so many of torch's and creel's wrappers, which `by_sample` sees through."""
+    dataset: Dataset[Any] = leaf
+    for shape in shapes:
+        if shape == "subset":
+            dataset = Subset(dataset, [3, 1, 4, 0, 5, 2])
+        elif shape == "stack":
+            dataset = StackDataset(dataset, leaf)
+        elif shape == "named":
+            dataset = StackDataset(x=leaf, y=dataset)
+        elif shape == "wrapped":
+            dataset = creel.wrap(dataset)
+        else:
+            dataset = creel.datasets.Transformed(dataset, leaf.change)
+    return dataset
+
+
+SHAPES = ("subset", "stack", "named", "wrapped", "transformed")
+
+
+@given(
+    st.lists(st.sampled_from(SHAPES), max_size=4),
+    st.lists(st.integers(0, 5), max_size=8),
+)
+def test_a_batch_calls_the_persons_code_in_torchs_order(
+    shapes: list[str], indices: list[int]
+) -> None:
+    """The order of random numbers is that of the calls."""
+    with tempfile.TemporaryDirectory() as home:
+        for i in range(6):
+            (Path(home) / str(i)).write_bytes(b"%d" % i)
+        files = creel.FileDataset(home, decode=bytes)
+        calls: list[Any] = []
+        plain, heard = (around(Telling(calls, files), shapes) for _ in range(2))
+        expected = list(fetch_many(plain, indices)), calls.copy()
+        calls.clear()
+        learner: Any = Learner(heard)
+        assert (list(fetch_many(learner, indices)), calls) == expected
+        alone = Learner(heard)
+        for i in indices:
+            alone[i]
+        # each sample's reads are told apart in a batch, too
+        for each in (learner, alone):
+            each.write()
+            os.write(each.fd, b"[]\n")
+            each.write()
+        ours, theirs = learner.learnt(), alone.learnt()
+        assert (ours is None) == (theirs is None) == (not indices)
+        if ours is not None and theirs is not None:
+            assert ours.counts.tolist() == theirs.counts.tolist()
+            samples = np.array(sorted(set(indices)), np.int64)
+            wanted = [bound(heard, x).objects(samples)[0].tolist() for x in (ours, theirs)]
+            assert sorted(wanted[0]) == sorted(wanted[1])
 
 
 def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path: Path) -> None:
