@@ -175,9 +175,10 @@ def _plainly(address: str) -> Iterator[None]:
 def _store(address: str) -> Store:
     # The process id: clients of object stores own threads and do not live through a fork.
     key = (os.getpid(), scheme_of(address), urlsplit(address).netloc)
+    deadline_s = patience().deadline_s  # takes the lock itself where no settings are in use yet
     with _lock:
         if key not in _stores:
-            _stores[key] = open_store(address, patience().deadline_s)
+            _stores[key] = open_store(address, deadline_s)
         return _stores[key]
 
 
