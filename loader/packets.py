@@ -11,6 +11,7 @@ from typing import TypeVar
 from creel.addresses import first_address
 from creel.cache.arena import ArenaView
 from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
+from creel.limits import may_map
 from creel.messages import (
     MAX_BODY,
     DeskReply,
@@ -77,6 +78,8 @@ def map_arena(fds: list[int], nbytes: int) -> ArenaView:
     try:
         if len(fds) != 1:
             raise DaemonLostError(f"a welcome comes with the arena, not {len(fds)} descriptors")
+        if not may_map(nbytes):
+            raise UnavailableError(f"{nbytes >> 20} MiB are too much for this `ulimit -v`")
         return ArenaView.attach(fds[0], nbytes)
     except OSError as e:  # a limit on this process (ulimit -v), for one
         raise UnavailableError(f"the daemon's memory cannot be mapped here: {e}") from e

@@ -22,6 +22,7 @@ import random
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -109,7 +110,8 @@ def _keep_freed_memory() -> None:
     raises the limit by itself, to twice the size of a larger block that was freed (mallopt(3));
     this is such a block, never written to. Other C libraries pass over it.
     """
-    np.empty(_LARGE, np.uint8)
+    with suppress(MemoryError):  # little address space is left (`ulimit -v`): none is kept
+        np.empty(_LARGE, np.uint8)
 
 
 class _Worker:

@@ -108,3 +108,15 @@ def may_keep() -> bool:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     endless = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     return endless and not 0 <= limit < _SOME_DESCRIPTORS
+
+
+def may_map(nbytes: int) -> bool:
+    """Whether as much address space is left besides (`ulimit -v`) for the batches themselves."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return True
+    pages = _read(_ROOT / "proc/self/statm").split()
+    taken = int(pages[0]) * resource.getpagesize() if pages else 0
+    return 2 * nbytes <= limit - taken

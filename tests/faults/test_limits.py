@@ -106,3 +106,36 @@ def test_where_torch_finishes_creel_does(
         said.append(done.stdout)
     assert said[0].startswith("12 ")
     assert said[1] == said[0]
+
+
+_NO_ROOM = """
+import resource
+from pathlib import Path
+from creel.loader.worker import _keep_freed_memory
+
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (8 << 20), resource.RLIM_INFINITY))
+_keep_freed_memory()
+"""
+
+
+def test_a_worker_starts_where_no_memory_can_be_kept() -> None:
+    """It died of what it only wants for speed, where torch's worker has room for its batch."""
+    subprocess.run([sys.executable, "-c", _NO_ROOM], check=True)
+
+
+_LITTLE_ROOM = """
+import resource
+from pathlib import Path
+from creel.limits import may_map
+
+assert may_map(1 << 40)
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (256 << 20), resource.RLIM_INFINITY))
+assert may_map(100 << 20) and not may_map(160 << 20)
+"""
+
+
+def test_the_cache_leaves_address_space_for_batches() -> None:
+    """Mapped, it took what torch's own allocations needed then: they raised, creel's or not."""
+    subprocess.run([sys.executable, "-c", _LITTLE_ROOM], check=True)

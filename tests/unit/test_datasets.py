@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 import creel
 from creel.errors import ConfigError, CreelError, NotFoundError
+from creel.loader import storage
 from creel.loader.base import Labels
 from creel.loader.datasets import (
     FileDataset,
@@ -551,6 +552,21 @@ def test_open_over_http_is_in_memory(files: list[Path], web: str) -> None:
         assert f.read() == files[1].read_bytes()[3:]
     with pytest.raises(OSError, match="gone"):
         creel.read(f"{web}/files/gone")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("first", ["read", "size"])
+def test_the_first_read_of_a_process_may_be_far(
+    files: list[Path], web: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No loader has told its settings by then: they are found while a store is opened."""
+    monkeypatch.setattr(storage, "_settings", None)
+    monkeypatch.setattr(storage, "_stores", {})
+    address = f"{web}/files/a.bin"
+    if first == "read":
+        assert creel.read(address) == files[1].read_bytes()
+    else:
+        assert storage.nbytes_of(address) == len(files[1].read_bytes())
 
 
 class _Squares(Dataset[int]):
