@@ -51,6 +51,9 @@ _log = logging.getLogger("creel.loader")
 
 Collate: TypeAlias = Callable[[Sequence[object]], object]
 
+#: How long a worker waits for the daemon's answer before it reads directly, seconds.
+_JOIN_S = 3.0
+
 #: Bytes: glibc takes blocks below 32 MiB as a hint, on 64-bit systems.
 _LARGE = 31 << 20
 
@@ -226,7 +229,8 @@ class _Worker:
         self._session = self._gatherer = None
         try:
             if self._client is None or not self._client.alive:
-                self._client = Client.connect(name, "worker", token)
+                # Its trainer has a daemon that beats: one that does not answer has stopped just now.
+                self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
             self._session = self._client.attach(session)
             gather = None if self._binding is None or not self._plain else self._binding.gather()
             if gather is not None:
