@@ -229,7 +229,7 @@ class _Worker:
         self._session = self._gatherer = None
         try:
             if self._client is None or not self._client.alive:
-                # Its trainer has a daemon that beats: one that does not answer has stopped just now.
+                # Its trainer saw the daemon beat: one that does not answer has just stopped.
                 self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
             self._session = self._client.attach(session)
             gather = None if self._binding is None or not self._plain else self._binding.gather()
