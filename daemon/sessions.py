@@ -133,7 +133,9 @@ class Session:
         """
         if self.recheck != "epoch":
             return self.front
-        return min(self.front, self.stream.start(self.stream.until(self.begun)))
+        # Who was done before its `Begin` came in has passed steps of an epoch that has not begun.
+        step = max(self.stream.until(self.begun), self.done)
+        return min(self.front, self.stream.start(step))
 
     def current(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether what is held of each object is known to be good for this session."""

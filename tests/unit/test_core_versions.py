@@ -270,6 +270,23 @@ def test_a_reader_of_another_epoch_loses_ready_before_its_bytes_go() -> None:
     assert rig.readers[2].ready == 1
 
 
+def test_a_reader_may_be_done_with_an_epoch_before_its_begin_is_heard() -> None:
+    """A daemon that was stopped: the board is looked at before the messages."""
+    rig = Changing(100_000)
+    rig.files("d", [1] * 6000)
+    rig.open(1, "d", recheck="epoch")
+    for epoch in range(2):
+        rig.extend(1, epoch, [[i] for i in range(6000)])
+    rig.begin(1, 0, 0)
+    rig.progress(1, 11_000)
+    rig.progress(1, 11_900)
+    rig.begin(1, 1, 6000)
+    rig.answer_all()
+    rig.progress(1, 11_900, 11_901)
+    rig.answer_all()
+    assert rig.readers[1].ready > 11_900
+
+
 def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
     rig = Changing(10_000, Window(fetch_objects=1))
     rig.files("d", [100] * 30)
