@@ -202,7 +202,7 @@ class Fetcher:
         except OSError as e:  # sources raise none: this is the arena
             self._no_memory(e)
         except Exception:  # our bug: the objects count as failed, readers go to the source
-            log.exception("a fetch failed")
+            log.exception("fetch %d failed", job.fetch.fetch)
         if job.part_done(part.stop - part.start):
             self._finish(job)
 
