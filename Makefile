@@ -3,6 +3,8 @@
 #   make demo                        train a small CNN through creel and through torch, and compare
 #   make demo DATA=/path/to/images   the same on your own folder (one subfolder per class)
 #   make test                        all tests
+#   make bench                       every benchmark of README, one after the other (some 40 minutes);
+#                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
 #   make frameworks                  the tests against accelerate, transformers and lightning
 #   make check                       format, lint, strict types, unit tests
 
@@ -11,6 +13,7 @@ VENV   ?= .venv
 DATA   ?=
 DEMO   ?=
 ARGS   ?=
+BENCH  ?= $(filter-out measure,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 BIN   := $(VENV)/bin
 # Two files of tests at a time; ARGS=-n0 runs one after the other (pdb needs that).
@@ -22,7 +25,7 @@ FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
 export DATA
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo test frameworks check clean
+.PHONY: help setup demo test bench frameworks check clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -55,6 +58,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(PYTEST) $(ARGS)
+
+bench: $(STAMP)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --group bench
+	@for one in $(BENCH); do echo "== benchmarks/$$one.py"; $(BIN)/python benchmarks/$$one.py $(ARGS) || exit 1; done
 
 # FRAMEWORKS=required: one that cannot be imported is an error here, elsewhere its tests are skipped.
 frameworks: $(FRAMEWORKS_STAMP)

@@ -31,8 +31,8 @@ from measure import Comparison, Round, measured, report
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader import feed
-from creel.loader.embed import connect_or_start
+from creel.loader.client import batch_stream
+from creel.loader.client.embed import connect_or_start
 
 
 class MappedRecords(Dataset[torch.Tensor]):
@@ -197,7 +197,7 @@ def fresh_name() -> Iterator[None]:
     try:
         yield
     finally:
-        client = feed._clients.pop((os.getpid(), name), None)  # noqa: SLF001  it would stay
+        client = batch_stream._clients.pop((os.getpid(), name), None)  # noqa: SLF001  it would stay
         if client is not None:
             client.close()
         for key, value in before.items():

@@ -1,4 +1,4 @@
-"""What a miss costs a fetch thread: from a daemon's `Fetch` to its `Fetched`, page cache warm.
+"""What a miss costs a fetch thread: from `FetchObjects` to `Fetched`, page cache warm.
 
     python benchmarks/fetching.py [--sizes 3072 20000 150528 1000000] [--rounds N] [--json]
 
@@ -24,11 +24,11 @@ import numpy as np
 from measure import Comparison, Round, measured, report
 
 import creel
-from creel.cache.arena import Arena
-from creel.cache.manifest import Manifest
-from creel.cache.source import Source
-from creel.daemon.events import Fetch
-from creel.daemon.fetch import Fetcher
+from creel.cache.memory.arena import Arena
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source
+from creel.daemon.core.events import FetchObjects
+from creel.daemon.service.fetcher import Fetcher
 
 AT_ONCE = 64
 NAME = "benchmark"
@@ -73,7 +73,7 @@ class Filling:
         done = 0
         for number, ids in enumerate(steps(self.count)):
             at = ids.astype(np.int64) * self.nbytes
-            fetcher.submit(Fetch(number, NAME, ids, at, length, 0.0))
+            fetcher.submit(FetchObjects(number, NAME, ids, at, length, 0.0))
             if not self.answered.acquire(timeout=60):
                 raise RuntimeError("a fetch was not answered")
             done += AT_ONCE

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from measure import report
 
-from creel.daemon.replay import CoreNode
+from creel.daemon.core.replay import CoreNode
 from creel.policies.simulate import Job, Replay, Started
 
 

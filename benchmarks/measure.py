@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from creel.errors import CreelError
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 
 _daemons: dict[str, psutil.Process] = {}
 

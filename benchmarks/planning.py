@@ -2,17 +2,23 @@
 
     python benchmarks/planning.py [--samples N ...] [--kinds seeded ...] [--rounds N] [--json]
 
-Records of 64 bytes in one sparse file, batches of 256, `num_workers=0`. A round makes a loader of
-each kind and looks, in ms, at
+Records of 64 bytes in one sparse file, batches of 256, `num_workers=0`; a daemon runs, and this
+process is connected to it. A round makes a loader of each kind and looks, in ms, at
 
-- first: from `iter()` to the first batch, of the second loader (the first one made the dataset
-  known to the daemon: `new`);
+- new: from `iter()` to the first batch of a loader whose dataset the daemon has never heard of, so
+  that making it known counts; making dataset and loader, and starting a daemon, do not;
+- first: the same of the next loader on that dataset;
 - held: how late, at worst, the trainer's thread came back from naps of 0.5 ms while this epoch and
   the next were planned in the background; `idle` is the same with nothing going on, for as long:
   what the machine alone does;
-- planned: seconds until the daemon knew both;
-- answer: how long another process's client waited for an answer of the daemon meanwhile, at worst;
-- next: the longest of 2,000 `next` of a loader that is being planned, and of torch's.
+- left: how long it took to leave the iterator in the middle of its first epoch;
+- planned: seconds until the daemon knew both epochs;
+- answer: how long another process's client waited for an answer of the daemon, at worst, from
+  before `new` until all was planned; `quiet`: the same with nothing going on;
+- next: the longest of 2,000 `next` of a loader that is being planned, and of torch's;
+- daemon, trainer: MB that each takes (memory of its own and shared tables), when all is planned.
+
+100 million samples: `--samples 100000000 --kinds seeded --rounds 1` (6 GB).
 
 Then, without a loader, the core alone: a piece of a plan, and a step with half of the records held.
 The tests keep what these figures come from (what is told when, and by whom), never the figures.
@@ -21,6 +27,7 @@ The tests keep what these figures come from (what is told when, and by whom), ne
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import os
@@ -38,21 +45,30 @@ from measure import report
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.cache.board import KNOWN
-from creel.cache.space import Lengths, Space
-from creel.daemon.core import Core
-from creel.daemon.events import Extended, Fetch, Fetched, Opened, Progressed, Registered
-from creel.loader.client import Client
+from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.shared_words import KNOWN
+from creel.daemon.core.core import Core
+from creel.daemon.core.events import (
+    DatasetAdded,
+    Fetched,
+    FetchObjects,
+    PlanExtended,
+    Progressed,
+    SessionOpened,
+)
+from creel.loader.client.client import Client
 
 IMAGENET, BATCH, NBYTES = 1_281_167, 256, 64
-_PIECE = 1 << 15  # as a session sends it
+_PIECE = 1 << 14  # as a session sends it
+#: Bytes of budget for each sample: half of it may go to tables and plans (docs/architecture.md).
+_EACH = 120
 _STEPS = 2000
 _NAP_S = 0.0005
 
 #: Asks the daemon again and again until its standard input ends; prints the longest wait in ms.
 _ASKER = """
 import select, sys, time
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 with Client.connect(sys.argv[1], "cli") as client:
     client.ask("status")
     print("ready", flush=True)
@@ -108,9 +124,9 @@ def held(until: Any, at_most_s: float) -> tuple[float, float]:
     return last - began, worst
 
 
-def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
-    steps = len(loader(DataLoader, data, kind))
-    new_s = first(loader(creel.DataLoader, data, kind))[1]  # and that loader is gone
+@contextlib.contextmanager
+def asking(name: str) -> Iterator[list[float]]:
+    """Another process asks the daemon all the while; then the list has its longest wait in ms."""
     asker = subprocess.Popen(
         [sys.executable, "-c", _ASKER, name],
         stdin=subprocess.PIPE,
@@ -119,12 +135,35 @@ def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
     )
     assert asker.stdout is not None
     assert asker.stdout.readline() == "ready\n"
-    made = loader(creel.DataLoader, data, kind)
-    iterator, first_s = first(made)
-    told = iterator._course.feed.session.board  # type: ignore[attr-defined]  # noqa: SLF001
-    planned_s, held_s = held(lambda: told[KNOWN] >= 2 * steps, 300)
-    answer = asker.communicate("")[0]
-    del iterator, made
+    worst: list[float] = []
+    yield worst
+    worst.append(float(asker.communicate("")[0]))
+
+
+def mbytes(pid: int) -> float:
+    """What a process takes: its own pages, and those of memfds such as tables and arena."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    of = {
+        line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("Rss", "VmRSS"))
+    }
+    return round((int(of["RssAnon"]) + int(of["RssShmem"])) / 1024, 0)
+
+
+def through_the_loader(data: Any, kind: str, name: str, pid: int) -> dict[str, float]:
+    steps = len(loader(DataLoader, data, kind))
+    with asking(name) as answer:
+        new_s = first(loader(creel.DataLoader, data, kind))[1]  # and that loader is gone
+        made = loader(creel.DataLoader, data, kind)
+        iterator, first_s = first(made)
+        told = iterator._course.feed.session.words  # type: ignore[attr-defined]  # noqa: SLF001
+        planned_s, held_s = held(lambda: told[KNOWN] >= 2 * steps, 600)
+    took = mbytes(pid), mbytes(os.getpid())
+    began = time.perf_counter()
+    del iterator
+    left_s = time.perf_counter() - began
+    del made
+    with asking(name) as quiet:
+        idle_s = held(lambda: False, min(planned_s, 20))[1]
     again = iter(loader(creel.DataLoader, data, kind))
     next_s = longest_next(again)
     del again
@@ -135,21 +174,25 @@ def through_the_loader(data: Any, kind: str, name: str) -> dict[str, float]:
         "first": ms(first_s),
         "torch's first": ms(torch_s),
         "held": ms(held_s),
-        "idle": ms(held(lambda: False, planned_s)[1]),
+        "idle": ms(idle_s),
+        "left": ms(left_s),
         "planned, s": round(planned_s, 2),
-        "answer": round(float(answer), 1),
+        "answer": round(answer[0], 1),
+        "quiet": round(quiet[0], 1),
         "next": ms(next_s),
         "torch's next": ms(torch_next_s),
+        "daemon, MB": took[0],
+        "trainer, MB": took[1],
     }
 
 
 def core_s() -> tuple[list[float], list[float]]:
-    """Each Extended of two epochs; each Progressed of the second, with half of the records held."""
+    """Each PlanExtended of two epochs; each Progressed of the second, half of the records held."""
     rng = np.random.default_rng(0)
-    core = Core(Space(IMAGENET // 2 * 1000))
+    core = Core(Allocator(IMAGENET // 2 * 1000))
     offset, length = np.full(IMAGENET, -1), np.full(IMAGENET, 1000)
-    core.handle(Registered("d", offset, length, Lengths.of(length)), 0.0)
-    core.handle(Opened(1, "d", "", 0, 1), 0.0)
+    core.handle(DatasetAdded("d", offset, length, Lengths.of(length)), 0.0)
+    core.handle(SessionOpened(1, "d", "", 0, 1), 0.0)
     steps = -(-IMAGENET // BATCH)
     extends, spent, fetches = [], [], []
     for epoch in range(2):
@@ -157,14 +200,14 @@ def core_s() -> tuple[list[float], list[float]]:
         for at in range(0, IMAGENET, _PIECE):
             piece = drawn[at : at + _PIECE]
             ends = np.append(np.arange(BATCH, len(piece), BATCH), len(piece))
-            told = Extended(1, epoch, epoch * steps + at // BATCH, piece, ends)
+            told = PlanExtended(1, epoch, epoch * steps + at // BATCH, piece, ends)
             start = time.perf_counter()
             fetches += core.handle(told, 0.0)
             extends.append(time.perf_counter() - start)
     for step in range(2 * steps - 1600):
         while fetches:
             fetch = fetches.pop()
-            if isinstance(fetch, Fetch):
+            if isinstance(fetch, FetchObjects):
                 fetches += core.handle(Fetched(fetch.fetch, fetch.length), step * 0.1)
         start = time.perf_counter()
         fetches += core.handle(Progressed(1, step + 1, 0), step * 0.1)
@@ -183,25 +226,32 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     name = os.environ["CREEL_SOCKET"] = f"planning-{os.getpid()}"
-    os.environ.setdefault("CREEL_MEMORY__BUDGET", "256MiB")
+    budget = max(256, max(o.samples) * _EACH >> 20)
+    os.environ.setdefault("CREEL_MEMORY__BUDGET", f"{budget}MiB")
     torch.set_num_threads(1)
     rows: list[dict[str, object]] = []
     with tempfile.NamedTemporaryFile() as file:
         path = Path(file.name)
+        os.truncate(path, 1000 * NBYTES)
+        first(creel.DataLoader(creel.RecordDataset(path, torch.uint8, NBYTES), 10))  # the daemon
+        with Client.connect(name, "cli") as client:
+            pid = client.daemon_pid
         for n in o.samples:
-            os.truncate(path, n * NBYTES)
-            data = creel.RecordDataset(path, torch.uint8, NBYTES)
             for kind in o.kinds:
-                found = [through_the_loader(data, kind, name) for _ in range(o.rounds)]
-                # The first one's `new` alone is one; of the rest, what is least disturbed.
+                # Another number of records makes another dataset, which is new to the daemon.
+                found = []
+                for _ in range(o.rounds):
+                    os.truncate(path, (n := n - 1) * NBYTES)
+                    data = creel.RecordDataset(path, torch.uint8, NBYTES)
+                    found.append(through_the_loader(data, kind, name, pid))
                 best = {what: min(row[what] for row in found) for what in found[0]}
-                rows.append({"samples": n, "kind": kind, **best, "new": found[0]["new"]})
+                rows.append({"samples": n + o.rounds, "kind": kind, **best})
     report(rows)
     extends, steps = zip(*(core_s() for _ in range(o.rounds)), strict=True)
     spent = list(itertools.chain(*steps))
     named = {
-        f"Extended, {_PIECE:,} of {IMAGENET:,}, median": float(np.median(extends)),
-        "Extended, longest": min(max(e) for e in extends),
+        f"PlanExtended, {_PIECE:,} of {IMAGENET:,}, median": float(np.median(extends)),
+        "PlanExtended, longest": min(max(e) for e in extends),
         "Progressed, 10th percentile": float(np.percentile(spent, 10)),
         "Progressed, median": float(np.median(spent)),
         "Progressed, 99th percentile": float(np.percentile(spent, 99)),

@@ -22,9 +22,9 @@ from measure import median, report
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.cache.manifest import Manifest
-from creel.loader.client import Client
-from creel.loader.embed import connect_or_start
+from creel.cache.storage.manifest import Manifest
+from creel.loader.client.client import Client
+from creel.loader.client.embed import connect_or_start
 
 SAMPLE_S = 0.002
 STEP_S = 0.02

@@ -1,4 +1,4 @@
-"""`python -m creel.daemon`: what an embedded daemon is started by."""
+"""`python -m creel.daemon`: the command that starts an embedded daemon."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 
 if "--embedded" in sys.argv and os.fork():
-    # The trainer that starts us waits for this process: no zombie, no thread of its to watch us.
+    # The trainer waits for this process: no zombie, and no thread of its own to watch us.
     os._exit(0)
 
 from creel.daemon.main import main

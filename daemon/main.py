@@ -1,13 +1,14 @@
-"""The daemon process: one loop thread, its signals, its timers, its beginning and end.
+"""The daemon process: its loop, signals, timers, start and end.
 
-The loop sleeps in one epoll over the desk, the line and a wake-up from other threads. While
-training runs it also wakes to look at the boards: an eighth of the time since anything moved there,
-between 1 and 50 ms, so quick steps are seen at once and an idle daemon costs nothing.
+The loop sleeps in one epoll over control socket, request socket and wake-ups from other threads.
+With open sessions it also polls the shared words: after an eighth of the time since they last
+changed, between 1 and 50 ms, so quick steps are seen at once and an idle daemon costs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import faulthandler
 import logging
@@ -22,33 +23,34 @@ from types import FrameType
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 
 from creel.addresses import first_address, second_address, taken
 from creel.config import Config
-from creel.daemon import metrics
-from creel.daemon.line import Line
-from creel.daemon.local import Desk
-from creel.daemon.logs import set_up_logging
-from creel.daemon.node import BEAT_S, Node
-from creel.daemon.notify import Notify
-from creel.daemon.takeover import made_way
+from creel.daemon.reporting import metrics
+from creel.daemon.reporting.logs import set_up_logging
+from creel.daemon.reporting.notify import Notify
+from creel.daemon.service.control_socket import ControlSocket
+from creel.daemon.service.node import BEAT_S, Node
+from creel.daemon.service.request_socket import RequestSocket
+from creel.daemon.service.takeover import made_way
 from creel.errors import ConfigError, CreelError, UnavailableError
 from creel.peers import holder
 
 log = logging.getLogger("creel.main")
 
-_QUICK_S = 0.001  # a client is not held up longer than this by a board nobody looked at
+_QUICK_S = 0.001  # longest delay of a client by unpolled shared words
 _TICK_S = 0.25
-_DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm are patient for longer
-_LAST_WORD_S = 0.1  # so that who asked for the end gets an answer
-_CALLS = 256  # results taken a turn, so that clients and heartbeat get their turn too
-_TRIES, _TRY_S = 10, 0.05  # of an address whose holder is not known
-_SWITCH_S = 0.0005  # fetch threads hold the interpreter for microseconds; never let them for 5 ms
+_DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm wait longer
+_LAST_WORD_S = 0.1  # so that the client that asked for the stop gets an answer
+_CALLS = 256  # results taken a turn, so that clients and the heartbeat get their turn
+_TRIES, _TRY_S = 10, 0.05  # for an address whose holder is unknown
+_SWITCH_S = 0.0005  # fetch threads hold the GIL for microseconds; never let them for 5 ms
 
 
 class Daemon:
-    """Everything of one process. `run` serves until it is told to stop."""
+    """All parts of one daemon process. `run` serves until stopped."""
 
     def __init__(
         self,
@@ -58,15 +60,15 @@ class Daemon:
         embedded: bool = False,
         ready_fd: int = -1,
     ) -> None:
-        """Take the address and the memory.
+        """Bind the address and create the arena.
 
         Args:
-            flags: what of `config` came from the command line, and stays when it is read again.
-            embedded: whether to go with the last client.
-            ready_fd: as long as its other end is open somebody means to become one.
+            flags: settings from the command line, which survive a reload.
+            embedded: whether to end with the last client.
+            ready_fd: a pipe; while its other end is open, its holder may still become a client.
 
         Raises:
-            UnavailableError: another daemon of this name serves this user already.
+            UnavailableError: another daemon of this name already serves this user.
             ConfigError: settings that cannot be met here.
         """
         name = config.daemon.name
@@ -89,73 +91,75 @@ class Daemon:
         self._watched = 0.0
         self.node = Node(config, call_soon=self.call_soon, send=self._send, embedded=embedded)
         try:
-            self.desk = self._bind(name)
+            self.control_socket = self._bind(name)
         except BaseException:
             self.node.close()
             raise
-        self.line = Line(self.node, self.desk, self._context)
+        self.line = RequestSocket(self.node, self.control_socket, self._context)
         self._epoll.register(self.line.fd, select.EPOLLIN)
         self.node.line_address = self.line.address
         self.node.stop = self.stop
-        self.node.clients = lambda: self.desk.clients
-        self.node.pids = self.desk.pids
+        self.node.clients = lambda: self.control_socket.clients
+        self.node.pids = self.control_socket.pids
         try:
             self._serve_metrics()
         except BaseException:
-            self._ready_fd = -1  # the caller's, to say why
+            self._ready_fd = -1  # left to the caller, to report why
             self.close()
             raise
 
-    def _bind(self, name: str) -> Desk:
-        """Listen at the first address, or at the second where another user holds that one."""
+    def _bind(self, name: str) -> ControlSocket:
+        """Listen at the first address, or at the second where another user holds the first."""
         first = first_address(name)
-        desk = self._listen(name, first)
-        if desk is not None:
-            return desk
+        control_socket = self._listen(name, first)
+        if control_socket is not None:
+            return control_socket
         holding = holder(first)
         second = second_address(name, make=True)
-        desk = None if second is None else self._listen(name, second)
-        if desk is None:
+        control_socket = None if second is None else self._listen(name, second)
+        if control_socket is None:
             raise taken(name, holding)
         log.warning("user %s holds this daemon's address: it listens at a second one", holding)
-        return desk
+        return control_socket
 
-    def _listen(self, name: str, address: str) -> Desk | None:
-        """The desk at this address; None where another user holds it.
+    def _listen(self, name: str, address: str) -> ControlSocket | None:
+        """Return a control socket at this address; None where another user holds it.
 
         Raises:
-            UnavailableError: our own daemon does.
+            UnavailableError: a daemon of this user holds it.
         """
         if not self._embedded and made_way(address):
             log.info("an embedded daemon named %r made way; it goes with its last client", name)
         for _ in range(_TRIES):
-            desk = self._desk_at(address)
-            if desk is not None:
-                return desk
+            control_socket = self._control_at(address)
+            if control_socket is not None:
+                return control_socket
             uid = holder(address)
             if uid == os.getuid():
                 raise UnavailableError(f"a daemon named {name!r} serves you already")
             if uid is not None:
                 return None
-            time.sleep(_TRY_S)  # it may have ended just now
+            time.sleep(_TRY_S)  # the holder may have just ended
         return None
 
-    def _desk_at(self, address: str) -> Desk | None:
+    def _control_at(self, address: str) -> ControlSocket | None:
         try:
-            return Desk(address, self.node, self._epoll, limit=self._config.daemon.max_connections)
+            return ControlSocket(
+                address, self.node, self._epoll, limit=self._config.daemon.max_connections
+            )
         except OSError as e:
             if e.errno == errno.EADDRINUSE:
                 return None
             raise
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Have the loop thread run this; callable from any thread."""
+        """Run `call` on the loop thread; callable from any thread."""
         self._calls.append(call)
         os.eventfd_write(self._wake, 1)
 
     def stop(self, now: bool) -> None:
-        """Drain and end: at once, or once all clients have left."""
-        self.desk.stop_listening()
+        """Drain and end: at once (`now`), or once all clients have left."""
+        self.control_socket.stop_listening()
         self._leaving = True
         if now and self.node.state != "draining":
             log.info("draining")
@@ -165,10 +169,11 @@ class Daemon:
             self._drain_by = time.monotonic() + _DRAIN_S
 
     def say_ready(self) -> None:
-        """Clients may come; whoever started us is waited for until it lets go of the pipe."""
+        """Announce that clients may connect; wait for the process that started us."""
         if self._ready_fd >= 0:
             _write(self._ready_fd, "1")
-            self._epoll.register(self._ready_fd, 0)  # tells of an error, always
+            self._epoll.register(self._ready_fd, 0)  # hang-ups are always reported
+            self.node.expect()
 
     def run(self) -> None:
         """Serve until stopped."""
@@ -181,8 +186,8 @@ class Daemon:
         log.info("ended")
 
     def close(self) -> None:
-        """Give everything back."""
-        self.desk.close()
+        """Close everything."""
+        self.control_socket.close()
         if self._page is not None:
             self._page.close()
         self.node.close()
@@ -197,17 +202,17 @@ class Daemon:
     # --- the loop -----------------------------------------------------------------------------
 
     def _turn(self, ready: list[int], now: float) -> bool:
-        """One round; whether there is more to do at once."""
+        """Run one turn of the loop; return whether there is more to do at once."""
         for fd in ready:
             if fd == self._ready_fd:
                 self._unexpect()
             elif fd == self._wake:
-                os.eventfd_read(fd)  # before the calls are taken: none is missed
-            elif self.desk.handles(fd):
-                self.desk.ready(fd, now)
+                os.eventfd_read(fd)  # before taking the calls, so that none is missed
+            elif self.control_socket.handles(fd):
+                self.control_socket.ready(fd, now)
         more = self.line.turn()
         more |= self._take_calls()
-        if self.node.poll_boards():
+        if self.node.poll_words():
             self._moved = now
         self._timers(time.monotonic())
         return more or self.line.more()
@@ -218,13 +223,13 @@ class Daemon:
                 return False
             try:
                 self._calls.popleft()()
-            except Exception:  # what one client had done elsewhere is no reason to leave the others
+            except Exception:  # must not end the daemon for other clients
                 log.exception("a call from another thread failed")
             self.node.beat(time.monotonic())
         return True
 
     def _pace(self, now: float) -> float:
-        """Seconds to sleep at most."""
+        """Return the longest time to sleep, in seconds."""
         if not self.node.registry.sessions:
             return 0.1 if self._leaving else 0.5
         return min(max((now - self._moved) / 8, _QUICK_S), BEAT_S)
@@ -234,7 +239,7 @@ class Daemon:
         if now - self._ticked < _TICK_S:
             return
         self._ticked = now
-        self.desk.sweep(now)
+        self.control_socket.sweep(now)
         if self.node.state == "serving":
             self.node.forget_idle()
             if self.node.registry.sessions:
@@ -247,7 +252,7 @@ class Daemon:
             self._notify("WATCHDOG=1", f"STATUS={self._status()}")
 
     def _finished(self, now: float) -> bool:
-        if self.desk.clients:
+        if self.control_socket.clients:
             self._alone_since = None
             if self.node.state != "draining":
                 return False
@@ -257,7 +262,7 @@ class Daemon:
             return True
         if not self._embedded or self._ready_fd >= 0:
             return False
-        if self.desk.patrons:
+        if self.control_socket.patrons:
             self._alone_since = None
             return False
         self._alone_since = self._alone_since or now
@@ -267,7 +272,7 @@ class Daemon:
         return False
 
     def _unexpect(self) -> None:
-        """Whoever started us has come, or will not."""
+        """Stop waiting for the process that started us: it has connected, or will not."""
         self._epoll.unregister(self._ready_fd)
         os.close(self._ready_fd)
         self._ready_fd = -1
@@ -278,7 +283,7 @@ class Daemon:
     def _status(self) -> str:
         node = self.node
         return (
-            f"{node.state} as {self._config.daemon.name!r}: clients {self.desk.clients},"
+            f"{node.state} as {self._config.daemon.name!r}: clients {self.control_socket.clients},"
             f" sessions {len(node.registry.sessions)}, memory {node.arena.nbytes >> 20} MiB"
         )
 
@@ -295,7 +300,7 @@ class Daemon:
         self._page = metrics.Page(self._config.daemon.metrics, told)
 
     def install_signals(self) -> None:
-        """SIGTERM and SIGINT drain, SIGHUP reads the settings again, SIGUSR2 prints all stacks."""
+        """SIGTERM and SIGINT drain, SIGHUP reloads the settings, SIGUSR2 prints all stacks."""
 
         def drain(number: int, frame: FrameType | None) -> None:
             del number, frame
@@ -329,7 +334,7 @@ class Daemon:
 
 
 def _with(config: Config, fresh: Config, keys: frozenset[str]) -> Config:
-    """`config` with these keys' values out of `fresh`."""
+    """Return `config` with the values of `keys` from `fresh`."""
     parts: dict[str, dict[str, object]] = {}
     for key, value in config.flat().items():
         section, _, name = key.partition(".")
@@ -350,15 +355,16 @@ def serve(
     embedded: bool = False,
     ready_fd: int = -1,
 ) -> int:
-    """Be the daemon until told to stop; the exit code.
+    """Run the daemon until stopped; return the exit code.
 
     Args:
         flags: see Daemon.
-        embedded: leave `daemon.linger_s` after the last client has.
-        ready_fd: a pipe that gets "1" once clients may come, or "0" and the reason why not.
+        embedded: whether to end `daemon.linger_s` after the last client has left.
+        ready_fd: a pipe that gets "1" once clients may connect, or "0" and the reason why not.
     """
     set_up_logging(config.daemon.log_level, as_json=config.daemon.log_json)
     sys.setswitchinterval(_SWITCH_S)
+    _use_small_pages()
     try:
         daemon = Daemon(config, flags, embedded=embedded, ready_fd=ready_fd)
     except (CreelError, OSError) as e:
@@ -373,6 +379,15 @@ def serve(
     finally:
         daemon.close()
     return 0
+
+
+def _use_small_pages() -> None:
+    """Keep numpy from using huge pages: the first plan writes all over columns of millions.
+
+    With huge pages that allocates all their memory at once: 14 M records held the loop for 0.9 s.
+    """
+    with contextlib.suppress(AttributeError):  # numpy's switch; its variable is read at import only
+        np._core.multiarray._set_madvise_hugepage(False)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _tell(fd: int, text: str) -> None:
@@ -417,6 +432,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _handed_over(fd: int) -> Config:
-    """The settings of the loader that starts this daemon."""
+    """Return the settings that the starting loader handed over."""
     with open(fd, "rb") as f:
         return msgspec.json.decode(f.read(), type=Config)

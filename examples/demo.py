@@ -154,7 +154,7 @@ def run(name: str, kind: Any, server: Server, args: argparse.Namespace) -> Resul
 
 def tiers() -> dict[str, Any]:
     """Hits by tier, from the daemon that the loader started; nothing where it has gone."""
-    from creel.loader.client import Client
+    from creel.loader.client.client import Client
 
     try:
         with Client.connect(role="cli") as client:

@@ -1,4 +1,4 @@
-"""What a process that trains imports. Names load when asked for (torch is slow)."""
+"""The training-process side of creel. Names load at first use, since importing torch is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`creel.DataLoader`: torch's DataLoader, to the bit, and faster."""
+"""`creel.DataLoader`: torch's DataLoader with bit-identical batches, and faster."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import MapDataPipe
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from creel.errors import ConfigError
-from creel.loader.home import VERSION, Course, Home, Progress, prepare_resume, settings
-from creel.loader.iterate import OwnIter
-from creel.loader.solo import GatherIter, SoloIter
+from creel.loader.iterators.meter import Meter
+from creel.loader.progress import VERSION, Progress
+from creel.loader.torch_private import MISSING
+
+if MISSING is None:  # otherwise none of these is used, and importing them may fail
+    from creel.loader.iterators.gather_iter import GatherIter
+    from creel.loader.iterators.inline_iter import InlineIter
+    from creel.loader.iterators.state import EpochRun, LoaderState, prepare_resume, settings
+    from creel.loader.iterators.worker_iter import WorkerIter
+    from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
+    from creel.loader.torch_private import BaseDataLoaderIter
+
 T_co = TypeVar("T_co", covariant=True)
 
 #: Attributes that belong to this process and object: never pickled, never copied.
-_OURS = ("_creel_home",)
+_OURS = ("_creel_state",)
 
-#: torch >= 2.6. Asked here: `creel verify` puts our class in the place of torch's.
+#: torch >= 2.6. Evaluated at import, because `creel verify` replaces torch's class with ours.
 _TORCH_HAS_IN_ORDER = "in_order" in torch.utils.data.DataLoader.__init__.__annotations__
 
 
@@ -36,13 +44,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Same arguments, same batches in the same order with the same random augmentation, same errors.
 
     Args:
-        creel: None: use the node's daemon, or start one for this person; False: no daemon; a str:
+        creel: None: use the node's daemon, or start one for this user; False: no daemon; a str:
             its address; a dict: options of `creel.config`. Any value pickles.
-        workers: "own": as in torch, batch i is made by worker i mod num_workers.
-        on_error: "raise": as in torch, a sample that cannot be read raises.
 
-    `CREEL_DISABLE=1` in the environment, as `loader.disable`, makes it torch's class in all but
-    name.
+    With `CREEL_DISABLE=1` in the environment, or `loader.disable`, it behaves exactly as torch's
+    class.
     """
 
     def __init__(
@@ -66,18 +72,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         creel: bool | str | dict[str, Any] | None = None,
-        workers: str = "own",
-        on_error: str = "raise",
         **kwargs: Any,
     ) -> None:
-        # Public names equal to the parameters', set first: Lightning rebuilds loaders from them.
-        self.creel = creel
-        self.workers = workers
-        self.on_error = on_error
-        _check("workers", workers, "own")
-        _check("on_error", on_error, "raise")
-        if creel:
-            settings(creel)  # what is wrong with it is said here, not at the first epoch
+        self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
+        if creel and MISSING is None:
+            settings(creel)  # raise for a wrong setting here, not at the first epoch
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:
@@ -102,52 +101,52 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             **kwargs,
         )
         if _may_take(self):
-            self._home().expect(self)
+            self._loader_state().expect(self)
 
     # --- torch's hooks ------------------------------------------------------------------------
 
-    def _get_iterator(self) -> _BaseDataLoaderIter:
+    def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
             return super()._get_iterator()
-        home = self._home()
+        loader_state = self._loader_state()
         if self.num_workers == 0:
-            return SoloIter(self, home)
+            return InlineIter(self, loader_state)
         self.check_worker_number_rationality()
-        course = Course(home, self)
-        kind = GatherIter if GatherIter.can(self, course) else OwnIter
+        run = EpochRun(loader_state, self)
+        kind = GatherIter if GatherIter.can(self, run) else WorkerIter
         try:
-            return kind(self, home, course)
+            return kind(self, loader_state, run)
         except BaseException:
-            course.leave()
+            run.leave()
             raise
 
-    def _home(self) -> Home:
-        """What lasts from iterator to iterator in this process."""
-        home: Home | None = self.__dict__.get("_creel_home")
-        if home is None or home.pid != os.getpid():
-            home = self.__dict__["_creel_home"] = Home(self)
-            weakref.finalize(self, home.close).atexit = False
-        return home
+    def _loader_state(self) -> LoaderState:
+        """Return the state that outlives iterators, one per loader and process."""
+        loader_state: LoaderState | None = self.__dict__.get("_creel_state")
+        if loader_state is None or loader_state.pid != os.getpid():
+            loader_state = self.__dict__["_creel_state"] = LoaderState(self)
+            weakref.finalize(self, loader_state.close).atexit = False
+        return loader_state
 
-    # --- beyond torch: resuming, and what it costs ----------------------------------------------
+    # --- beyond torch: resuming and counters ----------------------------------------------------
 
     def state_dict(self, *, delivered: int | None = None) -> Progress:
-        """Where the training is, to go on from there in another process; O(1).
+        """Return the position in training, to resume from in another process; O(1).
 
         Args:
             delivered: batches of this epoch that were really used, for a caller that runs ahead;
                 None: all that were returned.
 
         A state taken before the first epoch, or at the end of one, begins the next epoch. The order
-        of torch's samplers is resumed to the bit, with any `num_workers`. A sampler of one's own
-        gets back what its `state_dict()` gave as the epoch began, else its `epoch`, by its
-        `load_state_dict()` or `set_epoch()`; with neither, what it counts or draws by itself is not
-        resumed. Nor are the global generators that it draws from, the dataset's own state, or
-        random augmentation made in workers, whose generators begin anew. With `in_order=False`
-        batches count as if they came in order.
+        of torch's samplers is resumed bit for bit, with any `num_workers`. A custom sampler is
+        restored by `load_state_dict()` with its `state_dict()` from the start of the epoch, else by
+        `set_epoch()` with its `epoch`; with neither, its own state is not resumed. Not resumed
+        either: the global generators it draws from, the dataset's state, and random augmentation in
+        workers, whose generators restart. With `in_order=False` batches count as if they came in
+        order.
 
-        Where the batches are torch's own (an iterable dataset, CREEL_DISABLE=1, not Linux) it is
-        not known where they are: a warning, and a state that begins anew.
+        Where torch itself makes the batches (an iterable dataset, CREEL_DISABLE=1, not Linux) the
+        position is unknown: the call warns, and the state restarts the epoch.
 
         Raises:
             ConfigError: `delivered` is negative.
@@ -157,29 +156,29 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             warnings.warn(f"{_TORCHS}: from this state_dict the epoch begins anew", stacklevel=2)
             return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
-        home = self._home()
-        if home.resume is not None:
-            return home.resume
-        if home.course is None:
+        loader_state = self._loader_state()
+        if loader_state.resume is not None:
+            return loader_state.resume
+        if loader_state.run is None:
             return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
-        return home.course.progress(delivered)
+        return loader_state.run.progress(delivered)
 
     def load_state_dict(self, state: Progress) -> None:
-        """Let the next `iter()` go on from a `state_dict`; those after it are whole epochs again.
+        """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
 
-        Where the batches are torch's own the next epoch begins anew, after a warning. Another one
-        is for a sampler of one's own that can be told nothing (see `state_dict`).
+        Warns, and restarts the epoch, where torch itself makes the batches. Also warns for a custom
+        sampler that cannot be restored (see `state_dict`).
 
         Raises:
-            ConfigError: the state is of another version or kind of loader, or not whole.
+            ConfigError: the state is of another version or kind of loader, or incomplete.
         """
         if not _may_take(self):
             warnings.warn(f"{_TORCHS}: it begins the epoch anew", stacklevel=2)
             return
-        prepare_resume(self._home(), self, state)
+        prepare_resume(self._loader_state(), self, state)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to sampler, batch sampler and dataset, where they take it."""
+        """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
         inner = getattr(self.batch_sampler, "sampler", None)
         told: list[object] = []
         for part in (self.sampler, self.batch_sampler, inner, self.dataset):
@@ -189,36 +188,34 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 told.append(part)
 
     def stats(self) -> dict[str, object]:
-        """Counters of this loader in this process: batches, stalls by cause, direct reads."""
-        return self._home().meter.stats()
+        """Return this loader's counters in this process: batches, stalls by cause, direct reads."""
+        return self._loader_state().meter.stats() if MISSING is None else Meter().stats()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _OURS}
 
 
-def _check(name: str, value: str, *known: str) -> None:
-    if value not in known:
-        raise ConfigError(f"{name}={value!r} is not known; it is one of {', '.join(known)}")
-
-
 def _may_take(loader: DataLoader[Any]) -> bool:
-    """Whether our own workers can serve this loader; torch's own do otherwise."""
-    if os.environ.get("CREEL_DISABLE") == "1":  # whatever else is wrong with the settings
+    """Whether creel's iterators can serve this loader; otherwise torch's do."""
+    if os.environ.get("CREEL_DISABLE") == "1":  # first: it must work with broken settings, too
         return False
     if sys.platform != "linux":
-        _warn_platform()
+        _warn_once("creel needs Linux; this DataLoader is torch's")
         return False
-    is_map = loader._dataset_kind == _DatasetKind.Map  # noqa: SLF001  torch's
+    if MISSING is not None:
+        _warn_once(f"this torch is not one creel knows ({MISSING}); this DataLoader is torch's")
+        return False
+    is_map = loader._dataset_kind == DatasetKind.Map  # noqa: SLF001  torch's
     if not is_map or isinstance(loader.dataset, MapDataPipe):
         return False
-    return not loader._home().config.loader.disable  # noqa: SLF001  ours
+    return not loader._loader_state().config.loader.disable  # noqa: SLF001  ours
 
 
-def _warn_platform() -> None:
+def _warn_once(text: str) -> None:
     global _warned  # noqa: PLW0603  once per process
     if not _warned:
         _warned = True
-        warnings.warn("creel needs Linux; this DataLoader is torch's", stacklevel=4)
+        warnings.warn(text, stacklevel=4)
 
 
 _TORCHS = "this DataLoader's batches are torch's own, which cannot be resumed"

@@ -1,4 +1,4 @@
-"""A batch as leaves that can be compared across processes: where, what kind, which hash."""
+"""Turn a batch into leaves (path, type, hash) that can be compared across processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import xxhash
 
-#: One leaf of a batch: where it is, what it is, and the hash of its bytes.
+#: One leaf of a batch: its path, its type and shape, and the hash of its bytes.
 Leaf: TypeAlias = tuple[str, str, str]
 
 
 def digest(batch: object) -> list[Leaf]:
-    """The leaves of a batch, in order.
+    """Return the leaves of a batch, in order.
 
     >>> digest([torch.zeros(2), "a"])[2]
     ('[1]', 'str', "'a'")
@@ -39,7 +39,7 @@ def _leaves(value: Any, where: str) -> Iterator[Leaf]:
 
 
 def _value(value: Any) -> tuple[str, str]:
-    """(type and shape, hash or the value itself) of what has no parts."""
+    """Return (type and shape, hash or the value itself) of a value without parts."""
     if isinstance(value, torch.Tensor):
         return _tensor_kind(value), _hash(_tensor_bytes(value))
     if isinstance(value, np.ndarray) and value.dtype != object:

@@ -1,4 +1,4 @@
-"""Tensors over memory that comes from elsewhere: slots, rings, packets."""
+"""Tensors over memory that torch does not own: slots, rings, packets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 def over(
     buffer: object, count: int, offset: int = 0, dtype: torch.dtype = torch.uint8
 ) -> torch.Tensor:
-    """(count,) tensor over the writable `buffer`, which lives as long as any view of the tensor.
+    """Return a (count,) tensor over the writable `buffer`, kept alive by every view of the tensor.
 
-    `share_memory_()` and torch's queues exchange the memory below a tensor. torch lets go of the
-    old one then, though a NumPy view taken before still points there: so its storage, which such a
-    view keeps, holds the buffer as well.
+    `share_memory_()` and torch's queues replace the memory of a tensor. torch then drops its
+    reference to the buffer, though a NumPy view taken before still points there. The storage, which
+    such a view keeps alive, therefore holds the buffer as well.
 
     Args:
         count: elements.

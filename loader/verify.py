@@ -1,8 +1,8 @@
-"""`creel verify`: the same loader or script once with torch's DataLoader and once with creel's.
+"""`creel verify`: run a loader or script with torch's DataLoader and with creel's, and compare.
 
-Both sides start from equal seeds. Each batch becomes a list of leaves (where in the batch, type,
-shape, hash of the bytes); the lists are compared in order. A script runs twice in a process of its
-own, with the `DataLoader` it imports replaced by one that records.
+Both sides start from equal seeds. Each batch becomes a list of leaves (path in the batch, type,
+shape, hash of the bytes); the lists are compared in order. A script runs twice, each time in its
+own process, with the `DataLoader` it imports replaced by one that records.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
         docs/cli.md.
 
     Raises:
-        ConfigError: there is no such script, module or loader, or it made no batch.
+        ConfigError: no such script, module or loader, or it made no batch.
     """
     if target.endswith(".py") or Path(target).is_file():
         told = _verify_script(target, arguments, steps)
@@ -83,7 +83,7 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
 
 
 def sentence(told: Told) -> str:
-    """The verdict in one or a few lines."""
+    """Return the verdict as text of one or a few lines."""
     times = f"torch {told['torch_s']:.1f} s, creel {told['creel_s']:.1f} s"
     if told["equal"]:
         what = f"{_count(told['batches'], 'batch', 'es')} of {_count(told['loaders'], 'loader')}"
@@ -129,7 +129,7 @@ def _verify_loader(target: str, steps: int | None) -> Told:
 
 
 def _find(target: str) -> Any:
-    """The loader, or the function that makes one, behind MODULE:LOADER."""
+    """Return the loader, or the function that makes one, named by MODULE:LOADER."""
     module, _, name = target.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -147,10 +147,10 @@ def _find(target: str) -> Any:
 
 @contextmanager
 def _their_code(name: str) -> Iterator[None]:
-    """What the person's code raises: their own part of the traceback, and one sentence.
+    """Report an error of the user's code: print their part of the traceback, raise one sentence.
 
     Raises:
-        CreelError: it raised something else than import errors and our own.
+        CreelError: the code raised anything but an import or attribute error or one of ours.
     """
     try:
         yield
@@ -162,7 +162,7 @@ def _their_code(name: str) -> Iterator[None]:
 
 
 def _show(error: Exception) -> None:
-    """A traceback without the frames that lead to the person's code."""
+    """Print the traceback without the frames that lead to the user's code."""
     frames = error.__traceback__
     while frames is not None and _leads(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -175,7 +175,7 @@ def _leads(file: str) -> bool:
 
 
 def _batches(given: Any, kind: type[TorchLoader], steps: int | None) -> Iterator[Record]:
-    """One epoch of the loader as `kind`, from the same seeds whoever asks."""
+    """Yield one epoch of the loader, rebuilt as `kind`, always from the same seeds."""
     seed_all(_SEED)
     loader = given
     if not isinstance(given, _TorchDataLoader):
@@ -190,19 +190,19 @@ def _batches(given: Any, kind: type[TorchLoader], steps: int | None) -> Iterator
             batch = next(batches)
         except StopIteration:
             return
-        except Exception as e:  # noqa: BLE001  the person's code; both sides must raise the same
+        except Exception as e:  # noqa: BLE001  the user's code; both sides must raise the same
             yield Record(0, 0, step, [("", _RAISES + type(e).__name__, _last_line(e))])
             return
         yield Record(0, 0, step, digest(batch))
 
 
 def _last_line(error: Exception) -> str:
-    """What an error says, without the traceback that comes with it from a worker."""
+    """Return an error's message without the worker's traceback it may contain."""
     return str(error).strip().rpartition("\n")[2].removeprefix(f"{type(error).__name__}: ")
 
 
 def rebuilt(loader: TorchLoader, kind: type[TorchLoader]) -> TorchLoader:
-    """The same loader as another class; samplers and generators are copied, the dataset is not."""
+    """Rebuild a loader as class `kind`; samplers and generators are copied, the dataset is not."""
     arguments = {name: getattr(loader, name) for name in _ARGUMENTS if hasattr(loader, name)}
     shared: dict[int, object] = {id(loader.dataset): loader.dataset}
     if loader.generator is not None:
@@ -225,7 +225,7 @@ def _twin(generator: torch.Generator) -> torch.Generator:
 
 
 def seed_all(seed: int) -> None:
-    """Every generator a dataset may draw from."""
+    """Seed every generator a dataset may draw from: random, NumPy, torch."""
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the global one is what datasets use
     torch.manual_seed(seed)
@@ -235,7 +235,7 @@ def seed_all(seed: int) -> None:
 
 
 class Record(NamedTuple):
-    """One batch: number of its loader, that loader's epoch, step in the epoch, leaves."""
+    """One batch: the number of its loader, that loader's epoch, the step in the epoch, leaves."""
 
     loader: int
     epoch: int
@@ -244,7 +244,7 @@ class Record(NamedTuple):
 
 
 def compare(ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]) -> Told:
-    """Compare what torch (first) and creel (second) recorded, loader by loader."""
+    """Compare the records of torch (`ours`) and creel (`theirs`), loader by loader."""
     equal = 0
     for a_side, b_side in zip_longest(ours, theirs, fillvalue=()):
         for a, b in zip_longest(a_side, b_side):
@@ -308,7 +308,7 @@ def _verify_script(script: str, arguments: Sequence[str], steps: int | None) -> 
 def _run_script(
     kind: str, script: str, arguments: Sequence[str], steps: int | None
 ) -> list[list[Record]]:
-    """Run the script with recording loaders in a process of its own; read what it recorded."""
+    """Run the script with recording loaders in its own process and return its records."""
     code = "from creel.loader.verify import record_script; record_script()"
     env = dict(os.environ) | {
         "PYTHONHASHSEED": "0",
@@ -318,7 +318,7 @@ def _run_script(
         settings = json.dumps({"kind": kind, "out": out.fileno(), "steps": steps or 0})
         command = [sys.executable, "-c", code, settings, script, *arguments]
         # The script's own prints must not mix with ours: they go to standard error.
-        done = subprocess.run(  # noqa: S603 - the person's own script, which they asked us to run
+        done = subprocess.run(  # noqa: S603 - the user's own script, which they asked us to run
             command, env=env, pass_fds=[out.fileno()], stdout=sys.stderr.fileno(), check=False
         )
         if done.returncode:
@@ -337,7 +337,7 @@ def _read(out: IO[bytes]) -> list[list[Record]]:
 
 
 class _Tape:
-    """Where the recording loaders of one process write; the process that made it, and no other."""
+    """The file that recording loaders write to; ignores writes from forked children."""
 
     def __init__(self, fd: int, steps: int) -> None:
         self._file = os.fdopen(fd, "w", closefd=False)
@@ -363,7 +363,7 @@ _tape: _Tape | None = None
 
 
 class _Recording(_Base):
-    """Mixed into a loader class: writes down every batch that passes."""
+    """Mixin for a loader class that records every batch."""
 
     _creel_number = -1
     _creel_epochs = 0
@@ -379,7 +379,7 @@ class _Recording(_Base):
 
 
 class _Recorded:
-    """An iterator that writes down what it yields, and is otherwise the one inside."""
+    """Wrap an iterator and record what it yields; all else passes through."""
 
     def __init__(self, inner: Any, tape: _Tape, loader: int, epoch: int) -> None:
         self._inner = inner
@@ -404,15 +404,15 @@ class _Recorded:
 
 
 class RecordingTorch(_Recording, _TorchDataLoader[T]):
-    """torch's loader, recording."""
+    """torch's loader with recording."""
 
 
 class RecordingCreel(_Recording, CreelLoader[T]):
-    """creel's loader, recording."""
+    """creel's loader with recording."""
 
 
 def record_script() -> None:
-    """Entry of the recording process: settings, script and its arguments are in `sys.argv`."""
+    """Entry point of the recording process; `sys.argv` holds settings, script and arguments."""
     global _tape  # noqa: PLW0603 - one tape per process, set once at its start
     settings = json.loads(sys.argv[1])
     sys.argv = sys.argv[2:]
@@ -420,13 +420,13 @@ def record_script() -> None:
     loader = RecordingTorch if settings["kind"] == "torch" else RecordingCreel
     for name in ("torch.utils.data", "torch.utils.data.dataloader"):
         setattr(importlib.import_module(name), "DataLoader", loader)  # noqa: B010 - any module
-    # A script that names creel's class keeps it: CREEL_DISABLE makes it torch's on torch's side.
+    # A script that uses creel's class keeps it: on torch's side CREEL_DISABLE makes it torch's.
     for name in ("creel", "creel.loader", "creel.loader.dataloader"):
         setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     seed_all(_SEED)
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    except Exception as e:  # noqa: BLE001  the person's code
+    except Exception as e:  # noqa: BLE001  the user's code
         _show(e)
         raise SystemExit(1) from None

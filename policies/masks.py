@@ -1,4 +1,4 @@
-"""What numpy has, too, but takes several times as long for."""
+"""Fast versions of numpy functions that take several times as long."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def every(mask: NDArray[np.bool_]) -> bool:
 
 
 def unique(ids: NDArray[Item]) -> NDArray[Item]:
-    """(k,) the same numbers, each once, ascending.
+    """(k,) the distinct numbers, ascending.
 
     `np.unique` alone hashes integers since numpy 2.3, which takes ten times as long as sorting, or
-    more, on hundreds of thousands; asked for the indices, too, it sorts.
+    more, on hundreds of thousands; with return_index it sorts.
 
     >>> unique(np.array([3, 1, 3])).tolist()
     [1, 3]

@@ -1,7 +1,7 @@
 """What to fetch next, how far ahead and in what portions. Pure.
 
-A session's plan is a `Stream`: one flat array of object ids, cut into steps. Places in it
-("positions") count from the session's start and never restart, like steps.
+A session's plan is a `SessionPlan`: one flat array of object ids, cut into steps. Positions in it
+count from the session's start and never restart, like steps.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Item = TypeVar("Item", bound=np.generic)
 
 @dataclass(frozen=True)
 class Window:
-    """How far ahead of use the daemon works; see `creel.config` for what a person may set.
+    """Limits on how far ahead the daemon works; `creel.config` has those a user may set.
 
     Args:
-        min_steps, max_steps: steps ahead of a session, at least (where memory allows) and at most.
-        nbytes: bytes ahead of one session, at most.
-        pinned_share: of the memory, held for steps to come by all sessions together, at most.
-        lend_share: of an epoch's objects, fetched across its turn or ahead of use in streams with
-            repeats; each costs a read, as it takes room from what is kept.
-        inflight_nbytes, inflight_objects: under way at once, at most; three quarters for those
-            nobody waits for yet.
-        fetch_nbytes, fetch_objects: in one `Fetch`, at most.
+        min_steps, max_steps: least (where memory allows) and most steps ahead of a session.
+        nbytes: most bytes ahead of one session.
+        pinned_share: most of the memory held for coming steps of all sessions together.
+        lend_share: share of an epoch's objects fetched across its turn, or ahead of use in streams
+            with repeats; each costs a read, as it takes room from what is kept.
+        inflight_nbytes, inflight_objects: most in flight at once; three quarters for fetches that
+            no reader waits for yet.
+        fetch_nbytes, fetch_objects: most in one fetch.
         opens_dominate: keep small objects rather than an even spread (law L2).
     """
 
@@ -46,21 +46,21 @@ class Window:
 
 
 _NONE = np.empty(0, np.int32)
-#: Steps told one by one are kept together up to so many objects.
+#: Pieces of a plan that are published step by step are joined up to this many objects.
 _CRUMBS = 4096
 
 
-class Stream:
+class SessionPlan:
     """The plan of one session, from the oldest step still needed to the last known one.
 
-    >>> plan = Stream()
+    >>> plan = SessionPlan()
     >>> plan.extend(0, np.array([7, 8, 9], np.int32), np.array([2, 3]))
     >>> plan.end, plan.start(1), plan.objects(1, 3).tolist()
     (2, 2, [8, 9])
     """
 
     def __init__(self) -> None:
-        # As they were told: one array of all would be copied ever again as it grows.
+        # In pieces as published: one array of all would be copied again and again as it grows.
         self._pieces: list[NDArray[np.int32]] = []
         self._bounds: list[int] = []  # position of the first entry of each piece
         self._stop = 0
@@ -86,7 +86,8 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Memory of the plan."""
-        return sum(piece.nbytes for piece in self._pieces) + self._starts.nbytes
+        entries = self._stop - self._bounds[0] if self._bounds else 0
+        return 4 * entries + self._starts.nbytes
 
     def extend(self, epoch: int, objects: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
         """Append steps; ends: (b,) as in `messages.Extend`."""
@@ -123,7 +124,7 @@ class Stream:
             self._epochs.pop()
 
     def forget(self, step: int) -> None:
-        """Steps before `step` are no longer needed; memory goes back piece by piece."""
+        """Forget steps before `step`; memory is freed piece by piece."""
         steps = step - self._step
         position = self._view[steps]
         stale = bisect_right(self._bounds, position) - (position < self._stop)
@@ -147,7 +148,7 @@ class Stream:
         return self._step + bisect_right(self._view, position, 0, self._steps + 1) - 1
 
     def objects(self, start: int, stop: int) -> NDArray[np.int32]:
-        """(k,) ids at positions start..stop-1; not to be written to."""
+        """(k,) ids at positions start..stop-1; read only."""
         if start >= stop:
             return _NONE
         i = bisect_right(self._bounds, start) - 1
@@ -161,6 +162,12 @@ class Stream:
             parts.append(self._pieces[i][: stop - at])
         return np.concatenate(parts)
 
+    def pieces(self, start: int, stop: int) -> list[NDArray[np.int32]]:
+        """The ids at positions start..stop-1 in pieces as stored; read only."""
+        parts = zip(self._bounds, self._pieces, strict=True)
+        cut = [piece[max(start - at, 0) : max(stop - at, 0)] for at, piece in parts]
+        return [piece for piece in cut if len(piece)]
+
     def steps(self, start: int, stop: int) -> NDArray[np.int32]:
         """(k,) the step of each of the positions start..stop-1 (ascending)."""
         first, last = self.step_at(start), self.step_at(max(stop - 1, start))
@@ -170,25 +177,25 @@ class Stream:
         return np.repeat(np.arange(first, last + 1, dtype=np.int32), np.diff(edges))
 
     def epoch(self, step: int) -> tuple[int, int]:
-        """(epoch of `step`, first step after that stretch of it); the last one's beyond the end."""
+        """(epoch of `step`, end of that epoch's stretch); beyond the end those of the last one."""
         if not self._firsts:
             return 0, self.end
         i = max(bisect_right(self._firsts, step) - 1, 0)
         return self._epochs[i], self._firsts[i + 1] if i + 1 < len(self._firsts) else self.end
 
     def until(self, epoch: int) -> int:
-        """First step of an epoch later than `epoch`; the end where there is none."""
+        """First step of an epoch later than `epoch`; `end` where there is none."""
         i = bisect_right(self._epochs, epoch)
         return self._firsts[i] if i < len(self._firsts) else self.end
 
     @property
     def last_epoch(self) -> int:
-        """The latest epoch of which anything is known; -1 without a plan."""
+        """The latest known epoch; -1 without a plan."""
         return self._epochs[-1] if self._epochs else -1
 
 
 def _room(array: NDArray[Item], used: int, more: int) -> NDArray[Item]:
-    """The array, or a longer copy: an eighth to spare, so that many small pieces cost little."""
+    """Return the array, or a copy with an eighth to spare, so that small pieces cost little."""
     if used + more <= len(array):
         return array
     grown = np.empty(used + more + (used >> 3), array.dtype)
@@ -197,12 +204,12 @@ def _room(array: NDArray[Item], used: int, more: int) -> NDArray[Item]:
 
 
 class Pace:
-    """What was seen of one session: seconds per step, and how far ahead its readers work."""
+    """Pace of one session: seconds per step, and how far ahead its readers work."""
 
     def __init__(self, now: float) -> None:
         self.step_s = 0.0  # smoothed over about 8 steps; 0 before the first
-        self.depth = 0  # steps the readers have asked for beyond `done`
-        self.boost = 1.0  # doubled by each stall, fades
+        self.depth = 0  # steps that readers asked for beyond `done`
+        self.boost = 1.0  # doubled by each stall, decays
         self._last = now
 
     def progressed(self, steps: int, now: float) -> None:
@@ -220,22 +227,27 @@ class Pace:
             self.boost = min(self.boost * 2, 64.0)
 
     def horizon(self, latency_s: float, window: Window) -> int:
-        """Steps ahead that hide a fetch of `latency_s`, twice over, and suit the readers."""
+        """Steps ahead that hide a fetch of `latency_s` twice over, and suffice for the readers."""
         steps = window.min_steps
         if self.step_s:
             steps += min(int(2 * latency_s / self.step_s), window.max_steps)
-        return max(min(int(steps * self.boost), window.max_steps), self.depth + 2)
+        return max(min(int(steps * self.boost), window.max_steps), self.least)
+
+    @property
+    def least(self) -> int:
+        """Steps ahead that readers need: one more than they ask for, and the one being read."""
+        return self.depth + 2
 
 
 class Latency:
-    """How long a fetch takes, high enough for nearly all: mean and deviation as TCP keeps them."""
+    """Upper bound of nearly all fetch times, from mean and deviation as in TCP."""
 
     def __init__(self) -> None:
         self._mean = 0.0
         self._spread = 0.0
 
     def saw(self, seconds: float) -> None:
-        """One fetch took so long (Jacobson 1988, section 2)."""
+        """Enter the time of one fetch (Jacobson 1988, section 2)."""
         if not self._mean:
             self._mean, self._spread = seconds, seconds / 2
             return
@@ -250,7 +262,7 @@ class Latency:
 
 
 class Service:
-    """How long a source takes per object while it has something to do."""
+    """Time that a source takes per object while it has fetches in flight."""
 
     def __init__(self) -> None:
         self._busy_s = 0.0
@@ -258,19 +270,19 @@ class Service:
         self._last = 0.0
 
     def saw(self, objects: int, begun: float, now: float) -> None:
-        """A fetch of so many objects is through."""
+        """Enter a fetch of `objects` objects that ended at `now`."""
         busy_s = max(now - max(begun, self._last), 0.0)
         self._last = now
         self._busy_s += busy_s - self._busy_s / 16
         self._objects += objects - self._objects / 16
 
     def most(self, seconds: float) -> float:
-        """So many objects take so long."""
+        """Objects the source delivers in `seconds` at its recent rate."""
         return seconds * self._objects / self._busy_s if self._busy_s else math.inf
 
 
 def affordable(nbytes: NDArray[np.int64], budget: int) -> int:
-    """How many, from the first on, fit a budget of bytes together.
+    """How many objects, from the first on, fit a budget of bytes together.
 
     >>> affordable(np.array([4, 4, 4]), 9)
     2
@@ -290,6 +302,6 @@ def portions(nbytes: NDArray[np.int64], window: Window) -> list[slice]:
     k = len(nbytes)
     total = int(nbytes.sum())
     step = window.fetch_objects
-    if total > window.fetch_nbytes:  # by the mean: one that is much larger goes with a few others
+    if total > window.fetch_nbytes:  # by the mean: a much larger object goes with a few others
         step = max(min(step, k * window.fetch_nbytes // total), 1)
     return [slice(i, min(i + step, k)) for i in range(0, k, step)]

@@ -1,14 +1,12 @@
-"""Replay of a training job on a virtual clock: what retention and prefetch would do. Pure.
+"""Simulation of a training job on a virtual clock, to test retention and prefetching. Pure.
 
-The nodes are whatever speaks `Node`: the daemon's own core (`creel.daemon.replay`) or a stand-in.
-Beside it the classic policies on a plain trace, for comparison: `lru`, `fifo`, `pin`, `chance`.
+Nodes implement `SimulatedNode`: the daemon's own core (`creel.daemon.core.replay`) or a stand-in.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -20,47 +18,47 @@ Ids = NDArray[np.int32]
 
 
 class Started(NamedTuple):
-    """A node began to fetch: its number for it, objects and bytes."""
+    """A fetch that a node started: its number, objects and bytes."""
 
     fetch: int
     objects: int
     nbytes: int
 
 
-class Node(Protocol):
-    """A node's mind as the replay sees it; each call returns the fetches that it starts."""
+class SimulatedNode(Protocol):
+    """A node's decisions as the simulation sees them; each call returns the fetches it starts."""
 
     def extend(
         self, rank: int, epoch: int, objects: Ids, ends: NDArray[np.int64], now: float
     ) -> list[Started]:
-        """A rank will read these next."""
+        """Append steps to a rank's plan."""
 
     def progress(self, rank: int, done: int, wanted: int, now: float) -> list[Started]:
-        """A rank has done so many steps and waits for step wanted-1 (or does not)."""
+        """A rank has done `done` steps and waits for step wanted-1 (or for none)."""
 
     def landed(self, fetch: int, now: float) -> list[Started]:
-        """A fetch is through."""
+        """A fetch ended."""
 
     def ready(self, rank: int) -> int:
-        """Steps that a rank may read."""
+        """Number of steps that a rank may read."""
 
     def failed(self) -> int:
-        """Objects given up so far; each is one more read of the source, by its reader."""
+        """Objects given up so far; each costs one direct read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is replayed.
+    """The job to simulate.
 
     Args:
         epochs: for each epoch (ranks, k) object ids: what each rank reads, in order.
         batch: objects per step and rank.
-        ranks_per_node: ranks r*n .. r*n+n-1 live on node r.
-        nbytes: of one object.
+        ranks_per_node: ranks r*n .. r*n+n-1 are on node r.
+        nbytes: bytes of one object.
         step_s: compute time of a step; all ranks begin a step together.
         bandwidth_Bps, latency_s: of the source, shared by all nodes.
-        held: steps whose bytes readers hold beyond the one in work (workers decode ahead).
-        ahead: epochs told beyond the present one.
+        held: steps whose bytes readers hold beyond the current one (workers decode ahead).
+        ahead: epochs published beyond the current one.
     """
 
     epochs: Sequence[Ids]
@@ -81,7 +79,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One epoch: objects read by the daemons and directly by readers, its time and its waiting.
+    """Results of one epoch: reads by daemons and directly by readers, total and waiting time.
 
     `nbytes` is what the daemons read.
     """
@@ -94,7 +92,7 @@ class Outcome:
 
 
 class Replay:
-    """A job over some nodes; `run` gives one Outcome per epoch.
+    """A job over some nodes; `run` returns one Outcome per epoch.
 
     Args:
         nodes: one per `ranks_per_node` ranks.
@@ -102,12 +100,12 @@ class Replay:
     """
 
     def __init__(
-        self, job: Job, nodes: Sequence[Node], watch: Callable[[], None] = lambda: None
+        self, job: Job, nodes: Sequence[SimulatedNode], watch: Callable[[], None] = lambda: None
     ) -> None:
         self._job = job
         self._nodes = nodes
         self._watch = watch
-        self._free = 0.0  # when the source has read all that was asked for
+        self._free = 0.0  # when the source has read all that was requested
         self._landings: list[tuple[float, int, int, int]] = []  # time, number, node, fetch
         self._number = 0
         self._reads = 0
@@ -117,7 +115,7 @@ class Replay:
         self._now = 0.0
 
     def run(self) -> list[Outcome]:
-        """Play all epochs, one step of all ranks after the other."""
+        """Simulate all epochs, step by step, all ranks together."""
         return [self._epoch(epoch) for epoch in range(len(self._job.epochs))]
 
     def _epoch(self, epoch: int) -> Outcome:
@@ -143,7 +141,7 @@ class Replay:
             self._began(node, self._nodes[node].extend(rank, epoch, ids[rank], ends, self._now))
 
     def _wait(self) -> float:
-        """Let time pass until all ranks may begin the step; how much did."""
+        """Advance time until all ranks may begin the step; return the seconds waited."""
         begun = self._now
         if not self._ready():
             self._progress(wanted=self._step + 1)
@@ -162,7 +160,7 @@ class Replay:
             self._began(node, self._nodes[node].progress(rank, done, wanted, self._now))
 
     def _until(self, time: float) -> None:
-        """All landings up to `time`, each followed by what it starts."""
+        """Handle all landings up to `time`, and start what each leads to."""
         while self._landings and self._landings[0][0] <= time:
             self._now, _, node, fetch = heapq.heappop(self._landings)
             self._began(node, self._nodes[node].landed(fetch, self._now))
@@ -188,74 +186,3 @@ class Replay:
 
 def _steps(job: Job, epoch: int) -> int:
     return -(-int(job.epochs[epoch].shape[1]) // job.batch)
-
-
-# --- classic policies on a plain trace, one object after the other ------------------------------
-
-
-def lru(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
-    """(t,) hits of least recently used.
-
-    >>> lru(np.array([1, 2, 1, 3, 2]), 2).tolist()
-    [False, False, True, False, False]
-    """
-    return _recency(trace, capacity, renew=True)
-
-
-def fifo(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
-    """(t,) hits of first in, first out."""
-    return _recency(trace, capacity, renew=False)
-
-
-def _recency(trace: NDArray[np.integer], capacity: int, *, renew: bool) -> NDArray[np.bool_]:
-    held: OrderedDict[int, None] = OrderedDict()
-    hit = np.zeros(len(trace), np.bool_)
-    for t, x in enumerate(trace.tolist()):
-        if x in held:
-            hit[t] = True
-            if renew:
-                held.move_to_end(x)
-        elif capacity:
-            if len(held) >= capacity:
-                held.popitem(last=False)
-            held[x] = None
-    return hit
-
-
-def pin(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
-    """(t,) hits when the first `capacity` objects stay for ever (MinIO in CoorDL, VLDB 2021)."""
-    ids, first = np.unique(trace, return_index=True)
-    kept = ids[first.argsort()[:capacity]]
-    hit = np.isin(trace, kept)
-    hit[first] = False
-    return hit
-
-
-def chance(
-    trace: NDArray[np.integer], capacity: int, rng: np.random.Generator
-) -> NDArray[np.bool_]:
-    """(t,) hits of random eviction."""
-    place: dict[int, int] = {}
-    held: list[int] = []
-    victims = rng.integers(0, max(capacity, 1), len(trace)).tolist()
-    hit = np.zeros(len(trace), np.bool_)
-    for t, x in enumerate(trace.tolist()):
-        if x in place:
-            hit[t] = True
-        elif len(held) < capacity:
-            place[x] = len(held)
-            held.append(x)
-        elif capacity:
-            at = victims[t]
-            del place[held[at]]
-            held[at], place[x] = x, at
-    return hit
-
-
-def lru_hits(f: float) -> float:
-    """Hit ratio of LRU over shuffled epochs, a share f of the dataset held.
-
-    >>> round(lru_hits(0.5), 3)
-    0.153
-    """
-    return f + (1 - f) * math.log(1 - f) if f < 1 else 1.0

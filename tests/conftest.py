@@ -39,9 +39,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def daemon_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Loaders and clients of this test meet at a daemon of their own."""
+    """Loaders and clients of this test meet at a daemon of their own, and it reads everything.
+
+    Files of tests lie in the page cache: a trainer that is quicker would read some of them itself.
+    """
     name = unique_name()
     monkeypatch.setenv("CREEL_SOCKET", name)
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
     return name
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 
 
 def unique_name() -> str:

@@ -1,9 +1,9 @@
-"""Where a person's daemons listen, and how their clients find them.
+"""Addresses where a user's daemons listen, and how their clients find them.
 
-The first address follows from uid, daemon's name and what the process sees of the file system, so
-that whoever would read other files finds, or starts, another daemon. Anybody may bind it, though.
-Where another user has, a second address has a secret in it, which lies where only its owner can
-read (XDG_RUNTIME_DIR).
+The first address follows from uid, daemon name and the process's view of the file system, so that
+processes that see other files find, or start, another daemon. But any user may bind it. Where
+another user has, a second address contains a secret from a file that only its owner can read (in
+XDG_RUNTIME_DIR).
 """
 
 from __future__ import annotations
@@ -18,37 +18,38 @@ from contextlib import suppress
 from pathlib import Path
 
 from creel.errors import NoDaemonError, UnavailableError
-from creel.messages import desk_address
+from creel.messages import control_address
 from creel.peers import bound, holder, peer_of, view_of
 
 _SECRET = "creel-secret"  # noqa: S105  the name of a file
 
 
 def first_address(name: str) -> str:
-    """The desk of this user's daemon of that name, for processes that see the files we see.
+    """Address of this user's daemon of that name, for processes that see the same files as this
+    one.
 
     Raises:
-        UnavailableError: there is no telling which files this process sees.
+        UnavailableError: it is unknown which files this process sees.
     """
-    return desk_address(os.getuid(), name, _digest())
+    return control_address(os.getuid(), name, _digest())
 
 
 def second_address(name: str, *, make: bool = False) -> str | None:
-    """The desk where another user holds the first address; None where there is no secret.
+    """Address for use where another user holds the first one; None without a secret.
 
     Args:
-        make: make the secret where there is none.
+        make: whether to make a missing secret.
 
     Raises:
         UnavailableError: as `first_address`.
     """
     folder = runtime_folder()
     secret = None if folder is None else _secret(folder / _SECRET, make=make)
-    return None if secret is None else desk_address(os.getuid(), name, _digest(secret))
+    return None if secret is None else control_address(os.getuid(), name, _digest(secret))
 
 
 def runtime_folder() -> Path | None:
-    """XDG_RUNTIME_DIR where nobody else can read or write there; else None."""
+    """XDG_RUNTIME_DIR if only this user can read and write there; else None."""
     named = os.environ.get("XDG_RUNTIME_DIR")
     with suppress(OSError, ValueError):
         folder = Path(named or "")
@@ -58,7 +59,7 @@ def runtime_folder() -> Path | None:
 
 
 def taken(name: str, uid: int | None) -> NoDaemonError:
-    """What to say where user `uid` holds the first address, and there is no second one."""
+    """The error where user `uid` holds the first address, and there is no second one."""
     who = "somebody" if uid is None else f"user {uid}"
     return NoDaemonError(
         f"{who} holds the address of your daemon {name!r}, and XDG_RUNTIME_DIR names no folder of"
@@ -67,7 +68,7 @@ def taken(name: str, uid: int | None) -> NoDaemonError:
 
 
 def held_by_another(name: str) -> int | None:
-    """Uid of another user who holds the first address; None where nobody does.
+    """Uid of another user who holds the first address; None where no other does.
 
     Raises:
         UnavailableError: as `first_address`.
@@ -79,7 +80,7 @@ def held_by_another(name: str) -> int | None:
 def elsewhere(name: str) -> list[int]:
     """Pids of this user's daemons of that name that see other files than this process."""
     found = []
-    before, after = desk_address(os.getuid(), name, "*").split("*")
+    before, after = control_address(os.getuid(), name, "*").split("*")
     ours = {first_address(name), second_address(name)}
     for address in set(bound(before, after)) - ours:
         kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
@@ -92,7 +93,7 @@ def elsewhere(name: str) -> list[int]:
 
 
 def startable(name: str) -> bool:
-    """Whether nobody sits where a daemon of that name would.
+    """Whether the address for a daemon of that name is free.
 
     Raises:
         UnavailableError: as `first_address`.
@@ -115,7 +116,7 @@ def _digest(secret: str = "") -> str:
 
 
 def _secret(path: Path, *, make: bool) -> str | None:
-    """What only this user knows; None where there is no such file, or others could know it."""
+    """A secret of this user; None where there is no such file, or others could read it."""
     with suppress(OSError):
         if make and not path.exists():
             _make_secret(path)
@@ -129,7 +130,7 @@ def _secret(path: Path, *, make: bool) -> str | None:
 
 
 def _make_secret(path: Path) -> None:
-    """Whole or not at all; whoever comes second finds the first one's."""
+    """Create the file atomically; the first of several writers wins."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

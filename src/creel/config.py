@@ -1,9 +1,9 @@
-"""The settings a person wants: defaults, files, environment and flags, one over the other.
+"""Configuration: defaults, files, environment and flags, merged.
 
 `Config.load` overlays, weakest first: the defaults (`creel.settings`), /etc/creel/config.toml, the
 user's file ($XDG_CONFIG_HOME/creel/config.toml), the project's (creel.toml, found upward from the
 working directory, or the file that CREEL_CONFIG names), the environment (CREEL_MEMORY__BUDGET=1GB)
-and flags. An unknown key is an error with a suggestion, not ignored: a typo must cost no night.
+and flags. Unknown keys raise an error with a suggestion, so that a typo does not waste a run.
 
 Sizes are bytes and may be written "64GiB" or "100GB"; durations are seconds, or "250ms", "10m".
 """
@@ -24,18 +24,25 @@ import msgspec
 from msgspec import Meta
 
 from creel.errors import ConfigError
-from creel.settings import Daemon, Fetch, Loader, Memory, Section, Window
+from creel.settings import (
+    DaemonSettings,
+    FetchSettings,
+    LoaderSettings,
+    MemorySettings,
+    Section,
+    WindowSettings,
+)
 from creel.units import format_size, parse_seconds, parse_size
 
 __all__ = [
     "Config",
-    "Daemon",
-    "Fetch",
+    "DaemonSettings",
+    "FetchSettings",
     "Field",
-    "Loader",
-    "Memory",
+    "LoaderSettings",
+    "MemorySettings",
     "Section",
-    "Window",
+    "WindowSettings",
     "config_files",
     "fields",
     "memory_budget",
@@ -43,17 +50,17 @@ __all__ = [
 
 
 log = logging.getLogger("creel.config")
-_unreadable: set[Path] = set()  # what was warned of
+_unreadable: set[Path] = set()  # files that a warning was given for
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings. `Config()` is the defaults; `Config.load()` is what the person wants."""
+    """All settings. `Config()` has the defaults; `Config.load()` what the user set."""
 
-    memory: Memory = Memory()
-    fetch: Fetch = Fetch()
-    window: Window = Window()
-    daemon: Daemon = Daemon()
-    loader: Loader = Loader()
+    memory: MemorySettings = MemorySettings()
+    fetch: FetchSettings = FetchSettings()
+    window: WindowSettings = WindowSettings()
+    daemon: DaemonSettings = DaemonSettings()
+    loader: LoaderSettings = LoaderSettings()
 
     @classmethod
     def load(
@@ -70,14 +77,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             flags: dotted key to value, e.g. {"memory.budget": "64GiB"}; None values are skipped.
             env: the environment; `os.environ` where None.
             cwd: where the search for creel.toml begins; the working directory where None.
-            origin: what messages call the flags; None: by their names on the command line.
+            origin: how messages name the flags; None: by their names on the command line.
 
         Returns:
             The settings, and for each dotted key where its value came from.
 
         Raises:
-            ConfigError: an unknown key, a value of the wrong type or range, a file that is no TOML,
-                or that CREEL_CONFIG names and that cannot be read.
+            ConfigError: an unknown key, a value of the wrong type or range, a file that is not
+                TOML, or an unreadable file that CREEL_CONFIG names.
         """
         env = os.environ if env is None else env
         values: dict[str, object] = {}
@@ -110,7 +117,7 @@ class Field(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """A value somebody wrote: `text` when it came from where everything is a string."""
+    """A value that was set; `text`: it came from where everything is a string."""
 
     key: str
     value: object
@@ -123,7 +130,7 @@ _SHORT = {
     "CREEL_SOCKET": "daemon.name",
     "CREEL_LOG_LEVEL": "daemon.log_level",
 }
-#: What `creel` and `creeld` call their flags.
+#: Flags of `creel` and `creeld`, for messages.
 _FLAGS = {
     "daemon.name": "--name",
     "memory.budget": "--memory",
@@ -136,7 +143,7 @@ _SYSTEM_FILE = Path("/etc/creel/config.toml")
 
 @cache
 def fields() -> dict[str, Field]:
-    """Every setting by dotted key.
+    """Return every setting by dotted key.
 
     >>> fields()["memory.share"].default
     0.5
@@ -155,13 +162,13 @@ def fields() -> dict[str, Field]:
 # --- values that depend on the machine ----------------------------------------------------
 
 
-def memory_budget(memory: Memory, *, total: int, available: int) -> int:
+def memory_budget(memory: MemorySettings, *, total: int, available: int) -> int:
     """Bytes the arena may take, of `total` that exist and `available` that are free (creel.limits).
 
     Raises:
         ConfigError: the budget is more than the node has, or too small to be of use.
 
-    >>> memory_budget(Memory(budget="50%"), total=8 << 30, available=2 << 30) >> 30
+    >>> memory_budget(MemorySettings(budget="50%"), total=8 << 30, available=2 << 30) >> 30
     4
     """
     if memory.budget == "auto":
@@ -188,7 +195,7 @@ def memory_budget(memory: Memory, *, total: int, available: int) -> int:
 def _layers(
     flags: Mapping[str, object], env: Mapping[str, str], cwd: Path | None, origin: str | None
 ) -> Iterator[_Given]:
-    """Everything that was given, weakest first."""
+    """Yield all given values, weakest first."""
     if (named := env.get(_FILE)) and not _is_file(Path(named).expanduser()):
         raise ConfigError(f"{_FILE} names {named}, and there is no such file: mend or unset it")
     asked_for = _expanded(named) if named else None
@@ -202,7 +209,7 @@ def _layers(
 
 
 def config_files(env: Mapping[str, str] | None = None, cwd: Path | None = None) -> list[Path]:
-    """The configuration files that exist (or are named) and count, weakest first."""
+    """The configuration files that apply and exist (or are named), weakest first."""
     env = os.environ if env is None else env
     home = Path(env.get("XDG_CONFIG_HOME") or _expanded(env.get("HOME") or "~") / ".config")
     found = [path for path in (_SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
@@ -213,7 +220,7 @@ def config_files(env: Mapping[str, str] | None = None, cwd: Path | None = None) 
 
 
 def _folders(cwd: Path | None) -> list[Path]:
-    """The working directory and all above it; [] where it is gone, or cannot be reached."""
+    """The working directory and its parents; [] where it is gone or unreachable."""
     try:
         start = Path.cwd() if cwd is None else cwd
     except OSError:
@@ -224,14 +231,14 @@ def _folders(cwd: Path | None) -> list[Path]:
 def _expanded(path: str) -> Path:
     try:
         return Path(path).expanduser()
-    except RuntimeError:  # nobody knows of a home (a uid without an entry, in a container)
+    except RuntimeError:  # no known home (a uid without an entry, in a container)
         return Path(path)
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # whatever we cannot look at holds no settings of ours
+    except (OSError, ValueError):  # inaccessible paths have no settings
         return False
 
 
@@ -241,7 +248,7 @@ def _from_file(path: Path, *, asked_for: bool) -> Iterator[_Given]:
     except OSError as e:
         if asked_for:
             raise ConfigError(f"{path}: {e.strerror}") from e
-        if path not in _unreadable:  # somebody else's, perhaps: training goes on without it
+        if path not in _unreadable:  # perhaps another user's: training goes on without it
             log.warning("the settings in %s are ignored: %s", path, e.strerror)
         _unreadable.add(path)
         return
@@ -276,7 +283,7 @@ def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:
 
 
 def _env_key(name: str) -> str | None:
-    """The dotted key a variable stands for; None for a variable that is none of ours."""
+    """The dotted key that a variable sets; None for a variable that is not creel's."""
     section, double, rest = name.removeprefix("CREEL_").lower().partition("__")
     if double:
         return _known(f"{section}.{rest}", name)
@@ -284,7 +291,7 @@ def _env_key(name: str) -> str | None:
     meant = {n.replace("__", "_"): n for n in known}.get(name)
     if meant or (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
         raise ConfigError(f"{name} is no setting: did you mean {meant or close[0]}?")
-    return None  # somebody else's: CREEL_ is a plain word
+    return None  # another program's: CREEL_ is a common word
 
 
 def _env_name(key: str) -> str:
@@ -317,7 +324,7 @@ _EXPECTED = {
 
 
 def _convert(given: _Given) -> object:
-    """The value as its field's type, or ConfigError in one sentence."""
+    """Convert a value to its field's type, or raise a one-sentence ConfigError."""
     field = fields()[given.key]
     value = _with_unit(given, field)
     kind = field.type.__origin__
@@ -355,7 +362,7 @@ def _with_unit(given: _Given, field: Field) -> object:
 
 
 def _bounds(meta: Meta) -> str:
-    """What the value must obey, in words.
+    """The limits of a value, in words.
 
     >>> _bounds(Meta(gt=0, le=1))
     ' above 0 and at most 1'

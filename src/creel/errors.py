@@ -1,55 +1,55 @@
-"""Every error creel raises on purpose.
+"""Every error that creel raises on purpose.
 
 CreelError
-├── ConfigError             the person's to mend: a bad value, an unknown key, a missing path
-│   └── NotFoundError       no data where the person said it is; also a FileNotFoundError
+├── ConfigError             for the user to fix: a bad value, an unknown key, a missing path
+│   └── NotFoundError       no data where the user said it is; also a FileNotFoundError
 ├── ProtocolError
-│   ├── MalformedError      the other side sent bytes that no message of this version has
-│   └── IllegalEventError   our own bug: an event that cannot happen in this state
+│   ├── MalformedError      the other side sent bytes that are no message of this version
+│   └── IllegalEventError   a bug of ours: an event that cannot happen in this state
 ├── SourceError             the dataset's storage failed; `uri` and `errno` are kept
-│   └── SourceNotFoundError     the object is not there; a FileNotFoundError too
+│   └── SourceNotFoundError     the object does not exist; also a FileNotFoundError
 └── UnavailableError        not now: carries `retry_after`
-    ├── NoDaemonError       nobody listens at the daemon's address
-    └── DaemonLostError     the daemon was there and is gone, or stopped answering
+    ├── NoDaemonError       no daemon listens at the address
+    └── DaemonLostError     the daemon ended or stopped answering
 """
 
 from __future__ import annotations
 
 
 class CreelError(Exception):
-    """Base of all errors below; a caller that catches it catches nothing else."""
+    """Base of all errors below."""
 
 
 class ConfigError(CreelError, ValueError):
-    """A value the person gave cannot be used; the message says what to do instead."""
+    """A value from the user cannot be used; the message says what to do instead."""
 
 
 class NotFoundError(ConfigError, FileNotFoundError):
-    """No data where the person said it is; also what torchvision would have raised."""
+    """No data where the user said it is; also the error that torchvision would have raised."""
 
 
 class ProtocolError(CreelError):
-    """The two sides disagree about what was said."""
+    """The two sides disagree about the protocol."""
 
 
 class MalformedError(ProtocolError):
-    """The other side sent bytes that no message of this version has."""
+    """The other side sent bytes that are no message of this version."""
 
 
 class IllegalEventError(ProtocolError):
-    """An event that cannot happen in this state: our own bug, with its story."""
+    """An event that cannot happen in this state: a bug of ours."""
 
 
 class SourceError(CreelError, OSError):
-    """Storage failed for good (retries included).
+    """Storage failed for good (after retries).
 
     Args:
         errno: the operating system's number, or 0 where the store gives none.
-        reason: one sentence of what went wrong.
+        reason: one sentence about what went wrong.
         uri: the object's address.
 
-    With a single argument it is a message, as every exception is: so torch can raise it again, with
-    its class, in another process than the one that failed.
+    A single argument is a message, as for every exception, so that torch can raise it again with
+    its class in another process.
     """
 
     def __init__(self, errno: int | str, reason: str = "", uri: str = "") -> None:
@@ -61,7 +61,7 @@ class SourceError(CreelError, OSError):
 
 
 class SourceNotFoundError(SourceError, FileNotFoundError):
-    """The object is not there (any more)."""
+    """The object does not exist (any more)."""
 
 
 class UnavailableError(CreelError):
@@ -73,8 +73,8 @@ class UnavailableError(CreelError):
 
 
 class NoDaemonError(UnavailableError):
-    """Nobody listens at the daemon's address."""
+    """No daemon listens at the address."""
 
 
 class DaemonLostError(UnavailableError):
-    """The daemon was there and is gone, or stopped answering."""
+    """The daemon ended or stopped answering."""

@@ -1,4 +1,4 @@
-"""What this process may really use: a job in a cgroup has less than the machine shows.
+"""Limits of what this process may use: a job in a cgroup has less than the machine shows.
 
 Reads /proc and /sys only; anything missing or unreadable (another system, a hardened container)
 counts as "no limit from here".
@@ -16,22 +16,22 @@ _NO_LIMIT = 1 << 60
 
 
 class MemoryLimits(NamedTuple):
-    """Bytes. `total`: what this process may ever use; `available`: what of it is free now."""
+    """Bytes. `total`: what this process may ever use; `available`: how much of it is free now."""
 
     total: int
     available: int
 
 
 def memory(root: Path = _ROOT) -> MemoryLimits:
-    """Memory of the machine, cut down to the tightest cgroup above this process.
+    """Memory of the machine, reduced to the tightest cgroup above this process.
 
     Args:
-        root: where proc/ and sys/ lie; tests bring their own.
+        root: the folder of proc/ and sys/; for tests.
     """
     info = _meminfo(root)
     total = info.get("MemTotal", 0)
     available = info.get("MemAvailable", total)
-    if _read(root / "proc/sys/vm/overcommit_memory").strip() == "2":  # promises are kept strictly
+    if _read(root / "proc/sys/vm/overcommit_memory").strip() == "2":  # strict overcommit accounting
         promised = info.get("Committed_AS", 0)
         available = min(available, max(info.get("CommitLimit", available) - promised, 0))
     for limit, used in _cgroups(root):
@@ -84,14 +84,14 @@ def _read(path: Path) -> str:
         return ""
 
 
-#: Up to so many descriptors (RLIMIT_NOFILE) a process is left those that torch would leave it: a
-#: connection to the daemon takes about ten, each kept batch buffer two.
+#: Up to these limits on descriptors (RLIMIT_NOFILE) a process keeps those that torch would leave
+#: it: a connection to the daemon takes about ten, each kept batch buffer two.
 _FEW_DESCRIPTORS = 64
 _SOME_DESCRIPTORS = 128
 
 
 def few_descriptors() -> int:
-    """The limit of open descriptors where it is so low that creel takes none for itself; else 0."""
+    """The limit on open descriptors if it is too low for creel to use any itself; else 0."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -99,9 +99,9 @@ def few_descriptors() -> int:
 
 
 def may_keep() -> bool:
-    """Whether this process may keep memory and descriptors that nobody uses right now.
+    """Whether this process may keep memory and descriptors that are unused right now.
 
-    Not under a limit of address space (`ulimit -v`), where what is kept is missed elsewhere.
+    Not under a limit on address space (`ulimit -v`), where other uses would lack it.
     """
     import resource
 
@@ -111,7 +111,7 @@ def may_keep() -> bool:
 
 
 def may_map(nbytes: int) -> bool:
-    """Whether as much address space is left besides (`ulimit -v`) for the batches themselves."""
+    """Whether a mapping leaves as much address space (`ulimit -v`) for the batches themselves."""
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

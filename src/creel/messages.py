@@ -1,16 +1,16 @@
-"""The wire between a daemon and its clients: one schema, two roads.
+"""Messages between a daemon and its clients: one schema for both sockets.
 
-**Desk** (`SOCK_SEQPACKET`, abstract unix socket): who are you, and file descriptors. A client keeps
-this connection open for as long as it lives; its end is how the daemon learns of a death. One
-packet is one message; descriptors ride along by SCM_RIGHTS.
+**Control socket** (`SOCK_SEQPACKET`, abstract unix socket): handshake and file descriptors. A
+client keeps this connection open for as long as it lives; its end tells the daemon of the client's
+death. One packet is one message; descriptors are passed by SCM_RIGHTS.
 
-**Line** (ZeroMQ DEALER to ROUTER, abstract ipc): all later control. A message is
+**Request socket** (ZeroMQ DEALER to ROUTER, abstract ipc): all later requests. A message is
 `[body, array...]`: the body is msgspec (MessagePack), arrays are raw little-endian frames in the
-order the class names.
+order that the class gives.
 
-Payload bytes never travel in a message: they lie in the arena, a memfd that clients map read-only.
-What happens once per batch is not a message at all but a word on the `Board` (`cache/board.py`).
-Numbers of a step are per session, start at 0 and never restart at an epoch's end.
+Payload bytes never travel in a message: they are in the arena, a memfd that clients map read-only.
+What happens once per batch is not a message but a shared word (`cache/memory/shared_words.py`).
+Step numbers are per session, start at 0 and never restart at an epoch's end.
 """
 
 from __future__ import annotations
@@ -23,42 +23,43 @@ from numpy.typing import NDArray
 
 from creel.errors import MalformedError
 
-#: Raised by one whenever an old client could misread a new daemon, or the other way round.
-PROTOCOL = 3
+#: Increased whenever an old client could misread a new daemon, or the reverse.
+PROTOCOL = 4
 
-#: Largest packet at the desk, and largest body on the line, in bytes (arrays are not counted).
+#: Largest packet on the control socket and largest body on the request socket, in bytes (without
+#: arrays).
 MAX_BODY = 1 << 20
 
 
-def desk_address(uid: int, name: str, view: str) -> str:
-    """Abstract unix address of the desk of user `uid`'s daemon `name`.
+def control_address(uid: int, name: str, view: str) -> str:
+    """Abstract unix address of the control socket of user `uid`'s daemon `name`.
 
-    `view` stands for what its clients see of the file system (`creel.addresses`).
+    `view` stands for the files that its clients see (`creel.addresses`).
 
-    >>> desk_address(7, "default", "f00d")
+    >>> control_address(7, "default", "f00d")
     '\\x00creel/7/default/f00d/desk'
     """
     return f"\0creel/{uid}/{name}/{view}/desk"
 
 
 def line_address(uid: int, secret: str) -> str:
-    """ZeroMQ address of a daemon's line; clients learn it from `Welcome`, nobody can guess it."""
+    """ZeroMQ address of a request socket; clients get it in `Welcome` and cannot guess it."""
     return f"ipc://@creel/{uid}/line-{secret}"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages; `encode` and `decode` are the only way on and off the wire."""
+    """Base of all messages; `encode` and `decode` convert them."""
 
 
-# --- desk: client to daemon -------------------------------------------------------------------
+# --- control socket: client to daemon ---------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
     """First packet of every connection.
 
     `role` is "trainer", "worker" (attaches to the trainer's sessions by its token) or "cli". A
-    descriptor may come along: the pidfd of a process that this one works for, for whose life an
-    embedded daemon stays.
+    descriptor may be attached: the pidfd of a process that this one works for, which keeps an
+    embedded daemon alive.
     """
 
     protocol: int
@@ -68,23 +69,23 @@ class Hello(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Here is a dataset; one descriptor: a sealed memfd with `Manifest.to_arrow()` of `nbytes`."""
+    """Register a dataset; one descriptor: a sealed memfd with `Manifest.to_arrow()` of `nbytes`."""
 
     nbytes: int
 
 
 class Attach(Message, frozen=True):
-    """A worker asks for the board of a session of its trainer (and the table of its dataset)."""
+    """A worker asks for the shared words of its trainer's session (and the dataset's table)."""
 
     session: int
 
 
 class Open(Message, frozen=True):
-    """Begin a session: one stream of batches that one rank will read from one dataset.
+    """Open a session: one stream of batches that one rank reads from one dataset.
 
-    `recheck` tells when the version of a file whose bytes are held is asked for again: "open", now;
-    "epoch", now and, of local files, after each `Begin`, before any step of that epoch is ready;
-    "step", after each `Extend`, for who cannot tell where an epoch begins; "never".
+    `recheck` says when the versions of resident files are checked again: "open", now; "epoch", now
+    and, for local files, after each `Begin`, before any step of that epoch is ready; "step", after
+    each `Extend`, for clients that cannot tell where an epoch begins; "never".
     """
 
     dataset: str
@@ -96,16 +97,16 @@ class Open(Message, frozen=True):
 
 
 class Close(Message, frozen=True):
-    """End a session; all its leases are given back."""
+    """Close a session and release all it holds."""
 
     session: int
 
 
-# --- desk: daemon to client -------------------------------------------------------------------
+# --- control socket: daemon to client ---------------------------------------------------------
 
 
 class Welcome(Message, frozen=True):
-    """The arena's descriptor comes along (read-only). `line` is the ZeroMQ address."""
+    """With the arena's descriptor (read-only). `line` is the request socket's address."""
 
     protocol: int
     token: str
@@ -115,7 +116,7 @@ class Welcome(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """The table's descriptor comes along (read-only); `dataset` is the manifest's key."""
+    """With the table's descriptor (read-only); `dataset` is the manifest's key."""
 
     dataset: str
     objects: int
@@ -123,30 +124,31 @@ class Registered(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """Descriptors: board (read-write), table (read-only)."""
+    """With descriptors of shared words (read-write) and table (read-only); `record` as there."""
 
     session: int
     dataset: str
     objects: int
+    record: int = 0
 
 
 class Refused(Message, frozen=True):
-    """No, and why, in one sentence that says what to do. The connection stays usable."""
+    """A refusal, in one sentence that says what to do. The connection stays usable."""
 
     reason: str
     retry_after: float = 0.0
 
 
-# --- line: client to daemon (every one carries the token of the desk) -------------------------
+# --- request socket: client to daemon (each message carries the client's token) ---------------
 
 
 class Extend(Message, frozen=True):
-    """The session's plan goes on: steps `step, step+1, ...` will read these objects.
+    """The session's plan continues: steps `step, step+1, ...` will read these objects.
 
     Arrays: `objects` (k,) int32 object ids in order of reading; `ends` (b,) int64: step+i reads
     `objects[ends[i-1]:ends[i]]`. `epoch` counts the session's epochs. The last step known so far
-    plus one must equal `step`. `blind`: these steps were not foreseen, and nobody knows what comes
-    after them. No reply.
+    plus one must equal `step`. `blind`: these steps are unplanned, and nothing is known of later
+    ones. No reply.
     """
 
     token: str
@@ -173,7 +175,7 @@ class Truncate(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """Answer `Ready` once step `step` is ready. `call` is echoed."""
+    """Request for `Ready` once step `step` is ready. `call` is echoed."""
 
     token: str
     call: int
@@ -181,10 +183,10 @@ class Wait(Message, frozen=True):
     step: int
 
 
-class Ask(Message, frozen=True):
+class Command(Message, frozen=True):
     """A command of the CLI: `what` is status, stats, datasets, config, warm, drop, stop.
 
-    Answered by `Told`; `args` are plain values, checked by the daemon per command.
+    Answered by `CommandReply`; `args` are plain values, checked by the daemon per command.
     """
 
     token: str
@@ -193,26 +195,26 @@ class Ask(Message, frozen=True):
     args: dict[str, Any] = {}
 
 
-# --- line: daemon to client -------------------------------------------------------------------
+# --- request socket: daemon to client ---------------------------------------------------------
 
 
 class Ready(Message, frozen=True):
-    """Step `step` is ready: its objects are resident, or failed (then `Table.offset` is ABSENT)."""
+    """Step `step` is ready: its objects are resident, or failed (then their offset is ABSENT)."""
 
     call: int
     session: int
     step: int
 
 
-class Told(Message, frozen=True):
-    """The answer to an `Ask`, as plain values with a stable schema (docs/cli.md)."""
+class CommandReply(Message, frozen=True):
+    """The answer to a `Command`, as plain values with a stable schema (docs/cli.md)."""
 
     call: int
     body: dict[str, Any]
 
 
 class Failed(Message, frozen=True):
-    """The request with this `call` cannot be met, and why."""
+    """The request with this `call` cannot be met, with the reason."""
 
     call: int
     reason: str
@@ -220,10 +222,10 @@ class Failed(Message, frozen=True):
 
 DeskRequest: TypeAlias = Hello | Register | Attach | Open | Close
 DeskReply: TypeAlias = Welcome | Registered | Opened | Refused
-LineRequest: TypeAlias = Extend | Begin | Truncate | Wait | Ask
-LineReply: TypeAlias = Ready | Told | Failed
+RequestMessage: TypeAlias = Extend | Begin | Truncate | Wait | Command
+LineReply: TypeAlias = Ready | CommandReply | Failed
 
-#: Arrays that follow the body on the line, by class: (name, dtype).
+#: Arrays that follow the body on the request socket, by class: (name, dtype).
 FRAMES: dict[type[Message], tuple[tuple[str, str], ...]] = {
     Extend: (("objects", "<i4"), ("ends", "<i8")),
 }
@@ -233,24 +235,24 @@ M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {
     union: msgspec.msgpack.Decoder(union)
-    for union in (DeskRequest, DeskReply, LineRequest, LineReply)
+    for union in (DeskRequest, DeskReply, RequestMessage, LineReply)
 }
 
 
 def encode(message: Message) -> bytes:
-    """Body of a message.
+    """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), DeskRequest)
-    Hello(protocol=3, role='cli', pid=7, token='')
+    Hello(protocol=4, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 
 
 def decode(body: bytes | memoryview, union: Any) -> Any:
-    """The message in `body`, one of `union` (DeskRequest, DeskReply, LineRequest, LineReply).
+    """Decode `body`, a message of `union` (DeskRequest, DeskReply, RequestMessage, LineReply).
 
     Raises:
-        MalformedError: whatever is wrong with the bytes; nothing else is ever raised.
+        MalformedError: for any invalid bytes; nothing else is ever raised.
     """
     if len(body) > MAX_BODY:
         raise MalformedError(f"a body of {len(body)} bytes is longer than {MAX_BODY}")
@@ -261,7 +263,7 @@ def decode(body: bytes | memoryview, union: Any) -> Any:
 
 
 def decode_frames(kind: type[Message], frames: list[memoryview]) -> list[NDArray[Any]]:
-    """The arrays that follow a body of class `kind`, as read-only views of the frames.
+    """Return the arrays after a body of class `kind`, as read-only views of the frames.
 
     Raises:
         MalformedError: too few or too many frames, or a length that is no multiple of the item.

@@ -1,9 +1,9 @@
-"""Who is at the other end of a unix socket, and whether it sees the same files as this process.
+"""The peer of a unix socket, and whether it sees the same files as this process.
 
-A path names a file only together with a mount namespace and a root directory, and a uid a person
-only together with a user namespace. Abstract addresses belong to a network namespace, which
-processes with different files may share (Slurm's job_container, PrivateTmp, containers on the
-host's network). What tells such processes apart is asked of the kernel, never of them.
+A path identifies a file only within a mount namespace and a root directory, and a uid a user only
+within a user namespace. Abstract addresses belong to a network namespace, which processes with
+different files may share (Slurm's job_container, PrivateTmp, containers on the host's network). The
+kernel, not the peer, is asked which files it sees.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ _DIAG_HEADER_NBYTES = 32  # nlmsghdr (16) and unix_diag_msg (16)
 
 
 class Peer(NamedTuple):
-    """The process that connected, or listened, as this process would name it."""
+    """The process that connected or listened, by this process's numbering."""
 
     pid: int  # 0 where it is in a PID namespace that cannot be seen from here
     uid: int
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Who is at the other end, as the kernel noted it then (SO_PEERCRED)."""
+    """The peer of a connection, as the kernel recorded it (SO_PEERCRED)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     return Peer(pid, uid)
 
 
 def view_of(pid: int | str = "self") -> View:
-    """What decides which files a process sees under a path.
+    """What determines the files that a process sees under a path.
 
     Raises:
-        OSError: the process may not be looked at, or is gone; or there is no /proc.
+        OSError: the process cannot be inspected, or is gone; or there is no /proc.
     """
     seen = tuple(_identity(f"/proc/{pid}/{name}") for name in _SEEN)
-    Path(f"/proc/{pid}").stat()  # its files are missing, too, once it is gone
+    Path(f"/proc/{pid}").stat()  # the files are also missing once the process is gone
     return seen
 
 
@@ -66,17 +66,17 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def known_apart(pid: int) -> bool:
-    """Whether this process is known to see other files than we do."""
+    """Whether a process is known to see other files than this one."""
     with suppress(OSError):
         return view_of(pid) != view_of()
     return False
 
 
 def why_apart(connection: socket.socket) -> str:
-    """Why the peer cannot be trusted to see the files that we see; "" where it is known to.
+    """Reason not to trust that the peer sees the same files as this process; "" if it does.
 
-    A process that ended may have handed its connection on, and its pid may be another's by now:
-    so it must still be there after it was looked at, where the kernel can tell.
+    A process may pass its connection on and end, and its pid may be reused: so, where the kernel
+    can tell, it must still exist after it was inspected.
     """
     pid = peer_of(connection).pid
     if pid == 0:
@@ -99,23 +99,23 @@ def why_apart(connection: socket.socket) -> str:
 
 
 def _pidfd_of(connection: socket.socket) -> int:
-    """A descriptor of exactly the process that is at the other end; -1 before Linux 6.5."""
+    """A pidfd of the peer process; -1 before Linux 6.5."""
     try:
         raw = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i"))
     except OSError as e:
         if e.errno in {errno.ENOPROTOOPT, errno.EOPNOTSUPP}:
             return -1
-        raise  # it has ended
+        raise  # the process has ended
     return int(struct.unpack("i", raw)[0])
 
 
 def holder(address: str) -> int | None:
-    """Uid of who has bound this abstract SOCK_SEQPACKET address; None: nobody, or nobody knows."""
+    """Uid of the owner of this abstract SOCK_SEQPACKET address; None: unbound, or unknown."""
     kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
     with suppress(OSError), socket.socket(socket.AF_UNIX, kind) as knocking:
         knocking.connect(address)
         return peer_of(knocking).uid
-    # It does not listen, or its backlog is full. The kernel knows whose it is all the same.
+    # It does not listen, or its backlog is full. The kernel still knows the owner.
     with suppress(OSError, ValueError, struct.error):
         inode = _bound().get(address)
         return None if inode is None else _owner(inode)
@@ -127,7 +127,7 @@ def _bound() -> dict[str, int]:
     found = {}
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
         words = line.split(maxsplit=7)
-        # Of its connections, which have the name, too, none is in state 1, "unconnected".
+        # Accepted connections, which have the same name, are not in state 1, "unconnected".
         if words[4:6] == ["0005", "01"] and len(words) == 8 and words[7].startswith("@"):
             found["\0" + words[7][1:]] = int(words[6])
     return found
@@ -136,7 +136,7 @@ def _bound() -> dict[str, int]:
 def bound(prefix: str, suffix: str) -> list[str]:
     """Abstract SOCK_SEQPACKET addresses that begin and end so, with something between.
 
-    [] where nobody knows.
+    [] where unknown.
     """
     least = len(prefix) + len(suffix)
     with suppress(OSError, ValueError):
@@ -157,7 +157,7 @@ def _owner(inode: int) -> int | None:
         diag.send(header + request)
         answer = diag.recv(8192)
     if struct.unpack_from("=IH", answer)[1] != _SOCK_DIAG_BY_FAMILY:
-        return None  # an error: it is gone
+        return None  # an error: the socket is gone
     at = _DIAG_HEADER_NBYTES
     while at + 4 <= len(answer):
         length, kind = struct.unpack_from("=HH", answer, at)

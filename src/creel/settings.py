@@ -1,7 +1,7 @@
-"""The settings by section: types, bounds, defaults and one line about each.
+"""Settings by section: types, bounds, defaults and one line about each.
 
-The only place where defaults live. `creel.config` overlays what people write; docs/configuration.md
-is made from here.
+Defaults are defined only here. `creel.config` overlays what users set; docs/configuration.md is
+generated from here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of the sections below."""
 
 
-class Memory(_Section, frozen=True):
-    """How much of the node's memory may hold samples."""
+class MemorySettings(_Section, frozen=True):
+    """Memory for samples on the node."""
 
     budget: Annotated[
         str,
@@ -42,8 +42,8 @@ class Memory(_Section, frozen=True):
     ] = True
 
 
-class Fetch(_Section, frozen=True):
-    """How the source is read."""
+class FetchSettings(_Section, frozen=True):
+    """Reads from the source."""
 
     threads: Annotated[int, Meta(ge=1, le=4096, description="readers of this daemon, at most")] = 32
     per_source: Annotated[
@@ -66,8 +66,8 @@ class Fetch(_Section, frozen=True):
     ] = 5.0
 
 
-class Window(_Section, frozen=True):
-    """How far ahead of use a session is read."""
+class WindowSettings(_Section, frozen=True):
+    """How far ahead of use a session is fetched."""
 
     min_steps: Annotated[int, Meta(ge=1, description="steps kept ready whatever they weigh")] = 4
     max_steps: Annotated[int, Meta(ge=1, description="steps ahead, at most")] = 256
@@ -76,8 +76,8 @@ class Window(_Section, frozen=True):
     ] = 4 << 30
 
 
-class Daemon(_Section, frozen=True):
-    """The service itself."""
+class DaemonSettings(_Section, frozen=True):
+    """The daemon itself."""
 
     name: Annotated[
         str,
@@ -130,8 +130,8 @@ class Daemon(_Section, frozen=True):
     ] = 3600.0
 
 
-class Loader(_Section, frozen=True):
-    """What happens inside a training process."""
+class LoaderSettings(_Section, frozen=True):
+    """The loader in a training process."""
 
     disable: Annotated[
         bool, Meta(description="be torch's DataLoader and nothing else (also CREEL_DISABLE)")
@@ -164,6 +164,16 @@ class Loader(_Section, frozen=True):
             ' remote ones when a loader first reads), all when it first reads ("open"), or "never"',
         ),
     ] = "epoch"
+    direct: Annotated[
+        str,
+        Meta(
+            extra={"like": "auto or never"},
+            pattern="^(auto|never)$",
+            description='"auto": with num_workers=0 a training process reads by itself what is'
+            " not in memory yet, where that is as quick as from the page cache;"
+            ' "never": it waits for the daemon',
+        ),
+    ] = "auto"
     foresee: Annotated[
         bool,
         Meta(description="run a copy of a sampler of your own ahead, to read ahead in its order"),
@@ -178,4 +188,6 @@ class Loader(_Section, frozen=True):
     ] = 64
 
 
-Section: TypeAlias = Memory | Fetch | Window | Daemon | Loader
+Section: TypeAlias = (
+    MemorySettings | FetchSettings | WindowSettings | DaemonSettings | LoaderSettings
+)

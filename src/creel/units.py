@@ -1,4 +1,4 @@
-"""Sizes and durations as people write and read them."""
+"""Sizes and durations in human-readable form."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse_seconds(text: str) -> float:
 
 
 def format_size(nbytes: float) -> str:
-    """A size for people, three digits.
+    """A size with three digits, for people.
 
     >>> format_size(68719476736), format_size(1500), format_size(12)
     ('64.0 GiB', '1.46 KiB', '12 B')

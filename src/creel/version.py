@@ -1,3 +1,3 @@
-"""Which creel this is; known without an installation, too (a checkout on PYTHONPATH)."""
+"""The version of creel; also available without an installation (a checkout on PYTHONPATH)."""
 
 VERSION = "0.1.0"

@@ -22,12 +22,12 @@ import pytest
 import torch
 
 import creel
-from creel.cache.board import COUNTER, COUNTER_NAMES, DONE, READY, TRUNCATED, WANTED
-from creel.cache.manifest import Manifest
+from creel.cache.memory.shared_words import COUNTER, COUNTER_NAMES, DONE, READY, TRUNCATED, WANTED
+from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError, SourceError, UnavailableError
-from creel.loader.client import Client
-from creel.loader.packets import resolve
-from creel.loader.session import Session
+from creel.loader.client.client import Client
+from creel.loader.client.packets import resolve
+from creel.loader.client.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, encode
 from kit import daemon_of, gone, knock, nothing_left, until
 
@@ -252,7 +252,7 @@ def test_no_word_on_the_board_ends_the_daemon(session: Session, embedded: str) -
     daemon = daemon_of(embedded)
     for value in (2**63 - 1, -(2**63)):
         for word in (DONE, WANTED, READY, TRUNCATED, *(COUNTER[n] for n in COUNTER_NAMES)):
-            session.board[word] = value
+            session.words[word] = value
         with Client.connect(embedded, "cli") as client:
             client.ask("stats")
     session._client.send(Truncate(session.token, session.id, 8))
@@ -328,22 +328,22 @@ def _noise(name: str, stop: threading.Event) -> None:
 
 
 def _talk_nonsense(where: str, rng: random.Random) -> None:
-    with knock(where) as desk:
+    with knock(where) as control_socket:
         if rng.random() < 0.5:
-            desk.send(encode(Hello(PROTOCOL, "trainer", 1)))
-            desk.recv(4096)
-            _shrinking_manifest(desk, rng)
+            control_socket.send(encode(Hello(PROTOCOL, "trainer", 1)))
+            control_socket.recv(4096)
+            _shrinking_manifest(control_socket, rng)
         else:
-            desk.send(rng.randbytes(rng.randrange(1, 3000)))
+            control_socket.send(rng.randbytes(rng.randrange(1, 3000)))
 
 
-def _shrinking_manifest(desk: socket.socket, rng: random.Random) -> None:
+def _shrinking_manifest(control_socket: socket.socket, rng: random.Random) -> None:
     """Not sealed, and shorter a moment later than it was said to be."""
     data = Manifest.of_files(["/etc/passwd"] * 50).to_arrow()
     fd = os.memfd_create("shrinks")
     try:
         os.write(fd, data)
-        socket.send_fds(desk, [encode(Register(len(data)))], [fd])
+        socket.send_fds(control_socket, [encode(Register(len(data)))], [fd])
         os.ftruncate(fd, rng.randrange(len(data)))
     finally:
         os.close(fd)

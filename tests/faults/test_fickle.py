@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import creel
-from creel.loader.client import Client
-from creel.loader.parcel import Outbox
+from creel.loader.buffers import Ring
+from creel.loader.client.client import Client
+from creel.loader.workers.parcel import Outbox
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -81,6 +82,7 @@ def training(cls: Any, data: Any, seed: int) -> list[Any]:
     if workers:
         more["prefetch_factor"] = rng.choice([1, 2, 3])
         more["persistent_workers"] = rng.random() < 0.25
+        more["worker_init_fn"] = rng.choice([None, nothing])  # with one there must be workers
     loader = cls(data, 6, sampler=sampler, **more)
     got: list[Any] = []
     for _ in range(4):
@@ -109,6 +111,10 @@ def embedded(embedded: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return embedded
 
 
+def nothing(worker: int) -> None:
+    pass
+
+
 def as_they_are(samples: list[torch.Tensor]) -> list[torch.Tensor]:
     return samples
 
@@ -134,9 +140,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 def test_whoever_changes_the_order_gets_torchs_batches(
     paths: list[str], rows: Any, embedded: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:
-    if seed % 2:  # workers gather rows, too, and dawdle between looking them up and copying them
-        monkeypatch.setattr("creel.loader.solo._HERE_NBYTES", 0)
+    if seed % 2:  # threads gather rows, and all dawdle between looking them up and copying them
+        monkeypatch.setattr("creel.loader.iterators.gather_iter._INLINE_NBYTES", 0)
         monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
+        monkeypatch.setattr(Ring, "take", dawdling(Ring.take))
     data = rows if kind == "rows" else creel.FileDataset(paths)
     next(iter(creel.DataLoader(creel.FileDataset(paths))))
     stop = threading.Event()

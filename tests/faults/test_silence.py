@@ -13,10 +13,10 @@ import pytest
 
 import creel
 from creel.errors import CreelError, SourceError
-from creel.loader import storage
-from creel.loader.client import Client
-from creel.loader.stages import StallWarning
-from creel.settings import Fetch
+from creel.loader.client.client import Client
+from creel.loader.reading import storage
+from creel.loader.workers.stages import StallWarning
+from creel.settings import FetchSettings
 
 pytest.importorskip("aiohttp")
 pytestmark = [pytest.mark.faults, pytest.mark.system, pytest.mark.timeout(120)]
@@ -33,7 +33,9 @@ def silent() -> Iterator[str]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request of this process has 0.3 s."""
     monkeypatch.setattr(storage, "_stores", {})
-    monkeypatch.setattr(storage, "_settings", Fetch(deadline_s=0.3, attempts=5, backoff_s=0.01))
+    monkeypatch.setattr(
+        storage, "_settings", FetchSettings(deadline_s=0.3, attempts=5, backoff_s=0.01)
+    )
 
 
 QUESTIONS: dict[str, Callable[[str], object]] = {
@@ -59,8 +61,8 @@ def test_every_request_has_the_deadline(silent: str, what: str) -> None:
 
 _S3 = """
 import socket, sys
-from creel.cache.remote import open_store
-from creel.cache.stores import Place
+from creel.cache.storage.remote import open_store
+from creel.cache.storage.stores import Place
 try:
     open_store("s3://bucket/x", 0.6).read(Place("s3://bucket/x"), 0, -1)
 except OSError as e:

@@ -23,7 +23,7 @@ import torch
 
 import creel
 from creel.errors import CreelError
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 from kit import daemon_of, gone, nothing_left, until
 
 pytestmark = [

@@ -17,7 +17,7 @@ from test_with_daemon import embedded
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
-from creel.loader.records import RecordDataset
+from creel.loader.datasets.records import RecordDataset
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 import creel
-from creel.loader import feed
-from creel.loader.files import FileDataset
-from creel.loader.images import ImageFolder
-from creel.loader.records import RecordDataset
+from creel.loader.client import batch_stream
+from creel.loader.datasets.files import FileDataset
+from creel.loader.datasets.images import ImageFolder
+from creel.loader.datasets.records import RecordDataset
 from kit import unique_name
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -28,7 +28,7 @@ def embedded() -> Iterator[dict[str, Any]]:
     """A daemon that the first loader starts, gone afterwards."""
     name = unique_name()
     yield {"daemon.name": name, "memory.budget": "64MB", "daemon.linger_s": "0.2"}
-    client = feed._clients.pop((os.getpid(), name), None)
+    client = batch_stream._clients.pop((os.getpid(), name), None)
     if client is not None:
         client.close()
 
@@ -201,7 +201,7 @@ def test_a_killed_daemon_costs_no_batch(
     for i, batch in enumerate(loader):
         ours.append(repr(batch))
         if i == 2:
-            client = feed._clients[os.getpid(), options["daemon.name"]]
+            client = batch_stream._clients[os.getpid(), options["daemon.name"]]
             assert client is not None
             os.kill(client.daemon_pid, signal.SIGKILL)
     assert ours == theirs

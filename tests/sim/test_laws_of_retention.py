@@ -6,10 +6,11 @@ import heapq
 
 import numpy as np
 import pytest
+from classics import chance, fifo, lru, lru_hits, pin
 from numpy.typing import NDArray
 
-from creel.daemon.replay import CoreNode
-from creel.policies.simulate import Job, Outcome, Replay, chance, fifo, lru, lru_hits, pin
+from creel.daemon.core.replay import CoreNode
+from creel.policies.simulate import Job, Outcome, Replay
 
 pytestmark = pytest.mark.timeout(120)
 

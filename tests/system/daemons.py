@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from creel.cache.manifest import Manifest
+from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError
-from creel.loader.client import Client
-from creel.loader.session import Session
+from creel.loader.client.client import Client
+from creel.loader.client.session import Session
 from kit import until
 
 

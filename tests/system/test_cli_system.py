@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch  # noqa: F401  what `verify` below forks has it
 
-from creel.cli import main
+from creel.cli.main import main
 from kit import until
 from testbed.http_server import Server
 
@@ -134,7 +134,8 @@ def test_a_daemon_is_seen_warmed_and_stopped(
     assert "/data: 60 reads" in creel("--name", name, "stats")
     assert f"daemon         {name}" in creel("--name", name, "doctor")
 
-    creel("--name", name, "stop")
+    stopped = creel("--name", name, "stop", "--json")
+    assert json.loads(stopped)["stopping"] == "once its clients have left"
     assert daemon.wait(60) == 0
     creel("--name", name, "status", code=3)
 
@@ -174,7 +175,7 @@ def test_watching_prints_one_object_per_line(daemon: subprocess.Popen[bytes], na
 
 def test_run_gives_the_command_a_daemon_and_takes_its_exit_code() -> None:
     code = (
-        "import os, sys; from creel.loader.client import Client;"
+        "import os, sys; from creel.loader.client.client import Client;"
         "c = Client.connect(role='cli'); told = c.ask('status'); c.close();"
         "print(told['name'], os.environ['CREEL_SOCKET'], told['memory']['budget_nbytes']);"
         "sys.exit(7)"

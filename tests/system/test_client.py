@@ -26,15 +26,15 @@ import pytest
 import zmq
 from daemons import Running, folder, plan, read_steps, status
 
-from creel.cache.board import DONE, WANTED
-from creel.cache.manifest import Manifest
+from creel.cache.memory.shared_words import DONE, WANTED
+from creel.cache.storage.manifest import Manifest
 from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
-from creel.loader import client as client_module
-from creel.loader import embed
-from creel.loader.client import Client
-from creel.loader.embed import _connect, connect_or_start
-from creel.loader.packets import resolve
+from creel.loader.client import client as client_module
+from creel.loader.client import embed
+from creel.loader.client.client import Client
+from creel.loader.client.embed import _connect, connect_or_start
+from creel.loader.client.packets import resolve
 from kit import descriptors, gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -139,8 +139,8 @@ _RACER = """
 import os, sys, time
 import msgspec
 from creel.config import Config
-from creel.loader import embed
-from creel.loader.embed import connect_or_start
+from creel.loader.client import embed
+from creel.loader.client.embed import connect_or_start
 config = msgspec.json.decode(sys.argv[1], type=Config)
 spawn, starts = embed._spawn, []
 embed._spawn = lambda *given: starts.append(1) or spawn(*given)
@@ -212,7 +212,7 @@ def test_a_daemon_that_does_not_answer_is_not_waited_for_twice(
     def starts(config: Config) -> None:
         raise AssertionError(f"another daemon would be started: {config.daemon.name}")
 
-    monkeypatch.setattr(embed, "Start", starts)
+    monkeypatch.setattr(embed, "DaemonStart", starts)
     monkeypatch.setitem(Client.connect.__func__.__kwdefaults__, "timeout_s", 0.3)  # type: ignore[attr-defined]
     daemon.signal(signal.SIGSTOP)
     try:
@@ -324,7 +324,7 @@ def test_a_client_is_dead_in_a_forked_child_and_alive_in_its_parent(
 def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None:
     code = (
         "import os, time\n"
-        "from creel.loader.client import Client\n"
+        "from creel.loader.client.client import Client\n"
         "client = Client.connect()\n"
         "pid = os.fork()\n"
         "print(pid, flush=True) if pid else None\n"
@@ -346,7 +346,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None
 
 _WORKER = """
 import json, sys
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 token, session_id, first, last = json.loads(sys.argv[1])
 client = Client.connect("", "worker", token)
 session = client.attach(session_id)
@@ -396,7 +396,7 @@ def test_waiting_has_a_deadline(daemon: Running, tmp_path: Path) -> None:
         start = time.monotonic()
         assert not session.wait(0, 0.3)
         assert time.monotonic() - start > 0.25
-        assert session.board[WANTED] == 1
+        assert session.words[WANTED] == 1
 
 
 @pytest.mark.parametrize("inside", ["recv_multipart", "send_multipart", "exchange"])
@@ -468,7 +468,7 @@ def test_who_answers_in_another_language_is_no_daemon(
 _FEW_DESCRIPTORS = """
 import os, resource, sys
 from creel.errors import DaemonLostError
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 client = Client.connect()
 top = os.dup(0)
 while os.open("/dev/null", os.O_RDONLY) < top + 32:
@@ -509,7 +509,8 @@ def test_a_session_that_cannot_be_mapped_is_not_left_open(daemon: Running) -> No
     with daemon.client() as client:
         key = client.register(Manifest.of_files(["/a"]))
         none = OSError(errno.ENOMEM, "Cannot allocate memory")
-        with mock.patch.object(client_module, "Table", side_effect=none), pytest.raises(OSError):  # noqa: PT011
+        unmapped = mock.patch.object(client_module, "LocationTable", side_effect=none)
+        with unmapped, pytest.raises(OSError):  # noqa: PT011
             client.open(key)
         client.open(key)  # the daemon has dealt with all that was said before
         assert client.ask("status")["sessions"] == 1
@@ -520,7 +521,7 @@ def test_done_never_goes_back(daemon: Running, tmp_path: Path) -> None:
         session = client.open(client.register(folder(tmp_path, [10])))
         session.done(5)
         session.done(3)
-        assert session.board[DONE] == 5
+        assert session.words[DONE] == 5
 
 
 def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
@@ -536,10 +537,35 @@ def test_a_long_plan_travels_in_pieces(daemon: Running, tmp_path: Path) -> None:
         until(lambda: client.ask("stats")["sessions"][0]["known"] == 3000, what="all of it")
 
 
+def test_each_epoch_is_told_in_small_messages_at_first(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For these the daemon touches memory anew; and libzmq keeps but so many messages."""
+    for name, size in {"_FRESH": 4, "_PIECE": 20, "_TOUCHED": 2, "_PIECES": 50}.items():
+        monkeypatch.setattr(f"creel.loader.client.session.{name}", size)
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [10] * 64)))
+        sent, send = [], client.send
+
+        def spied(message: Any, *arrays: Any) -> None:
+            sent.append(len(arrays[0]))
+            send(message, *arrays)
+
+        monkeypatch.setattr(client, "send", spied)
+        ids, at = np.arange(64, dtype=np.int32), 0
+        for epoch in range(2):
+            at = plan(session, ids, 2, epoch=epoch, at=at)
+        assert sent == 2 * [4, 4, 4, 4, 20, 20, 8]
+        sent.clear()
+        plan(session, np.tile(ids, 10), 2, epoch=2, at=at)
+        assert sent[:2] == [12, 12]  # 640 in no more than 50 messages or so
+        assert sum(sent) == 640
+
+
 def test_a_session_is_lost_with_a_plan_that_was_told_in_part(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("creel.loader.session._PIECE", 4)
+    monkeypatch.setattr("creel.loader.client.session._PIECE", 4)
     with daemon.client() as client:
         session = client.open(client.register(folder(tmp_path, [10] * 12)))
         says = iter([client.send])
@@ -594,7 +620,7 @@ def test_a_client_leaves_nothing_behind(daemon_name: str, tmp_path: Path) -> Non
 
 def test_importing_a_client_loads_no_torch() -> None:
     code = (
-        "import sys, creel, creel.loader.client, creel.loader.embed\n"
+        "import sys, creel, creel.loader.client.client, creel.loader.client.embed\n"
         "late = {'torch', 'creel.daemon', 'pyarrow.fs', 'fsspec', 'stamina', 'zmq'}\n"
         "assert not late & set(sys.modules)\n"
     )

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from daemons import COMMAND, Running, folder, plan, read_steps, status
 
-from creel.cache.board import FAILED, HEARTBEAT, READY
-from creel.cache.manifest import Manifest
+from creel.cache.memory.shared_words import FAILED, HEARTBEAT, READY
+from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError, UnavailableError
-from creel.loader.session import STALE_NS
+from creel.loader.client.session import STALE_NS
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -91,7 +91,7 @@ def test_a_missing_file_is_absent_and_holds_up_nobody(daemon: Running, tmp_path:
         plan(session, np.arange(20, dtype=np.int32), 5)
         assert read_steps(session, manifest, np.arange(20), 5) == 19
         assert session.view(7) is None
-        assert session.board[FAILED] == 1
+        assert session.words[FAILED] == 1
         assert client.ask("stats")["sources"][0]["errors_by_kind"] == {"ENOENT": 1}
 
 
@@ -121,10 +121,31 @@ def test_a_truncated_plan_goes_on_differently(daemon: Running, tmp_path: Path) -
             assert session.wait(1, 10)
             session.done(2)
             assert session.truncate(2)
-            assert session.board[READY] <= 2  # it speaks of the new plan
+            assert not session.ready(2)
+            assert session.settle()
+            assert session.words[READY] <= 2  # it speaks of the new plan
             plan(session, backwards, 4, epoch=1, at=2)
             assert read_steps(session, manifest, backwards, 4, at=2) == 40
             session.close()
+
+
+def test_a_plan_is_taken_back_without_waiting_for_the_daemon(
+    daemon: Running, tmp_path: Path
+) -> None:
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [500] * 40)))
+        plan(session, np.arange(40, dtype=np.int32), 4)
+        assert session.wait(9, 10)
+        daemon.signal(signal.SIGSTOP)
+        try:
+            assert session.truncate(7)
+            assert session.truncate(4)
+            assert [session.ready(step) for step in (3, 4, 9)] == [True, False, False]
+            assert session.words[READY] == 10
+        finally:
+            daemon.signal(signal.SIGCONT)
+        assert session.settle()
+        assert session.words[READY] == 4
 
 
 def test_ready_is_never_ahead_of_the_bytes(daemon: Running, tmp_path: Path) -> None:
@@ -136,7 +157,7 @@ def test_ready_is_never_ahead_of_the_bytes(daemon: Running, tmp_path: Path) -> N
         plan(session, ids, 4)
         seen = 0
         while seen < 50:
-            ready = session.board[READY]
+            ready = session.words[READY]
             for step in range(seen, ready):
                 for i in ids[step * 4 : step * 4 + 4].tolist():
                     assert bytes(session.view(i) or b"") == (tmp_path / f"{i:04}").read_bytes()
@@ -149,8 +170,8 @@ def test_ready_is_never_ahead_of_the_bytes(daemon: Running, tmp_path: Path) -> N
 _HOLDER = """
 import sys, time
 import numpy as np
-from creel.cache.manifest import Manifest
-from creel.loader.client import Client
+from creel.cache.storage.manifest import Manifest
+from creel.loader.client.client import Client
 root, n = sys.argv[1], int(sys.argv[2])
 client = Client.connect()
 manifest = Manifest.of_files([f"{i:04}" for i in range(n)], root=root)
@@ -182,7 +203,7 @@ def test_a_killed_client_gives_everything_back(daemon: Running, tmp_path: Path) 
 def test_a_killed_daemon_is_noticed_at_once_and_its_bytes_stay(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("creel.loader.session.STALE_NS", 10**12)  # not by its heartbeat
+    monkeypatch.setattr("creel.loader.client.session.STALE_NS", 10**12)  # not by its heartbeat
     manifest = folder(tmp_path, [100] * 10)
     client = daemon.client()
     session = client.open(client.register(manifest))
@@ -209,7 +230,7 @@ def test_a_stopped_daemon_is_given_up_after_two_seconds(daemon: Running, tmp_pat
         daemon.signal(signal.SIGSTOP)
         try:
             assert not session.wait(0, 1000)
-            assert time.monotonic_ns() - session.board[HEARTBEAT] >= STALE_NS
+            assert time.monotonic_ns() - session.words[HEARTBEAT] >= STALE_NS
             until(lambda: not session.alive, 0, "it counts as lost")
         finally:
             daemon.signal(signal.SIGCONT)
@@ -220,15 +241,15 @@ def test_a_machine_that_stood_still_gives_no_daemon_up(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who looks first after all were stopped finds an old heartbeat, and a daemon that goes on."""
-    monkeypatch.setattr("creel.loader.session.DOUBT_NS", 10**12)
+    monkeypatch.setattr("creel.loader.client.session.DOUBT_NS", 10**12)
     with daemon.client() as client:
         session = client.open(client.register(folder(tmp_path, [100] * 10)))
         daemon.signal(signal.SIGSTOP)
-        until(lambda: time.monotonic_ns() - session.board[HEARTBEAT] > STALE_NS)
-        old = session.board[HEARTBEAT]
+        until(lambda: time.monotonic_ns() - session.words[HEARTBEAT] > STALE_NS)
+        old = session.words[HEARTBEAT]
         assert session.alive
         daemon.signal(signal.SIGCONT)
-        until(lambda: session.board[HEARTBEAT] > old, what="it goes on")
+        until(lambda: session.words[HEARTBEAT] > old, what="it goes on")
         assert session.wait(0, 0.001) is False  # nothing was planned: asked, and answered
         assert session.alive
 

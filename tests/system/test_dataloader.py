@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.iterate import OwnIter
+from creel.loader.iterators.worker_iter import WorkerIter
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]
 
@@ -58,9 +58,7 @@ def test_a_subclass_may_say_what_is_iterated(name: str, value: object, workers: 
 def test_the_type_can_be_subscribed_and_arguments_stay_attributes() -> None:
     assert creel.DataLoader[int] is not None
     loader = creel.DataLoader(Squares(), creel=False)
-    assert vars(loader) | {"creel": False, "workers": "own", "on_error": "raise"} == vars(loader)
-    with pytest.raises(ConfigError, match="workers='other'"):
-        creel.DataLoader(Squares(), workers="other")
+    assert vars(loader) | {"creel": False} == vars(loader)
     with pytest.raises(ValueError, match="batch_size attribute should not be set"):
         loader.batch_size = 3
     with pytest.raises(TypeError, match="nonsense"):
@@ -70,7 +68,7 @@ def test_the_type_can_be_subscribed_and_arguments_stay_attributes() -> None:
 def test_iterable_datasets_go_to_torchs_own_workers() -> None:
     loader = creel.DataLoader(Stream(), 2, num_workers=2)
     assert [b.tolist() for b in loader] == [[0, 1], [2, 3], [4]]
-    assert not isinstance(iter(loader), OwnIter)
+    assert not isinstance(iter(loader), WorkerIter)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,7 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
     with pytest.warns(UserWarning, match="creel needs Linux") as told:
         loader = creel.DataLoader(Squares(), 4, num_workers=1)
     assert told[0].filename == __file__
-    assert not isinstance(iter(loader), OwnIter)
+    assert not isinstance(iter(loader), WorkerIter)
     creel.DataLoader(Squares(), 4)
 
 

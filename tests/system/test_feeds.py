@@ -17,11 +17,14 @@ from daemons import Running, plan
 from torch.utils.data import DataLoader
 
 import creel
-from creel.loader import feed, solo
-from creel.loader.gather import Gatherer, Ring
-from creel.loader.iterate import OwnIter
-from creel.loader.parcel import Outbox
-from creel.loader.sources import bind
+from creel.loader.binding.bind import bind
+from creel.loader.binding.gather import Gatherer
+from creel.loader.buffers import Ring
+from creel.loader.client import batch_stream
+from creel.loader.iterators import gather_iter
+from creel.loader.iterators.gather_iter import GatherIter
+from creel.loader.iterators.worker_iter import WorkerIter
+from creel.loader.workers.parcel import Outbox
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -34,7 +37,7 @@ def name(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of a daemon that the test starts, and no loader."""
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     yield daemon_name
-    client = feed._clients.pop((os.getpid(), daemon_name), None)
+    client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
     if client is not None:
         client.close()
 
@@ -87,8 +90,9 @@ def test_the_next_epochs_batches_are_made_in_this_ones_memory(
 
 
 @pytest.mark.parametrize("labelled", [False, True])
+@pytest.mark.parametrize("kind", ["process", "thread"])
 def test_workers_make_large_batches_of_rows(
-    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, labelled: bool, kind: str
 ) -> None:
     rows, shape, batch = 100, (64, 1024), 40  # float16: 5 MB a batch, the last one 2.6 MB
     values = np.random.default_rng(1).integers(0, 1 << 15, (rows, 64 * 1024), np.uint16)
@@ -102,9 +106,11 @@ def test_workers_make_large_batches_of_rows(
     plain = loader(DataLoader)
     theirs = [*plain, *plain]
     monkeypatch.setattr("torch.utils.data._utils.fetch._MapDatasetFetcher.fetch", no_sample)
-    kept = loader(creel.DataLoader, num_workers=2, multiprocessing_context="fork")
+    init = no_init if kind == "process" else None
+    more: Any = {"multiprocessing_context": "fork", "worker_init_fn": init}
+    kept = loader(creel.DataLoader, num_workers=2, **more)
     iterator = iter(kept)
-    assert type(iterator) is OwnIter
+    assert type(iterator) is (WorkerIter if kind == "process" else GatherIter)
     ours = [*iterator, *kept]  # all are held while slots are used again
     assert len(ours) == len(theirs) == 6
     for mine, his in zip(ours, theirs, strict=True):
@@ -238,7 +244,7 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feed, "_RETRY_S", 0)
+    monkeypatch.setattr(batch_stream, "_RETRY_S", 0)
     more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
     rng = np.random.default_rng(2)
     paths = [str(tmp_path / str(i)) for i in range(N if kind == "files" else 1)]
@@ -288,7 +294,7 @@ def test_workers_that_live_on_keep_their_dataset_whatever_daemon_there_is(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is changed between epochs they do not see, and must not read by its numbers."""
-    monkeypatch.setattr(feed, "_RETRY_S", 0)
+    monkeypatch.setattr(batch_stream, "_RETRY_S", 0)
     both: list[Any] = []
     for i in range(2):
         path = tmp_path / str(i)
@@ -318,8 +324,12 @@ def test_workers_that_live_on_keep_their_dataset_whatever_daemon_there_is(
 ROWS, ROW_NBYTES, FEW = 400, 16384, 4
 
 
+def no_init(worker: int) -> None:
+    """With a `worker_init_fn` batches are made by worker processes, else by threads."""
+
+
 class Gate:
-    """Where a worker that has looked up a batch's rows stands still, just before it copies them.
+    """Where a reader that has looked up a batch's rows stands still, just before it copies them.
 
     Meanwhile others may do to the memory whatever they do to bytes that nobody has pinned.
     """
@@ -327,9 +337,9 @@ class Gate:
     def __init__(
         self, path: Path, monkeypatch: pytest.MonkeyPatch, chosen: Callable[[list[int]], bool]
     ) -> None:
-        """The first batch whose objects are `chosen` stops here, in a worker forked later."""
+        """The first batch whose objects are `chosen` stops here, in what is started later."""
         self.arrived, self.opened, self.passed = (path / n for n in ("here", "open", "past"))
-        rows, memory = Gatherer.rows, Outbox.memory
+        rows = Gatherer.rows
         stops = False
 
         def watched_rows(gatherer: Any, ids: Any, indices: Any) -> Any:
@@ -340,15 +350,19 @@ class Gate:
                 self.passed.touch()
             return made
 
-        def watched_memory(outbox: Any, nbytes: int) -> Any:
-            if stops:
-                self.arrived.touch()
-                until(self.opened.exists, what="the gate opens")
-            return memory(outbox, nbytes)
+        def watched(memory: Any) -> Any:
+            def take(owner: Any, nbytes: int) -> Any:
+                if stops:
+                    self.arrived.touch()
+                    until(self.opened.exists, what="the gate opens")
+                return memory(owner, nbytes)
 
-        monkeypatch.setattr(solo, "_HERE_NBYTES", 0)  # workers gather even small batches
+            return take
+
+        monkeypatch.setattr(gather_iter, "_INLINE_NBYTES", 0)  # threads gather even small batches
         monkeypatch.setattr(Gatherer, "rows", watched_rows)
-        monkeypatch.setattr(Outbox, "memory", watched_memory)
+        monkeypatch.setattr(Outbox, "memory", watched(Outbox.memory))
+        monkeypatch.setattr(Ring, "take", watched(Ring.take))
 
     def let_through(self) -> None:
         """Let the reader go on, if there is one, and wait until it has copied."""
@@ -371,8 +385,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
     return creel.RecordDataset(path, torch.int64, ROW_NBYTES // 8)
 
 
-def by_one_worker(rows: Any, sampler: Any) -> Any:
+def by_one(kind: str, rows: Any, sampler: Any) -> Any:
+    """Read by one worker process, or by one thread."""
     more: Any = {"prefetch_factor": 2, "multiprocessing_context": "fork"}
+    more["worker_init_fn"] = no_init if kind == "process" else None
     return creel.DataLoader(rows, FEW, sampler=sampler, num_workers=1, **more)
 
 
@@ -399,18 +415,19 @@ def write_over(daemon: Running, rows: Any) -> None:
             session.done(step + 1)
 
 
+@pytest.mark.parametrize("kind", ["process", "thread"])
 def test_what_is_copied_while_the_session_closes_is_read_anew(
-    tight: Running, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tight: Running, rows: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(tmp_path, monkeypatch, lambda ids: ids[0] == 3 * FEW)
-    loader = by_one_worker(rows, range(40))
+    loader = by_one(kind, rows, range(40))
     batches = iter(loader)
     ours = numbers(itertools.islice(batches, 3))
     until(gate.arrived.exists, what="the batch is being made")
-    client = feed._clients[os.getpid(), tight.name]
+    client = batch_stream._clients[os.getpid(), tight.name]
     assert client is not None
     client._lost = True  # an answer at the desk came too late; then another loader begins
-    feed.client_of(loader._creel_home.config)
+    batch_stream.client_of(loader._creel_state.config)
     until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
     write_over(tight, rows)
     gate.let_through()
@@ -428,10 +445,10 @@ def test_a_thread_that_hangs_up_costs_the_others_no_batch(
     def hear(thing: Any) -> Any:
         """In the midst of the fourth batch, something else happens in this process."""
         if next(heard) == (3 if kind == "rows" else 3 * FEW + 1):
-            client = feed._clients[os.getpid(), tight.name]
+            client = batch_stream._clients[os.getpid(), tight.name]
             assert client is not None
             client._lost = True
-            feed.client_of(loader._creel_home.config)
+            batch_stream.client_of(loader._creel_state.config)
             until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
             write_over(tight, rows)
         return thing

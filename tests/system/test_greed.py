@@ -14,10 +14,10 @@ import psutil
 import pytest
 from daemons import Running, folder, plan, read_steps, status
 
-from creel.cache.board import HEARTBEAT
-from creel.cache.manifest import Manifest
+from creel.cache.memory.shared_words import HEARTBEAT
+from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
-from creel.loader.session import STALE_NS, Session
+from creel.loader.client.session import STALE_NS, Session
 from creel.messages import Extend
 from kit import until
 
@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 #: A daemon whose tables and plans may take 32 MiB, so that tests need not fill half a gigabyte.
 SMALL = """
 import sys
-from creel.daemon import main, quota
+from creel.daemon.service import quota
+from creel.daemon import main
 quota._LEAST_NBYTES = 32 << 20
 {more}
 sys.exit(main.main())
@@ -53,8 +54,8 @@ def beating(session: Session) -> Iterator[None]:
         while not stop.is_set():
             now = time.monotonic()
             gaps.append(now - since)
-            if session.board[HEARTBEAT] != beat:
-                beat, since = session.board[HEARTBEAT], now
+            if session.words[HEARTBEAT] != beat:
+                beat, since = session.words[HEARTBEAT], now
             time.sleep(0.005)
 
     thread = threading.Thread(target=watch)
@@ -105,18 +106,30 @@ def test_a_dataset_of_millions_stops_nobody(daemon_name: str, tmp_path: Path) ->
         assert told["tables_nbytes"] <= told["tables_limit_nbytes"] == 512 << 20
 
 
+def test_records_that_nobody_reads_take_no_memory(daemon_name: str) -> None:
+    """Nothing is done for each of them: neither the table nor the core's columns are written to."""
+    with Running(daemon_name, memory="16MiB") as daemon, daemon.client() as client:
+        client.register(rows(10))
+        before = resident(daemon)
+        session = client.open(client.register(rows(8_000_000)))
+        assert session.extend(0, 0, np.arange(1000), np.array([1000]))
+        client.ask("status")
+        assert resident(daemon) - before < 16 << 20
+        assert int(session.table.length[7_999_999]) == 1
+
+
 def test_idle_datasets_make_room_for_tables(
     daemon_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small(daemon_name, monkeypatch) as daemon, daemon.client() as client:
-        keys = [client.register(rows(200_000, nbytes)) for nbytes in range(1, 4)]
+        keys = [client.register(rows(360_000, nbytes)) for nbytes in range(1, 4)]
         with pytest.raises(UnavailableError, match="memory for tables"):
-            client.register(rows(200_000, 9))  # all are claimed
+            client.register(rows(360_000, 9))  # all are claimed
         sessions = [client.open(key) for key in keys]
         small_one = client.open(client.register(rows(10)))
         for session in (sessions[0], small_one):
             session.close()
-        client.register(rows(200_000, 9))
+        client.register(rows(360_000, 9))
         told = {d["dataset"] for d in client.ask("datasets")["datasets"]}
         assert keys[0] not in told  # the largest that was idle
         assert small_one.dataset in told
@@ -166,14 +179,15 @@ def test_too_much_at_once_costs_its_sender_the_connection(daemon_name: str, tmp_
 
 
 BROKEN = """
-from creel.daemon import registry, line
-from creel.policies import uses
-add, opened, checked = uses._Epoch.add, registry.Registry.open, line._checked
-def broken(self, steps, ids, rank):
+from creel.daemon.service import registry
+from creel.daemon.service import request_socket
+from creel.policies import next_use
+add, opened, checked = next_use._Epoch.add, registry.Registry.open, request_socket._checked
+def broken(self, steps, ids):
     if len(ids) == 13:
         self.first[ids] = 5  # not all that it should do
         raise MemoryError("13 are too many")
-    add(self, steps, ids, rank)
+    add(self, steps, ids)
 def refused(self, token, request):
     if request.name == "boom":
         raise RuntimeError("no such luck")
@@ -182,7 +196,7 @@ def unlucky(session, message, arrays):
     if len(arrays[0]) == 7:
         raise ZeroDivisionError("seven")
     return checked(session, message, arrays)
-uses._Epoch.add, registry.Registry.open, line._checked = broken, refused, unlucky
+next_use._Epoch.add, registry.Registry.open, request_socket._checked = broken, refused, unlucky
 """
 
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from daemons import Running, folder, plan, read_steps
 
-from creel.cache.manifest import Manifest
-from creel.loader.client import Client
-from creel.loader.session import Session
+from creel.cache.storage.manifest import Manifest
+from creel.loader.client.client import Client
+from creel.loader.client.session import Session
 from kit import unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]

@@ -19,7 +19,7 @@ from test_wrap import BATCH, HOW, N, batches, folder, hang_up
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
-from creel.loader import learn
+from creel.loader.binding import access_recorder
 from kit import descriptors
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -405,7 +405,7 @@ def test_a_journal_that_is_long_is_over(
 ) -> None:
     bare = Own(folder(tmp_path / "data"))
     ours, theirs = batches(creel.wrap(bare)), batches(bare)
-    monkeypatch.setattr(learn, "_MOST_NBYTES", 1)
+    monkeypatch.setattr(access_recorder, "_MOST_NBYTES", 1)
     for _ in range(3):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [BATCH + 1]

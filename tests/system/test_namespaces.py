@@ -19,16 +19,16 @@ import numpy as np
 import pytest
 from daemons import Running, folder, plan, read_steps
 
-from creel import cli_doctor
 from creel.addresses import elsewhere, second_address
+from creel.cli import doctor
 from creel.config import Config
-from creel.daemon.host import Host
-from creel.daemon.local import Desk
+from creel.daemon.service.control_socket import ControlSocket
+from creel.daemon.service.handler import RequestHandler
 from creel.errors import NoDaemonError
-from creel.loader import embed
-from creel.loader.client import Client
-from creel.loader.embed import connect_or_start, start_early
-from creel.loader.packets import resolve
+from creel.loader.client import embed
+from creel.loader.client.client import Client
+from creel.loader.client.embed import connect_or_start, start_early
+from creel.loader.client.packets import resolve
 from creel.messages import PROTOCOL, Hello, encode
 from kit import gone, knock, unique_name, until
 
@@ -60,11 +60,11 @@ else:
     options = {}
 files = creel.FileDataset(path, "*.raw", decode=bytes)
 loader = DataLoader(files, batch_size=3, collate_fn=list, **options)
-from creel.loader import feed
+from creel.loader.client import batch_stream
 for epoch in range(2):
     got = [s.decode() for batch in loader for s in batch]
     assert sorted(got) == sorted(f"{sys.argv[2]} {i}" for i in range(12)), got
-(client,) = feed._clients.values()
+(client,) = batch_stream._clients.values()
 print(json.dumps([client.daemon_pid, client.ask("stats")["ranks"][0]["direct_reads"]]), flush=True)
 sys.stdin.read()
 """
@@ -112,10 +112,10 @@ def test_who_sees_other_files_is_refused_at_the_raw_address(
         address = resolve(daemon.name)
         code = f"""
 import socket, sys
-from creel.daemon.host import Host
-from creel.daemon.local import Desk
+from creel.daemon.service.handler import RequestHandler
+from creel.daemon.service.control_socket import ControlSocket
 from creel.errors import NoDaemonError, UnavailableError
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 for role in ("trainer", "cli"):
     try:
         Client.connect({"@" + address[1:]!r}, role)
@@ -230,11 +230,11 @@ def test_an_address_of_another_user_is_final_and_named(
         if how != "bound":
             with pytest.raises(NoDaemonError, match="user 65534 sits"):
                 Client.connect()
-        doctors = cli_doctor._address(daemon_name)
+        doctors = doctor._address(daemon_name)
     (said,) = caplog.messages
     assert "user 65534 holds the address of your daemon" in said
     assert (doctors.level, doctors.found) == ("warn", "user 65534 holds it")
-    assert cli_doctor._address(daemon_name).level == "ok"
+    assert doctor._address(daemon_name).level == "ok"
 
 
 @root
@@ -282,12 +282,12 @@ def test_root_is_another_user_too() -> None:
     """A daemon reads with its user's rights, and for that user alone."""
     address = f"\0{unique_name()}"
     with select.epoll() as epoll:
-        desk = Desk(address, cast("Host", None), epoll, limit=5)
-        desk._uid = os.getuid() + 1  # the daemon is that user's; we are who calls
+        control_socket = ControlSocket(address, cast("RequestHandler", None), epoll, limit=5)
+        control_socket._uid = os.getuid() + 1  # the daemon is that user's; we are who calls
         with knock(address) as caller:
             caller.send(encode(Hello(PROTOCOL, "trainer", 1)))
-            desk.ready(desk.fd, 0.0)
+            control_socket.ready(control_socket.fd, 0.0)
             for fd, _ in epoll.poll(10):
-                desk.ready(fd, 0.0)
+                control_socket.ready(fd, 0.0)
             assert b"alone: start one of your own" in caller.recv(1000)
-        desk.close()
+        control_socket.close()

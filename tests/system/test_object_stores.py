@@ -18,12 +18,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.cache.manifest import Manifest
-from creel.cache.source import Source
-from creel.cache.version import MISSING
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source
+from creel.cache.storage.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
-from creel.loader import storage
-from creel.loader.client import Client
+from creel.loader.client.client import Client
+from creel.loader.reading import storage
 from testbed.gcs_server import gcs
 from testbed.s3_server import S3, SECRET
 

@@ -18,8 +18,9 @@ from daemons import Running
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader import draws, feed, publish
-from creel.loader.publish import PlanPublisher
+from creel.loader.client import batch_stream, publish
+from creel.loader.client.publish import PlanPublisher
+from creel.loader.order import draws
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -34,7 +35,7 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     with Running(daemon_name) as running:
         yield running
-    client = feed._clients.pop((os.getpid(), daemon_name), None)
+    client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
     if client is not None:
         client.close()
 

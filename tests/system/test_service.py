@@ -17,7 +17,7 @@ import pytest
 from daemons import COMMAND, Running, folder, plan, read_steps
 
 from creel.errors import ConfigError
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 from kit import descriptors, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -141,7 +141,7 @@ def test_prometheus_may_scrape(daemon_name: str, tmp_path: Path) -> None:
         session = client.open(client.register(manifest), "job", 3, 4)
         plan(session, np.arange(10, dtype=np.int32), 5)
         read_steps(session, manifest, np.arange(10), 5)
-        session.board.add("samples", 10)
+        session.words.add("samples", 10)
         (page,) = [c for c in psutil.Process(daemon.pid).net_connections() if c.status == "LISTEN"]
         with urlopen(f"http://127.0.0.1:{page.laddr.port}/metrics", timeout=30) as answer:
             text = answer.read().decode()

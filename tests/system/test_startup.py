@@ -20,8 +20,8 @@ from daemons import COMMAND, Running, folder, plan, read_steps
 
 import creel
 from creel.config import Config
-from creel.loader import feed
-from creel.loader.embed import connect_or_start
+from creel.loader.client import batch_stream
+from creel.loader.client.embed import connect_or_start
 from kit import gone, unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -129,6 +129,6 @@ def test_a_setting_that_the_running_daemon_does_not_have_is_told_once_with_both_
             assert "window.max_steps = 256, not 7" in said
             assert read(**{"memory.budget": "16MiB", "window.max_steps": 7}) == []
     finally:
-        client = feed._clients.pop((os.getpid(), daemon_name), None)
+        client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
         if client is not None:
             client.close()

@@ -19,15 +19,15 @@ import pytest
 import zmq
 from daemons import Running, folder, plan, read_steps, status
 
-from creel.cache.board import DONE, WANTED
-from creel.cache.manifest import Manifest
+from creel.cache.memory.shared_words import DONE, WANTED
+from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
-from creel.loader.packets import resolve
+from creel.loader.client.packets import resolve
 from creel.messages import (
     PROTOCOL,
-    Ask,
     Attach,
     Close,
+    Command,
     Extend,
     Hello,
     Open,
@@ -195,7 +195,7 @@ def test_lies_on_the_board_are_bounded(daemon: Running, tmp_path: Path) -> None:
         session = client.open(client.register(manifest))
         plan(session, np.arange(20, dtype=np.int32), 5)
         for lie in (1 << 62, -(1 << 62), -1):
-            session.board[DONE] = session.board[WANTED] = lie
+            session.words[DONE] = session.words[WANTED] = lie
             time.sleep(0.15)
         assert session.alive
     with daemon.client() as client:
@@ -292,9 +292,9 @@ def test_no_frame_on_the_line_hurts_the_daemon(daemon: Running, tmp_path: Path) 
             Extend("t" * 32, 1, 0, 0),
             Truncate("t" * 32, 1, 0),
             Wait("t" * 32, 1, 1, 0),
-            Ask("t" * 32, 1, "status"),
-            Ask(client.token, 1, "warm", {"dataset": 5}),
-            Ask(client.token, 1, "nonsense", {"a": [1, {"b": None}]}),
+            Command("t" * 32, 1, "status"),
+            Command(client.token, 1, "warm", {"dataset": 5}),
+            Command(client.token, 1, "nonsense", {"a": [1, {"b": None}]}),
         ]
         good = [encode(m) for m in messages]
         for i, data in enumerate(_mutations(rng, good, 600)):

@@ -14,7 +14,7 @@ from daemons import Running
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader import feed
+from creel.loader.client import batch_stream
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -78,7 +78,7 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch, budget: int) -> It
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     with Running(daemon_name, memory=str(budget)) as running:
         yield running
-    client = feed._clients.pop((os.getpid(), daemon_name), None)
+    client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
     if client is not None:
         client.close()
 

@@ -24,10 +24,10 @@ import torch
 from squares import Pids, Squares, pids
 
 import creel
-from creel.cache.slots import SlotReader
-from creel.loader import iterate
-from creel.loader.pool import Pool
-from creel.loader.stages import StallWarning
+from creel.cache.memory.slots import SlotReader
+from creel.loader.iterators import worker_iter
+from creel.loader.workers.pool import WorkerPool
+from creel.loader.workers.stages import StallWarning
 from kit import descriptors, gone, stopped, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]
@@ -87,7 +87,7 @@ def test_ctrl_c_as_an_epoch_begins_leaves_no_workers(
 ) -> None:
     loader = creel.DataLoader(Squares(), 4, num_workers=2)
     first = list(map(int, torch.cat(list(loader))))
-    method, calls = getattr(Pool, moment), itertools.count()
+    method, calls = getattr(WorkerPool, moment), itertools.count()
 
     def interrupted(*args: Any, **more: Any) -> Any:
         if next(calls) == 1:
@@ -95,7 +95,7 @@ def test_ctrl_c_as_an_epoch_begins_leaves_no_workers(
         return method(*args, **more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pool, moment, interrupted)
+        patch.setattr(WorkerPool, moment, interrupted)
         with pytest.raises(KeyboardInterrupt):
             iter(loader)
     assert not multiprocessing.active_children()
@@ -197,7 +197,7 @@ def test_two_live_iterators_have_workers_of_their_own() -> None:
 def test_a_dead_worker_is_named_at_once(
     what: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(iterate, "_LOOK_S", 1000)  # no wait looks up by itself
+    monkeypatch.setattr(worker_iter, "_LOOK_S", 1000)  # no wait looks up by itself
     loader = creel.DataLoader(Act(what), 2, num_workers=2)
     with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid\(s\) \d+\) exited") as e:
         list(loader)
@@ -239,7 +239,7 @@ def test_a_timeout_says_torchs_words_and_iteration_goes_on(tmp_path: Path) -> No
 
 
 def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(iterate, "_LOOK_S", 0.3)
+    monkeypatch.setattr(worker_iter, "_LOOK_S", 0.3)
     options = {"loader.hung_s": 70}
     iterator: Any = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, creel=options))
     next(iterator)
@@ -271,7 +271,7 @@ def woken_when(condition: Callable[[], bool], pid: int) -> Iterator[None]:
 
 
 def test_closing_kills_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("creel.loader.pool._GRACE_S", 0.5)
+    monkeypatch.setattr("creel.loader.workers.pool._GRACE_S", 0.5)
     iterator = iter(creel.DataLoader(Act("stop"), 5, num_workers=1, worker_init_fn=print_nothing))
     next(iterator)
     (worker,) = pids(iterator)
@@ -338,7 +338,7 @@ def test_a_forked_child_may_drop_or_use_the_loader() -> None:
     if child == 0:
         ok = [int(b[0]) for b in loader] == [(4 * i) ** 2 for i in range(10)]
         del iterator
-        loader._home().close()
+        loader._loader_state().close()
         os._exit(0 if ok else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert int(next(iterator)[0]) == 16

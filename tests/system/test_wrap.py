@@ -25,11 +25,11 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 import creel
 from creel.errors import ConfigError
-from creel.loader import feed
-from creel.loader.files import FileDataset
-from creel.loader.packets import resolve
-from creel.loader.session import Session
-from creel.loader.wrap import Wrapped, unwrap
+from creel.loader.binding.wrap import Wrapped, unwrap
+from creel.loader.client import batch_stream
+from creel.loader.client.packets import resolve
+from creel.loader.client.session import Session
+from creel.loader.datasets.files import FileDataset
 from creel.peers import holder
 from folders import folder as torchvision
 from kit import daemon_of, gone, until
@@ -101,7 +101,7 @@ def node(
 
 
 def hang_up(name: str) -> None:
-    client = feed._clients.pop((os.getpid(), name), None)
+    client = batch_stream._clients.pop((os.getpid(), name), None)
     if client is not None:
         client.close()
 
@@ -347,7 +347,7 @@ def test_a_stopped_daemon_that_goes_on_serves_again(node: Node, daemon_name: str
     files = creel.wrap(node.files())
     files.__getitems__([0, 1])
     node.daemon.signal(signal.SIGSTOP)
-    client = feed._clients[os.getpid(), daemon_name]
+    client = batch_stream._clients[os.getpid(), daemon_name]
     assert client is not None
     (session,) = client._sessions
     until(lambda: not session.alive, what="it counts as lost")
@@ -366,7 +366,7 @@ def test_disabled_means_not_there(
     for _ in batches(creel.wrap(node.files()), num_workers=1, multiprocessing_context="fork"):
         pass
     assert node.stats()["core"]["datasets"] == {}
-    assert (os.getpid(), daemon_name) not in feed._clients
+    assert (os.getpid(), daemon_name) not in batch_stream._clients
 
 
 def test_a_typo_in_the_settings_is_said(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,8 +427,8 @@ _TRAINER = """
 import json, os, sys
 import torch
 import creel
-from creel.loader.client import Client
-from creel.loader.feed import _clients
+from creel.loader.client.client import Client
+from creel.loader.client.batch_stream import _clients
 from torch.utils.data import DataLoader
 files = creel.wrap(creel.FileDataset(sys.argv[1], "*.raw", decode=bytes))
 loader = DataLoader(files, 8, True, num_workers=2, collate_fn=list, multiprocessing_context="fork")
@@ -485,7 +485,7 @@ def test_a_fork_starts_and_asks_nothing(
         asked.append(os.getpid())
 
     files: Any = creel.wrap(FileDataset(folder(tmp_path / "data", 20), "*.raw", decode=bytes))
-    monkeypatch.setattr(feed, "connect_or_start", note)
+    monkeypatch.setattr(batch_stream, "connect_or_start", note)
     pid = os.fork()
     if pid == 0:
         os._exit(0)

@@ -9,31 +9,34 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.space import Lengths, Space
-from creel.daemon.core import Core
-from creel.daemon.events import (
+from creel.cache.memory.allocator import Allocator, Lengths
+from creel.daemon.core.core import Core
+from creel.daemon.core.events import (
     Action,
-    Closed,
-    Discard,
+    DatasetAdded,
+    DiscardFetch,
     Dropped,
     Event,
-    Extended,
-    Fetch,
     Fetched,
+    FetchObjects,
     Lost,
-    Move,
-    Opened,
+    MoveObjects,
+    PlanExtended,
+    PlanRetention,
+    PlanTruncated,
     Progressed,
-    Registered,
+    RetentionPlanned,
+    SessionClosed,
+    SessionOpened,
     SetReady,
-    Store,
+    StoreObjects,
     Tick,
-    Truncated,
     Unregistered,
     Warm,
 )
-from creel.daemon.versions import Versions
+from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
+from creel.policies.retention import plan
 
 
 @dataclass
@@ -55,20 +58,22 @@ class Rig:
     """
 
     def __init__(self, capacity: int, window: Window | None = None) -> None:
-        self.core = Core(Space(capacity), config=window)
+        self.core = Core(Allocator(capacity), config=window)
         self.now = 0.0
         self.offset: dict[str, NDArray[np.int64]] = {}
         self.length: dict[str, NDArray[np.int64]] = {}
         self.size: dict[str, NDArray[np.int64]] = {}  # what the source has
         self.bad: dict[str, set[int]] = {}  # objects that the source fails to give
         self.readers: dict[int, Reader] = {}
-        self.fetches: dict[int, Fetch] = {}
+        self.fetches: dict[int, FetchObjects] = {}
         self.held: dict[int, tuple[str, dict[int, int]]] = {}  # fetch -> dataset, object -> bytes
         self.bytes: dict[int, tuple[str, int, int]] = {}  # offset -> dataset, object, length
         self.reads = 0
         self.moves = 0
         self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
         self.lost: list[Lost] = []
+        self.plans: list[PlanRetention] = []
+        self.late: Callable[[], bool] = lambda: False  # whether plans take their time
         self.checking = True
         self.seen: dict[tuple[int, int, int], int] = {}  # session, ready step, object -> offset
 
@@ -87,8 +92,10 @@ class Rig:
         self.length[name] = size.copy() if known else np.full(len(size), -1, np.int64)
         self.bad[name] = set()
         length = self.length[name]
+        if known and (size == size[0]).all():
+            length = np.broadcast_to(size[0], len(size))  # as the registry has it: read-only
         versions = Versions(len(size), bounds, remote)
-        self.feed(Registered(name, self.offset[name], length, Lengths.of(length), versions))
+        self.feed(DatasetAdded(name, self.offset[name], length, Lengths.of(length), versions))
 
     def open(
         self,
@@ -100,7 +107,7 @@ class Rig:
         recheck: str = "never",
     ) -> None:
         self.readers[session] = Reader(name)
-        self.feed(Opened(session, name, job, rank, world, recheck))
+        self.feed(SessionOpened(session, name, job, rank, world, recheck))
 
     def extend(
         self, session: int, epoch: int, steps: list[list[int]], *, blind: bool = False
@@ -110,13 +117,13 @@ class Rig:
         reader.objects += steps
         ids = np.array([x for step in steps for x in step], np.int32)
         ends = np.cumsum([len(step) for step in steps], dtype=np.int64)
-        return self.feed(Extended(session, epoch, first, ids, ends, blind))
+        return self.feed(PlanExtended(session, epoch, first, ids, ends, blind))
 
     def truncate(self, session: int, step: int) -> None:
         reader = self.readers[session]
         del reader.objects[max(step, reader.done) :]
         reader.wanted = min(reader.wanted, len(reader.objects))
-        self.feed(Truncated(session, step))
+        self.feed(PlanTruncated(session, step))
 
     def progress(self, session: int, done: int = 0, wanted: int = 0) -> list[Action]:
         reader = self.readers[session]
@@ -126,7 +133,7 @@ class Rig:
 
     def close(self, session: int) -> None:
         del self.readers[session]
-        self.feed(Closed(session))
+        self.feed(SessionClosed(session))
 
     def land(self, number: int) -> list[Action]:
         """The source answers a fetch."""
@@ -146,7 +153,7 @@ class Rig:
             self.held[number] = name, held
         return self.feed(Fetched(number, out, self.versions(fetch)))
 
-    def versions(self, fetch: Fetch) -> NDArray[np.int64] | None:  # noqa: ARG002
+    def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Of what was read."""
         return None
 
@@ -163,17 +170,24 @@ class Rig:
             self.do(action)
         while self.lost:
             self.feed(self.lost.pop(0))
+        while self.plans and not self.late():
+            self.plan()
         if self.checking:
             self.core.check()
             self.look()
         return actions
 
+    def plan(self) -> None:
+        """The planner answers the oldest question."""
+        asked = self.plans.pop(0)
+        self.feed(RetentionPlanned(asked.dataset, asked.turn, plan(asked.turn)))
+
     def do(self, action: Action) -> None:
-        if isinstance(action, Fetch):
+        if isinstance(action, FetchObjects):
             assert action.fetch not in self.fetches
             assert len(set(action.ids.tolist())) == len(action.ids)
             self.fetches[action.fetch] = action
-        elif isinstance(action, Store):
+        elif isinstance(action, StoreObjects):
             name, held = self.held[action.fetch]
             assert name == action.dataset
             assert (self.offset[name][action.ids] < 0).all(), "seen before its bytes are there"
@@ -186,16 +200,18 @@ class Rig:
                 held.clear()
             if not held:
                 del self.held[action.fetch]
-        elif isinstance(action, Discard):
+        elif isinstance(action, DiscardFetch):
             self.held.pop(action.fetch, None)
-        elif isinstance(action, Move):
+        elif isinstance(action, MoveObjects):
             self.move(action)
+        elif isinstance(action, PlanRetention):
+            self.plans.append(action)
         else:
             assert isinstance(action, SetReady)
             assert action.ready != self.readers[action.session].ready, "not moved"
             self.readers[action.session].ready = action.ready
 
-    def move(self, action: Move) -> None:
+    def move(self, action: MoveObjects) -> None:
         """As the shell does: copy in order, then publish."""
         name = action.dataset
         assert (self.offset[name][action.ids] < 0).all(), "moved while it can be seen"
@@ -261,6 +277,8 @@ class Chaos:
             self.rig.bad[name] = set(rng.integers(0, n, n // 20).tolist())
         if seed % 3 == 0:
             self.rig.memory = self.some
+        if seed % 2:
+            self.rig.late = lambda: bool(rng.random() < 0.9)
 
     def some(self, k: int) -> int:
         """The machine has memory for no more than so many."""
@@ -370,7 +388,7 @@ class Bytes(Rig):
             self.content(name, x, nbytes), np.uint8
         )
 
-    def move(self, action: Move) -> None:
+    def move(self, action: MoveObjects) -> None:
         offset = self.offset[action.dataset]
         assert (offset[action.ids] < 0).all(), "moved while it can be seen"
         for src, dst, n in zip(action.src, action.dst, action.nbytes, strict=True):
@@ -379,7 +397,7 @@ class Bytes(Rig):
         self.moves += len(action.ids)
 
     def do(self, action: Action) -> None:
-        self.stored += len(action.ids) if isinstance(action, Store) else 0
+        self.stored += len(action.ids) if isinstance(action, StoreObjects) else 0
         super().do(action)
 
     def look(self) -> None:

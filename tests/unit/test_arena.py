@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from creel.cache.arena import Arena, ArenaView
-from creel.cache.board import sealed_memfd
+from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.arena import Arena, ArenaView
+from creel.cache.memory.offsets import Offsets
+from creel.cache.memory.shared_words import ABSENT, LocationTable, sealed_memfd
 from creel.errors import MalformedError
 from kit import descriptors
 
@@ -21,6 +23,45 @@ from kit import descriptors
 def arena() -> Iterator[Arena]:
     with Arena.create(1 << 20) as arena:
         yield arena
+
+
+@pytest.mark.parametrize("record", [0, 1, 64, 3000])
+def test_a_table_is_what_an_array_of_offsets_would_be(record: int) -> None:
+    """A new one says ABSENT of all; of records it takes 4 bytes each, and says all lengths."""
+    rng = np.random.default_rng(record)
+    n, array = 500, np.full(500, ABSENT)
+    fd = sealed_memfd("table", LocationTable.nbytes(n, record))
+    ours, theirs = LocationTable(fd, n, record, write=True), LocationTable(fd, n, record)
+    for _ in range(50):
+        ids = rng.integers(0, n, 40)
+        at = rng.integers(0, (1 << 41) // max(record, 1024), len(ids)) * max(record, 1)
+        at[rng.random(len(ids)) < 0.3] = ABSENT
+        ours.offset[ids] = array[ids] = at
+        some = rng.integers(0, n, 60)
+        assert (theirs.offset[some] == array[some]).all()
+        assert int(theirs.offset[int(some[0])]) == array[some[0]]
+    assert (theirs.offset[:] == array).all()
+    assert len(theirs.offset) == len(theirs.length) == n
+    assert os.fstat(fd).st_size == n * (4 if record else 16)
+    assert (theirs.length == record).all()
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "arena", "record"),
+    [
+        ([64, 64], 1 << 30, 64),
+        ([64, 64], (2**31 - 1) * 64, 0),  # a record's number would not fit
+        ([64, 65], 1 << 30, 0),
+        ([64, -1], 1 << 30, 0),
+        ([0, 0], 1 << 30, 0),
+        ([], 1 << 30, 0),
+    ],
+)
+def test_only_records_of_one_length_have_a_small_table(
+    lengths: list[int], arena: int, record: int
+) -> None:
+    assert LocationTable.record_of(Lengths.of(np.array(lengths, np.int64)), arena) == record
 
 
 def test_a_client_sees_what_the_daemon_writes(arena: Arena) -> None:
@@ -128,3 +169,21 @@ def test_what_was_written_is_known_by_page() -> None:
             if n:
                 model[at >> 12 : -(-(at + n) >> 12)] = True
         assert arena.written(offset[:0], length[:0])
+
+
+@pytest.mark.parametrize("record", [1, 24, 48])
+def test_row_numbers_are_offsets_divided_by_the_rows_size(record: int) -> None:
+    rng = np.random.default_rng(record)
+    offset = Offsets(np.zeros(100, np.int64), record)
+    plain = np.full(100, ABSENT)
+    placed = rng.permutation(100)[:60]
+    plain[placed] = 24 * record * rng.permutation(60)
+    offset[placed] = plain[placed]
+    ids = rng.choice(placed, 20).astype(np.int32)
+    for nbytes in (record, 24, 48):
+        rows = offset.rows(ids, nbytes)
+        assert (rows is None) == bool((plain[ids] % nbytes).any())
+        if rows is not None:
+            assert rows.tolist() == (plain[ids] // nbytes).tolist()
+    absent = np.flatnonzero(plain == ABSENT)[:1].astype(np.int32)
+    assert offset.rows(np.append(ids, absent), record) is None

@@ -15,9 +15,9 @@ from unittest import mock
 import click
 import pytest
 
-from creel import cli, cli_doctor, cli_run, cli_view
+from creel.cli import doctor, main, run, view
 from creel.errors import ConfigError, NoDaemonError, UnavailableError
-from creel.loader.client import Client
+from creel.loader.client.client import Client
 from creel.version import VERSION
 
 STATUS: dict[str, Any] = {
@@ -100,7 +100,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(command.split()) == 3
+    assert main.main(command.split()) == 3
     said = capsys.readouterr()
     assert "no daemon named 'default' runs for you: start one with `creel run`" in said.err
     assert said.out == ""
@@ -120,7 +120,7 @@ def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(
 def test_who_asks_for_json_is_told_of_a_failure_in_json(
     words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(words) == code
+    assert main.main(words) == code
     said = capsys.readouterr()
     told = json.loads(said.out)
     assert told["schema"] == 1
@@ -130,8 +130,8 @@ def test_who_asks_for_json_is_told_of_a_failure_in_json(
 
 def test_a_script_that_is_not_there_is_found_out_without_torch() -> None:
     code = (
-        "import sys; from creel import cli;"
-        "assert cli.main(['verify', '/nonexistent.py']) == 2;"
+        "import sys; from creel.cli import main;"
+        "assert main.main(['verify', '/nonexistent.py']) == 2;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -141,8 +141,8 @@ def test_a_checkout_without_an_installation_knows_its_version(
     daemon: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "version", "0.0.1")
-    monkeypatch.setattr(cli_doctor, "_version", lambda _: "-")  # no metadata there
-    check = cli_doctor._daemon(daemon.ask)
+    monkeypatch.setattr(doctor, "_version", lambda _: "-")  # no metadata there
+    check = doctor._daemon(daemon.ask)
     assert f"this is creel {VERSION}:" in check.remedy
     daemon.close()
 
@@ -155,7 +155,7 @@ def test_a_checkout_without_an_installation_knows_its_version(
     ],
 )
 def test_wrong_usage_is_2(words: str) -> None:
-    assert cli.main(words.split()) == 2
+    assert main.main(words.split()) == 2
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_wrong_usage_is_2(words: str) -> None:
 def test_an_impossible_value_is_2_and_names_itself(
     words: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(words) == 2
+    assert main.main(words) == 2
     assert says in capsys.readouterr().err
 
 
@@ -177,14 +177,14 @@ def test_json_is_what_the_daemon_said_with_a_schema_number(
     daemon: FakeClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command, told in (("status", STATUS), ("stats", STATS)):
-        assert cli.main([command, "--json"]) == 0
+        assert main.main([command, "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"schema": 1, **told}
     assert [what for what, _ in daemon.asked] == ["status", "stats"]
 
 
 def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status"]) == 0
-    assert cli.main(["stats"]) == 0
+    assert main.main(["status"]) == 0
+    assert main.main(["stats"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
@@ -220,7 +220,7 @@ def test_what_was_counted_is_shown_when_training_is_over(
     over = {"job": "", "rank": 3} | {k: SESSION[k] for k in counted}
     monkeypatch.setitem(STATS, "sessions", [])
     monkeypatch.setitem(STATS, "ranks", [over])
-    assert cli.main(["stats"]) == 0
+    assert main.main(["stats"]) == 0
     lines = capsys.readouterr().out.splitlines()[-5:]
     assert lines[1].split() == ["-", "3", "25,600", "3.58", "GiB", "2", "12.5", "s"]
     assert lines[4].split()[:4] == ["-", "3", "0.5", "s"]
@@ -235,7 +235,7 @@ def test_no_color_is_heeded_on_a_terminal(
 
     monkeypatch.setenv("NO_COLOR", word)
     ours, theirs = pty.openpty()
-    code = "from creel.cli import main; main(['--name', 'nobody-at-all', 'status'])"
+    code = "from creel.cli.main import main; main(['--name', 'nobody-at-all', 'status'])"
     try:
         subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, check=True)
         said = os.read(ours, 4096)
@@ -247,8 +247,8 @@ def test_no_color_is_heeded_on_a_terminal(
 
 
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["stop"]) == 0
-    assert cli.main(["stop", "--now"]) == 0
+    assert main.main(["stop"]) == 0
+    assert main.main(["stop", "--now"]) == 0
     assert daemon.asked == [("stop", {"now": False}), ("stop", {"now": True})]
     assert "once its clients have left" in capsys.readouterr().err
 
@@ -259,19 +259,19 @@ def test_rates_are_differences_over_time() -> None:
         "nbytes": SESSION["nbytes"] + (50 << 20),
         "stall_s": SESSION["stall_s"] | {"source": 1.0},
     }
-    row = cli_view.top_row(later, SESSION, 2.0)
+    row = view.top_row(later, SESSION, 2.0)
     assert row[5:] == ("2,500", "25.0 MiB", "2", "25 %", "source", "25 %", *["0 %"] * 4)
 
 
 def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     import pty
 
-    from creel import cli_top
+    from creel.cli import top
 
     ours, theirs = pty.openpty()
     with open(theirs) as terminal:  # noqa: PTH123  a descriptor
         monkeypatch.setattr("sys.stdin", terminal)
-        with cli_top._keys() as pressed:
+        with top._keys() as pressed:
             os.write(ours, b"xq")
             assert pressed(10) == "xq"
             assert pressed(0) == ""
@@ -279,12 +279,12 @@ def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_begin_where_a_stream_was_first_told_of() -> None:
-    from creel import cli_top
+    from creel.cli import top
 
     first, later = SESSION, SESSION | {"samples": 9}
     other = SESSION | {"session": 2}
     past = [(1.0, STATS | {"sessions": [first]}), (3.0, STATS | {"sessions": [later, other]})]
-    assert cli_top.starts(past, 4.0) == {1: (first, 3.0), 2: (other, 1.0)}
+    assert top.starts(past, 4.0) == {1: (first, 3.0), 2: (other, 1.0)}
 
 
 @pytest.mark.parametrize(
@@ -295,13 +295,13 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
 
     from rich.console import Console
 
-    from creel import cli_top
+    from creel.cli import top
 
     wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
     told = STATS | {"sessions": [wide, SESSION]}
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(cli_top.screen(STATUS, told, {1: (SESSION, 1.0)}, width))
+    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width))
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "…" not in out.getvalue()
@@ -312,8 +312,8 @@ def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None
 
 
 def test_status_does_not_count_the_one_who_asks() -> None:
-    assert ("in use", "1 client, 1 session, 1 dataset") in cli_view.status_pairs(STATUS)
-    assert ("in use", "0 clients, 1 session, 1 dataset") in cli_view.status_pairs(
+    assert ("in use", "1 client, 1 session, 1 dataset") in view.status_pairs(STATUS)
+    assert ("in use", "0 clients, 1 session, 1 dataset") in view.status_pairs(
         STATUS | {"clients": 1}
     )
 
@@ -322,15 +322,15 @@ def test_settings_are_printed_as_toml_that_loads_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_FETCH__THREADS", "7")
-    assert cli.main(["config", "show"]) == 0
+    assert main.main(["config", "show"]) == 0
     shown = capsys.readouterr().out
     monkeypatch.delenv("CREEL_FETCH__THREADS")
     (tmp_path / "creel.toml").write_text(shown)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["config", "show", "--origin", "--json"]) == 0
+    assert main.main(["config", "show", "--origin", "--json"]) == 0
     settings = json.loads(capsys.readouterr().out)["settings"]
     assert settings["fetch.threads"] == {"value": 7, "origin": str(tmp_path / "creel.toml")}
-    assert cli.main(["config", "show", "--origin"]) == 0
+    assert main.main(["config", "show", "--origin"]) == 0
     assert "CREEL" not in capsys.readouterr().out
 
 
@@ -338,7 +338,7 @@ def test_doctor_gives_every_trouble_a_remedy(
     daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "version", "0.0.1")
-    assert cli.main(["doctor", "--json"]) == 0
+    assert main.main(["doctor", "--json"]) == 0
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert {c["name"] for c in checks} >= {"memfd", "descriptors", "locked memory", "/dev/shm"}
     assert all(c["remedy"] for c in checks if c["level"] != "ok")
@@ -352,8 +352,8 @@ def test_doctor_gives_every_trouble_a_remedy(
 def test_elsewhere_than_on_linux_there_is_no_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int
 ) -> None:
-    monkeypatch.setattr(cli, "sys", mock.Mock(wraps=sys, platform="darwin"))
-    assert cli.main(words) == code
+    monkeypatch.setattr(main, "sys", mock.Mock(wraps=sys, platform="darwin"))
+    assert main.main(words) == code
     assert "the daemon needs Linux" in capsys.readouterr().err
 
 
@@ -363,9 +363,9 @@ def test_elsewhere_than_on_linux_doctor_and_env_say_what_they_can(
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.delattr("os.sched_getaffinity")
     monkeypatch.delattr("os.memfd_create")
-    assert cli.main(["doctor"]) == 1
+    assert main.main(["doctor"]) == 1
     assert "the daemon needs Linux" in capsys.readouterr().out
-    assert cli.main(["env"]) == 0
+    assert main.main(["env"]) == 0
 
 
 def test_doctor_ends_with_1_when_something_cannot_work(
@@ -376,15 +376,15 @@ def test_doctor_ends_with_1_when_something_cannot_work(
 
     monkeypatch.setattr(Client, "connect", connect)
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "900TB")
-    assert cli.main(["doctor"]) == 1
+    assert main.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "bad   daemon" in out
     assert "more than this node has" in out
 
 
 def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_doctor, "daemon_pids", lambda: iter([3, 4]))
-    check = cli_doctor._daemons()
+    monkeypatch.setattr(doctor, "daemon_pids", lambda: iter([3, 4]))
+    check = doctor._daemons()
     assert check.level == "warn"
     assert "pids 3, 4" in check.found
 
@@ -393,7 +393,7 @@ def test_env_names_versions_and_our_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_LOG_LEVEL", "debug")
-    assert cli.main(["env", "--json"]) == 0
+    assert main.main(["env", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["CREEL_LOG_LEVEL"] == "debug"
     assert told["python"] == sys.version.split()[0]
@@ -401,13 +401,13 @@ def test_env_names_versions_and_our_variables(
 
 def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:
     with pytest.raises(ConfigError, match="there is no program"):
-        cli_run.check_command("/nowhere/python")
+        run.check_command("/nowhere/python")
 
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from creel import cli;"
-        "code = cli.main(['--help']);"
+        "import sys; from creel.cli import main;"
+        "code = main.main(['--help']);"
         "heavy = {'torch', 'numpy', 'pyarrow', 'zmq', 'rich', 'msgspec'} & set(sys.modules);"
         "assert code == 0 and not heavy, heavy"
     )
@@ -422,7 +422,7 @@ def test_help_imports_nothing_heavy() -> None:
 def _commands() -> dict[str, click.Command]:
     """All commands by the words that call them."""
     found: dict[str, click.Command] = {}
-    for name, command in cli.creel.commands.items():
+    for name, command in main.creel.commands.items():
         if isinstance(command, click.Group):
             found |= {f"{name} {inner}": one for inner, one in command.commands.items()}
         else:
@@ -442,7 +442,7 @@ def _manual(command: str) -> str:
 def test_every_command_explains_itself_and_is_in_the_manual(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*command.split(), "--help"]) == 0
+    assert main.main([*command.split(), "--help"]) == 0
     helped = capsys.readouterr().out
     assert len(helped.splitlines()) > 3
     offered = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", helped)) - {"--help"}
@@ -452,13 +452,13 @@ def test_every_command_explains_itself_and_is_in_the_manual(
 
 @pytest.mark.parametrize("option", ["--name", "--version", "--help"])
 def test_the_options_of_all_commands_are_in_the_manual(option: str) -> None:
-    assert option in {o for p in cli.creel.params for o in p.opts} | {"--help"}
+    assert option in {o for p in main.creel.params for o in p.opts} | {"--help"}
     manual = Path(__file__).parent.parent.parent / "docs/cli.md"
     assert option in manual.read_text().partition("## DESCRIPTION")[0]
 
 
 def test_every_command_that_reads_offers_json() -> None:
-    acts = {"run", "stop", "top"}
+    acts = {"run", "top"}
     for name, command in _commands().items():
         has = any("--json" in p.opts for p in command.params)
         assert has == (name not in acts), name

@@ -11,7 +11,7 @@ import pytest
 
 from creel import config as config_module
 from creel import limits
-from creel.config import Config, Memory, config_files, fields, memory_budget
+from creel.config import Config, MemorySettings, config_files, fields, memory_budget
 from creel.errors import ConfigError
 from creel.units import format_size, parse_seconds, parse_size
 
@@ -278,14 +278,14 @@ def test_a_formatted_size_is_within_one_percent_when_read_again(seed: int) -> No
 
 def test_a_budget_is_a_share_of_what_is_free_or_of_all_or_a_size() -> None:
     here = {"total": 8 << 30, "available": 4 << 30}
-    assert memory_budget(Memory(), **here) == 2 << 30
-    assert memory_budget(Memory(share=0.25), **here) == 1 << 30
-    assert memory_budget(Memory(budget="25%"), **here) == 2 << 30
-    assert memory_budget(Memory(budget="3GiB"), **here) == 3 << 30
+    assert memory_budget(MemorySettings(), **here) == 2 << 30
+    assert memory_budget(MemorySettings(share=0.25), **here) == 1 << 30
+    assert memory_budget(MemorySettings(budget="25%"), **here) == 2 << 30
+    assert memory_budget(MemorySettings(budget="3GiB"), **here) == 3 << 30
     with pytest.raises(ConfigError, match=r"more than this node has \(8\.00 GiB\)"):
-        memory_budget(Memory(budget="9GiB"), **here)
+        memory_budget(MemorySettings(budget="9GiB"), **here)
     with pytest.raises(ConfigError, match="creel needs 1 MiB"):
-        memory_budget(Memory(budget="10kB"), **here)
+        memory_budget(MemorySettings(budget="10kB"), **here)
 
 
 # --- what the machine allows ------------------------------------------------------------------

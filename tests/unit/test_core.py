@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from core_rig import Rig, absent
 
-from creel.cache.space import FixedPool, Lengths
-from creel.daemon.events import (
-    Closed,
+from creel.cache.memory.allocator import FixedPool, Lengths
+from creel.daemon.core.events import (
+    DatasetAdded,
     Dropped,
-    Extended,
-    Fetch,
     Fetched,
-    Opened,
+    FetchObjects,
+    PlanExtended,
+    PlanTruncated,
     Progressed,
-    Registered,
+    SessionClosed,
+    SessionOpened,
     SetReady,
-    Truncated,
     Unregistered,
     Warm,
 )
@@ -66,7 +66,7 @@ def test_a_read_that_hangs_holds_up_no_step_but_its_own() -> None:
 
 def test_a_fetch_is_sorted_by_object_and_has_room_of_its_own(rig: Rig) -> None:
     rig.open(1, "d")
-    (fetch,) = (a for a in rig.extend(1, 0, [[9, 4, 7]]) if isinstance(a, Fetch))
+    (fetch,) = (a for a in rig.extend(1, 0, [[9, 4, 7]]) if isinstance(a, FetchObjects))
     assert fetch.ids.tolist() == [4, 7, 9]
     assert sorted(fetch.offset.tolist()) == [0, 100, 200]
     assert fetch.length.tolist() == [100] * 3
@@ -189,21 +189,27 @@ def test_a_truncated_plan_is_void_and_its_pins_are_given_back(rig: Rig) -> None:
 def test_a_plan_with_a_gap_is_refused_and_changes_nothing(rig: Rig) -> None:
     rig.open(1, "d")
     with pytest.raises(MalformedError):
-        rig.feed(Extended(1, 0, 5, np.array([1], np.int32), np.array([1])))
+        rig.feed(PlanExtended(1, 0, 5, np.array([1], np.int32), np.array([1])))
     rig.extend(1, 0, [[1]])
 
 
 def test_events_that_cannot_happen_are_our_bugs(rig: Rig) -> None:
     with pytest.raises(IllegalEventError):
-        rig.feed(Opened(1, "nothing", "", 0, 1))
+        rig.feed(SessionOpened(1, "nothing", "", 0, 1))
     with pytest.raises(IllegalEventError):
-        rig.feed(Registered("d", rig.offset["d"], rig.length["d"], Lengths.of(rig.length["d"])))
+        rig.feed(DatasetAdded("d", rig.offset["d"], rig.length["d"], Lengths.of(rig.length["d"])))
 
 
 def test_events_of_a_closed_session_are_late_not_wrong(rig: Rig) -> None:
-    for event in (Progressed(9, 1, 1), Truncated(9, 0), Closed(9), Warm("x"), Dropped("x")):
+    for event in (
+        Progressed(9, 1, 1),
+        PlanTruncated(9, 0),
+        SessionClosed(9),
+        Warm("x"),
+        Dropped("x"),
+    ):
         assert rig.feed(event) == []
-    assert rig.feed(Extended(9, 0, 0, np.empty(0, np.int32), np.empty(0, np.int64))) == []
+    assert rig.feed(PlanExtended(9, 0, 0, np.empty(0, np.int32), np.empty(0, np.int64))) == []
 
 
 def test_warming_fills_free_room_in_order_and_evicts_nothing(rig: Rig) -> None:
@@ -225,7 +231,7 @@ def test_the_most_urgent_session_is_served_first() -> None:
     assert 200 in {x for f in rig.fetches.values() for x in f.ids.tolist()}
 
 
-def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[Fetch]:
+def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[FetchObjects]:
     """A trainer and a source of one thread take so long each; all fetches begun meanwhile."""
     fetches = []
     for step in steps:
@@ -236,7 +242,7 @@ def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[Fetch]
             rig.now += object_s * len(rig.fetches[number].ids)
             fetches += rig.land(number)
         rig.now = max(rig.now, end)
-    return [f for f in fetches if isinstance(f, Fetch)]
+    return [f for f in fetches if isinstance(f, FetchObjects)]
 
 
 def test_who_stalls_is_served_before_who_has_less_in_hand() -> None:
@@ -276,7 +282,9 @@ def test_a_slow_source_is_asked_for_one_step_at_a_time() -> None:
     def longest(steps: range, object_s: float) -> int:
         """Objects of a fetch, while all that is due within the window is asked for at once."""
         begun = [
-            a for a in rig.extend(1, 0, plan[steps.start : steps.stop]) if isinstance(a, Fetch)
+            a
+            for a in rig.extend(1, 0, plan[steps.start : steps.stop])
+            if isinstance(a, FetchObjects)
         ]
         return max(len(f.ids) for f in begun + train(rig, steps, 1.0, object_s))
 
@@ -413,14 +421,14 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
 @pytest.mark.parametrize(
     "where",
     [
-        "creel.policies.prefetch.Stream.extend",
-        "creel.policies.uses.Uses.extend",
-        "creel.policies.uses._Epoch.add",
-        "creel.daemon.holding.Holding.choose_keeper",
-        "creel.daemon.ahead.Ahead.look",
-        "creel.daemon.ahead.Ahead.settle",
-        "creel.daemon.shares.Shares.place",
-        "creel.daemon.sessions.Session.stretches",
+        "creel.policies.prefetch.SessionPlan.extend",
+        "creel.policies.next_use.NextUses.extend",
+        "creel.policies.next_use._Epoch.add",
+        "creel.daemon.core.residency.Residency.choose_keeper",
+        "creel.daemon.core.prefetcher.Prefetcher.look",
+        "creel.daemon.core.prefetcher.Prefetcher.settle",
+        "creel.daemon.core.admission.Admission.place",
+        "creel.daemon.core.sessions.RankStream.stretches",
     ],
 )
 def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str, seed: int) -> None:
@@ -440,7 +448,7 @@ def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str,
 
     def both() -> None:
         ids = later.ravel().astype(np.int32)
-        rig.core.handle(Extended(3, 1, 12, ids, np.arange(5, 65, 5)), rig.now)
+        rig.core.handle(PlanExtended(3, 1, 12, ids, np.arange(5, 65, 5)), rig.now)
         rig.core.handle(Progressed(3, 12, 12), rig.now)
 
     with mock.patch(where, side_effect=MemoryError), pytest.raises(MemoryError):

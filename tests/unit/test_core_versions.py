@@ -9,9 +9,17 @@ import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
-from creel.cache.version import CHANGING
-from creel.daemon.events import Action, Begun, Check, Checked, Fetch, SetReady, Tick
-from creel.daemon.versions import Versions
+from creel.cache.storage.version import CHANGING
+from creel.daemon.core.events import (
+    Action,
+    Checked,
+    CheckVersions,
+    EpochBegan,
+    FetchObjects,
+    SetReady,
+    Tick,
+)
+from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,7 +47,7 @@ class Changing(Rig):
         super().__init__(capacity, window)
         self.rng = np.random.default_rng(seed)
         self.source: dict[str, Source] = {}
-        self.checks: dict[int, tuple[Check, NDArray[np.int64]]] = {}
+        self.checks: dict[int, tuple[CheckVersions, NDArray[np.int64]]] = {}
         self.read: dict[int, NDArray[np.int64]] = {}  # by fetch: versions at one moment of it
         self.got: dict[int, int] = {}  # by object: the version that was read last
         self.version_at: dict[int, int] = {}  # by offset
@@ -60,26 +68,26 @@ class Changing(Rig):
     def begin(self, session: int, epoch: int, first: int) -> list[Action]:
         """Epoch `epoch`, whose first step this is, begins."""
         self.demand(session, range(first, len(self.readers[session].objects)))
-        return self.feed(Begun(session, epoch))
+        return self.feed(EpochBegan(session, epoch))
 
     def demand(self, session: int, steps: range) -> None:
         now = self.source[self.readers[session].dataset].version.copy()
         self.floor |= {(session, step): now for step in steps}
 
     def do(self, action: Action) -> None:
-        if isinstance(action, Check):
+        if isinstance(action, CheckVersions):
             version = self.source[action.dataset].version.copy()
             self.checks[action.check] = action, version
             return
         if isinstance(action, SetReady):  # who read what is not ready any more has been told
             number, ready = action.session, action.ready
             self.seen = {k: at for k, at in self.seen.items() if k[0] != number or k[1] < ready}
-        if isinstance(action, Fetch):
+        if isinstance(action, FetchObjects):
             self.read[action.fetch] = self.source[action.dataset].version.copy()
             self.untouched(action)
         super().do(action)
 
-    def untouched(self, fetch: Fetch) -> None:
+    def untouched(self, fetch: FetchObjects) -> None:
         """Nothing may be written where somebody may be reading, as the boards say by now."""
         places = [
             (at, int(self.length[self.readers[n].dataset][x]))
@@ -100,7 +108,7 @@ class Changing(Rig):
         self.got |= dict(zip(fetch.ids.tolist(), version[files].tolist(), strict=True))
         return super().land(number)
 
-    def versions(self, fetch: Fetch) -> NDArray[np.int64]:
+    def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
         source = self.source[fetch.dataset]
         return source.told(source.file[fetch.ids], self.read.pop(fetch.fetch))
 
@@ -188,7 +196,7 @@ def test_a_file_that_is_written_all_the_time_is_read_once_an_epoch() -> None:
     for epoch in range(3):
         before = rig.reads
         reader = rig.readers[1]
-        rig.feed(Begun(1, epoch))
+        rig.feed(EpochBegan(1, epoch))
         rig.extend(1, epoch, [[i, i + 1] for i in range(0, 30, 2)])
         rig.demand(1, range(15 * epoch, 15 * epoch + 15))
         while reader.done < len(reader.objects):
@@ -291,7 +299,7 @@ def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
     rig = Changing(10_000, Window(fetch_objects=1))
     rig.files("d", [100] * 30)
     rig.open(1, "d", recheck="epoch")
-    rig.feed(Begun(1, 0))
+    rig.feed(EpochBegan(1, 0))
     rig.extend(1, 0, [[i] for i in range(6)])
     rig.demand(1, range(6))
     hung = next(n for n, f in rig.fetches.items() if f.ids[0] == 0)
@@ -386,7 +394,7 @@ def begin(rig: Changing, s: int, told: dict[int, list[tuple[int, int]]]) -> None
     number, first = told[s].pop(0)
     last = told[s][0][1] if told[s] else len(rig.readers[s].objects)
     rig.demand(s, range(first, last))  # what is ready in answer to the event counts, too
-    rig.feed(Begun(s, number))
+    rig.feed(EpochBegan(s, number))
 
 
 def test_versions_of_files_that_hold_many_objects() -> None:

@@ -24,8 +24,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 import creel
 from creel.errors import ConfigError, CreelError, NotFoundError
-from creel.loader import storage
-from creel.loader.base import Labels
 from creel.loader.datasets import (
     FileDataset,
     ImageFolder,
@@ -33,7 +31,9 @@ from creel.loader.datasets import (
     TarDataset,
     Transformed,
 )
-from creel.loader.storage import absolute, in_threads
+from creel.loader.datasets.base import Labels
+from creel.loader.reading import storage
+from creel.loader.reading.storage import absolute, in_threads
 from folders import folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -627,7 +627,7 @@ def test_names_of_the_package_are_lazy() -> None:
     code = (
         "import creel, sys; dir(creel); assert 'torch' not in sys.modules; "
         "assert {'open', 'wrap', 'ImageFolder'} <= set(dir(creel)); "
-        "assert creel.read.__module__ == 'creel.loader.opened'; "
+        "assert creel.read.__module__ == 'creel.loader.reading.opened'; "
         "assert not {'torch', 'torchvision', 'PIL', 'fsspec'} & set(sys.modules); "
         "creel.datasets.Transformed; assert not {'torchvision', 'PIL'} & set(sys.modules)"
     )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.drain import gather
-from creel.loader.follow import Followed, Given, indices_of, samples_in
-from creel.loader.foresee import Foreseen, Plan, Shape
+from creel.loader.client.unplanned import UnplannedBatch, UnplannedBatches, indices_of, samples_in
+from creel.loader.order.drain import gather
+from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,16 @@ def test_what_cannot_be_told_is_counted_all_the_same(pulled: object, samples: in
 def test_what_raises_in_words_of_its_own_is_nothing_that_was_foreseen() -> None:
     assert indices_of(Sulky()) is None
     drained = gather(iter([[3]]))
-    assert not Plan(lambda: Foreseen(0, Shape(None, False), drained=drained)).matches(0, Sulky())
+    assert not EpochPlan(lambda: PredictedEpoch(0, Shape(None, False), drained=drained)).matches(
+        0, Sulky()
+    )
 
 
 def test_what_was_told_is_followed_by_number() -> None:
-    followed = Followed()
+    followed = UnplannedBatches()
     steps = {0: 10, 1: 11, 3: 12, 4: 13}  # batch 2 could not be told
     for i, step in steps.items():
-        followed.add(i, Given(step, np.array([i], np.int32), i))
+        followed.add(i, UnplannedBatch(step, np.array([i], np.int32), i))
     assert [followed.done(i) for i in range(6)] == [0, 11, 12, 12, 13, 14]
     assert followed.ids(2) is None
     assert [g.samples for g in followed.take(1, 4)] == [1, 3]

@@ -13,8 +13,8 @@ import torch
 from test_samplers import Echo, Loader, Make, same, states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
 
-from creel.loader import recipes, samplers
-from creel.loader.samplers import adopt, observe
+from creel.loader.order import recipes, samplers
+from creel.loader.order.samplers import adopt, observe
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
-from creel.loader.base import CreelDataset, fetch_many
-from creel.loader.learn import Learner
-from creel.loader.learnt import Learnt, parts_of
-from creel.loader.opened import Opened
-from creel.loader.reading import Hearing
-from creel.loader.sources import bound
+from creel.loader.binding.access_recorder import AccessRecorder
+from creel.loader.binding.access_trace import AccessTrace, parts_of
+from creel.loader.binding.bind import bound
+from creel.loader.datasets.base import CreelDataset, fetch_many
+from creel.loader.reading.lease import ObservedReads
+from creel.loader.reading.opened import CachedFile
 
 ADDRESSES = ["/a", "/b", "/c"]
 
@@ -58,7 +58,7 @@ def test_each_sample_has_the_objects_that_were_heard_first(
 ) -> None:
     parts: list[CreelDataset] = [Part(5), Part(7)]
     known = dict(reversed(heard))
-    binding = bound(Holder(), Learnt(12, heard, parts))
+    binding = bound(Holder(), AccessTrace(12, heard, parts))
     names: list[Any] = []
     for leaf in binding.leaves:
         if leaf in parts:
@@ -110,9 +110,9 @@ def test_a_file_that_is_listened_to_and_its_copy_are_like_any(steps: list[tuple[
     data = bytes(range(7, 20)) * 50
     with tempfile.NamedTemporaryFile() as made:
         Path(made.name).write_bytes(data)
-        listener = Hearing()
+        listener = ObservedReads()
         with listener, creel.open(made.name) as ours, Path(made.name).open("rb") as real:
-            copy = Opened(data, made.name)
+            copy = CachedFile(data, made.name)
             assert ours.name == copy.name == real.name
             for name, n in steps:
                 expected = step(real, name, n)
@@ -129,7 +129,7 @@ def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(bytes(1 << 16))
     reads = {"whole": [1 << 20], "a quarter": [1 << 18], "little": [1 << 17], "small": [1]}
     reads |= {"handed on": [1 << 20], "twice": [1 << 17, 1 << 17]}
-    with Hearing() as listener:
+    with ObservedReads() as listener:
         creel.read(tmp_path / "all and a little")
         for name, sizes in {**reads, "all and a little": [1]}.items():
             for size in sizes:
@@ -145,7 +145,7 @@ def test_what_is_not_there_is_not_told_of(tmp_path: Path) -> None:
     (tmp_path / "gone").touch()
     gone = creel.FileDataset([tmp_path / "gone"])
     (tmp_path / "gone").unlink()
-    with Hearing() as listener:
+    with ObservedReads() as listener:
         for read in (lambda: creel.read(tmp_path / "gone"), lambda: gone[0]):
             with pytest.raises(FileNotFoundError):
                 read()
@@ -167,13 +167,13 @@ def test_numbers_of_any_kind_are_heard_and_what_is_no_part_is_not(tmp_path: Path
         (tmp_path / f"{i:02}").write_bytes(b"%d" % i)
     files = creel.FileDataset(tmp_path, decode=bytes)
     rows = creel.RecordDataset(tmp_path / "00", np.uint8, 1)
-    learner = Learner(Numbered(files=files, hidden=lambda: rows))
+    learner = AccessRecorder(Numbered(files=files, hidden=lambda: rows))
     for i in range(12):
         assert learner[i] == b"%d0" % i
         learner.write()
     with pytest.raises(IndexError):
         learner[12]
-    learnt = learner.learnt()
+    learnt = learner.trace()
     assert learnt is not None
     assert learnt.counts.tolist() == [1] * 12
     assert [leaf.object_count for leaf in learnt.leaves] == [12]
@@ -233,9 +233,9 @@ def test_a_batch_calls_the_persons_code_in_torchs_order(
         plain, heard = (around(Telling(calls, files), shapes) for _ in range(2))
         expected = list(fetch_many(plain, indices)), calls.copy()
         calls.clear()
-        learner: Any = Learner(heard)
+        learner: Any = AccessRecorder(heard)
         assert (list(fetch_many(learner, indices)), calls) == expected
-        alone = Learner(heard)
+        alone = AccessRecorder(heard)
         for i in indices:
             alone[i]
         # each sample's reads are told apart in a batch, too
@@ -243,7 +243,7 @@ def test_a_batch_calls_the_persons_code_in_torchs_order(
             each.write()
             os.write(each.fd, b"[]\n")
             each.write()
-        ours, theirs = learner.learnt(), alone.learnt()
+        ours, theirs = learner.trace(), alone.trace()
         assert (ours is None) == (theirs is None) == (not indices)
         if ours is not None and theirs is not None:
             assert ours.counts.tolist() == theirs.counts.tolist()
@@ -256,15 +256,15 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     (tmp_path / "00").write_bytes(b"0")
     files = creel.FileDataset(tmp_path, decode=bytes)
 
-    def sample(learner: Learner) -> bytes:
+    def sample(learner: AccessRecorder) -> bytes:
         learner.write()
         return bytes(learner[0])
 
-    full = Learner(Numbered(files=files, hidden=lambda: files))
+    full = AccessRecorder(Numbered(files=files, hidden=lambda: files))
     with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert [sample(full) for _ in range(3)] == [b"00"] * 3
-    torn = Learner(Numbered(files=files, hidden=lambda: files))
+    torn = AccessRecorder(Numbered(files=files, hidden=lambda: files))
     os.write(torn.fd, b'[0, [1, "/a/fi')
     assert [sample(torn) for _ in range(3)] == [b"00"] * 3
-    assert full.learnt() is None
-    assert torn.learnt() is None
+    assert full.trace() is None
+    assert torn.trace() is None

@@ -17,15 +17,15 @@ from creel.messages import (
     DeskRequest,
     Extend,
     LineReply,
-    LineRequest,
     Message,
+    RequestMessage,
     Wait,
     decode,
     decode_frames,
     encode,
 )
 
-UNIONS = (DeskRequest, DeskReply, LineRequest, LineReply)
+UNIONS = (DeskRequest, DeskReply, RequestMessage, LineReply)
 
 #: Values at the edges of what a field of each type may hold.
 EDGES: dict[Any, list[Any]] = {

@@ -13,8 +13,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from creel.cache.board import BOARD_NBYTES, Board, sealed_memfd
-from creel.daemon.metrics import Page, Ranks
+from creel.cache.memory.shared_words import BOARD_NBYTES, SharedWords, sealed_memfd
+from creel.daemon.reporting.metrics import Page, Ranks
 from creel.messages import Open
 
 CAUSES = ("source", "decode", "collate", "daemon", "sampler")
@@ -62,30 +62,30 @@ class Session:
     """As much of a session as is counted."""
 
     opened: Open
-    board: Board
+    words: SharedWords
 
     def count(self, **counters: int) -> None:
         """As a trainer does."""
         for name, value in counters.items():
-            self.board.add(name, value)
+            self.words.add(name, value)
 
 
 @pytest.fixture
 def session() -> Iterator[Callable[..., Any]]:
     """Makes sessions with boards of their own."""
-    boards: list[Board] = []
+    all_words: list[SharedWords] = []
 
     def make(job: str, rank: int, **counters: int) -> Any:
         fd = sealed_memfd("board", BOARD_NBYTES)
-        one = Session(Open("d", job, rank, 1500), Board(fd))
+        one = Session(Open("d", job, rank, 1500), SharedWords(fd))
         os.close(fd)
-        boards.append(one.board)
+        all_words.append(one.words)
         one.count(**counters)
         return one
 
     yield make
-    for board in boards:
-        board.close()
+    for words in all_words:
+        words.close()
 
 
 def test_a_ranks_counters_stay_when_a_loader_of_it_is_closed(session: Callable[..., Any]) -> None:
@@ -115,7 +115,7 @@ def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> 
     for rank in range(1025):
         one = session("a", rank)
         ranks.closes(one)
-        one.board.close()
+        one.words.close()
     told = ranks.told([session("b", 0)])
     assert len(told) == 1024
     assert (told[0]["rank"], told[-1]["job"]) == (2, "b")

@@ -10,8 +10,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from creel.daemon import page
-from creel.daemon.page import PageServer, respond
+from creel.daemon.reporting import page
+from creel.daemon.reporting.page import PageServer, respond
 from kit import descriptors, until
 
 BODY = b"x" * 3_000_000  # more than a socket takes at once
@@ -19,11 +19,12 @@ BODY = b"x" * 3_000_000  # more than a socket takes at once
 
 @pytest.fixture
 def server() -> Iterator[PageServer]:
-    before = len(descriptors()), threading.active_count()
+    before = descriptors(), set(threading.enumerate())
     serving = PageServer("127.0.0.1", 0, lambda accept: (accept or "text/plain", BODY))
     yield serving
     serving.close()
-    assert (len(descriptors()), threading.active_count()) == before
+    assert not descriptors() - before[0]
+    assert not set(threading.enumerate()) - before[1]
 
 
 def ask(server: PageServer, **headers: str) -> bytes:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from creel.cache.space import Space
-from creel.daemon.flights import Flights
-from creel.daemon.shares import Shares
-from creel.policies.prefetch import Latency, Pace, Stream, Window, affordable, portions
+from creel.cache.memory.allocator import Allocator
+from creel.daemon.core.admission import Admission
+from creel.daemon.core.inflight import Inflight
+from creel.policies.prefetch import Latency, Pace, SessionPlan, Window, affordable, portions
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_a_stream_is_the_list_of_its_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    stream = Stream()
+    stream = SessionPlan()
     steps: list[list[int]] = []
     epochs: list[int] = []
     epoch = done = 0
@@ -37,7 +37,7 @@ def test_a_stream_is_the_list_of_its_steps(seed: int) -> None:
         compare(stream, steps, epochs, done)
 
 
-def compare(stream: Stream, steps: list[list[int]], epochs: list[int], done: int) -> None:
+def compare(stream: SessionPlan, steps: list[list[int]], epochs: list[int], done: int) -> None:
     assert stream.end == len(steps)
     starts = np.cumsum([0, *map(len, steps)]).tolist()
     flat = [x for step in steps for x in step]
@@ -47,6 +47,7 @@ def compare(stream: Stream, steps: list[list[int]], epochs: list[int], done: int
         until = next((i for i in range(step, len(steps)) if epochs[i] != epochs[step]), len(steps))
         assert stream.epoch(step) == (epochs[step], until)
     assert stream.stop == len(flat)
+    assert stream.nbytes == sum(p.nbytes for p in stream._pieces) + stream._starts.nbytes
     for position in range(starts[done], len(flat) + 1):
         assert stream.step_at(position) == max(i for i, s in enumerate(starts) if s <= position)
     numbers = [i for i, step in enumerate(steps) for _ in step][starts[done] :]
@@ -55,7 +56,7 @@ def compare(stream: Stream, steps: list[list[int]], epochs: list[int], done: int
 
 
 def test_many_small_pieces_and_much_progress_keep_memory_small() -> None:
-    stream = Stream()
+    stream = SessionPlan()
     for step in range(3000):
         stream.extend(step // 100, np.arange(8, dtype=np.int32), np.array([8]))
         stream.forget(max(step - 10, 0))
@@ -108,7 +109,9 @@ def test_latency_is_above_nearly_all_that_was_seen() -> None:
 
 
 def test_a_quarter_of_what_is_under_way_is_left_to_those_who_wait() -> None:
-    flights = Flights(Shares(Space(1 << 20)), Window(inflight_objects=8, inflight_nbytes=800))
+    flights = Inflight(
+        Admission(Allocator(1 << 20)), Window(inflight_objects=8, inflight_nbytes=800)
+    )
     for nbytes in (1, 100):
         objects = np.full(20, nbytes)
         assert flights.leave(objects, urgent=False) == 6

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.board import KNOWN
-from creel.loader import publish
-from creel.loader.drain import Drained
-from creel.loader.foresee import Foreseen, Plan, Shape
-from creel.loader.publish import PlanPublisher, Told
-from creel.loader.session import Session
-from creel.loader.streams import Counted
+from creel.cache.memory.shared_words import KNOWN
+from creel.loader.client import publish
+from creel.loader.client.publish import PlanPublisher, PublishedEpoch
+from creel.loader.client.session import Session
+from creel.loader.order.drain import DrainedSampler
+from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
+from creel.loader.order.streams import Sequential
 from kit import until
 
 N = 3000
@@ -30,7 +30,7 @@ class Daemon:
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
         self.epochs: list[int] = []
-        self.board = {KNOWN: 0}
+        self.words = {KNOWN: 0}
         self.alive = True
         self.table = type("Table", (), {"offset": np.zeros(2 * N)})
         self.during: Any = lambda: None
@@ -47,13 +47,13 @@ class Daemon:
         assert ends[-1] == len(objects)
         self.steps += [part.tolist() for part in np.split(objects, ends[:-1])]
         self.epochs += [epoch] * len(ends)
-        self.board[KNOWN] = len(self.steps)
+        self.words[KNOWN] = len(self.steps)
         return True
 
     def truncate(self, step: int) -> bool:
         assert 0 <= step < len(self.steps)
         del self.steps[step:], self.epochs[step:]
-        self.board[KNOWN] = step
+        self.words[KNOWN] = step
         return self.alive
 
     def forget(self) -> None:
@@ -93,16 +93,16 @@ def publisher_of(daemon: Daemon, *, apart: bool = True, objects: Any = pairs) ->
     return PlanPublisher(cast(Session, daemon), objects, apart=apart)
 
 
-def drained(order: list[int], ends: list[int]) -> Plan:
-    found = Drained(None, np.array(order, np.int32), np.array(ends, np.int64))
-    return Plan(lambda: Foreseen(0, Shape(None, False), drained=found))
+def drained(order: list[int], ends: list[int]) -> EpochPlan:
+    found = DrainedSampler(None, np.array(order, np.int32), np.array(ends, np.int64))
+    return EpochPlan(lambda: PredictedEpoch(0, Shape(None, False), drained=found))
 
 
-def counted(size: int, total: int = N) -> Plan:
-    return Plan(lambda: Foreseen(0, Shape(size, False), stream=Counted(total)))
+def counted(size: int, total: int = N) -> EpochPlan:
+    return EpochPlan(lambda: PredictedEpoch(0, Shape(size, False), stream=Sequential(total)))
 
 
-def any_plan(rng: random.Random) -> tuple[Plan, list[list[int]]]:
+def any_plan(rng: random.Random) -> tuple[EpochPlan, list[list[int]]]:
     """A plan and what each of its steps reads."""
     if rng.random() < 0.5:
         size = rng.choice([1, 7, 64, 100])
@@ -177,7 +177,7 @@ def test_who_is_quicker_than_the_thread_tells_what_he_needs(
 ) -> None:
     gate, made = threading.Event(), PlanPublisher._made
 
-    def slow(self: PlanPublisher, told: Told, first: int, samples: int) -> Any:
+    def slow(self: PlanPublisher, told: PublishedEpoch, first: int, samples: int) -> Any:
         piece = made(self, told, first, samples)
         if threading.current_thread().name == "creel-planner":
             assert gate.wait(30)

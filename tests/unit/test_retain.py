@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.pools import Sorted, Spread, Tray
-from creel.policies.retain import (
+from creel.policies.candidates import Sorted, Tray
+from creel.policies.eviction import (
     ABSENT,
     FETCHING,
     RESIDENT,
-    EpochKeeper,
-    FarKeeper,
-    Need,
-    RecentKeeper,
+    FarthestNextUse,
+    MostRecentFirst,
+    PlannedEviction,
 )
-from creel.policies.uses import MAX_EPOCHS, NEVER, Uses
+from creel.policies.next_use import MAX_EPOCHS, NEVER, NextUses
+from creel.policies.retention import plan as planned
+
+
+@dataclass
+class Facts:
+    """What a keeper asks about its job."""
+
+    uses: NextUses
+    clock: int
+    known: int
+    order: list[NDArray[np.intp]]
+    capacity: int
+    nbytes: float = 120.0
+    size: NDArray[np.int64] = field(default_factory=lambda: np.ones(1, np.int64))
+    grain: tuple[int, int] = (1, 1)
+    lead: tuple[int, int] = (2, 4)
+
+    def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:  # noqa: ARG002
+        return [[ids.astype(np.int32) for ids in self.order]]
 
 
 def plan(
@@ -37,7 +57,7 @@ def plan(
 def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool) -> None:
     rng = np.random.default_rng(seed)
     objects, steps, batch, ranks = 60, 5, 4, int(rng.integers(1, 4))
-    uses = Uses(objects)
+    uses = NextUses(objects)
     told: dict[int, list[set[int]]] = {}  # step -> by rank
     for epoch in range(3):
         whole = plan(rng, objects, steps, batch * ranks, repeats=repeats and epoch > 0)
@@ -46,8 +66,8 @@ def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool
             numbers = np.repeat(np.arange(steps, dtype=np.int32) + epoch * steps, batch)
             cut = int(rng.integers(1, len(numbers)))
             flat = np.concatenate(mine)
-            uses.extend(epoch, numbers[:cut], flat[:cut], rank)
-            uses.extend(epoch, numbers[cut:], flat[cut:], rank)
+            uses.extend(epoch, numbers[:cut], flat[:cut])
+            uses.extend(epoch, numbers[cut:], flat[cut:])
             for i, ids in enumerate(mine):
                 told.setdefault(epoch * steps + i, []).append(set(ids.tolist()))
     for step in range(3 * steps):
@@ -60,46 +80,17 @@ def test_the_next_use_is_what_a_scan_of_all_plans_finds(seed: int, repeats: bool
             uses.consume(step // steps, np.array(sorted(read)), at)
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_spread_always_draws_from_a_fullest_bucket(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n, buckets = 200, int(rng.integers(1, 20))
-    bucket = rng.integers(-1, buckets, n)
-    pool = Spread(bucket.__getitem__, buckets, n)
-    held: set[int] = set()
-    for _ in range(60):
-        new = np.array(sorted(set(rng.integers(0, n, 9).tolist()) - held), np.intp)
-        lost = set(pool.add(new).tolist())
-        assert lost == {int(x) for x in new if bucket[x] < 0}
-        held |= set(new.tolist()) - lost
-        for x in pool.take(int(rng.integers(0, 9))).tolist():
-            counts = np.bincount(bucket[sorted(held)], minlength=buckets)
-            assert counts[bucket[x]] == counts.max()
-            held.remove(x)
-    assert sorted(pool.take(n).tolist()) == sorted(held)
-
-
 def test_epochs_told_far_ahead_cost_no_table_each() -> None:
-    uses = Uses(1000)
+    uses = NextUses(1000)
     for epoch in range(60):
         uses.extend(epoch, np.array([epoch], np.int32), np.array([epoch % 7]))
-        assert uses.nbytes <= (4 + 5 * MAX_EPOCHS) * 1000
+        assert uses.nbytes <= (4 + 4 * MAX_EPOCHS) * 1000
     assert uses.due[:][:8].tolist() == [*range(7), NEVER]  # the next use is learnt all the same
     assert uses.distinct(0)
     assert not uses.distinct(59)  # of an epoch without a table nobody knows
     uses.forget(50)
     uses.extend(59, np.array([60], np.int32), np.array([3]))
     assert not uses.distinct(59)  # nor of one that was told in part
-
-
-def test_spread_takes_ties_evenly_over_the_epoch() -> None:
-    first = np.repeat(np.arange(1000, dtype=np.int32), 10)
-    pool = Spread.by_step(first, np.zeros(10_000, np.uint8), (0, 1000))
-    pool.add(np.arange(10_000))
-    gone = first[pool.take(10_000 - 5_437)]
-    left = 10 - np.bincount(gone, minlength=1000)
-    assert set(left.tolist()) == {5, 6}
-    assert np.abs(left.reshape(20, 50).sum(1) - 5.437 * 50).max() < 3
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -128,11 +119,11 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
     n, steps, batch = 120, 20, 6
     life = np.full(n, RESIDENT, np.uint8)
     pins = np.zeros(n, np.int32)
-    uses = Uses(n)
-    keeper = (
-        FarKeeper(life, pins, [uses], lambda: [(1.0, 0.0)])
+    uses = NextUses(n)
+    policy = (
+        FarthestNextUse(life, pins, [uses], lambda: [(1.0, 0.0)])
         if far
-        else EpochKeeper(life, pins, uses)
+        else PlannedEviction(life, pins, uses)
     )
     drawn = [rng.integers(0, n, n) if far else rng.permutation(n) for _ in range(4)]
     plans = [ids.reshape(steps, batch) for ids in drawn]
@@ -140,7 +131,7 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
     def tell(epoch: int) -> None:
         numbers = np.repeat(np.arange(steps, dtype=np.int32) + epoch * steps, batch)
         uses.extend(epoch, numbers, plans[epoch].ravel())
-        keeper.stale = True
+        policy.replanned()
 
     tell(0)
     for epoch in range(4):
@@ -148,16 +139,24 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
             now = epoch * steps + step
             if step == 5 and epoch < 3:
                 tell(epoch + 1)
-                if isinstance(keeper, EpochKeeper):
-                    keeper.known = epoch + 1
+            turn = policy.question(
+                Facts(
+                    uses,
+                    now,
+                    epoch + (step >= 5),
+                    [plans[epoch + 1].ravel()] if epoch < 3 else [],
+                    n // 2,
+                )
+            )
+            if turn is not None:
+                policy.answer(turn, planned(turn))
             ids = plans[epoch][step]
             life[ids] = RESIDENT
             uses.consume(epoch, ids, np.full(batch, now, np.int32))
-            if isinstance(keeper, EpochKeeper) and epoch > keeper.epoch:
-                keeper.turn(epoch)
-            keeper.released(ids)
+            policy.turn(uses, epoch)
+            policy.released(ids, read=True)
             pins[:] = rng.random(n) < 0.1
-            out = keeper.victims(int(rng.integers(0, 8)), Need(epoch, now))
+            out = policy.victims(int(rng.integers(0, 8)), now)
             assert len(set(out.tolist())) == len(out)
             assert (life[out] == RESIDENT).all()
             assert (pins[out] == 0).all()
@@ -167,49 +166,24 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
             life[out] = rng.choice([0, FETCHING])
 
 
-def test_loans_across_the_turn_are_limited() -> None:
-    n, steps = 100, 10
-    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), Uses(n)
-    keeper = EpochKeeper(life, pins, uses)
-    numbers = np.repeat(np.arange(steps, dtype=np.int32), 10)
-    for epoch in (0, 1):
-        uses.extend(epoch, numbers + epoch * steps, np.arange(n))
-    keeper.known, keeper.lend_more = 1, 7
-    uses.consume(0, np.arange(10, 100))
-    keeper.released(np.arange(10, 100))
-    assert len(keeper.victims(50, Need(1, 10))) == 7
-    assert len(keeper.victims(50, Need(1, 10))) == 0
-    assert len(keeper.victims(50, Need(0, 9))) == 50
-
-
-def test_what_no_plan_reads_leaves_first() -> None:
-    n = 40
-    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), Uses(n)
-    keeper = EpochKeeper(life, pins, uses)
-    uses.extend(0, np.zeros(n, np.int32), np.arange(n))
-    uses.extend(1, np.ones(30, np.int32), np.arange(30))
-    keeper.known = 1
-    uses.consume(0, np.arange(n))
-    assert sorted(keeper.victims(10, Need(0, 0)).tolist()) == list(range(30, 40))
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int) -> None:
-    """RecentKeeper against a list in order of the latest release."""
+    """MostRecentFirst against a list in order of the latest release."""
     rng = np.random.default_rng(seed)
     n = 60
     life, pins = np.full(n, ABSENT, np.uint8), np.zeros(n, np.int32)
-    keeper = RecentKeeper(life, pins, [Uses(n)])
+    policy = MostRecentFirst(life, pins, [NextUses(n)])
     release = np.zeros(n, np.int64)  # when each was released last
     for now in range(1, 200):
         ids = rng.integers(0, n, rng.integers(1, 8))
         life[ids] = RESIDENT
         pins[ids] = 0
         release[ids] = now
-        keeper.released(ids)
+        policy.released(ids)
         pins[rng.integers(0, n, 3)] = 1
-        keeper.stale = bool(rng.random() < 0.05) or keeper.stale
-        out = keeper.victims(int(rng.integers(0, 7)), Need(0, now))
+        if rng.random() < 0.05:
+            policy.replanned()
+        out = policy.victims(int(rng.integers(0, 7)), now)
         assert len(set(out.tolist())) == len(out)
         assert ((life[out] == RESIDENT) & (pins[out] == 0)).all()
         life[out] = ABSENT
@@ -217,7 +191,7 @@ def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int
             if life[x] == RESIDENT and rng.random() < 0.5:
                 pins[x] = 0
                 release[x] = now
-                keeper.released(np.array([x]))
+                policy.released(np.array([x]))
         left = np.flatnonzero((life == RESIDENT) & (pins == 0) & (release < now))
         if len(out) and len(left):
             assert release[out].min() >= release[left].max() or (release[out] == now).any()
@@ -226,29 +200,29 @@ def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int
 def test_a_reader_of_one_step_at_a_time_loses_the_latest_first() -> None:
     n = 10
     life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
-    keeper = RecentKeeper(life, pins, [Uses(n)])
+    policy = MostRecentFirst(life, pins, [NextUses(n)])
     for x in range(n):
-        keeper.released(np.array([x]))
-    keeper.released(np.array([3, 3]))
+        policy.released(np.array([x]))
+    policy.released(np.array([3, 3]))
     pins[9] = 1
-    assert keeper.victims(3, Need(0, 0)).tolist() == [3, 8, 7]
+    assert policy.victims(3, 0).tolist() == [3, 8, 7]
     life[[3, 8, 7]] = ABSENT
     pins[9] = 0
-    keeper.stale = True
-    assert sorted(keeper.victims(2, Need(0, 0)).tolist()) == [6, 9]
+    policy.replanned()
+    assert sorted(policy.victims(2, 0).tolist()) == [6, 9]
 
 
-@pytest.mark.parametrize("kind", [EpochKeeper, FarKeeper, RecentKeeper])
+@pytest.mark.parametrize("kind", [PlannedEviction, FarthestNextUse, MostRecentFirst])
 def test_a_keeper_that_nobody_needs_is_gone_at_once(kind: Any) -> None:
     """It has dozens of bytes an object; the collector comes to old rings once in hours, if ever."""
-    life, pins, uses = np.full(9, RESIDENT, np.uint8), np.zeros(9, np.int32), Uses(9)
-    clock = [lambda: [(1.0, 0.0)]] if kind is FarKeeper else []
-    keeper = kind(life, pins, uses if kind is EpochKeeper else [uses], *clock)
-    assert len(keeper.victims(3, Need(0, -1))) == 3
-    known = weakref.ref(keeper)
+    life, pins, uses = np.full(9, RESIDENT, np.uint8), np.zeros(9, np.int32), NextUses(9)
+    clock = [lambda: [(1.0, 0.0)]] if kind is FarthestNextUse else []
+    policy = kind(life, pins, uses if kind is PlannedEviction else [uses], *clock)
+    assert len(policy.victims(3, -1)) == 3
+    known = weakref.ref(policy)
     gc.disable()
     try:
-        del keeper
+        del policy
         assert known() is None
     finally:
         gc.enable()
@@ -256,14 +230,14 @@ def test_a_keeper_that_nobody_needs_is_gone_at_once(kind: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
-    """FarKeeper over two plans against a scan of all residents."""
+    """FarthestNextUse over two plans against a scan of all residents."""
     rng = np.random.default_rng(seed)
     n = 80
     life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
-    jobs, lines = [Uses(n), Uses(n)], [(1.0, 0.0), (float(rng.integers(1, 4)), 7.0)]
+    jobs, lines = [NextUses(n), NextUses(n)], [(1.0, 0.0), (float(rng.integers(1, 4)), 7.0)]
     for uses in jobs:
         uses.extend(0, np.arange(n, dtype=np.int32), rng.permutation(n))
-    keeper = FarKeeper(life, pins, jobs, lambda: lines)
+    policy = FarthestNextUse(life, pins, jobs, lambda: lines)
 
     def due(x: int) -> float:
         found = []
@@ -277,12 +251,12 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
         for uses in jobs:
             ids = np.flatnonzero(uses.due[:] == step)
             uses.consume(0, ids)
-            keeper.released(ids[life[ids] == RESIDENT])
+            policy.released(ids[life[ids] == RESIDENT])
         assert [uses.beyond for uses in jobs] == ends
-        need = Need(0, int(rng.integers(step, 3 * n)))
-        out = keeper.victims(int(rng.integers(0, 4)), need).tolist()
+        need = int(rng.integers(step, 3 * n))
+        out = policy.victims(int(rng.integers(0, 4)), need).tolist()
         rest = [x for x in np.flatnonzero(life == RESIDENT).tolist() if x not in out]
-        assert all(due(x) > need.step for x in out)
+        assert all(due(x) > need for x in out)
         if out:
             assert min(int(due(x)) for x in out) >= max((int(due(x)) for x in rest), default=0)
         life[out] = ABSENT
@@ -313,42 +287,59 @@ def test_a_tray_gives_the_tightest_fits_there_are(seed: int) -> None:
 def test_who_makes_room_for_another_has_it_and_is_read_no_more_in_this_epoch(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, steps, batch = 120, 20, 6
-    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), Uses(n)
+    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), NextUses(n)
     room = rng.integers(10, 100, n)
-    keeper = EpochKeeper(life, pins, uses, room=room)
+    policy = PlannedEviction(life, pins, uses, room=room)
     plans = [rng.permutation(n).reshape(steps, batch) for _ in range(4)]
     for epoch in range(4):
         numbers = np.repeat(np.arange(steps, dtype=np.int32) + epoch * steps, batch)
         uses.extend(epoch, numbers, plans[epoch].ravel())
-    keeper.known, keeper.begin = 3, 2
     for epoch in range(4):
-        for step, ids in enumerate(plans[epoch]):
+        for ids in plans[epoch]:
             life[ids] = RESIDENT
             uses.consume(epoch, ids)
-            if epoch > keeper.epoch:
-                keeper.turn(epoch)
-            keeper.released(ids)
+            policy.turn(uses, epoch)
+            policy.released(ids, read=True)
             pins[:] = rng.random(n) < 0.1
             wants = rng.integers(10, 110, rng.integers(0, 5))
-            out = keeper.fitting(wants, Need(epoch, epoch * steps + step))
+            out = policy.fitting(wants, stalled=bool(rng.random() < 0.5))
             got = out[out >= 0]
             assert len(set(got.tolist())) == len(got)
             assert (room[got] >= wants[out >= 0]).all()
             assert ((life[got] == RESIDENT) & (pins[got] == 0)).all()
             assert (uses.due[got] >= (epoch + 1) * steps).all()  # law L1
+            policy.left(got)
             life[got] = ABSENT
             room[got] = rng.integers(10, 100, len(got))
 
 
-def test_what_the_next_epoch_begins_with_leaves_last() -> None:
-    n = 100
-    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), Uses(n)
-    keeper = EpochKeeper(life, pins, uses)
-    numbers = np.repeat(np.arange(10, dtype=np.int32), 10)
-    for epoch in (0, 1):
-        uses.extend(epoch, numbers + 10 * epoch, np.arange(n))
-    keeper.known, keeper.begin = 1, 3
-    uses.consume(0, np.arange(n))
-    keeper.released(np.arange(n))
-    assert keeper.victims(70, Need(0, 9)).min() == 30
-    assert sorted(keeper.victims(99, Need(0, 9)).tolist()) == list(range(30))
+@pytest.mark.parametrize(("alike", "most"), [(True, 3), (False, 9)])
+def test_a_plan_and_its_keeper_take_few_bytes_per_object(alike: bool, most: int) -> None:
+    """Beside the state of each object (5 bytes, and 8 for its room where sizes differ)."""
+    n, batch = 100_000, 100
+    rng = np.random.default_rng(0)
+    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), NextUses(n)
+    orders = [rng.permutation(n) for _ in range(2)]
+    steps = np.repeat(np.arange(n // batch, dtype=np.int32), batch)
+    for epoch, ids in enumerate(orders):
+        uses.extend(epoch, steps + np.int32(epoch * n // batch), ids)
+    size = np.ones(1 if alike else n, np.int64)
+    facts = Facts(uses, 0, 1, orders[1:], n // 2, float(n), size)
+    room = None if alike else np.ones(n, np.int64)
+    tracemalloc.start()
+    try:
+        policy = PlannedEviction(life, pins, uses, room)
+        turn = policy.question(facts)
+        assert turn is not None
+        policy.answer(turn, planned(turn))
+        del turn  # the session has its orders anyway
+        for ids in orders[0].reshape(-1, batch):
+            uses.consume(0, ids)
+            policy.released(ids, read=True)
+            gone = policy.victims(batch // 2, 0)
+            policy.left(gone)
+            life[gone] = ABSENT
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken <= most * n

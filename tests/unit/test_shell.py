@@ -10,7 +10,6 @@ import resource
 import select
 import socket
 import threading
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,27 +18,33 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from creel.cache import board
-from creel.cache.arena import Arena
-from creel.cache.board import BOARD_NBYTES, HEARTBEAT, WANTED, Board, sealed_memfd
-from creel.cache.manifest import Manifest
-from creel.cache.source import Read, Source
+from creel.cache.memory import shared_words
+from creel.cache.memory.arena import Arena
+from creel.cache.memory.shared_words import (
+    BOARD_NBYTES,
+    HEARTBEAT,
+    WANTED,
+    SharedWords,
+    sealed_memfd,
+)
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Read, Source
 from creel.config import Config
-from creel.daemon import fetch
-from creel.daemon.events import (
-    Discard,
-    Fetch,
-    Move,
-    Store,
+from creel.daemon.core.events import (
+    DiscardFetch,
+    FetchObjects,
+    MoveObjects,
+    StoreObjects,
     Tick,
 )
-from creel.daemon.fetch import Fetcher
-from creel.daemon.local import Desk
-from creel.daemon.node import Node
-from creel.daemon.registry import Dataset, Registry, Session
+from creel.daemon.service import fetcher
+from creel.daemon.service.control_socket import ControlSocket
+from creel.daemon.service.fetcher import Fetcher
+from creel.daemon.service.node import Node
+from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
 from creel.errors import UnavailableError
 from creel.messages import Extend, Open
-from creel.settings import Memory
+from creel.settings import MemorySettings
 from kit import descriptors, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,7 +63,7 @@ def test_the_shell_stores_bytes_and_then_publishes() -> None:
 
     offset = np.full(3, -1, np.int64).view(Watched)
     ids, places = np.array([2, 0, 1], np.int32), np.array([4, 9, 11])
-    assert fetcher.store(Store(7, "d", ids, places), offset) == 3
+    assert fetcher.store(StoreObjects(7, "d", ids, places), offset) == 3
     assert offset.tolist() == [9, 11, 4]
     assert fetcher.held_nbytes() == 0
 
@@ -79,10 +84,10 @@ def test_a_machine_without_memory_stores_no_more_and_says_so_once(
     monkeypatch.setattr(arena, "write", short)
     offset = np.full(4, -1, np.int64)
     places = np.array([4, 9, 20])
-    assert fetcher.store(Store(7, "d", np.array([2, 0, 1], np.int32), places), offset) == 1
+    assert fetcher.store(StoreObjects(7, "d", np.array([2, 0, 1], np.int32), places), offset) == 1
     assert offset.tolist() == [-1, -1, 4, -1]
-    assert fetcher.store(Store(7, "d", np.array([3], np.int32), np.array([9])), offset) == 0
-    fetcher.discard(Discard(7))
+    assert fetcher.store(StoreObjects(7, "d", np.array([3], np.int32), np.array([9])), offset) == 0
+    fetcher.discard(DiscardFetch(7))
     assert fetcher.held_nbytes() == 0
     assert caplog.text.count("no memory") == 1
 
@@ -93,7 +98,7 @@ def test_the_shell_moves_overlapping_bytes_in_order_and_then_publishes() -> None
     fetcher = Fetcher(arena, lambda _: None)
     offset = np.full(3, -1, np.int64)
     src, dst, nbytes = np.array([[30, 50], [20, 60], [25, 20]])
-    fetcher.move(Move("d", np.array([2, 0], np.int32), src, dst, nbytes), offset)
+    fetcher.move(MoveObjects("d", np.array([2, 0], np.int32), src, dst, nbytes), offset)
     assert arena.array[20:45].tolist() == [*range(30, 55)]
     assert arena.array[60:80].tolist() == [*range(50, 70)]
     assert offset.tolist() == [60, -1, 20]
@@ -102,26 +107,25 @@ def test_the_shell_moves_overlapping_bytes_in_order_and_then_publishes() -> None
 @pytest.mark.parametrize("draining", [True, False])
 def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -> None:
     """READY stays up for those who hang up then, and readers of theirs may still be copying."""
-    config = Config(memory=Memory(budget="1MiB", prefault=False))
+    config = Config(memory=MemorySettings(budget="1MiB", prefault=False))
     node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
     manifest = Manifest.of_files(["/a", "/b"])
-    dataset = Dataset.create(manifest, Source(manifest))
+    dataset = DatasetRecord.create(manifest, Source(manifest), 1 << 20)
     node.registry.add(dataset)
     offset = dataset.table.offset
-    offset[:] = -1
     node.arena.array[:50] = 7
     if draining:
         node.state = "draining"
     ids, at = np.array([1], np.int32), np.array([100])
     node.fetcher._held[3] = {0: b"x" * 50}
-    move = Move(dataset.key, ids, at * 0, at, at // 2)
+    move = MoveObjects(dataset.key, ids, at * 0, at, at // 2)
     with mock.patch.object(node.core, "handle") as handle:
-        handle.return_value = [move, Store(3, dataset.key, ids * 0, at * 2)]
+        handle.return_value = [move, StoreObjects(3, dataset.key, ids * 0, at * 2)]
         node.feed(Tick())
     # Who decides is not asked: what it thought done and was not would put its tables wrong.
     assert handle.called is not draining
     assert bool(node.arena.array.sum() > 50 * 7) is not draining
-    assert (offset.tolist() == [-1, -1]) is draining
+    assert (offset[:].tolist() == [-1, -1]) is draining
     node.close()
 
 
@@ -129,7 +133,7 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
     """Limits on processes count threads, too. Readers wait for what is not fetched."""
     (tmp_path / "x").write_bytes(b"x" * 3000)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    config = Config(memory=Memory(budget="1MiB", prefault=True))
+    config = Config(memory=MemorySettings(budget="1MiB", prefault=True))
     node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
     answers: list[Any] = []
     refused = RuntimeError("can't start new thread")
@@ -151,7 +155,7 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
     """Else all that become free go, one for each who asks; who asks keeps what it has."""
     registry = Registry(max_datasets=1, max_sessions=1)
     manifest = Manifest.of_files(["/a"])
-    registry.add(Dataset.create(manifest, Source(manifest)))
+    registry.add(DatasetRecord.create(manifest, Source(manifest), 1 << 20))
     before = descriptors()
     none = OSError(errno.EMFILE, "Too many open files")
     with mock.patch("mmap.mmap", side_effect=none), pytest.raises(UnavailableError, match="Too"):
@@ -162,18 +166,18 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
 
 def test_the_heart_beats_between_events_of_one_turn() -> None:
     """Many plans in one turn, or many clients that leave, are no reason to give a daemon up."""
-    config = Config(memory=Memory(budget="1MiB", prefault=False))
+    config = Config(memory=MemorySettings(budget="1MiB", prefault=False))
     node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
     manifest = Manifest.of_files(["/a"])
     node.register("token", lambda: manifest, lambda _: None)
     until(lambda: manifest.key in node.registry.datasets, what="the registrar is through")
     session = node.open("token", Open(manifest.key))
     slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
-    with mock.patch("creel.daemon.node.time.monotonic", side_effect=slow):
+    with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
         for _ in range(3):
-            session.board[HEARTBEAT] = 0
+            session.words[HEARTBEAT] = 0
             node.feed(Tick())
-            assert session.board[HEARTBEAT] > 0
+            assert session.words[HEARTBEAT] > 0
     node.close()
 
 
@@ -181,7 +185,7 @@ def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Pat
     with select.epoll() as epoll, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         address = str(tmp_path / "desk")
         host: Any = None  # nobody gets as far as to ask it
-        desk = Desk(address, host, epoll, limit=4)
+        control_socket = ControlSocket(address, host, epoll, limit=4)
         client.connect(address)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(
@@ -189,31 +193,31 @@ def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Pat
         )
         try:
             taken = _all_free()
-            assert epoll.poll(0) == [(desk.fd, select.EPOLLIN)]
-            desk.ready(desk.fd, 0.0)
+            assert epoll.poll(0) == [(control_socket.fd, select.EPOLLIN)]
+            control_socket.ready(control_socket.fd, 0.0)
             assert epoll.poll(0) == []
-            assert desk.clients == 0
+            assert control_socket.clients == 0
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in taken:
             os.close(fd)
-        desk.sweep(1.0)
-        assert epoll.poll(0) == [(desk.fd, select.EPOLLIN)]
-        desk.ready(desk.fd, 1.0)
-        assert len(desk._connections) == 1
-        desk.close()
+        control_socket.sweep(1.0)
+        assert epoll.poll(0) == [(control_socket.fd, select.EPOLLIN)]
+        control_socket.ready(control_socket.fd, 1.0)
+        assert len(control_socket._connections) == 1
+        control_socket.close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ENOBUFS, errno.ENFILE])
 def test_who_knocks_while_the_system_is_short_ends_no_daemon(number: int, tmp_path: Path) -> None:
     with select.epoll() as epoll:
         host: Any = None
-        desk = Desk(str(tmp_path / "desk"), host, epoll, limit=8)
-        with mock.patch.object(desk, "_listener") as listener:
+        control_socket = ControlSocket(str(tmp_path / "desk"), host, epoll, limit=8)
+        with mock.patch.object(control_socket, "_listener") as listener:
             listener.accept.side_effect = OSError(number, os.strerror(number))
-            desk.ready(desk.fd, 0.0)
-        assert desk._deaf
-        desk.close()
+            control_socket.ready(control_socket.fd, 0.0)
+        assert control_socket._deaf
+        control_socket.close()
 
 
 def _all_free() -> list[int]:
@@ -222,39 +226,6 @@ def _all_free() -> list[int]:
         while True:
             fds.append(os.dup(0))
     return fds
-
-
-@pytest.mark.parametrize(
-    ("seconds", "cpu", "user", "most"),
-    [
-        (0.002, 0.002, 0.002, 1),  # computes, and holds the interpreter
-        (0.002, 0.002, 0.0002, fetch._CORES),  # the system copies: at once, on every core
-        (0.004, 0.002, 0.0002, fetch._CORES),  # and waits for others who copy
-        (0.2, 0.001, 0.001, 32),  # a far round trip
-    ],
-)
-def test_no_more_threads_than_are_of_use(
-    seconds: float, cpu: float, user: float, most: int, tmp_path: Path
-) -> None:
-    room, source = fetch._Room(64), Source(Manifest.of_files(["x"], root=str(tmp_path)))
-    lane = fetch._Lane("d", source, lambda *_: None, 32, room)
-    lane._waiting = 1 << 20
-    for _ in range(2000):
-        lane._measure(10, seconds, cpu, user)
-    assert min(lane._spare(), 32) == most
-    if most <= fetch._CORES:  # as many are at work: no more
-        lane._began = dict.fromkeys(range(most), time.monotonic() + 60)  # none of them hangs
-        assert lane._spare() <= 0
-
-
-def test_far_reads_have_their_threads_though_as_many_are_quick(tmp_path: Path) -> None:
-    """Half of the records come from the page cache, half take 5 ms: one by one that is 2.7 each."""
-    room, source = fetch._Room(64), Source(Manifest.of_files(["x"], root=str(tmp_path)))
-    lane = fetch._Lane("d", source, lambda *_: None, 32, room)
-    lane._waiting = 1 << 20
-    for far in np.random.default_rng(1).permutation([True, False] * 1000).tolist():
-        lane._measure(1, *((0.0053, 0.0003, 0.0002) if far else (0.0001, 0.0001, 0.0001)))
-    assert lane._spare() >= 3
 
 
 def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
@@ -281,7 +252,7 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     source: Any = Quick()
     fetcher.add("d", source)
     ids, ones = np.arange(2000, dtype=np.int32), np.ones(2000, np.int64)
-    fetcher.submit(Fetch(1, "d", ids, np.arange(2000), ones, 0.0))
+    fetcher.submit(FetchObjects(1, "d", ids, np.arange(2000), ones, 0.0))
     assert (done.get(timeout=60).nbytes == 1).all()
     assert sum(Quick.parts) == 2000
     assert Quick.parts[0] < Quick.parts[-2]
@@ -334,26 +305,26 @@ def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Pat
 
 
 def test_portions_fill_a_buffer_and_no_more_than_one_object_is_over() -> None:
-    full = fetch._SCRATCH_NBYTES
-    assert [len(p) for p in fetch._portions(np.arange(128), np.full(128, full // 64))] == [64, 64]
+    full = fetcher._SCRATCH_NBYTES
+    assert [len(p) for p in fetcher._portions(np.arange(128), np.full(128, full // 64))] == [64, 64]
     length = np.random.default_rng(0).integers(0, full // 3, 200)
     length[50] = full + 7
     where = np.flatnonzero(np.arange(200) % 3)
-    portions = fetch._portions(where, length)
+    portions = fetcher._portions(where, length)
     assert np.concatenate(portions).tolist() == where.tolist()
     assert max(int(length[p[1:]].sum()) for p in portions) <= full
-    assert fetch._portions(where[:0], length) == []
+    assert fetcher._portions(where[:0], length) == []
 
 
 def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
     """Else the next plan's step of that number would count as a stall before its time."""
     fd = sealed_memfd("board", BOARD_NBYTES)
-    board = Board(fd)
-    session = Session(1, "token", mock.Mock(), Open("d"), board, fd, steps=10)
+    words = SharedWords(fd)
+    session = SessionRecord(1, "token", mock.Mock(), Open("d"), words, fd, steps=10)
     assert session.wait(b"who", 1, 7)
-    board[WANTED] = 9
+    words[WANTED] = 9
     assert session.progress() == (0, 9)
-    board[WANTED] = 3  # as its client's `truncate` does
+    words[WANTED] = 3  # as its client's `truncate` does
     session.truncate(3)
     session.steps = 10  # another plan
     assert session.progress() is None
@@ -364,7 +335,7 @@ def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
 
 def test_each_word_of_a_board_has_a_number_of_its_own() -> None:
     sizes = {"ABSENT", "BOARD_NBYTES"}
-    words = {k: v for k, v in vars(board).items() if k.isupper() and isinstance(v, int)}
-    numbers = [v for k, v in words.items() if k not in sizes]
+    constants = {k: v for k, v in vars(shared_words).items() if k.isupper() and isinstance(v, int)}
+    numbers = [v for k, v in constants.items() if k not in sizes]
     assert len(numbers) > 8
     assert len(set(numbers)) == len(numbers)

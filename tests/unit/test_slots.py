@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from creel.cache.slots import ALIGN, Buffer, Slot, SlotReader, SlotWriter
+from creel.cache.memory.slots import ALIGN, Buffer, Slot, SlotReader, SlotWriter
 from creel.errors import IllegalEventError
 from kit import descriptors
 
@@ -176,7 +176,7 @@ def test_a_closed_reader_gives_nothing_back(writer: SlotWriter, reader: SlotRead
 
 def test_a_tensor_alive_at_exit_does_no_harm() -> None:
     code = (
-        "import atexit, sys, torch; from creel.cache.slots import *\n"
+        "import atexit, sys, torch; from creel.cache.memory.slots import *\n"
         "w, r = SlotWriter(), SlotReader(); s, _ = w.room(9999); w.seal()\n"
         "[r.adopt(*one) for one in w.unsent()]\n"
         "t = torch.frombuffer(r.lease(s.id), dtype=torch.uint8)\n"

@@ -17,16 +17,16 @@ import stamina
 from numpy.typing import NDArray
 from stamina import instrumentation
 
-from creel.cache import patience
-from creel.cache.manifest import Manifest
-from creel.cache.patience import Patience, source_error, transient
-from creel.cache.source import Source
-from creel.cache.stores import Filled, LocalStore, Place, Run
+from creel.cache.storage import retry
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.retry import RetryPolicy, source_error, transient
+from creel.cache.storage.source import Source
+from creel.cache.storage.stores import Filled, LocalStore, Place, Run
 from creel.errors import SourceError
 from kit import descriptors
 
 pytestmark = pytest.mark.timeout(120)
-_QUICK = Patience(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
+_QUICK = RetryPolicy(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
 
 
 def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
@@ -460,7 +460,7 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     """The object-store path, over pyarrow's own local file system."""
     from pyarrow import fs
 
-    from creel.cache.remote import _ArrowStore
+    from creel.cache.storage.remote import _ArrowStore
 
     (tmp_path / "x").write_bytes(b"0123456789")
     store = _ArrowStore.__new__(_ArrowStore)
@@ -489,7 +489,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
         raise OSError(errno.EIO, "the disk coughs", place.uri)
 
     monkeypatch.setattr(LocalStore, "read", fail)
-    monkeypatch.setattr(patience, "_told", {})
+    monkeypatch.setattr(retry, "_told", {})
     return Source(folder(tmp_path, [1, 1])[0], _QUICK)
 
 
@@ -522,7 +522,7 @@ def test_the_persons_own_stamina_is_left_alone(
         assert instrumentation.get_on_retry_hooks() == hooks
     finally:
         instrumentation.set_on_retry_hooks(None)
-    assert [name.startswith("creel.cache.patience") for name in seen] == [True, False]
+    assert [name.startswith("creel.cache.storage.retry") for name in seen] == [True, False]
     assert [r.message for r in caplog.records if r.name == "stamina"] == ["stamina.retry_scheduled"]
 
 

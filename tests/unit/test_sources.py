@@ -26,14 +26,14 @@ from torch.utils.data import (
 )
 
 import creel
-from creel.cache.board import ABSENT
-from creel.cache.manifest import Manifest
-from creel.cache.source import Source
+from creel.cache.memory.shared_words import ABSENT
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source
 from creel.errors import ConfigError
-from creel.loader.adapters import Declared
+from creel.loader.binding.adapters import Declared
+from creel.loader.binding.bind import Binding, bind, bindable
+from creel.loader.buffers import Ring
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
-from creel.loader.gather import Ring
-from creel.loader.sources import Binding, bind, bindable
 from folders import folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -268,7 +268,7 @@ def test_a_range_is_not_spread_out_to_be_compared(
     tree = Subset(files(tmp_path, "a", 5, decode=len), range(1, 4))
     binding = bound(tree)
     with monkeypatch.context() as patch:
-        patch.setattr("creel.loader.tree.np.asarray", None)
+        patch.setattr("creel.loader.binding.tree.np.asarray", None)
         assert binding.current()
     for other in (range(4), [1, 2, 4], range(1, 3)):
         tree.indices = other

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.extents import ABSENT, Extents, evacuate
-from creel.cache.space import FixedPool, Lengths, PagedPool, Space, page_size
+from creel.cache.memory.allocator import Allocator, FixedPool, Lengths, PagedPool, page_size
+from creel.cache.memory.free_ranges import ABSENT, FreeRanges, evacuate
 from creel.errors import IllegalEventError
 
 Sizes = NDArray[np.int64]
@@ -32,7 +32,7 @@ def lognormal(rng: np.random.Generator, n: int) -> Sizes:
 
 @pytest.mark.parametrize("record", [1, 7, 3072, 3073, 150_528])
 def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
-    space = Space(400_000)
+    space = Allocator(400_000)
     pool = space.pool(Lengths.of(np.full(9, record)))
     assert isinstance(pool, FixedPool)
     n = 400_000 // record
@@ -44,21 +44,21 @@ def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
 
 
 def test_a_record_larger_than_the_space_finds_no_room() -> None:
-    space = Space(1000)
+    space = Allocator(1000)
     pool = space.pool(Lengths.of(np.full(3, 1001)))
     assert pool.alloc(np.full(3, 1001)).tolist() == [ABSENT] * 3
     space.check()
 
 
 def test_in_a_fixed_pool_a_longer_object_finds_no_room_and_a_shorter_takes_a_record() -> None:
-    space = Space(1000)
+    space = Allocator(1000)
     pool = space.pool(Lengths.of(np.full(3, 100)))
     assert pool.alloc(sizes(100, 101, 40, 100)).tolist() == [0, ABSENT, 100, 200]
     assert pool.used == 300
 
 
 def test_empty_objects_have_room() -> None:
-    space = Space(100)
+    space = Allocator(100)
     pool = space.pool(Lengths.of(np.zeros(5, np.int64)))
     got = pool.alloc(np.zeros(5, np.int64))
     assert len(set(got.tolist())) == 5
@@ -71,7 +71,7 @@ def test_empty_objects_have_room() -> None:
 def test_freeing_what_is_not_in_use_is_our_bug_and_changes_nothing(
     offsets: list[int], lengths: list[int]
 ) -> None:
-    space = Space(1000)
+    space = Allocator(1000)
     pool = space.pool(Lengths.of(sizes(*lengths)))
     pool.alloc(np.full(2, 100))
     used = pool.used
@@ -82,7 +82,7 @@ def test_freeing_what_is_not_in_use_is_our_bug_and_changes_nothing(
 
 
 def test_an_empty_slab_goes_to_another_pool() -> None:
-    space = Space(1_000_000)
+    space = Allocator(1_000_000)
     first, second = space.pool(Lengths.of(np.full(2, 1000))), space.pool(Lengths.of(sizes(5, 6)))
     third = space.pool(Lengths.of(np.full(2, 777)))
     everything = first.alloc(np.full(1000, 1000))
@@ -95,7 +95,7 @@ def test_an_empty_slab_goes_to_another_pool() -> None:
 
 
 def test_a_pool_goes_when_it_holds_nothing() -> None:
-    space = Space(10_000)
+    space = Allocator(10_000)
     pool = space.pool(Lengths.of(np.full(2, 10)))
     got = pool.alloc(sizes(10))
     with pytest.raises(IllegalEventError):
@@ -111,7 +111,7 @@ def test_a_pool_goes_when_it_holds_nothing() -> None:
 
 @pytest.mark.parametrize("lengths", [[], [-1, -1], [10, -1], [10, 11]])
 def test_lengths_that_differ_or_are_unknown_make_a_paged_pool(lengths: list[int]) -> None:
-    assert isinstance(Space(1000).pool(Lengths.of(sizes(*lengths))), PagedPool)
+    assert isinstance(Allocator(1000).pool(Lengths.of(sizes(*lengths))), PagedPool)
 
 
 @pytest.mark.parametrize("mean", [100, 3_000, 110_000, 10**6])
@@ -122,7 +122,7 @@ def test_a_page_wastes_at_most_a_twentieth_or_one_page(mean: int) -> None:
 
 
 def test_a_large_object_without_room_does_not_keep_out_a_small_one() -> None:
-    space = Space(10_000)
+    space = Allocator(10_000)
     pool = space.pool(Lengths.of(sizes(1000, 9000)))
     got = pool.alloc(sizes(5000, 9000, 1000))
     assert got[1] == ABSENT
@@ -130,7 +130,7 @@ def test_a_large_object_without_room_does_not_keep_out_a_small_one() -> None:
 
 
 def test_freed_neighbours_become_one() -> None:
-    space = Space(64 * 100)
+    space = Allocator(64 * 100)
     pool = space.pool(Lengths.of(sizes(64, 65)))
     got = pool.alloc(np.full(100, 64))
     for i in np.random.default_rng(0).permutation(100):
@@ -142,7 +142,7 @@ def test_freed_neighbours_become_one() -> None:
 def test_of_very_many_neighbours_go_back_together() -> None:
     """A dataset of a million files is forgotten in a moment: the daemon's loop waits for it."""
     rng = np.random.default_rng(0)
-    space = Space(1 << 30)
+    space = Allocator(1 << 30)
     pool = space.pool(Lengths.of(sizes(100_000, 90_000)))
     nbytes = rng.integers(1000, 100_000, 9_000)
     held = pool.alloc(nbytes)
@@ -158,7 +158,7 @@ def test_of_very_many_neighbours_go_back_together() -> None:
 
 
 def test_best_fit_takes_the_smallest_hole() -> None:
-    space = Space(64 * 20)
+    space = Allocator(64 * 20)
     pool = space.pool(Lengths.of(sizes(64, 65)))
     got = pool.alloc(np.array([5, 1, 3, 1, 10]) * 64)
     pool.free(got[[0, 2]], np.array([5, 3]) * 64)
@@ -169,7 +169,7 @@ def test_best_fit_takes_the_smallest_hole() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_use_by_three_pools_never_gives_a_byte_to_two(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    space = Space(int(rng.integers(1, 2_000_000)))
+    space = Allocator(int(rng.integers(1, 2_000_000)))
     makes: list[Callable[[int], Sizes]] = [
         lambda n: np.full(n, 3073),
         lambda n: rng.integers(0, 9000, n),
@@ -199,7 +199,7 @@ def test_random_use_by_three_pools_never_gives_a_byte_to_two(seed: int) -> None:
 
 
 def test_check_notices_a_lost_byte() -> None:
-    space = Space(1000)
+    space = Allocator(1000)
     space.extents.take(64, 64)
     with pytest.raises(IllegalEventError):
         space.check()
@@ -212,7 +212,7 @@ class Memory:
     """An arena of one paged pool that checks the bytes of its objects, and moves them."""
 
     def __init__(self, nbytes: int, lengths: Sizes) -> None:
-        self.space = Space(nbytes)
+        self.space = Allocator(nbytes)
         pool = self.space.pool(Lengths.of(lengths))
         assert isinstance(pool, PagedPool)
         self.pool = pool
@@ -312,7 +312,7 @@ def test_97_percent_stay_usable_under_churn_of_image_sizes(seed: int) -> None:
 
 
 def test_extents_find_an_aligned_fit_where_one_exists() -> None:
-    extents = Extents(0)
+    extents = FreeRanges(0)
     extents.put(1, 100)  # 64-aligned room: 64..101
     extents.put(200, 56)  # 64-aligned room: none
     extents.put(256 + 64, 64)
@@ -323,7 +323,7 @@ def test_extents_find_an_aligned_fit_where_one_exists() -> None:
 
 
 def test_carved_records_touch_those_of_the_slab_before() -> None:
-    extents = Extents(10_000)
+    extents = FreeRanges(10_000)
     assert extents.carve(700, 3) == (0, 3)
     assert extents.carve(700, 100) == (3, 11)
     assert extents.carve(700, 1) == (0, 0)
@@ -332,7 +332,7 @@ def test_carved_records_touch_those_of_the_slab_before() -> None:
 def test_no_more_is_moved_than_is_allowed() -> None:
     """A hole, an object of 100 bytes, a hole: 300 in one piece once that object is elsewhere."""
     for most, moved in ((100, True), (99, False)):
-        extents = Extents(0)
+        extents = FreeRanges(0)
         for hole in (100, 300, 500):
             extents.put(hole, 100)
         plan = evacuate(extents, np.array([200, 400]), np.array([100, 100]), 300, 1, most)

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from creel.loader.meter import Meter
-from creel.loader.stages import READING, WAITING, divide
+from creel.loader.iterators.meter import Meter
+from creel.loader.workers.stages import READING, WAITING, divide
 
 
 @pytest.mark.parametrize("seed", range(200))

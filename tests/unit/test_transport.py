@@ -24,8 +24,8 @@ from torch.utils.data import _utils, default_collate
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.worker import WorkerInfo
 
-from creel.cache.slots import Slot, SlotReader, SlotWriter
-from creel.loader.transport import Packed, discard, pack, slot_collate, unpack
+from creel.cache.memory.slots import Slot, SlotReader, SlotWriter
+from creel.loader.workers.transport import Packed, discard, pack, slot_collate, unpack
 
 pytestmark = pytest.mark.timeout(180)
 

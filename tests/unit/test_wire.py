@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.wire import Wire, pair
+from creel.loader.workers.channel import Channel, pair
 from kit import descriptors
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,20 +36,20 @@ def test_descriptors_have_any_number(limits: tuple[int, int]) -> None:
     ours, theirs = pair()
     high = socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 1500))
     ours.close()
-    wire, other = Wire(high), Wire(theirs)
-    assert wire.get(0) is None
+    channel, other = Channel(high), Channel(theirs)
+    assert channel.get(0) is None
     other.post(("here",))
-    assert wire.get(20) == (("here",), [])
+    assert channel.get(20) == (("here",), [])
     other.close()
     with pytest.raises(EOFError):
-        wire.get(20)
-    wire.close()
+        channel.get(20)
+    channel.close()
 
 
 def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
     limits: tuple[int, int],
 ) -> None:
-    ours, theirs = map(Wire, pair())
+    ours, theirs = map(Channel, pair())
     ours.post(("board",), [0])
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     with pytest.raises(OSError, match="ulimit -n") as error:
@@ -65,7 +65,7 @@ def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
 
 
 def test_reading_from_an_end_that_was_closed_says_so() -> None:
-    ours, theirs = map(Wire, pair())
+    ours, theirs = map(Channel, pair())
     ours.close()
     for timeout_s in (None, 0, 1):
         with pytest.raises(EOFError, match="this end is closed"):
@@ -76,7 +76,7 @@ def test_reading_from_an_end_that_was_closed_says_so() -> None:
 def test_a_message_that_finds_no_free_descriptor_leaves_none_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ours, theirs = map(Wire, pair())
+    ours, theirs = map(Channel, pair())
     while not ours.congested:  # else it leaves at once, and needs none
         ours.post((bytes(10_000),))
     before = descriptors()
@@ -93,7 +93,7 @@ def test_a_message_that_finds_no_free_descriptor_leaves_none_open(
 def test_without_a_descriptor_a_long_message_goes_in_pieces(
     limits: tuple[int, int], nbytes: int
 ) -> None:
-    ours, theirs = map(Wire, pair())
+    ours, theirs = map(Channel, pair())
     message = (np.random.default_rng(nbytes).bytes(nbytes),)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
     ours.post(message)
@@ -118,7 +118,7 @@ def test_indices_that_are_tensors_take_no_others_along() -> None:
     permutation = torch.randperm(1 << 16)  # 512 KiB
     sparse, floats = torch.eye(3).to_sparse(), torch.ones(2, requires_grad=True)
     batch = [*permutation[:32], permutation[::4096], permutation[:3] > 5, sparse, floats]
-    ours, theirs = map(Wire, pair())
+    ours, theirs = map(Channel, pair())
     ours.post((batch,))
     with socket.fromfd(theirs.fileno(), socket.AF_UNIX, socket.SOCK_SEQPACKET) as packet:
         assert len(packet.recv(1 << 16, socket.MSG_PEEK)) > 100  # it lies in no memfd

@@ -1,0 +1,56 @@
+"""Offsets of a dataset's objects in the arena, stored in as few bytes as possible. Pure."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.free_ranges import ABSENT
+
+
+class Offsets:
+    """(n,) first byte in the arena of each object, or ABSENT; reads and writes like an array.
+
+    Stored as the record number plus one, with 0 for ABSENT.
+
+    >>> offset = Offsets(np.zeros(3, np.int32), 10)
+    >>> offset[np.array([1])] = np.array([70])
+    >>> offset[:].tolist(), int(offset[1])
+    ([-1, 70, -1], 70)
+    """
+
+    __slots__ = ("_record", "_words")
+
+    def __init__(self, words: NDArray[np.signedinteger], record: int) -> None:
+        """words: (n,) zeros; record: bytes, 1 or more, of which all offsets are multiples."""
+        self._words = words
+        self._record = record
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, ids: NDArray[np.integer] | slice | int) -> NDArray[np.int64]:
+        out: NDArray[np.int64] = np.subtract(self._words[ids], 1, dtype=np.int64)
+        return out if self._record == 1 else np.maximum(out * self._record, ABSENT)
+
+    def rows(self, ids: NDArray[np.integer], nbytes: int) -> NDArray[np.int64] | None:
+        """(k > 0,) number of each object's row, where the arena is rows of `nbytes`.
+
+        None if an object is absent, or does not begin where a row does.
+        """
+        if self._record == nbytes:  # rows are what is stored: a third of the time
+            row: NDArray[np.int64] = np.subtract(self._words.take(ids), 1, dtype=np.int64)
+            return None if row.min() < 0 else row
+        row, rest = np.divmod(self[ids], nbytes)
+        return None if np.count_nonzero(rest) or row.min() < 0 else row
+
+    def __setitem__(
+        self, ids: NDArray[np.integer] | slice | int, offset: NDArray[np.int64] | int
+    ) -> None:
+        self._words[ids] = offset // self._record + 1
+
+
+#: Offsets, or an array of them.
+Places: TypeAlias = "Offsets | NDArray[np.int64]"

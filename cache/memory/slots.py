@@ -1,0 +1,423 @@
+"""Slots: reusable shared buffers that carry finished batches from a worker to its trainer.
+
+The worker makes a slot (a prefaulted memfd), hands over its descriptor once, and writes a batch
+into it. The trainer wraps it as tensors without a copy; when the last of them dies, the slot's id
+goes back to the worker, which writes the next batch there. Fresh shared memory costs a page fault
+for every 4 KiB, far more than the copy itself, so slots must be reused.
+
+The policy: a worker keeps at most `max_slots` slots of at most `max_nbytes` together. When all are
+in use, a batch goes into a *one-off* slot, freed with its last tensor: slower, but nothing waits.
+Slots much larger than any recent batch are freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import mmap
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from creel.cache.memory.shared_words import sealed_memfd
+from creel.errors import IllegalEventError
+from creel.forks import at_fork
+
+ALIGN = 64  # bytes: a cache line, and the alignment of torch's own allocator
+_MEMORY = 64  # number of recent batches that a slot's size is compared with
+_TOO_LARGE = 4  # a slot of more than this many times the largest of them is freed
+# Windows has neither; it imports this module but makes no slots.
+_POPULATE = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
+
+
+#: What tensors and arrays over a slot keep alive, to end with the last of them. Not a numpy array:
+#: a view of a numpy view refers to the base below, so the array could die before its views.
+Buffer: TypeAlias = "ctypes.Array[ctypes.c_char]"
+
+
+def _buffer(mapping: mmap.mmap | bytearray) -> Buffer:
+    return (ctypes.c_char * len(mapping)).from_buffer(mapping)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A slot as the worker sees it. `address` is where it is mapped in the worker."""
+
+    id: int
+    fd: int
+    nbytes: int
+    once: bool
+    mapping: mmap.mmap
+    address: int
+    filled: int = 0  # bytes used by the current batch
+    away: bool = False  # whether the trainer has it
+    # The exporter that tensors made here over the slot (by collate) keep alive.
+    local: weakref.ref[Buffer] | None = None
+
+    def buffer(self) -> Buffer:
+        """Return the exporter for tensors over the slot in the worker."""
+        buffer = self.local() if self.local is not None else None
+        if buffer is None:
+            buffer = _buffer(self.mapping)
+            self.local = weakref.ref(buffer)
+        return buffer
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is unused, by the trainer and by tensors made here."""
+        return not self.away and (self.local is None or self.local() is None)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory is freed with the last mapping."""
+        os.close(self.fd)
+        with contextlib.suppress(BufferError):  # a tensor made here still uses it
+            self.mapping.close()
+
+
+class SlotWriter:
+    """The worker's side. Not thread-safe.
+
+    To write a batch, call `room` as often as needed, then `seal`, which returns its slots; or
+    `abandon` instead of `seal` after an error.
+    """
+
+    def __init__(self, *, max_slots: int = 8, max_nbytes: int = 1 << 30) -> None:
+        """Keep at most `max_slots` slots, of at most `max_nbytes` together."""
+        self._max_slots = max_slots
+        self._max_nbytes = max_nbytes
+        self._ids = itertools.count()
+        self._slots: dict[int, Slot] = {}
+        self._open: list[Slot] = []  # of the current batch
+        self._unsent: list[Slot] = []
+        self._spent: list[Slot] = []  # one-offs that were handed over
+        self._retired: list[int] = []
+        self._batches: deque[int] = deque(maxlen=_MEMORY)
+        self._until_trim = _MEMORY
+        self._expected = 0  # bytes of the largest recent batch
+        self._limit = 0  # slots of more bytes are freed when they come back
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all kept slots."""
+        return sum(slot.nbytes for slot in self._slots.values())
+
+    def room(self, nbytes: int) -> tuple[Slot, int]:
+        """A slot and an offset in it (a multiple of ALIGN) for `nbytes` of the current batch.
+
+        Raises:
+            OSError: the machine has no memory left.
+        """
+        for slot in self._open:
+            at = -(-slot.filled // ALIGN) * ALIGN
+            if at + nbytes <= slot.nbytes:
+                slot.filled = at + nbytes
+                return slot, at
+        slot = self.take(max(nbytes, 1))
+        slot.filled = nbytes
+        return slot, 0
+
+    def take(self, nbytes: int) -> Slot:
+        """Add a slot of at least `nbytes` to the current batch. Raises as `room`."""
+        self._close_spent()
+        want = max(nbytes, 0 if self._open else self._expected)
+        slot = self._found(want) or self._found(nbytes) or self._new(nbytes, once=True)
+        slot.filled = 0
+        self._open.append(slot)
+        return slot
+
+    def seal(self) -> list[Slot]:
+        """Finish the batch and return its slots; the trainer has them until it gives them back."""
+        used, self._open = self._open, []
+        for slot in used:
+            slot.away = True
+            if slot.once:
+                self._spent.append(slot)
+        self._remember(sum(slot.filled for slot in used))
+        return used
+
+    def holds(self, address: int, nbytes: int) -> tuple[Slot, int] | None:
+        """The slot of the current batch, and the offset in it, at this address; or None."""
+        for slot in self._open:
+            at = address - slot.address
+            if at >= 0 and at + nbytes <= slot.filled:
+                return slot, at
+        return None
+
+    def abandon(self) -> None:
+        """Discard the current batch."""
+        for slot in self._open:
+            if slot.once:
+                self._forget(slot)
+        self._open = []
+
+    def unsent(self) -> list[tuple[int, int, int]]:
+        """(id, descriptor, bytes) of slots the trainer has not received.
+
+        Send them no later than the batch in them, and before the next `give_back` or batch: a
+        one-off's descriptor is closed then.
+        """
+        new, self._unsent = self._unsent, []
+        return [(slot.id, slot.fd, slot.nbytes) for slot in new]
+
+    def retired(self) -> list[int]:
+        """Ids of freed slots, which the trainer can forget."""
+        gone, self._retired = self._retired, []
+        return gone
+
+    def give_back(self, ids: list[int]) -> None:
+        """Take slots back from the trainer; ~id means that the slot must not be used again.
+
+        Unknown ids are ignored.
+        """
+        self._close_spent()
+        for number in ids:
+            slot = self._slots.get(max(number, ~number))
+            if slot is None:
+                continue
+            slot.away = False
+            if number < 0 or (slot.nbytes > self._limit and slot.idle):
+                self._retire(slot)
+
+    def close(self) -> None:
+        """Close all descriptors; the trainer's mappings stay."""
+        self.abandon()
+        self._close_spent()
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+        self._unsent.clear()
+
+    def _idle(self) -> list[Slot]:
+        return [s for s in self._slots.values() if s.idle and s not in self._open]
+
+    def _found(self, nbytes: int) -> Slot | None:
+        """The smallest idle slot that is large enough, or a new one."""
+        fit = [slot for slot in self._idle() if slot.nbytes >= nbytes]
+        return min(fit, key=lambda s: s.nbytes, default=None) or self._grown(nbytes)
+
+    def _grown(self, nbytes: int) -> Slot | None:
+        """A new slot to keep, in place of idle smaller ones if needed; None beyond the limits."""
+        size = _rounded(nbytes)
+        small = self._idle()
+        if self.nbytes - sum(s.nbytes for s in small) + size > self._max_nbytes:
+            return None
+        while len(self._slots) >= self._max_slots or self.nbytes + size > self._max_nbytes:
+            if not small:
+                return None
+            self._retire(small.pop())
+        return self._new(size, once=False)
+
+    def _new(self, nbytes: int, *, once: bool) -> Slot:
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        fd = sealed_memfd("creel-slot", nbytes)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # out of memory raises here; a later fault would kill
+            mapping = mmap.mmap(fd, nbytes, flags=_POPULATE)
+        except BaseException:
+            os.close(fd)
+            raise
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        slot = Slot(next(self._ids), fd, nbytes, once, mapping, address)
+        self._unsent.append(slot)
+        if not once:
+            self._slots[slot.id] = slot
+        return slot
+
+    def _close_spent(self) -> None:
+        for slot in self._spent:
+            slot.close()
+        self._spent.clear()
+
+    def _retire(self, slot: Slot) -> None:
+        del self._slots[slot.id]
+        self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        if slot in self._unsent:
+            self._unsent.remove(slot)
+        else:
+            self._retired.append(slot.id)
+        slot.close()
+
+    def _remember(self, nbytes: int) -> None:
+        self._batches.append(nbytes)
+        self._expected = max(self._expected, nbytes)
+        self._until_trim -= 1
+        if not self._until_trim:
+            self._until_trim = _MEMORY
+            self._expected = max(self._batches)
+            self._limit = 0
+        self._limit = max(self._limit, _TOO_LARGE * _rounded(self._expected))
+
+
+def _rounded(nbytes: int) -> int:
+    """Round up by at most a quarter, so that batches of similar sizes share slots.
+
+    >>> [_rounded(n) for n in (1, 4096, 5000, 39_000_000)]
+    [4096, 4096, 5120, 41943040]
+    """
+    step = max(1 << max(nbytes.bit_length() - 3, 0), 1)
+    return max(-(-nbytes // step) * step, mmap.PAGESIZE)
+
+
+class SlotReader:
+    """The trainer's side, one per worker.
+
+    Tensors may die in any thread, within the garbage collector, after `close`, or in a forked
+    child: all that happens then is an append to a deque (and in a child not even that).
+    """
+
+    def __init__(
+        self, *, max_leased: int = 4, on_free: Callable[[int], None] | None = None
+    ) -> None:
+        """Copy batches out once `max_leased` slots are leased.
+
+        Args:
+            on_free: called with the id of each slot that may be used again (~id: that must not be),
+                where the last tensor died; without it ids wait for `returned`.
+        """
+        self.max_leased = max_leased
+        self._free: deque[int] = deque()
+        self._on_free = on_free or self._free.append
+        self._maps: dict[int, mmap.mmap | bytearray] = {}
+        self._copies: set[int] = set()  # slots copied here instead of mapped: good for one batch
+        self._live: dict[int, _Lease] = {}
+        self._stained: set[int] = set()
+        self._pid = os.getpid()
+        self._self = weakref.ref(self, _readers.discard)
+        _readers.add(self._self)
+
+    @property
+    def leased(self) -> int:
+        """Number of slots in use by tensors."""
+        return len(self._live)
+
+    @property
+    def full(self) -> bool:
+        """Whether the next batch should be copied out."""
+        return len(self._live) >= self.max_leased
+
+    def adopt(self, slot_id: int, fd: int, nbytes: int) -> None:
+        """Map a slot the worker made; the caller keeps (and closes) `fd`.
+
+        Where it cannot be mapped (which takes a descriptor, too) its bytes are copied, and the
+        worker is told not to use it again.
+
+        Raises:
+            OSError, MemoryError: it cannot be copied either.
+        """
+        try:
+            self._maps[slot_id] = mmap.mmap(fd, nbytes, flags=_POPULATE)
+        except OSError:
+            self._maps[slot_id] = _copy_of(fd, nbytes)
+            self._copies.add(slot_id)
+
+    def view(self, slot_id: int) -> memoryview:
+        """All bytes of a slot, valid until it is given back. IllegalEventError if there is none."""
+        return memoryview(self._map(slot_id))
+
+    def lease(self, slot_id: int, *, once: bool = False) -> Buffer:
+        """Return a buffer over the whole slot; when it dies, the slot may be written again.
+
+        A one-off (`once`) is unmapped then and not given back.
+
+        Raises:
+            IllegalEventError: no such slot, or it is already leased.
+        """
+        if slot_id in self._live:
+            raise IllegalEventError(f"slot {slot_id} is leased already")
+        buffer = _buffer(self._map(slot_id))
+        self._live[slot_id] = lease = _Lease(buffer, _ended)
+        lease.reader, lease.slot_id, lease.once = self._self, slot_id, once
+        return buffer
+
+    def release(self, slot_id: int, *, once: bool = False) -> None:
+        """Give back a slot that was not leased."""
+        known = max(slot_id, ~slot_id)
+        copied = known in self._copies
+        if once or copied:
+            self._maps.pop(known, None)
+            self._copies.discard(known)
+        if not once:
+            self._on_free(~known if copied else slot_id)
+
+    def returned(self) -> list[int]:
+        """Return ids for `SlotWriter.give_back`, each once."""
+        ids = []
+        while self._free:  # other threads only append
+            ids.append(self._free.popleft())
+        return ids
+
+    def forget(self, ids: list[int]) -> None:
+        """Unmap slots that the worker freed; leased ones stay until their last tensor dies."""
+        for slot_id in ids:
+            self._maps.pop(slot_id, None)
+            self._copies.discard(slot_id)
+
+    def close(self) -> None:
+        """Forget all slots; tensors stay valid, and nothing is given back any more."""
+        self._on_free = deque[int](maxlen=0).append
+        self._maps.clear()
+
+    def _map(self, slot_id: int) -> mmap.mmap | bytearray:
+        mapping = self._maps.get(slot_id)
+        if mapping is None:
+            raise IllegalEventError(f"slot {slot_id} was not handed over")
+        return mapping
+
+    def _end(self, slot_id: int, once: bool) -> None:
+        """The last tensor over a slot died. Takes no lock: this may interrupt any line."""
+        self._live.pop(slot_id, None)
+        if self._pid != os.getpid():
+            return
+        stained = slot_id in self._stained
+        self._stained.discard(slot_id)
+        self.release(~slot_id if stained else slot_id, once=once)
+
+    def stain(self) -> None:
+        """Mark leased slots around a fork: the child sees them, so they are not written again."""
+        self._stained.update(self._live)
+
+
+def _copy_of(fd: int, nbytes: int) -> bytearray:
+    copy = bytearray(nbytes)
+    view, at = memoryview(copy), 0
+    while at < nbytes:
+        at += os.preadv(fd, [view[at:]], at)  # a sealed memfd never ends early
+    return copy
+
+
+class _Lease(weakref.ref[Buffer]):
+    """Calls back at the end of a leased buffer; costs a third of `weakref.finalize`."""
+
+    __slots__ = ("once", "reader", "slot_id")
+    reader: weakref.ref[SlotReader]
+    slot_id: int
+    once: bool
+
+
+def _ended(lease: weakref.ref[Buffer], finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    if finalizing() or not isinstance(lease, _Lease):  # an exiting process gives nothing back
+        return
+    owner = lease.reader()
+    if owner is not None:
+        owner._end(lease.slot_id, lease.once)  # noqa: SLF001  of this module
+
+
+_readers: set[weakref.ref[SlotReader]] = set()
+
+
+def _stain_all() -> None:
+    for reader in list(_readers):
+        owner = reader()
+        if owner is not None:
+            owner.stain()
+
+
+# Both, as other threads go on: a slot may be given back or leased right beside the fork.
+at_fork(before=_stain_all, after_in_parent=_stain_all)

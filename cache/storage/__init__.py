@@ -1,0 +1,1 @@
+"""Storage of datasets: manifests, reading objects, retries and versions."""

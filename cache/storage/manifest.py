@@ -1,0 +1,394 @@
+"""Manifest: the objects of a dataset, as an Arrow table, so that it travels as one buffer.
+
+An *object* is a byte range that storage can give: (uri, offset, length). Rows are *runs* of `count`
+objects of `length` bytes each, one after the other from `offset` on: a folder of files is one row
+per file with count 1; a binary file of a million records is a single row. Object ids number the
+objects from 0 in row order. `length` is -1 where it is unknown until the object is read (a file
+whose size was not asked for); then `offset` is 0 and `count` is 1.
+
+Only the loader knows which samples need which objects: plans name objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from mmap import mmap
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from creel.cache.memory.allocator import Lengths
+from creel.errors import ConfigError, MalformedError
+
+if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
+    import pyarrow as pa
+
+_ROOT = b"creel.root"
+UNKNOWN = -1
+MAX_OBJECTS = 2**31 - 1
+#: Addresses compared at a time: a few megabytes.
+_COMPARE = 1 << 15
+_PIECE = 1 << 18
+
+
+@cache
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    numbers = ((name, pa.int64()) for name in ("offset", "length", "count"))
+    return pa.schema([("uri", pa.large_string()), *numbers])
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All objects of a dataset.
+
+    Args:
+        table: columns uri (large_string, relative to `root` where `root` is not empty), offset,
+            length, count (int64), without nulls.
+        root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
+    """
+
+    table: pa.Table
+    root: str = ""
+
+    @classmethod
+    def of_files(
+        cls,
+        uris: Sequence[str] | pa.Array,
+        *,
+        root: str = "",
+        lengths: Sequence[int] | NDArray[np.int64] | None = None,
+    ) -> Manifest:
+        """One object per file.
+
+        >>> Manifest.of_files(["a", "b"], root="/d").location(1)
+        ('/d/b', 0, -1)
+        """
+        column = _text_column(uris)
+        n = len(column)
+        length = np.full(n, UNKNOWN, np.int64) if lengths is None else np.asarray(lengths, np.int64)
+        return cls.of_runs(column, np.zeros(n, np.int64), length, np.ones(n, np.int64), root=root)
+
+    @classmethod
+    def of_runs(
+        cls,
+        uris: Sequence[str] | pa.Array,
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+        count: NDArray[np.int64],
+        *,
+        root: str = "",
+    ) -> Manifest:
+        """`count[i]` objects of `length[i]` bytes each, dense from `offset[i]` of `uris[i]`."""
+        import pyarrow as pa
+
+        # No pa.array: it imports numpy.ma to ask whether the array is masked.
+        columns = (np.ascontiguousarray(c, np.int64) for c in (offset, length, count))
+        buffers = ((len(c), [None, pa.py_buffer(c)]) for c in columns)
+        numbers = (pa.Array.from_buffers(pa.int64(), n, pair) for n, pair in buffers)
+        return cls(pa.table([_text_column(uris), *numbers], schema=_schema()), root)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Manifest]) -> Manifest:
+        """Join parts, in order; ids of part i continue where part i-1 ended."""
+        import pyarrow as pa
+
+        roots = {p.root for p in parts}
+        if len(roots) == 1:
+            return cls(pa.concat_tables([p.table for p in parts]).combine_chunks(), roots.pop())
+        return cls(pa.concat_tables([p.absolute() for p in parts]).combine_chunks(), "")
+
+    def __len__(self) -> int:
+        """Number of objects."""
+        return int(self._ends[-1]) if self.table.num_rows else 0
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        return np.cumsum(self._column("count"))
+
+    @cached_property
+    def _plain(self) -> bool:
+        """Whether row i is object i."""
+        return bool((self._counts == 1).all())
+
+    def _column(self, name: str) -> NDArray[np.int64]:
+        return np.asarray(self.table.column(name).combine_chunks())
+
+    def absolute(self) -> pa.Table:
+        """Return the table with full addresses, as under an empty root."""
+        if not self.root:
+            return self.table
+        import pyarrow as pa
+
+        uris = [self._join(u) for u in self.table.column("uri").to_pylist()]
+        return self.table.set_column(0, "uri", pa.array(uris, pa.large_string()))
+
+    def _join(self, uri: str) -> str:
+        return f"{self.root.rstrip('/')}/{uri}" if self.root else uri
+
+    def rows(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """(k,) row of the table that holds each object."""
+        if self._plain:
+            return np.asarray(ids, np.int64)
+        if self.table.num_rows == 1:
+            return np.zeros(len(ids), np.int64)
+        return np.searchsorted(self._ends, ids, side="right")
+
+    def ranges(
+        self, ids: NDArray[np.integer], rows: NDArray[np.int64] | None = None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(k,) offset in its file and (k,) length (or UNKNOWN) of each object.
+
+        rows: result of `rows(ids)`, if known.
+        """
+        rows = self.rows(ids) if rows is None else rows
+        length = self._lengths[rows]
+        if self._plain:
+            return self._offsets[rows], length
+        first = self._ends[rows] - self._counts[rows]
+        return self._offsets[rows] + (np.asarray(ids) - first) * length, length
+
+    @cached_property
+    def file_rows(self) -> NDArray[np.int64]:
+        """(files + 1,) first row of each file, and the number of rows.
+
+        A *file* is a run of rows of one address, numbered from 0. An address that appears again
+        further down counts as two files, which costs only an open or a check more.
+        """
+        n = self.table.num_rows
+        if n == 0:
+            return np.zeros(1, np.int64)
+        begins = np.ones(n + 1, np.bool_)  # begins[i]: row i is the first of a file; n is the end
+        # Two rows at offset 0 are two files (or one file twice, which does no harm).
+        rows = np.flatnonzero((self._offsets[1:] != 0) | (self._offsets[:-1] != 0))
+        begins[1 + rows[_like_next(*self._letters, rows)]] = False
+        return np.flatnonzero(begins)
+
+    @cached_property
+    def file_bounds(self) -> NDArray[np.int64]:
+        """(files + 1,) file f holds the objects from file_bounds[f] up to file_bounds[f + 1]."""
+        if self._plain:
+            return self.file_rows
+        return np.append(0, self._ends)[self.file_rows]
+
+    def file_of(self, ids: NDArray[np.integer]) -> NDArray[np.int32]:
+        """(k,) number of the file that holds each object."""
+        bounds = self.file_bounds
+        if self._plain and len(bounds) == self.table.num_rows + 1:  # a file for each object
+            return np.asarray(ids, np.int32)
+        if len(bounds) == 2:
+            return np.zeros(len(ids), np.int32)
+        return (np.searchsorted(bounds, ids, side="right") - 1).astype(np.int32)
+
+    @cached_property
+    def remote(self) -> NDArray[np.bool_]:
+        """(files,) whether each file is outside this machine's file systems."""
+        n = len(self.file_rows) - 1
+        if self.root or not _has(self._text()[1], b"://"):
+            return np.broadcast_to(np.bool_(is_remote(self.root)), n)
+        return np.array([is_remote(uri) for uri in self.addresses(self.file_rows[:-1])], np.bool_)
+
+    def extent(self, row: int) -> int:
+        """Least size of a row's file in bytes, as far as known; else UNKNOWN."""
+        file = int(np.searchsorted(self.file_rows, row, side="right")) - 1
+        rows = slice(*self.file_rows[file : file + 2].tolist())
+        ends = self._offsets[rows] + self._lengths[rows] * self._counts[rows]
+        return int(ends.max())
+
+    def addresses(self, rows: NDArray[np.integer]) -> list[str]:
+        """Full addresses of many rows; `uri` for one."""
+        bounds, text = self._letters
+        spans = zip(bounds[rows].tolist(), bounds[1:][rows].tolist(), strict=True)
+        names = [str(text[start:stop], "utf-8") for start, stop in spans]
+        if not self.root:
+            return names
+        root = self.root.rstrip("/") + "/"
+        return [root + name for name in names]
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        return self._column("offset")
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        return self._column("length")
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        return self._column("count")
+
+    @cached_property
+    def _uris(self) -> pa.Array:
+        return self.table.column("uri").combine_chunks()
+
+    def uri(self, row: int) -> str:
+        """Full address of a row."""
+        return self._join(self._uris[row].as_py())
+
+    def location(self, object_id: int) -> tuple[str, int, int]:
+        """(uri, offset, length) of one object; length is UNKNOWN where it was not asked for."""
+        ids = np.array([object_id])
+        offset, length = self.ranges(ids)
+        return self.uri(int(self.rows(ids)[0])), int(offset[0]), int(length[0])
+
+    def lengths(self) -> NDArray[np.int64]:
+        """(n,) bytes of every object, UNKNOWN where not asked for."""
+        out = np.empty(len(self), np.int64)
+        self.fill_lengths(out)
+        return out
+
+    @cached_property
+    def summed(self) -> Lengths:
+        """Summary of the lengths of all objects; costs per row of the table, not per object."""
+        return Lengths.of(self._lengths, self._counts)
+
+    def fill_lengths(self, out: NDArray[np.int64]) -> None:
+        """Write the bytes of every object to `out` (n,), UNKNOWN where not asked for.
+
+        In pieces of about _PIECE objects, which limits memory and the time that the GIL is held.
+        """
+        row, rows, done = 0, self.table.num_rows, 0
+        while row < rows:
+            stop = max(int(self._ends.searchsorted(done + _PIECE, side="right")), row + 1)
+            end = int(self._ends[stop - 1])
+            if stop == row + 1:
+                for at in range(done, end, _PIECE):
+                    out[at : min(at + _PIECE, end)] = self._lengths[row]
+            else:
+                out[done:end] = np.repeat(self._lengths[row:stop], self._counts[row:stop])
+            row, done = stop, end
+
+    @cached_property
+    def key(self) -> str:
+        """Content identity: equal for equal manifests, whatever process made them (XXH3-128)."""
+        root = self.root.encode()
+        digest = xxhash.xxh3_128(f"{len(root)} {self.table.num_rows} ".encode() + root)
+        for name in ("offset", "length", "count"):
+            digest.update(np.ascontiguousarray(self._column(name)).view(np.uint8).data)
+        for part in self._text():
+            digest.update(part)
+        return digest.hexdigest()
+
+    def _text(self) -> tuple[memoryview, memoryview]:
+        """The ends of all uris in their text, and the text, also for sliced or joined tables."""
+        ends, text = self._letters
+        first, last = int(ends[0]), int(ends[-1])
+        return (ends[1:] - first).view(np.uint8).data, text[first:last]
+
+    @cached_property
+    def _letters(self) -> tuple[NDArray[np.int64], memoryview]:
+        """(rows + 1,) bounds of each row's uri in a text, and that text; no copy."""
+        uris = self._uris
+        if not len(uris):
+            return np.zeros(1, np.int64), memoryview(b"")
+        _, ends, text = uris.buffers()
+        bounds = np.frombuffer(ends, np.int64)[uris.offset :][: len(uris) + 1]
+        return bounds, memoryview(b"" if text is None else text)
+
+    def to_arrow(self) -> bytes:
+        """Return an Arrow IPC file."""
+        import pyarrow as pa
+
+        sink = pa.BufferOutputStream()
+        table = self.table.replace_schema_metadata({_ROOT: self.root.encode()})
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return bytes(sink.getvalue())
+
+    @classmethod
+    def from_arrow(cls, data: bytes | memoryview | mmap | pa.Buffer) -> Manifest:
+        """Read what `to_arrow` wrote, checking everything a hostile sender could have changed.
+
+        Raises:
+            MalformedError: no such file, another schema, nulls, negative or overflowing numbers.
+        """
+        import pyarrow as pa
+
+        try:
+            with pa.ipc.open_file(pa.py_buffer(data)) as reader:
+                table = reader.read_all().combine_chunks()
+            table.validate(full=True)
+            root = (table.schema.metadata or {}).get(_ROOT, b"").decode()
+        except (pa.ArrowException, OSError, ValueError) as e:
+            raise MalformedError(f"not a manifest: {e}") from e
+        if not table.schema.equals(_schema()):
+            names = _schema().names
+            raise MalformedError(f"a manifest has the columns {names}, not {table.schema}")
+        if any(column.null_count for column in table.columns):
+            raise MalformedError("a manifest has no nulls")
+        manifest = cls(table.replace_schema_metadata(None), root)
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Raise MalformedError for impossible numbers, ConfigError for too many objects."""
+        offset, length, count = self._offsets, self._lengths, self._counts
+        if (offset < 0).any() or (length < UNKNOWN).any() or (count < 0).any():
+            raise MalformedError("a manifest has no negative offsets, lengths or counts")
+        if ((length == UNKNOWN) & ((count != 1) | (offset != 0))).any():
+            raise MalformedError("an object of unknown length is a whole file")
+        total = float(np.sum(count, dtype=np.float64))
+        if total > MAX_OBJECTS:
+            raise ConfigError(f"{total:.0f} objects are more than {MAX_OBJECTS}: split the dataset")
+        nbytes = float(np.sum(length.clip(0) * count.astype(np.float64)))
+        if (
+            nbytes >= 2.0**62
+            or (offset.astype(np.float64) + length * count.astype(np.float64) >= 2.0**62).any()
+        ):
+            raise MalformedError("a manifest's ranges end below 2**62, and hold no more bytes")
+
+
+def is_remote(uri: str) -> bool:
+    """Whether an address is outside this machine's file systems.
+
+    >>> is_remote("s3://bucket/a"), is_remote("file:///a"), is_remote("/odd://name")
+    (True, False, False)
+    """
+    scheme, found, _ = uri.partition("://")
+    return bool(found) and "/" not in scheme and scheme.lower() != "file"
+
+
+def _has(text: memoryview, word: bytes) -> bool:
+    """Whether a long text contains a word, without copying all of it."""
+    step = _COMPARE << 8
+    return any(
+        word in bytes(text[at : at + step + len(word) - 1]) for at in range(0, len(text), step)
+    )
+
+
+def _like_next(
+    bounds: NDArray[np.int64], text: memoryview, rows: NDArray[np.intp]
+) -> NDArray[np.bool_]:
+    """(k,) whether the uris of rows[i] and rows[i] + 1 are equal; `bounds`: theirs in `text`.
+
+    By hand, because `import pyarrow.compute` costs every daemon 8 MB: equal neighbours of L bytes
+    repeat after L bytes, and rows of one length are compared in one go.
+    """
+    same = np.zeros(len(rows), np.bool_)
+    if len(rows) == 0:
+        return same
+    start, size = bounds[rows], np.diff(bounds)
+    alike = size[rows] == size[rows + 1]
+    same |= alike & (size[rows] == 0)
+    data = np.frombuffer(text, np.uint8)
+    for length in np.unique(size[rows[alike & ~same]]).tolist():
+        window = np.lib.stride_tricks.sliding_window_view(data, 2 * length)
+        members = np.flatnonzero(alike & (size[rows] == length))
+        for some in np.array_split(members, len(members) // _COMPARE + 1):
+            pair = window[start[some]]
+            same[some] = (pair[:, :length] == pair[:, length:]).all(axis=1)
+    return same
+
+
+def _text_column(uris: Sequence[str] | pa.Array) -> pa.Array:
+    import pyarrow as pa
+
+    text = pa.large_string()
+    if not isinstance(uris, pa.Array):
+        return pa.array(uris, text)
+    return uris if uris.type == text else uris.cast(text)  # a cast imports pyarrow.compute

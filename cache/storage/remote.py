@@ -1,0 +1,419 @@
+"""Remote stores: s3, gs, hdfs and abfs through `pyarrow.fs`, http(s) and others by fsspec.
+
+Both are imported with the first such address (8 and 15 MB that local datasets save). Every request
+ends within a deadline. No retries here: `cache/storage/source.py` has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+
+from creel.cache.storage import version
+from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.stores import Filled, Place, Run, Store, too_short, wrong_size
+from creel.errors import SourceError
+
+T = TypeVar("T")
+
+#: Schemes that pyarrow.fs reads and lists with its own clients.
+ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
+#: Versions requested at a time: each is a round trip of hardly any bytes.
+_AT_ONCE = 32
+_S3_TRIES = 3  # pyarrow's AwsStandardS3RetryStrategy, which a client made from options has
+#: Bytes per second below which an answer counts as none.
+_SLOWEST_BPS = 16 << 10
+#: HEAD statuses of servers that may still answer GET: no HEAD, or addresses signed for GET alone.
+_NO_HEAD = frozenset({400, 403, 405, 501})
+#: Status for the first byte of an empty file.
+_NO_SUCH_RANGE = 416
+_RANGE = re.compile(r"bytes (\d+)-.*")
+
+
+def open_store(uri: str, deadline_s: float = 30.0) -> Store:
+    """Make the store for a remote address, with its client; no request is sent yet.
+
+    deadline_s: longest time without an answer to a request.
+    """
+    scheme = uri.partition("://")[0].lower()
+    if scheme in ARROW:
+        return _ArrowStore(uri, deadline_s)
+    if scheme in {"http", "https"}:
+        return HttpStore(uri, deadline_s)
+    return _FsspecStore(uri, deadline_s)
+
+
+def _copy(data: memoryview, buffers: Sequence[memoryview]) -> None:
+    """Copy `data` over the buffers, in order; numpy copies without the GIL."""
+    at = 0
+    for buffer in buffers:
+        target = np.frombuffer(buffer, np.uint8)
+        np.copyto(target, np.frombuffer(data[at : at + len(buffer)], np.uint8))
+        at += len(buffer)
+
+
+def _check_size(place: Place, size: int, length: int) -> None:
+    """Raise unless a file of `size` bytes can be the listed one."""
+    if place.whole and size != length:
+        raise wrong_size(place.uri, length, size)
+    if size < place.least:
+        raise too_short(place.uri, place.least, size)
+
+
+def _each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exception]:
+    """The result or exception of `job` for each address, many at a time."""
+
+    def one(uri: str) -> int | Exception:
+        try:
+            return job(uri)
+        except Exception as e:  # noqa: BLE001  stores raise what they like
+            return e
+
+    if len(uris) <= 1:
+        return [one(uri) for uri in uris]
+    with ThreadPoolExecutor(min(_AT_ONCE, len(uris)), "creel-version") as pool:
+        try:
+            return list(pool.map(one, uris))
+        except RuntimeError:  # no thread available
+            return [one(uri) for uri in uris]
+
+
+# --- pyarrow ----------------------------------------------------------------------------------
+
+
+def arrow_of(uri: str, deadline_s: float) -> tuple[Any, str]:
+    """Return pyarrow's file system of an address, and the path in it.
+
+    S3's client gives up a request after `deadline_s` without an answer, all its own retries
+    together; Google's retries no longer than that. An address cannot set this, but the arguments in
+    the client's pickle can be changed.
+    """
+    from pyarrow import fs
+
+    system, path = fs.FileSystem.from_uri(uri)
+    if not isinstance(system, getattr(fs, "S3FileSystem", ())) and not isinstance(
+        system, getattr(fs, "GcsFileSystem", ())
+    ):
+        return system, path
+    told: Any = system.__reduce__()
+    make, (options,) = told
+    limits = {
+        "connect_timeout": deadline_s / _S3_TRIES,
+        "request_timeout": deadline_s / _S3_TRIES,
+        "retry_time_limit": timedelta(seconds=deadline_s),
+    }
+    return make(options | {k: v for k, v in limits.items() if k in options}), path
+
+
+class _ArrowStore:
+    """pyarrow.fs: one client per scheme and host. Opening sends HEAD for the size, then GET."""
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        parts = urlsplit(uri)
+        query = f"?{parts.query}" if parts.query else ""
+        self._fs, _ = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s)
+        self._prefix = "" if parts.scheme in {"hdfs", "viewfs"} else _bucket(parts.netloc)
+
+    def _path(self, uri: str) -> str:
+        return self._prefix + unquote(urlsplit(uri).path)
+
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        """See Store."""
+        if length == UNKNOWN:
+            return self.whole(place.uri)[0]
+        with self._open(place.uri) as f:
+            _check_size(place, f.size(), length)
+            f.seek(offset)  # read_at would cost gs a third request
+            data: bytes = f.read(length)
+        if len(data) < length:
+            raise too_short(place.uri, length, len(data))
+        return data
+
+    def whole(self, uri: str) -> tuple[bytes, int]:
+        """See Store."""
+        with self._open(uri) as f:
+            found = self._version(uri, f)
+            data: bytes = f.readall()
+            if len(data) != f.size():
+                raise wrong_size(uri, f.size(), len(data))
+        return data, found
+
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        with self._open(place.uri) as f:
+            _check_size(place, f.size(), runs[0].length)
+            found = self._version(place.uri, f)
+            for run in runs:
+                f.seek(run.offset)
+                for buffer in run.buffers:
+                    got = f.readinto(buffer) if len(buffer) else 0
+                    if got < len(buffer):
+                        raise too_short(place.uri, len(buffer), got)
+                yield Filled(int(run is runs[0]), found)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """See Store."""
+        return _each(self._ask, uris)
+
+    def _ask(self, uri: str) -> int:
+        with self._open(uri) as f:
+            return self._version(uri, f)
+
+    def _open(self, uri: str) -> Any:
+        return self._fs.open_input_file(self._path(uri))
+
+    def _version(self, uri: str, file: Any) -> int:
+        """Version of an open file; needs no request where opening it gave enough."""
+        told = _tag({k: v.decode() for k, v in (file.metadata() or {}).items()}, file.size())
+        if told:
+            return version.of_tag(told)
+        info = self._fs.get_file_info(self._path(uri))
+        if info.mtime_ns is None:
+            return version.UNKNOWN
+        return version.of_tag(f"{info.mtime_ns} {info.size}")
+
+
+def _bucket(netloc: str) -> str:
+    return netloc.rpartition("@")[2]
+
+
+def _tag(headers: Mapping[str, str], size: int | None) -> str:
+    """Text that identifies a version of an object; "" where there is none.
+
+    >>> _tag({"ETag": '"a"', "Last-Modified": "Sun"}, 9), _tag({"Last-Modified": "Sun"}, 9)
+    ('"a"', 'Sun 9')
+    """
+    tag = headers.get("ETag") or headers.get("etag") or headers.get("generation")
+    if tag:
+        return tag
+    when = headers.get("Last-Modified") or headers.get("updated")
+    return f"{when} {size}" if when and size is not None else ""
+
+
+# --- http -------------------------------------------------------------------------------------
+
+
+class HttpStore:
+    """http(s): one request per object, in fsspec's session, so that its settings apply.
+
+    An object that is a whole file is requested whole, so that a file that grew is noticed; others
+    by range. Answers are not compressed in transit: a tag would be that of the packed bytes.
+    """
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        self._fs, _ = fsspec_of(uri, deadline_s)
+        self._deadline_s = deadline_s
+
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        """See Store."""
+        return self._get(place, offset, length)[0]
+
+    def whole(self, uri: str) -> tuple[bytes, int]:
+        """See Store."""
+        return self._get(Place(uri), 0, UNKNOWN)
+
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        for run in runs:
+            data, found = self._get(place, run.offset, run.length)
+            _copy(memoryview(data), run.buffers)
+            yield Filled(1, found)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """See Store."""
+
+        async def ask() -> list[int | Exception]:
+            gate = asyncio.Semaphore(_AT_ONCE)
+
+            async def one(uri: str) -> int | Exception:
+                async with gate:
+                    try:
+                        return await self._version(uri)
+                    except Exception as e:  # noqa: BLE001  aiohttp raises what it likes
+                        return e
+
+            return list(await asyncio.gather(*map(one, uris)))
+
+        found: list[int | Exception] = self._do(ask)
+        return found
+
+    def _do(self, job: Callable[..., Any], *args: Any) -> Any:
+        from fsspec.asyn import sync
+
+        return sync(self._fs.loop, job, *args)
+
+    def _get(self, place: Place, offset: int, length: int) -> tuple[bytes, int]:
+        if length == 0 and not place.whole:
+            return b"", version.UNKNOWN
+        found: tuple[bytes, int] = self._do(self._request, place, offset, length)
+        return found
+
+    async def _request(self, place: Place, offset: int, length: int) -> tuple[bytes, int]:
+        part = length != UNKNOWN and not place.whole
+        span = {"Range": f"bytes={offset}-{offset + length - 1}"} if part else {}
+        async with await self._send("GET", place.uri, span) as r:
+            self._fs._raise_not_found_for_status(r, place.uri)  # noqa: SLF001
+            size = _size_of(r)
+            if r.status == 206:
+                _check_span(place.uri, r.headers.get("Content-Range", ""), offset)
+            if size is not None and length != UNKNOWN:
+                _check_size(place, size, length)
+            data = await self._body(r)
+        if r.status != 206 and length != UNKNOWN:  # everything
+            _check_size(place, len(data), length)
+            data = data if place.whole else data[offset : offset + length]
+        if length not in (UNKNOWN, len(data)):
+            raise too_short(place.uri, length, len(data))
+        tag = _tag(r.headers, size)
+        return data, version.of_tag(tag) if tag else version.UNKNOWN
+
+    async def _body(self, r: Any) -> bytes:
+        """Read the body; one of unknown length may take as long as data keeps coming."""
+        length = r.headers.get("Content-Length", "")
+        late_s = self._deadline_s + int(length) / _SLOWEST_BPS if length.isdecimal() else None
+        data: bytes = await asyncio.wait_for(r.read(), late_s)
+        return data
+
+    def nbytes(self, uri: str) -> int | None:
+        """Bytes of a file; None where the server does not say."""
+
+        async def ask() -> int | None:
+            size = await self._ask(uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None)
+            return size[1]
+
+        found: int | None = self._do(ask)
+        return found
+
+    async def _version(self, uri: str) -> int:
+        headers, size = await self._ask(uri, lambda r: r.status in _NO_HEAD)
+        tag = _tag(headers, size)
+        return version.of_tag(tag) if tag else version.UNKNOWN
+
+    async def _ask(
+        self, uri: str, lacks: Callable[[Any], bool]
+    ) -> tuple[Mapping[str, str], int | None]:
+        """Headers and size from HEAD; where that `lacks` something, from a GET of one byte."""
+        async with await self._send("HEAD", uri, {}) as r:
+            if not lacks(r):
+                self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
+                return r.headers, _size_of(r)
+        async with await self._send("GET", uri, {"Range": "bytes=0-0"}) as r:
+            if r.status != _NO_SUCH_RANGE:
+                self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
+            return r.headers, _size_of(r)
+
+    async def _send(self, method: str, uri: str, headers: Mapping[str, str]) -> Any:
+        options = dict(self._fs.kwargs)
+        sent = {**options.pop("headers", {}), **headers, "Accept-Encoding": "identity"}
+        options.setdefault("allow_redirects", True)
+        session = await self._fs.set_session()
+        answer = session.request(method, self._fs.encode_url(uri), headers=sent, **options)
+        return await asyncio.wait_for(answer, self._deadline_s)
+
+
+def _size_of(r: Any) -> int | None:
+    """Bytes of the whole file, as far as an answer says."""
+    if r.headers.get("Content-Encoding", "identity") != "identity":
+        return None
+    if r.status in {206, _NO_SUCH_RANGE}:
+        total = r.headers.get("Content-Range", "").rpartition("/")[2]
+        return int(total) if total.isdecimal() else None
+    length = r.headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() else None
+
+
+def _check_span(uri: str, told: str, offset: int) -> None:
+    """Check that a part is the requested one; a server may not say."""
+    span = _RANGE.fullmatch(told)
+    if span and int(span[1]) != offset:
+        raise SourceError(errno.EPROTO, f"was asked from byte {offset} on, sent {told}", uri)
+
+
+# --- whatever else fsspec opens ---------------------------------------------------------------
+
+
+def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
+    """Return fsspec's file system of an address, and the path in it.
+
+    Its HTTP requests end after `deadline_s` without data.
+
+    Raises:
+        SourceError: fsspec is not installed.
+        ImportError, ValueError: it has no such file system.
+    """
+    try:
+        import fsspec
+    except ImportError as e:
+        raise SourceError(errno.ENOSYS, "needs `pip install creel[http]`", uri) from e
+    scheme = uri.partition("://")[0].lower()
+    options: dict[str, Any] = {}
+    if scheme in {"http", "https"}:
+        import aiohttp
+
+        limit = aiohttp.ClientTimeout(None, sock_connect=deadline_s, sock_read=deadline_s)
+        given = fsspec.config.conf.get(scheme, {}).get("client_kwargs", {})
+        options["client_kwargs"] = {"timeout": limit, **given}
+    found: tuple[Any, str] = fsspec.core.url_to_fs(uri, **options)
+    return found
+
+
+class _FsspecStore:
+    """Any other fsspec file system: one request per object, and one for its version."""
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        self._fs, _ = fsspec_of(uri, deadline_s)
+        self._deadline_s = deadline_s
+
+    def read(self, place: Place, offset: int, length: int) -> bytes:
+        """See Store."""
+        if length == 0 and not place.whole:
+            return b""
+        if length == UNKNOWN:
+            everything: bytes = self._do("cat_file", place.uri)
+            return everything
+        # One byte more than the whole file, to notice that it has grown.
+        end = offset + length + int(place.whole)
+        data: bytes = self._do("cat_file", place.uri, start=offset, end=end)
+        if place.whole and len(data) != length:
+            raise wrong_size(place.uri, length, len(data))
+        if len(data) != length:
+            raise too_short(place.uri, length, len(data))
+        return data
+
+    def whole(self, uri: str) -> tuple[bytes, int]:
+        """See Store."""
+        found = self._ask(uri)
+        return self.read(Place(uri), 0, UNKNOWN), found
+
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        found = self._ask(place.uri)
+        for run in runs:
+            _copy(memoryview(self.read(place, run.offset, run.length)), run.buffers)
+            yield Filled(1, found)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """See Store."""
+        return _each(self._ask, uris)
+
+    def _ask(self, uri: str) -> int:
+        self._fs.invalidate_cache(self._fs._parent(uri))  # noqa: SLF001  it may be outdated
+        info = self._do("info", uri)
+        return version.of_tag(str(sorted((k, str(v)) for k, v in info.items())))
+
+    def _do(self, name: str, uri: str, **args: Any) -> Any:
+        """Call a method, within the deadline where the file system can be interrupted."""
+        if not getattr(self._fs, "async_impl", False):
+            return getattr(self._fs, name)(uri, **args)
+        from fsspec.asyn import sync
+
+        job = getattr(self._fs, f"_{name}")
+        return sync(self._fs.loop, job, uri, timeout=self._deadline_s, **args)

@@ -1,0 +1,205 @@
+"""RetryPolicy: which storage errors are transient, and retrying them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from creel.errors import SourceError, SourceNotFoundError
+
+T = TypeVar("T")
+
+log = logging.getLogger("creel.source")
+
+_AGAIN = frozenset(
+    {
+        errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
+        errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH,
+        errno.ENETDOWN, errno.ENETRESET, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO,
+    }
+)  # fmt: skip
+#: Words for transient errors in the AWS SDK behind pyarrow, which gives no errno.
+_AGAIN_WORDS = ("SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_")
+#: Words for credentials that are wrong, expired or insufficient.
+_DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
+_QUIET_S = 60.0  # between two log lines about one storage: a server that is down fails every read
+_SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&\s'\"]*")
+#: An invalid port: part of a password with a slash in it.
+_NO_PORT = re.compile(r":(?!\d*$)[^\]]*$")
+#: Bytes as Python shows them, perhaps within a text shown that way; and their remains.
+_QUOTED_BYTES = re.compile(r"\bb(\\*['\"]).*\1", re.DOTALL)
+_NEWLINES = re.compile(r"\\+n")
+_ESCAPED = re.compile(r"(?:\\+(?:x[0-9a-f]{2}|u[0-9a-f]{4}))+")
+_MOST_TEXT = 300
+
+_told: dict[str, float] = {}  # time of the last log line about each storage
+
+
+def transient(error: BaseException) -> bool:
+    """Whether the same read may succeed a moment later.
+
+    True for EIO, ESTALE, time-outs, broken connections, HTTP 429 and 5xx. False for a missing
+    file, a refused permission, a file that is too short.
+
+    >>> transient(OSError(errno.EIO, "")), transient(FileNotFoundError(errno.ENOENT, ""))
+    (True, False)
+    """
+    if isinstance(error, SourceError):
+        return False
+    status = getattr(error, "status", None)
+    if isinstance(status, int) and status:
+        return status in {408, 429} or status >= 500
+    if isinstance(error, ConnectionError) or _timed_out(type(error)):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _AGAIN
+    if type(error).__module__.partition(".")[0] == "aiohttp":
+        return "Invalid" not in type(error).__name__
+    return any(word in str(error).upper() for word in _AGAIN_WORDS)
+
+
+def _timed_out(kind: type) -> bool:
+    """Whether it is a TimeoutError; before Python 3.11 asyncio (fsspec) had its own."""
+    return any(base.__name__ == "TimeoutError" for base in kind.__mro__)
+
+
+def public(uri: str) -> str:
+    """Return an address without keys and passwords, for logs.
+
+    >>> public("s3://AKIA:secret@bucket/x"), public("https://h/x?id=1&X-Amz-Signature=f00")
+    ('s3://bucket/x', 'https://h/x?id=1&X-Amz-Signature=...')
+    >>> public("s3://AKIA:se/cr+et@bucket/x@1")
+    's3://bucket/x@1'
+    """
+    scheme, found, rest = uri.partition("://")
+    if not found:
+        return uri
+    host, slash, path = rest.partition("/")
+    if "@" not in host and "@" in path and _NO_PORT.search(host):
+        host, slash, path = path.partition("@")[2].partition("/")
+    host, path = host.rpartition("@")[2], _SECRET.sub(r"\1...", path)
+    return f"{scheme}://{host}{slash}{path}"
+
+
+def source_error(error: Exception, uri: str) -> SourceError:
+    """Convert a storage's exception to SourceError, the one kind that readers see.
+
+    It contains no keys or passwords, so it may be shown and logged.
+    """
+    if isinstance(error, SourceError):
+        shown = public(error.uri)
+        if shown == error.uri:
+            return error
+        return type(error)(error.errno or 0, error.strerror or "", shown)
+    number, reason = _reason(error)
+    kind = SourceNotFoundError if number == errno.ENOENT else SourceError
+    reason = _SECRET.sub(r"\1...", reason.replace(uri, public(uri)))
+    return kind(number, legible(reason), public(uri))
+
+
+def legible(text: str) -> str:
+    """Return one line of words, of at most 300 characters: libraries quote what a server sent.
+
+    >>> legible("Bad status line:\\n\\n  b'\\\\xff\\\\x00binary'\\n  ^"), legible("caf\\udce9")
+    ('Bad status line: ... ^', 'caf?')
+    """
+    text = _ESCAPED.sub("?", _NEWLINES.sub(" ", _QUOTED_BYTES.sub("...", text)))
+    plain = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+    line = " ".join(plain.split())
+    return line if len(line) <= _MOST_TEXT else f"{line[: _MOST_TEXT - 3]}..."
+
+
+def _reason(error: Exception) -> tuple[int, str]:
+    """(errno or 0, reason); pyarrow's object stores give only words."""
+    text = str(error)
+    if "NO_SUCH_BUCKET" in text:
+        return errno.ENOENT, "there is no such bucket"
+    if any(word in text for word in _DENIED) or getattr(error, "status", 0) in {401, 403}:
+        return errno.EACCES, "access denied: check the credentials in the environment"
+    number = getattr(error, "errno", None) or 0
+    absent = os.strerror(errno.ENOENT)
+    if number == errno.ENOENT or isinstance(error, FileNotFoundError) or text.startswith(absent):
+        return errno.ENOENT, absent
+    return number, getattr(error, "strerror", None) or text or type(error).__name__
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How failed reads are retried: for `deadline_s` in all, with pauses that double."""
+
+    attempts: int = 6
+    deadline_s: float = 30.0
+    backoff_s: float = 0.1
+    backoff_max_s: float = 5.0
+
+    def pauses(self, began: float) -> Iterator[float]:
+        """Yield seconds to wait before each further attempt, until attempts or time are used up.
+
+        began: time of the first attempt, by `time.monotonic`.
+        """
+        end, pause_s = began + self.deadline_s, self.backoff_s
+        for _ in range(self.attempts - 1):
+            if time.monotonic() + pause_s > end:
+                return
+            yield pause_s
+            pause_s = min(2 * pause_s, self.backoff_max_s)
+
+    def again(self, job: Callable[[], T], error: Exception, uri: str, began: float) -> T:
+        """Retry `job`, whose first attempt ended in `error`.
+
+        began: time of the first attempt, by `time.monotonic`.
+
+        Raises:
+            Exception: that of the last attempt; `error` itself where a retry is pointless.
+        """
+        left_s = began + self.deadline_s - time.monotonic()
+        if self.attempts <= 1 or left_s <= 0 or not transient(error):
+            raise error
+        _tell(error, uri, self.deadline_s)
+
+        def once_more() -> T:
+            return job()
+
+        retried: Callable[[], T] = _retry()(
+            on=transient,
+            attempts=self.attempts - 1,
+            timeout=left_s,
+            wait_initial=self.backoff_s,
+            wait_max=self.backoff_max_s,
+            wait_jitter=self.backoff_s,
+        )(once_more)
+        return retried()
+
+
+@cache
+def _retry() -> Callable[..., Any]:
+    """stamina's retry; its default hook would log each attempt, which we log ourselves.
+
+    Hooks belong to the whole process, that is to the training script, so they are left alone; a
+    user's own hook sees our retries under their name.
+    """
+    from stamina import retry
+
+    logging.getLogger("stamina").addFilter(_not_ours)
+    return retry
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    return not str(getattr(record, "stamina.callable", "")).startswith(__name__)
+
+
+def _tell(error: Exception, uri: str, deadline_s: float) -> None:
+    """Log one line about each storage, however many of its reads fail."""
+    now, storage = time.monotonic(), "/".join(uri.split("/", 3)[:3]) if "://" in uri else ""
+    level = logging.DEBUG
+    if now - _told.get(storage, -_QUIET_S) >= _QUIET_S:
+        _told[storage], level = now, logging.WARNING
+    told = source_error(error, uri)
+    log.log(level, "%s: %s: trying again for up to %g s", told.uri, told.strerror, deadline_s)

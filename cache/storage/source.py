@@ -1,0 +1,485 @@
+"""Source: reads a manifest's objects from storage, with retries.
+
+Transient errors (EIO, broken connections, HTTP 429 and 5xx) are retried with back-off until a
+deadline; all others, and those that outlast it, become `SourceError`. Neighbours in one file are
+one read. Thread-safe. Used by the daemon's fetch threads and by the loader's direct reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.storage import version
+from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
+from creel.cache.storage.remote import open_store
+from creel.cache.storage.retry import RetryPolicy, source_error, transient
+from creel.cache.storage.stores import Filled, LocalStore, Place, Run, Store, TornError
+from creel.errors import SourceError
+
+T = TypeVar("T")
+
+#: From this many objects on, check whether they are records of one local file.
+_MANY = 8
+#: Read them separately if at most one in this many is another's neighbour.
+_FEW = 8
+#: Most objects of one read: Linux takes 1024 buffers at once (IOV_MAX).
+_VECTOR = 512
+#: Upper ends of the histogram's buckets, in seconds: page cache to a slow object store.
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass
+class Counters:
+    """Counters of a source. All methods may be called from any thread."""
+
+    opens: int = 0
+    reads: int = 0
+    nbytes: int = 0
+    retries: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    last_error: str = ""
+    seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    seconds_sum: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def count_reads(self, nbytes: int, seconds: list[float], opens: int) -> None:
+        """Count reads that succeeded, with the seconds of each."""
+        with self._lock:
+            self.reads += len(seconds)
+            self.opens += opens
+            self.nbytes += nbytes
+            for s in seconds:
+                self.seconds[bisect_left(SECONDS, s)] += 1
+            self.seconds_sum += sum(seconds)
+
+    def count_alike(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:
+        """Count reads that succeeded, with `seconds` in all."""
+        with self._lock:
+            self.reads += reads
+            self.opens += opens
+            self.nbytes += nbytes
+            self.seconds[bisect_left(SECONDS, seconds / reads)] += reads
+            self.seconds_sum += seconds
+
+    def count_retry(self) -> None:
+        """Count a retry after a transient error."""
+        with self._lock:
+            self.retries += 1
+
+    def count_error(self, error: SourceError) -> None:
+        """Count a read that failed for good."""
+        with self._lock:
+            self.errors[errno.errorcode.get(error.errno or 0, "other")] += 1
+            self.last_error = f"{error.uri}: {error.strerror}"
+
+    def snapshot(self) -> Counters:
+        """Return a copy; `seconds` are counts per bucket of SECONDS and one beyond."""
+        with self._lock:
+            return replace(
+                self,
+                errors=self.errors.copy(),
+                seconds=list(self.seconds),
+                _lock=threading.Lock(),
+            )
+
+
+class Read(NamedTuple):
+    """Results of a read, by object in the order requested.
+
+    nbytes: (k,) bytes read; -1 where the object failed (`counters.last_error` has the reason).
+    version: (k,) int64 of its file (see `cache/storage/version.py`); UNKNOWN where it failed.
+    """
+
+    nbytes: NDArray[np.int64]
+    version: NDArray[np.int64]
+
+
+class Source:
+    """Reads the objects of one manifest.
+
+    Args:
+        manifest: the objects.
+        retry: how transient errors are retried.
+        files: most descriptors kept open (only of files that hold several objects).
+        relative: whether paths may be relative to the working directory (never in a daemon, whose
+            working directory is not the client's).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        retry: RetryPolicy | None = None,
+        *,
+        files: int = 64,
+        relative: bool = True,
+    ) -> None:
+        self.manifest = manifest
+        self.counters = Counters()
+        self._retry = retry or RetryPolicy()
+        self._relative = relative
+        self._local = LocalStore(files)
+        self._remote: dict[tuple[int, str, str], Store] = {}
+        self._lock = threading.Lock()
+        self._single, self._whole = _single(manifest)
+
+    @classmethod
+    def open(cls, manifest: Manifest) -> Source:
+        """Return a source with default settings; nothing is opened until the first read."""
+        return cls(manifest)
+
+    def close(self) -> None:
+        """Close kept descriptors. A later read opens files again."""
+        self._local.close()
+
+    def read(self, object_id: int) -> bytes:
+        """Return the bytes of one object.
+
+        Raises:
+            SourceError: after all attempts; `errno` is ENODATA when the file ends too early.
+        """
+        ids = np.array([object_id])
+        (offset,), (length,) = (a.tolist() for a in self.manifest.ranges(ids))
+        place = self._place(int(self.manifest.rows(ids)[0]))
+        start = time.perf_counter()
+        data = self._patiently(place, lambda store: store.read(place, offset, length))
+        self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
+        return data
+
+    def versions(self, files: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Ask the storage for the current version of each file.
+
+        Locally by path, so that a replaced file is noticed. Retries after transient errors are
+        shared by all files.
+
+        Args:
+            files: (k,) numbers, as in `Manifest.file_of`.
+
+        Returns:
+            (k,) versions; MISSING where a file is absent or cannot be read.
+        """
+        found = np.full(len(files), version.MISSING, np.int64)
+        uris = self.manifest.addresses(self.manifest.file_rows[:-1][files])
+        began = time.monotonic()
+        left = self._ask(uris, np.arange(len(files)), found)
+        for pause_s in self._retry.pauses(began):
+            if not len(left):
+                break
+            self.counters.count_retry()
+            time.sleep(pause_s)
+            left = self._ask(uris, left, found)
+        return found
+
+    def _ask(
+        self, uris: list[str], which: NDArray[np.intp], found: NDArray[np.int64]
+    ) -> NDArray[np.intp]:
+        """Enter the versions of some addresses; return those worth a retry."""
+        stores: dict[Store | None, list[int]] = defaultdict(list)
+        if not self.manifest.remote.any():
+            stores[self._local] = which.tolist()
+        else:
+            for i in which.tolist():
+                stores[self._store_or_none(uris[i])].append(i)
+        again: list[int] = []
+        for store, members in stores.items():
+            if store is None:
+                continue
+            for i, told in zip(members, self._versions(store, uris, members), strict=True):
+                if not isinstance(told, Exception):
+                    found[i] = told
+                elif transient(told):
+                    again.append(i)
+        return np.array(again, np.intp)
+
+    def _versions(
+        self, store: Store, uris: list[str], members: list[int]
+    ) -> Sequence[int | Exception]:
+        try:
+            return store.versions([uris[i] for i in members])
+        except Exception as e:  # noqa: BLE001  stores raise what they like
+            return [e] * len(members)
+
+    def _store_or_none(self, uri: str) -> Store | None:
+        try:
+            return self._store(uri)
+        except Exception:  # noqa: BLE001  likewise
+            return None
+
+    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
+        """Bytes and version of each object (for those of unknown length), None where it failed."""
+        found: list[tuple[bytes, int] | None] = []
+        seconds: list[float] = []
+        total = 0
+        for row in self.manifest.rows(ids).tolist():
+            start = time.perf_counter()
+            place = self._place(row)
+            try:
+                one = self._whole_of(place)
+            except SourceError:
+                found.append(None)
+                continue
+            seconds.append(time.perf_counter() - start)
+            total += len(one[0])
+            found.append(one)
+        self.counters.count_reads(total, seconds, len(seconds))
+        return found
+
+    def _whole_of(self, place: Place) -> tuple[bytes, int]:
+        return self._patiently(place, lambda store: store.whole(place.uri))
+
+    def read_into(
+        self, ids: NDArray[np.integer], length: NDArray[np.int64], buffer: memoryview
+    ) -> Read:
+        """`read_parts` into one buffer that holds all objects, one after the other."""
+        ends = length.cumsum()
+        ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
+        return self.read_parts(ids, length, [buffer[start:stop] for start, stop in ranges])
+
+    def read_parts(
+        self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: list[memoryview]
+    ) -> Read:
+        """Fill each of `parts` with an object.
+
+        Neighbours in one file become one read. An object that is a whole file fails where the
+        file's length is not the manifest's: it is not the file that was listed. So does one that is
+        repeatedly written to while it is read.
+
+        Args:
+            ids: (k,) objects.
+            length: (k,) bytes of each, from the manifest, or from an earlier read.
+            parts: (k,) buffers of these lengths.
+        """
+        rows = self.manifest.rows(ids)
+        offset = self.manifest.ranges(ids, rows)[0]
+        if len(ids) >= _MANY and (found := self._read_pieces(ids, rows, offset, length, parts)):
+            return Read(length.copy(), np.full(len(ids), found.version, np.int64))
+        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), version.UNKNOWN, np.int64))
+        done = self._read_files(rows, length, parts, read)
+        file = self.manifest.file_of(ids[done:])
+        for reads in _files(file, offset[done:], length[done:]):
+            runs = [Run(at, n, [parts[done + i] for i in members]) for at, n, members in reads]
+            place = self._place(int(rows[done + reads[0].members[0]]))
+            for one, told in zip(reads, self._fill(place, runs), strict=True):
+                if told is not None:
+                    members = np.array(one.members) + done
+                    read.nbytes[members] = length[members]
+                    read.version[members] = told.version
+        return read
+
+    def _read_pieces(
+        self,
+        ids: NDArray[np.integer],
+        rows: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+        parts: list[memoryview],
+    ) -> Filled | None:
+        """Read scattered pieces of one local file, if they are that, by a fast path.
+
+        Small records from the page cache cost more to organize than to read. None where that does
+        not apply, or something failed: then nothing counts as read.
+        """
+        file, row = self.manifest.file_of(ids), int(rows[0])
+        if (file != file[0]).any() or self._single[row]:
+            return None
+        order = offset.argsort(kind="stable")  # mostly in order
+        at = offset[order]
+        if np.count_nonzero(at[1:] == at[:-1] + length[order[:-1]]) * _FEW > len(at):
+            return None  # neighbours are better read at once
+        place = self._place(row)
+        try:
+            store = self._store(place.uri)
+            if not isinstance(store, LocalStore):
+                return None
+            start = time.perf_counter()
+            pieces = list(zip(at.tolist(), [parts[i] for i in order.tolist()], strict=True))
+            filled = store.pieces(place, pieces)
+        except OSError:
+            return None
+        seconds = time.perf_counter() - start
+        self.counters.count_alike(len(rows), int(length.sum()), seconds, filled.opens)
+        return filled
+
+    def _read_files(
+        self,
+        rows: NDArray[np.int64],
+        length: NDArray[np.int64],
+        parts: list[memoryview],
+        read: Read,
+    ) -> int:
+        """Read local files of one object each by a fast path; how many of the first are such."""
+        whole = self._whole[rows]
+        files = len(rows) if whole.all() else int(whole.argmin())
+        seconds: list[float] = []
+        total, start = 0, time.perf_counter()
+        for i, (row, n) in enumerate(zip(rows[:files].tolist(), length[:files].tolist())):  # noqa: B905
+            uri = self.manifest.uri(row)
+            if is_remote(uri):
+                files = i
+                break
+            quick = self._read_file(uri, row, n, parts[i], read, i)
+            now = time.perf_counter()
+            if quick:
+                seconds.append(now - start)
+                total += n
+            start = now
+        self.counters.count_reads(total, seconds, len(seconds))
+        return files
+
+    def _read_file(
+        self, uri: str, row: int, length: int, part: memoryview, read: Read, i: int
+    ) -> bool:
+        """Read a local file of one object; whether one attempt sufficed, and is not counted yet."""
+        try:
+            self._check_path(uri)
+            read.version[i] = self._local.single(uri, length, part)
+        except Exception as e:  # noqa: BLE001  as `_fill`
+            filled = self._fill_again(self._place(row), Run(0, length, [part]), e, time.monotonic())
+            if filled is not None:
+                read.nbytes[i], read.version[i] = length, filled.version
+            return False
+        read.nbytes[i] = length
+        return True
+
+    def _fill(self, place: Place, runs: list[Run]) -> list[Filled | None]:
+        """The result of each run of one address. The first attempt reads all with one open."""
+        done: list[Filled | None] = []
+        while len(done) < len(runs):
+            seconds: list[float] = []
+            opens, at, start = 0, len(done), time.monotonic()
+            try:
+                for filled in self._store(place.uri).fill(place, runs[at:]):
+                    now = time.monotonic()
+                    seconds.append(now - start)
+                    start, opens = now, opens + filled.opens
+                    done.append(filled)
+            except Exception as e:  # noqa: BLE001  stores raise what they like
+                done.append(self._fill_again(place, runs[len(done)], e, start))
+            read = sum(run.length for run in runs[at : at + len(seconds)])
+            self.counters.count_reads(read, seconds, opens)
+        return done
+
+    def _fill_again(self, place: Place, run: Run, error: Exception, began: float) -> Filled | None:
+        """Retry the one run that failed; None if that fails, too."""
+
+        def once(store: Store) -> Filled:
+            (filled,) = store.fill(place, [run])
+            return filled
+
+        try:
+            first = None if isinstance(error, TornError) else error
+            filled = self._patiently(place, once, first, began)
+        except SourceError:
+            return None  # counted; a reader of the object gets the error itself
+        self.counters.count_reads(run.length, [], 1)
+        return filled
+
+    def _place(self, row: int) -> Place:
+        uri, single = self.manifest.uri(row), bool(self._single[row])
+        least = self.manifest.extent(row) if is_remote(uri) else UNKNOWN
+        return Place(uri, keep=not single, whole=bool(self._whole[row]), least=least)
+
+    def _patiently(
+        self,
+        place: Place,
+        job: Callable[[Store], T],
+        error: Exception | None = None,
+        began: float = 0.0,
+    ) -> T:
+        """Do `job`, with retries after transient errors.
+
+        `error` is the failure of a first attempt, if there was one, at `began` (`time.monotonic`).
+
+        Raises:
+            SourceError: and no other error; it was counted.
+        """
+        try:
+            if error is None:
+                began = time.monotonic()
+                try:
+                    return job(self._store(place.uri))
+                except Exception as e:  # noqa: BLE001  stores raise what they like
+                    error = e
+            again = partial(self._once_more, place, job)
+            return self._retry.again(again, error, place.uri, began)
+        except Exception as e:
+            told = source_error(e, place.uri)
+            self.counters.count_error(told)
+            raise told from e
+
+    def _once_more(self, place: Place, job: Callable[[Store], T]) -> T:
+        self.counters.count_retry()
+        return job(self._store(place.uri))
+
+    def _store(self, uri: str) -> Store:
+        if not is_remote(uri):
+            self._check_path(uri)
+            return self._local
+        scheme, _, rest = uri.partition("://")
+        # The process id: clients of object stores have threads and do not survive a fork.
+        key = (os.getpid(), scheme, rest.partition("/")[0])
+        with self._lock:
+            if key not in self._remote:
+                self._remote[key] = open_store(uri, self._retry.deadline_s)
+            return self._remote[key]
+
+    def _check_path(self, path: str) -> None:
+        if not self._relative and not path.startswith(("/", "file:/")):
+            raise SourceError(errno.EINVAL, "a relative path means nothing to a daemon", path)
+
+
+def _single(manifest: Manifest) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """(rows,) whether its file holds only this row's object; and whether from byte 0 on."""
+    rows = manifest.file_rows
+    single = np.zeros(manifest.table.num_rows, np.bool_)
+    single[rows[:-1][np.diff(rows) == 1]] = True
+    single &= manifest.table.column("count").to_numpy() == 1
+    return single, single & (manifest.table.column("offset").to_numpy() == 0)
+
+
+class _Neighbours(NamedTuple):
+    """Objects, by position, that one read covers."""
+
+    offset: int
+    length: int
+    members: list[int]
+
+
+def _files(
+    file: NDArray[np.integer], offset: NDArray[np.int64], length: NDArray[np.int64]
+) -> Iterator[list[_Neighbours]]:
+    """Yield the reads of each file.
+
+    >>> for reads in _files(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4)):
+    ...     print([tuple(r) for r in reads])
+    [(0, 8, [2, 0])]
+    [(0, 4, [1])]
+    """
+    if not len(file):
+        return
+    order = np.lexsort((offset, file))
+    f, o, n = file[order], offset[order], length[order]
+    new_file = np.append(True, f[1:] != f[:-1])
+    new_run = new_file.copy()
+    new_run[1:] |= o[1:] != o[:-1] + n[:-1]
+    cuts = [*np.flatnonzero(new_run).tolist(), len(order)]
+    if len(order) > _VECTOR:
+        cuts = [i for a, b in pairwise(cuts) for i in range(a, b, _VECTOR)] + cuts[-1:]
+    members, starts, ends = order.tolist(), o.tolist(), (o + n).tolist()
+    reads = [
+        _Neighbours(starts[a], ends[b - 1] - starts[a], members[a:b]) for a, b in pairwise(cuts)
+    ]
+    for a, b in pairwise([*np.flatnonzero(new_file[cuts[:-1]]).tolist(), len(reads)]):
+        yield reads[a:b]

@@ -1,0 +1,79 @@
+"""Checks of file versions with the storage, ahead of use. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from creel.daemon.core.events import CheckVersions
+from creel.daemon.core.inflight import Inflight
+from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.sessions import RankStream
+from creel.daemon.core.versions import Files
+from creel.policies.eviction import RESIDENT
+
+#: Positions processed at once.
+_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """One check in flight."""
+
+    residency: Residency
+    files: Files
+    generation: int
+    begun: float
+
+
+class Checks:
+    """All checks in flight.
+
+    A check asks for the versions of the files of a session's next steps whose objects are already
+    resident; a fetch reports the version of what it reads itself.
+    """
+
+    def __init__(self, inflight: Inflight) -> None:
+        self._inflight = inflight
+        self._under_way: dict[int, _Asked] = {}
+        self._last = 0
+
+    def ask(self, s: RankStream, now: float) -> list[CheckVersions]:
+        """Return the checks that a session needs for the steps up to its `limit`."""
+        if not s.since_remote:
+            return []
+        out: list[CheckVersions] = []
+        limit = s.limit
+        while s.verified < limit:
+            stop = min(s.verified + _CHUNK, limit)
+            ids = s.stream.objects(s.verified, stop).astype(np.intp)
+            due = s.due(s.stream.step_at(s.verified), now, in_turn=False)
+            out += self._about(s, ids[s.residency.life[ids] == RESIDENT], now, due)
+            s.verified = stop
+        return out
+
+    def _about(self, s: RankStream, ids: Index, now: float, due: float) -> list[CheckVersions]:
+        h = s.residency
+        files = h.versions.unasked(ids, s.since, s.since_remote)
+        if not len(files):
+            return []
+        generation = self._inflight.generation
+        h.versions.asked[files] = generation
+        self._last += 1
+        self._under_way[self._last] = _Asked(h, files, generation, now)
+        return [CheckVersions(self._last, h.name, files, due)]
+
+    def land(self, check: int) -> _Asked | None:
+        """Remove a check that ended and return it; None when it is unknown."""
+        return self._under_way.pop(check, None)
+
+    def hung(self, h: Residency, object_id: int, before: float) -> list[_Asked]:
+        """Return checks of an object's file that began before the time `before`."""
+        file = int(h.versions.files(np.array([object_id]))[0])
+        asked = (a for a in self._under_way.values() if a.residency is h and a.begun < before)
+        return [a for a in asked if file in a.files]
+
+    def forget(self, h: Residency) -> None:
+        """Forget a removed dataset's checks; their answers will be ignored."""
+        self._under_way = {n: a for n, a in self._under_way.items() if a.residency is not h}

@@ -1,0 +1,492 @@
+"""The core, the daemon's state machine: events in, actions out. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.allocator import Allocator
+from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import must
+from creel.daemon.core.admission import Admission
+from creel.daemon.core.checks import Checks
+from creel.daemon.core.events import (
+    Action,
+    Checked,
+    DatasetAdded,
+    DiscardFetch,
+    Dropped,
+    EpochBegan,
+    Event,
+    Fetched,
+    Lost,
+    PlanExtended,
+    PlanRetention,
+    PlanTruncated,
+    Progressed,
+    RetentionPlanned,
+    SessionClosed,
+    SessionOpened,
+    SetReady,
+    Sizes,
+    StoreObjects,
+    Tick,
+    Unregistered,
+    Warm,
+)
+from creel.daemon.core.inflight import Inflight, InflightFetch
+from creel.daemon.core.prefetcher import Prefetcher
+from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.sessions import RankStream
+from creel.errors import IllegalEventError, MalformedError
+from creel.policies.eviction import (
+    FAILED,
+    FETCHING,
+    OVERDUE,
+    RESIDENT,
+)
+from creel.policies.masks import every, some
+from creel.policies.prefetch import Window
+
+#: A reader that waits longer than this for an object or its version reads directly, as one hung
+#: read must not hold up all later steps: seconds, plus four times the worst fetch latency.
+_OVERDUE_S = 5.0
+_OVERDUE_LATENCIES = 4
+_OVERDUE_MOST_S = 30.0
+
+
+class Core:
+    """The state and decisions of a node's daemon.
+
+    Args:
+        space: the arena's bytes.
+        config: how far ahead to work.
+    """
+
+    def __init__(self, space: Allocator, *, config: Window | None = None) -> None:
+        self._window = config or Window()
+        self._admission = Admission(space)
+        self._inflight = Inflight(self._admission, self._window)
+        self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
+        self._checks = Checks(self._inflight)
+        self._residencies = self._admission.residencies
+        self._sessions: dict[int, RankStream] = {}
+        self._past: Counter[str] = Counter()  # counters of removed datasets
+        self._out: list[Action] = []
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Return what to do about an event, in order; `now` in monotonic seconds.
+
+        Raises:
+            MalformedError: a plan that does not continue where the last one ended. Nothing changed.
+            IllegalEventError: an event that cannot happen. Nothing changed.
+            Exception: anything else (no memory, a bug): call `mend` before anything else.
+        """
+        self._out = []
+        self._inflight.mark()
+        if not isinstance(event, Fetched | Tick):
+            # Room may have been freed, or a session may be more urgent now.
+            self._prefetcher.stuck.clear()
+        self._admission.compactor.begin(now)
+        _HANDLERS[type(event)](self, event, now)
+        for session in self._sessions.values():
+            self._prefetcher.settle(session)
+        fetches = self._prefetcher.pump(self._sessions.values(), now)
+        self._out += self._admission.compactor.take()  # before fetches into the places they leave
+        self._out += fetches
+        for session in self._sessions.values():
+            self._out += self._checks.ask(session, now)
+        for residency in self._residencies.values():
+            if residency.warming >= 0:
+                self._out += self._inflight.warm(residency, now)
+            turn = residency.question(self._admission, self._window)
+            if turn is not None:
+                self._out.append(PlanRetention(residency.name, turn))
+        for session in self._sessions.values():
+            self._announce(session)
+        self._admission.compactor.done()
+        return self._out
+
+    def _announce(self, s: RankStream) -> None:
+        if s.ready != s.told:
+            s.told = s.ready
+            self._out.append(SetReady(s.id, s.ready, s.failed))
+
+    # --- events --------------------------------------------------------------------------------
+
+    def _registered(self, e: DatasetAdded, now: float) -> None:
+        del now
+        if e.dataset in self._residencies:
+            raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
+        told = e.offset, e.length, e.lengths, self._admission.space, e.versions
+        self._residencies[e.dataset] = Residency(e.dataset, *told)
+
+    def _opened(self, e: SessionOpened, now: float) -> None:
+        if e.dataset not in self._residencies or e.session in self._sessions:
+            raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
+        residency = self._residencies[e.dataset]
+        who = (e.session, e.job, e.rank, e.world)
+        self._sessions[e.session] = residency.join(*who, now, e.recheck, self._generation())
+        self._survey()
+
+    def _generation(self) -> int:
+        """Start a generation: what was known of files may be out of date for some session."""
+        self._inflight.generation += 1
+        return self._inflight.generation
+
+    def _begun(self, e: EpochBegan, now: float) -> None:
+        del now
+        s = self._sessions.get(e.session)
+        if s is not None:
+            s.begin(e.epoch, self._generation())
+
+    def _extended(self, e: PlanExtended, now: float) -> None:
+        del now
+        s = self._sessions.get(e.session)
+        if s is None:
+            return  # closed meanwhile
+        if e.step != s.stream.end:
+            raise MalformedError(f"the plan goes on at step {s.stream.end}, not {e.step}")
+        s.stream.extend(e.epoch, e.objects, e.ends)
+        s.blind = e.blind
+        if s.recheck == "step":
+            s.begin(e.epoch, self._generation())
+        s.foretell(e.step)
+        self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
+        self._survey()
+
+    def _truncated(self, e: PlanTruncated, now: float) -> None:
+        del now
+        s = self._sessions.get(e.session)
+        if s is None or e.step >= s.stream.end:
+            return
+        step = max(e.step, s.done)
+        loose = s.rewind(step)
+        s.wanted = min(s.wanted, step)
+        s.truncate(step)
+        s.group.replan()
+        self._unplanned(s.residency, loose)
+
+    def _progressed(self, e: Progressed, now: float) -> None:
+        s = self._sessions.get(e.session)
+        if s is None:
+            return
+        done = min(max(e.done, s.done), s.stream.end)
+        if done > s.done:
+            s.starved = False
+            s.pace.progressed(done - s.done, now)
+            self._consume(s, done)
+        wanted = min(max(e.wanted, s.wanted), s.stream.end)
+        if wanted > s.wanted:
+            s.wanted = wanted
+            s.pace.asked(wanted - s.done, stalls=s.stalling)
+            s.stalls += s.stalling
+        self._prefetcher.look(s, len(self._sessions))
+
+    def _closed(self, e: SessionClosed, now: float) -> None:
+        del now
+        s = self._sessions.pop(e.session, None)
+        if s is None:
+            return
+        loose = s.stream.objects(s.at, s.front).astype(np.intp)
+        s.residency.unpin(loose)
+        s.residency.leave(s)
+        s.group.replan()
+        self._unplanned(s.residency, loose)
+
+    def _fetched(self, e: Fetched, now: float) -> None:
+        pending = self._inflight.land(e.fetch, len(e.nbytes))
+        if pending is None:
+            return  # forgotten meanwhile
+        h = pending.residency
+        h.latency.saw(max(now - pending.begun, 0.0))
+        h.service.saw(len(pending.ids), pending.begun, now)
+        known = pending.offset != NOWHERE
+        good = (e.nbytes >= 0) & ((e.nbytes == pending.length) | ~known)
+        good[good] = self._current(pending, good, e.version)
+        if every(good) and every(known):
+            if h.landed(pending.ids, pending.offset):
+                self._prefetcher.stuck.clear()
+        else:
+            self._prefetcher.stuck.clear()
+            self._partly(e, pending, good, known)
+        h.counts["reads"] += int(np.count_nonzero(good))
+        h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+
+    def _current(
+        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+    ) -> NDArray[np.bool_]:
+        """(k,) whether each object read is still of use; may outdate other objects of its file."""
+        h = pending.residency
+        found = None if version is None else version[good]
+        late, changed = h.versions.read(pending.ids[good], found, pending.generation)
+        self._outdate(h, h.residents_of(changed))
+        newest = max((s.since for s in self._sessions.values() if s.residency is h), default=0)
+        if pending.generation < newest:  # steps are ready without these: leave them failed
+            late |= h.life[pending.ids[good]] == OVERDUE
+        return ~late
+
+    def _checked(self, e: Checked, now: float) -> None:
+        del now
+        asked = self._checks.land(e.check)
+        if asked is not None:
+            h = asked.residency
+            changed = h.versions.answered(asked.files, e.version, asked.generation)
+            self._outdate(h, h.residents_of(changed))
+
+    def _outdate(self, h: Residency, ids: Index) -> None:
+        """Evict residents of changed files; sessions that need them fetch them again."""
+        if not len(ids):
+            return
+        self._prefetcher.stuck.clear()
+        gone = np.zeros(len(h), np.bool_)
+        gone[ids] = True
+        for s in (s for s in self._sessions.values() if s.residency is h):
+            hit = gone[s.stream.objects(s.at, s.front)]
+            if some(hit):
+                loose = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
+                self._announce(s)
+                h.release(loose[~gone[loose]])
+        h.outdate(ids)
+
+    def _partly(
+        self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], known: NDArray[np.bool_]
+    ) -> None:
+        """Handle a fetch in which objects failed or had an unknown length."""
+        h = pending.residency
+        h.life[pending.ids] = FAILED
+        h.landed(pending.ids[good & known], pending.offset[good & known])
+        bad = known & ~good
+        h.give_back(pending.ids[bad], pending.offset[bad])
+        wrong = bad & (e.nbytes >= 0)
+        if h.listed is not None:  # a length learned from a read may be the cause
+            wrong |= bad & ~h.listed[pending.ids]
+        h.unlearn(pending.ids[wrong])
+        if not every(known):
+            self._store(e.fetch, pending, good & ~known, e.nbytes)
+            if some(~known & ~good & (e.nbytes >= 0)):  # read from an older version
+                self._out.append(DiscardFetch(e.fetch))
+        h.counts["failed"] += int((h.life[pending.ids] == FAILED).sum())
+
+    def _store(
+        self, fetch: int, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes
+    ) -> None:
+        """Make room for objects whose lengths are known only after reading."""
+        h, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
+        h.learn(ids, nbytes)
+        stalled = any(s.stalling for s in self._sessions.values() if s.residency is h)
+        offset = self._admission.place(h, ids, nbytes, pending.need, stalled=stalled)
+        self._out += self._admission.compactor.take()
+        placed = offset != NOWHERE
+        if some(placed):
+            stored = ids[placed]
+            self._out.append(StoreObjects(fetch, h.name, stored.astype(np.int32), offset[placed]))
+            h.landed(stored, offset[placed], seen=False)
+            self._admission.compactor.copied(h, stored, offset[placed])
+        if not every(placed):
+            self._out.append(DiscardFetch(fetch))
+
+    def _lost(self, e: Lost, now: float) -> None:
+        del now
+        self._residencies[e.dataset].lose(e.ids.astype(np.intp), e.offset)
+
+    def _planned(self, e: RetentionPlanned, now: float) -> None:
+        del now
+        residency = self._residencies.get(e.dataset)
+        if residency is not None and residency.policy is not None:
+            residency.policy.answer(e.turn, e.kept)
+
+    def _warmed(self, e: Warm, now: float) -> None:
+        del now
+        if e.dataset in self._residencies:
+            self._residencies[e.dataset].warming = 0
+
+    def _dropped(self, e: Dropped, now: float) -> None:
+        del now
+        residency = self._residencies.get(e.dataset)
+        if residency is not None:
+            residency.warming = -1
+            residency.evict(residency.loose(), "dropped")
+
+    def _unregistered(self, e: Unregistered, now: float) -> None:
+        del now
+        if e.dataset not in self._residencies or self.busy(e.dataset):
+            raise IllegalEventError(f"dataset {e.dataset!r} cannot go")
+        residency = self._residencies[e.dataset]
+        residency.evict_all()
+        self._admission.space.discard(residency.pool)
+        self._past.update(residency.counted())
+        self._checks.forget(residency)
+        del self._residencies[e.dataset]
+
+    def _ticked(self, e: Tick, now: float) -> None:
+        """Give up objects that a reader has waited for too long.
+
+        Sessions that wait for room or for their turn are handled after every event.
+        """
+        del e
+        for s in self._sessions.values():
+            if s.stalling and s.id in self._prefetcher.stuck and not s.starved:
+                s.starved = True
+                self._prefetcher.stuck.discard(s.id)
+            if s.stalling and s.blocked >= 0:
+                h = s.residency
+                retry_s = _OVERDUE_S + _OVERDUE_LATENCIES * h.latency.seconds
+                self._give_up(h, s.blocked, now - min(retry_s, _OVERDUE_MOST_S))
+
+    def _give_up(self, h: Residency, blocked: int, before: float) -> None:
+        """Stop waiting for an object, or its file's version, requested before the time `before`."""
+        if h.life[blocked] == FETCHING:
+            pending = self._inflight.of(h, blocked)
+            if pending is not None and pending.begun < before:
+                h.life[pending.ids] = OVERDUE  # until it lands
+        elif h.life[blocked] == RESIDENT:
+            for asked in self._checks.hung(h, blocked, before):
+                # Their objects are fetched again; a fetch that hangs becomes overdue.
+                self._outdate(h, h.residents_of(asked.files))
+
+    # --- plans and cursors ---------------------------------------------------------------------
+
+    def _replanned(self, s: RankStream, ids: Index, epoch: int) -> None:
+        """Tell the eviction policy that a session's plan continues with these reads of `epoch`."""
+        h = s.residency
+        h.choose_keeper(self._window)
+        if h.policy is not None:
+            h.policy.told(ids, epoch)
+
+    def _unplanned(self, h: Residency, loose: Index) -> None:
+        """Handle the end of a plan or session; `loose` are the objects that were pinned for it."""
+        h.choose_keeper(self._window)
+        if h.policy is not None:
+            h.policy.replanned()
+        h.release(loose)
+        self._survey()
+
+    def _consume(self, s: RankStream, done: int) -> None:
+        """Release the bytes of all steps before `done`."""
+        h, stream = s.residency, s.stream
+        start, stop = s.at, stream.start(done)
+        s.done, s.at = done, stop
+        for epoch, a, b in s.stretches(start, stop):
+            ids = stream.objects(a, b).astype(np.intp)
+            uses = s.group.uses
+            repeated = uses.repeated(epoch)
+            pinned = ids if b <= s.front else ids[: max(s.front - a, 0)]
+            h.unpin(pinned, distinct=uses.distinct(epoch))
+            uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
+            self._turn(s, epoch)
+            h.release(ids, read=True)
+        if s.front < stop:  # read directly before they could be fetched
+            s.front = stop
+        s.verified = max(s.verified, stop)
+        if s.checked < stop:  # objects still coming for finished steps block nothing
+            s.checked, s.blocked = stop, -1
+        s.ready = max(s.ready, done)
+        stream.forget(done)
+
+    def _turn(self, s: RankStream, epoch: int) -> None:
+        """Record that a session now reads in `epoch`."""
+        if epoch == s.epoch:
+            return
+        s.epoch = epoch
+        s.group.uses.forget(min(x.epoch for x in s.group.sessions.values()))
+        if s.residency.policy is not None:
+            s.residency.policy.turn(s.group.uses, epoch)
+
+    def _survey(self) -> None:
+        """Recompute all windows after sessions or plans changed."""
+        for session in self._sessions.values():
+            self._prefetcher.look(session, len(self._sessions))
+        for residency in self._residencies.values():
+            if residency.policy is not None:
+                residency.policy.resized()
+
+    def mend(self, session: int) -> None:
+        """Make all tables consistent again after an exception in `handle`.
+
+        The session that the event was about, if any, is gone; fetches that the shell was not given
+        were never begun. Pins, eviction policies and next uses are rebuilt from the plans.
+        """
+        gone = self._sessions.pop(session, None)
+        if gone is not None:
+            gone.residency.leave(gone)
+        self._inflight.abort()
+        for h in self._residencies.values():
+            h.rebuild(self._inflight.ids(h), self._window)
+        self._survey()
+
+    # --- what others may see -------------------------------------------------------------------
+
+    def busy(self, dataset: str) -> bool:
+        """Whether the dataset has readers, is being warmed or has fetches in flight."""
+        h = self._residencies[dataset]
+        return h.active or h.warming >= 0 or len(self._inflight.ids(h)) > 0
+
+    def plans_nbytes(self) -> int:
+        """Memory of all plans and of the next uses derived from them, in bytes."""
+        streams = sum(s.stream.nbytes for s in self._sessions.values())
+        return streams + sum(g.uses.nbytes for h in self._residencies.values() for g in h.groups)
+
+    def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
+        """Return the counters of all datasets and sessions, for `creel stats`."""
+        space = self._admission.space
+        node: dict[str, float | str] = {
+            "nbytes": space.nbytes,
+            "free_nbytes": space.free_bytes,
+            "inflight_objects": self._inflight.objects,
+            "inflight_nbytes": self._inflight.nbytes,
+        }
+        return {
+            "memory": {"node": node},
+            "datasets": {n: h.snapshot() for n, h in self._residencies.items()},
+            "sessions": {str(n): s.snapshot() for n, s in self._sessions.items()},
+            "past": {"datasets": dict(self._past)},
+        }
+
+    def check(self) -> None:
+        """Raise IllegalEventError unless all tables are consistent; for tests."""
+        space = self._admission.space
+        space.check()
+        self._inflight.check()
+        under_way = sum(len(self._inflight.ids(h)) for h in self._residencies.values())
+        must(under_way == self._inflight.objects, "something is under way for nobody")
+        must(space.pools == len(self._residencies), "a pool without a dataset")
+        offset, length = [], []
+        for h in self._residencies.values():
+            h.check(self._inflight.ids(h))
+            resident = h.offset[:] != NOWHERE
+            held = np.append(np.flatnonzero(resident), self._inflight.placed(h))
+            must(h.pool.alike or h.pool.used == h.room[held].sum(), "lost room")
+            offset += [h.offset[resident], self._inflight.offsets(h)[0]]
+            length += [h.length[resident], self._inflight.offsets(h)[1]]
+        if offset:
+            at, n = np.concatenate(offset), np.concatenate(length)
+            order = at.argsort()
+            end = (at + n)[order]
+            must((end[:-1] <= at[order][1:]).all(), "objects overlap")
+            must(end.max(initial=0) <= space.nbytes, "an object ends beyond the space")
+
+
+# The dispatch table of `Core`.
+# ruff: noqa: SLF001
+_HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
+    DatasetAdded: Core._registered,
+    SessionOpened: Core._opened,
+    PlanExtended: Core._extended,
+    EpochBegan: Core._begun,
+    PlanTruncated: Core._truncated,
+    Progressed: Core._progressed,
+    SessionClosed: Core._closed,
+    Fetched: Core._fetched,
+    Checked: Core._checked,
+    Lost: Core._lost,
+    RetentionPlanned: Core._planned,
+    Warm: Core._warmed,
+    Dropped: Core._dropped,
+    Unregistered: Core._unregistered,
+    Tick: Core._ticked,
+}

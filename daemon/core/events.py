@@ -1,0 +1,282 @@
+"""Events of a node's core and the actions it returns: plain data. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.offsets import Places
+from creel.daemon.core.versions import Versions
+from creel.policies.retention import Kept, Turn
+
+Ids: TypeAlias = NDArray[np.int32]
+Sizes: TypeAlias = NDArray[np.int64]
+
+# --- events -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DatasetAdded:
+    """A dataset is registered; `offset` and `length` are columns of its location table.
+
+    The core is their only writer: it publishes an object by writing its offset. All offsets are
+    ABSENT; `lengths` summarizes the lengths; `versions` has those of its files, none known yet.
+    """
+
+    dataset: str
+    offset: Places
+    length: Sizes
+    lengths: Lengths
+    versions: Versions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A session begins: rank `rank` of `world` of job `job` will read from `dataset`.
+
+    `recheck`: when file versions are checked again; see `messages.Open`.
+    """
+
+    session: int
+    dataset: str
+    job: str
+    rank: int
+    world: int
+    recheck: str = "never"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanExtended:
+    """A session's plan continues; see `messages.Extend` (already checked against the manifest)."""
+
+    session: int
+    epoch: int
+    step: int
+    objects: Ids
+    ends: Sizes
+    blind: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EpochBegan:
+    """A session's epoch begins now: what was known of its files may be out of date."""
+
+    session: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTruncated:
+    """A session's plan is void from `step` on."""
+
+    session: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """Shared words changed: steps < `done` are finished, a reader waits for step `wanted`-1."""
+
+    session: int
+    done: int
+    wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """A session ended or its client died."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fetched:
+    """FetchObjects `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
+
+    Where the action's offset was ABSENT (length unknown) the shell holds the bytes until a
+    `StoreObjects` or `DiscardFetch`. `version` (k,): of the file each was read from, as in
+    `cache/storage/version.py`; None where unknown.
+    """
+
+    fetch: int
+    nbytes: Sizes
+    version: Sizes | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """CheckVersions `check` ended: (k,) `version` of its files as the storage has them now."""
+
+    check: int
+    version: Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lost:
+    """The machine has no memory for objects of a `StoreObjects`: they are not published.
+
+    Follows directly on the actions that included the `StoreObjects`.
+    """
+
+    dataset: str
+    ids: Ids
+    offset: Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetentionPlanned:
+    """The answer to a `PlanRetention`: which objects are kept over the turn of an epoch."""
+
+    dataset: str
+    turn: Turn
+    kept: Kept
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """Load a dataset ahead of any session, as far as room allows."""
+
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Evict a dataset's unpinned residents."""
+
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unregistered:
+    """Forget a dataset without readers and fetches in flight (`Core.busy`).
+
+    Its columns are not touched after this event.
+    """
+
+    dataset: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed and nothing else happened."""
+
+
+Event: TypeAlias = (
+    DatasetAdded
+    | SessionOpened
+    | PlanExtended
+    | EpochBegan
+    | PlanTruncated
+    | Progressed
+    | SessionClosed
+    | Fetched
+    | Checked
+    | Lost
+    | RetentionPlanned
+    | Warm
+    | Dropped
+    | Unregistered
+    | Tick
+)
+
+# --- actions ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchObjects:
+    """Read these objects from the source: object ids[i] to arena[offset[i]:offset[i]+length[i]].
+
+    Where offset[i] is ABSENT the length is unknown: read into private memory, report the size.
+    Objects are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
+    """
+
+    fetch: int
+    dataset: str
+    ids: Ids
+    offset: Sizes
+    length: Sizes
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckVersions:
+    """Ask the storage for the versions of these files; `Checked` is the answer."""
+
+    check: int
+    dataset: str
+    files: Ids
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreObjects:
+    """Copy objects `ids` of fetch `fetch` from private memory to the arena, now, then publish them.
+
+    Publishing means table.offset[id] = offset; until then it is ABSENT, as with `MoveObjects`.
+    """
+
+    fetch: int
+    dataset: str
+    ids: Ids
+    offset: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardFetch:
+    """Free all bytes still held in private memory for fetch `fetch`."""
+
+    fetch: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoveObjects:
+    """Move objects `ids` within the arena, now and in this order, then publish their new offsets.
+
+    For each: copy arena[src:src+nbytes] to dst as `memmove` does, then table.offset[id] = dst. The
+    core has already written ABSENT there, so that clients that copy unpinned objects see the move.
+    """
+
+    dataset: str
+    ids: Ids
+    src: Sizes
+    dst: Sizes
+    nbytes: Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanRetention:
+    """Compute `retention.plan(turn)` outside the loop; `RetentionPlanned` brings the result.
+
+    It may read the dataset's columns, which keep changing.
+    """
+
+    dataset: str
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class SetReady:
+    """Write READY = `ready` in the session's shared words and answer waits for steps below it.
+
+    Where READY goes back, this comes before any action that may overwrite the bytes of steps that
+    are no longer ready.
+    """
+
+    session: int
+    ready: int
+    failed: int
+
+
+Action: TypeAlias = (
+    FetchObjects
+    | CheckVersions
+    | StoreObjects
+    | DiscardFetch
+    | MoveObjects
+    | PlanRetention
+    | SetReady
+)

@@ -1,0 +1,187 @@
+"""Fetches in flight: one per object over all sessions, within limits. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import must
+from creel.daemon.core.admission import Admission
+from creel.daemon.core.events import FetchObjects
+from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.errors import IllegalEventError
+from creel.policies.eviction import ABSENT, FETCHING
+from creel.policies.masks import every
+from creel.policies.prefetch import Window, affordable, portions
+
+#: Share of the objects and bytes in flight that is reserved for stalled readers.
+_SPARED = 0.25
+#: Deadline, in seconds, of a fetch without a reader (`Warm`).
+_WHENEVER_S = 3600.0
+_CHUNK = 512
+
+
+@dataclass(eq=False, slots=True)
+class InflightFetch:
+    """One fetch: objects, offsets (NOWHERE: length unknown), lengths and purpose.
+
+    `need` is the step it is for, on the eviction policy's clock.
+    `nbytes` is the total expected, `expected` the part of it that has no room yet.
+    """
+
+    residency: Residency
+    ids: Index
+    offset: Sizes
+    length: Sizes
+    need: int
+    begun: float
+    nbytes: int
+    expected: int
+    generation: int  # see `Versions`
+
+
+class Inflight:
+    """All fetches that were started and have not landed."""
+
+    def __init__(self, admission: Admission, window: Window) -> None:
+        self.objects = 0
+        self.nbytes = 0
+        self._admission = admission
+        self._window = window
+        self._inflight: dict[int, InflightFetch] = {}
+        self._last = 0
+        self.generation = 0  # the current one
+        self._mark = 0
+        admission.busy = self.offsets
+
+    def leave(self, nbytes: Sizes, *, urgent: bool) -> int:
+        """How many objects of these sizes may start now; at least one when nothing is in flight."""
+        part = 1.0 if urgent else 1.0 - _SPARED
+        objects = int(part * self._window.inflight_objects) - self.objects
+        room = int(part * self._window.inflight_nbytes) - self.nbytes
+        k = max(min(len(nbytes), objects, affordable(nbytes, room)), 0)
+        return k if self._inflight else min(max(k, 1), len(nbytes))
+
+    def start(
+        self,
+        h: Residency,
+        ids: Index,
+        offset: Sizes,
+        length: Sizes,
+        need: int,
+        now: float,
+        due: float,
+    ) -> list[FetchObjects]:
+        """Start fetches of these objects, all equally urgent."""
+        if not len(ids):
+            return []
+        h.life[ids] = FETCHING
+        order = ids.argsort()
+        ids, length = ids[order], length[order]
+        # Rooms of one size are interchangeable: sorted, neighbours are written in one go.
+        offset = np.sort(offset) if h.pool.alike else offset[order]
+        nbytes, small = h.expected(length), ids.astype(np.int32)
+        strange = nbytes is not length
+        out = []
+        for part in portions(nbytes, self._window):
+            self._last += 1
+            total = int(nbytes[part].sum())
+            guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
+            room = offset[part], length[part]
+            pending = InflightFetch(h, ids[part], *room, need, now, total, guessed, self.generation)
+            self._inflight[self._last] = pending
+            self.objects += len(pending.ids)
+            self.nbytes += total
+            self._admission.expected += guessed
+            out.append(
+                FetchObjects(self._last, h.name, small[part], pending.offset, pending.length, due)
+            )
+        return out
+
+    def land(self, fetch: int, objects: int) -> InflightFetch | None:
+        """Remove a fetch that ended and return it; None when it is unknown.
+
+        Raises:
+            IllegalEventError: it did not have `objects` objects.
+        """
+        pending = self._inflight.get(fetch)
+        if pending is None:
+            return None
+        if len(pending.ids) != objects:
+            raise IllegalEventError(f"fetch {fetch} was of {len(pending.ids)} objects")
+        del self._inflight[fetch]
+        self.objects -= objects
+        self.nbytes -= pending.nbytes
+        self._admission.expected -= pending.expected
+        return pending
+
+    def mark(self) -> None:
+        """Begin an event: `abort` undoes the fetches started from now on."""
+        self._mark = self._last
+
+    def abort(self) -> None:
+        """Undo the fetches started since `mark`, which never began, and free their room."""
+        for number in [n for n in self._inflight if n > self._mark]:
+            pending = self._inflight[number]
+            placed = pending.offset != NOWHERE
+            pending.residency.give_back(pending.ids[placed], pending.offset[placed])
+            pending.residency.life[pending.ids] = ABSENT
+            self.land(number, len(pending.ids))
+
+    def warm(self, h: Residency, now: float) -> list[FetchObjects]:
+        """Load the dataset in order of ids, into free room only, while little else is in flight."""
+        out: list[FetchObjects] = []
+        while 0 <= h.warming < len(h):
+            stop = min(h.warming + _CHUNK, len(h))
+            ids = h.warming + np.flatnonzero(h.life[h.warming : stop] == ABSENT)
+            guess = h.expected(h.length[ids])
+            k = self.leave(2 * guess, urgent=False)  # half of what sessions may have
+            fit = min(k, affordable(guess, self._admission.free_nbytes))
+            length = h.length[ids[:fit]]
+            offset = np.full(fit, NOWHERE, np.int64)
+            known = length >= 0
+            offset[known] = h.place(ids[:fit][known], length[known])
+            placed = (offset != NOWHERE) | (length < 0)
+            chosen = ids[:fit][placed], offset[placed], length[placed]
+            out += self.start(h, *chosen, 0, now, now + _WHENEVER_S)
+            if fit < k or not every(placed):
+                if self._admission.expected:  # a guess may hold more room than needed
+                    return out
+                break  # no room
+            if k < len(ids):
+                return out  # enough in flight
+            h.warming = stop
+        h.warming = -1
+        return out
+
+    def of(self, h: Residency, object_id: int) -> InflightFetch | None:
+        """Return the fetch in flight that brings an object, or None."""
+        inflight = (f for f in self._inflight.values() if f.residency is h)
+        return next((f for f in inflight if object_id in f.ids), None)
+
+    def ids(self, h: Residency) -> Index:
+        """(k,) objects of a dataset that are in flight."""
+        own = [f.ids for f in self._inflight.values() if f.residency is h]
+        return np.concatenate([np.empty(0, np.intp), *own])
+
+    def placed(self, h: Residency) -> Index:
+        """(k,) objects of a dataset that are in flight and have room."""
+        own = [f.ids[f.offset != NOWHERE] for f in self._inflight.values() if f.residency is h]
+        return np.concatenate([np.empty(0, np.intp), *own])
+
+    def offsets(self, h: Residency) -> tuple[Sizes, Sizes]:
+        """(k,) offsets and (k,) lengths that fetches of a dataset write to."""
+        own = [f for f in self._inflight.values() if f.residency is h]
+        none = np.empty(0, np.int64)
+        offset = np.concatenate([none, *(f.offset for f in own)])
+        length = np.concatenate([none, *(f.length for f in own)])
+        return offset[offset != NOWHERE], length[offset != NOWHERE]
+
+    def check(self) -> None:
+        """Raise IllegalEventError unless the sums are right."""
+        inflight = self._inflight.values()
+        must(self.objects == sum(len(f.ids) for f in inflight), "objects under way")
+        must(self.nbytes == sum(f.nbytes for f in inflight), "bytes under way")
+        must(self._admission.expected == sum(f.expected for f in inflight), "bytes expected")

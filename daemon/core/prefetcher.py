@@ -1,0 +1,226 @@
+"""The prefetcher: what is pinned and fetched next, and which steps are ready. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.daemon.core.admission import Admission
+from creel.daemon.core.events import FetchObjects
+from creel.daemon.core.inflight import Inflight
+from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.daemon.core.sessions import RankStream
+from creel.policies.eviction import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT
+from creel.policies.masks import some
+from creel.policies.prefetch import Window
+
+#: Positions processed at once: about one urgency class at 256 objects a step.
+_CHUNK = 512
+#: A fetch may take as long as a step, but always this long, in seconds.
+_GRAIN_S = 0.01
+
+
+class Prefetcher:
+    """Advances each session's `front` (pinned, and fetched where absent) and `ready`.
+
+    Args:
+        admission: makes room; inflight: starts the fetches; window: the limits.
+    """
+
+    def __init__(self, admission: Admission, inflight: Inflight, window: Window) -> None:
+        self._admission = admission
+        self._inflight = inflight
+        self._window = window
+        self.stuck: set[int] = set()  # sessions that wait for room; cleared when some may be free
+
+    def look(self, s: RankStream, sessions: int) -> None:
+        """Set how far a session may read ahead, in positions, where `sessions` share the memory."""
+        stream, h, window = s.stream, s.residency, self._window
+        end = stream.end
+        steps = s.pace.horizon(h.latency.seconds, window)
+        share = min(window.pinned_share * self._admission.space.nbytes / sessions, window.nbytes)
+        reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / h.mean))
+        least = s.done + 1
+        if h.policy is not None and h.policy.near and self._admission.missing(h) > 0:
+            ranks = sum(len(g.sessions) for g in h.groups)
+            reach = min(reach, s.at + int(window.lend_share * len(h) / ranks))
+            least = s.done + 2
+        if s.stalling:
+            least = max(least, s.ready + 1)
+        s.reach = max(reach, stream.start(min(least, end)))
+
+    def settle(self, s: RankStream) -> None:
+        """Move `ready` over all steps whose objects are resident and current, or failed."""
+        limit = s.limit
+        if s.checked < limit and s.blocked >= 0 and self._still_blocked(s):
+            return
+        s.blocked = -1
+        while s.checked < limit and s.blocked < 0:
+            ids = s.stream.objects(s.checked, min(s.checked + _CHUNK, limit))
+            found = s.residency.life[ids]
+            coming = self._awaited(s, ids.astype(np.intp), found)
+            settled = int(coming.argmax())
+            if coming[settled]:
+                s.blocked = int(ids[settled])
+                found = found[:settled]
+            s.failed += int(np.count_nonzero((found == FAILED) | (found == OVERDUE)))
+            s.checked += len(found)
+        if s.blocked >= 0:
+            self._still_blocked(s)  # may ask for a check of its version
+        s.ready = max(s.ready, s.stream.step_at(s.checked))
+
+    def _still_blocked(self, s: RankStream) -> bool:
+        """Whether the object that `checked` waits for is still awaited."""
+        ids = np.array([s.blocked])
+        life = s.residency.life[ids]
+        if not some(self._awaited(s, ids, life)):
+            return False
+        versions = s.residency.versions
+        if life[0] == RESIDENT and len(versions.unasked(ids, s.since, s.since_remote)):
+            s.verified = min(s.verified, s.checked)  # it landed after the check of its position
+        return True
+
+    @staticmethod
+    def _awaited(s: RankStream, ids: Index, life: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """(k,) whether an object, or its file's version, is in flight."""
+        coming: NDArray[np.bool_] = life == FETCHING
+        if s.since_remote:
+            coming |= (life == RESIDENT) & ~s.current(ids)
+        return coming
+
+    def pump(self, sessions: Iterable[RankStream], now: float) -> list[FetchObjects]:
+        """Advance the most urgent session until none can advance; return the fetches to start."""
+        out: list[FetchObjects] = []
+        todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
+        while todo:
+            s = todo[0] if len(todo) == 1 else min(todo, key=_urgency)
+            if not self._advance(s, now, out) or s.front >= s.reach:
+                todo.remove(s)
+        return out
+
+    def _advance(self, s: RankStream, now: float, out: list[FetchObjects]) -> bool:
+        """Pin and fetch a session's next objects; False when room or limits do not allow it."""
+        h, start = s.residency, s.front
+        urgent, stop = self._stretch(s)
+        ids = s.stream.objects(start, stop).astype(np.intp)
+        # all of one epoch
+        epoch = s.stream.epoch(s.stream.step_at(start))[0] + s.epoch_shift
+        distinct = s.group.uses.distinct(epoch)
+        life = h.life[ids]
+        absent = (life <= FAILED).nonzero()[0]
+        if len(absent):
+            absent = self._worth(h, ids, life, absent, distinct=distinct)
+            taken = self._at_once(s, absent, stop)
+            ids, life, absent = ids[:taken], life[:taken], absent[absent < taken]
+        h.pin(ids, distinct=distinct)
+        taken = len(ids)
+        if len(absent):
+            k = self._fetch(s, ids[absent], now, out, urgent=urgent)
+            if k < len(absent):
+                taken = int(absent[k])
+                absent = absent[:k]
+                h.unpin(ids[taken:], distinct=distinct)
+                h.release(ids[taken:])
+        s.front += taken
+        h.count(s, life[:taken], len(absent))
+        self.settle(s)
+        return taken > 0
+
+    def _stretch(self, s: RankStream) -> tuple[bool, int]:
+        """Return whether a reader stalls for the next positions, and where to stop."""
+        stream = s.stream
+        if s.stalling:
+            stop = stream.start(s.ready + 1)
+            if s.front < stop:
+                return True, min(stop, s.front + _CHUNK)
+        # one urgency class: a step where the reader is close, more steps further ahead
+        step = stream.step_at(s.front)
+        last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
+        return False, min(s.reach, s.front + _CHUNK, stream.start(last))
+
+    def _at_once(self, s: RankStream, absent: Index, stop: int) -> int:
+        """End of the positions from `front` to fetch together: a step, or more from a quick source.
+
+        All objects of a fetch land together, whichever of them is due first.
+        """
+        stream = s.stream
+        most = s.residency.service.most(max(s.pace.step_s, _GRAIN_S))
+        if len(absent) > most:
+            beyond = stream.step_at(s.front + int(absent[int(most)]))
+            stop = min(stop, stream.start(max(beyond, stream.step_at(s.front) + 1)))
+        return stop - s.front
+
+    def _worth(
+        self, h: Residency, ids: Index, life: NDArray[np.uint8], absent: Index, *, distinct: bool
+    ) -> Index:
+        """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
+        if life[absent].any():
+            absent = absent[(life[absent] == ABSENT) | (h.pins[ids[absent]] == 0)]
+        if distinct:
+            return absent
+        wanted = np.sort(ids[absent])
+        if some(wanted[1:] == wanted[:-1]):
+            absent = absent[np.sort(np.unique(ids[absent], return_index=True)[1])]
+        return absent
+
+    def _fetch(
+        self, s: RankStream, ids: Index, now: float, out: list[FetchObjects], *, urgent: bool
+    ) -> int:
+        """Fetch objects as far as possible; return how many, from the first on, are handled.
+
+        Objects after one without room are fetched all the same: their turn comes soon. Where a
+        reader has nothing else to read, objects without room are given up: it reads them directly.
+        """
+        h = s.residency
+        starving = urgent and s.starving
+        if h.policy is not None and h.policy.by_epoch and s.hurries and not starving:
+            self.stuck.add(s.id)
+            return 0
+        length = h.length[ids]
+        k = self._inflight.leave(h.expected(length), urgent=urgent)
+        if not k:
+            return 0  # not for lack of room: later
+        if k < len(ids):
+            ids, length = ids[:k], length[:k]
+        step = s.stream.step_at(s.front)
+        need = s.need(step)
+        offset, lack = self._room(h, ids, length, need, stalled=starving)
+        if some(lack):
+            if starving:
+                h.fail(ids[lack])
+            else:
+                k = int(lack.argmax())
+                self.stuck.add(s.id)
+            ids, offset, length = ids[~lack], offset[~lack], length[~lack]
+        # The queue of a quick source is short. Ordered by due time, it would wake the reader for
+        # every
+        # step: small records from the page cache are slower then.
+        due = s.due(step, now, in_turn=h.service.most(_GRAIN_S) < _CHUNK)
+        out += self._inflight.start(h, ids, offset, length, need, now, due)
+        return k
+
+    def _room(
+        self, h: Residency, ids: Index, length: Sizes, need: int, *, stalled: bool
+    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
+        strange = length < 0
+        if not some(strange):
+            offset = self._admission.place(h, ids, length, need, stalled=stalled)
+            return offset, offset == NOWHERE
+        offset = np.full(len(length), NOWHERE, np.int64)
+        offset[~strange] = self._admission.place(
+            h, ids[~strange], length[~strange], need, stalled=stalled
+        )
+        lack = offset == NOWHERE
+        where = np.flatnonzero(strange)
+        lack[where[: self._admission.reserve(h, len(where), need, stalled=stalled)]] = False
+        return offset, lack
+
+
+def _urgency(s: RankStream) -> tuple[bool, float]:
+    """Sort key: stalled sessions first, then by the time until the next objects are needed."""
+    ahead = s.stream.step_at(s.front) - s.done
+    return not s.stalling, ahead * (s.pace.step_s or 1.0)

@@ -1,0 +1,505 @@
+"""Residency: the core's tables of what a node holds of one dataset. Pure.
+
+Struct of arrays; the core is their only writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.allocator import Allocator, Lengths, ObjectPool
+from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import must
+from creel.cache.memory.offsets import Places
+from creel.daemon.core.address_index import AddressIndex
+from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
+from creel.daemon.core.versions import Versions
+from creel.policies.eviction import (
+    ABSENT,
+    FAILED,
+    FETCHING,
+    OVERDUE,
+    RESIDENT,
+    EvictionPolicy,
+    Readers,
+    choose,
+)
+from creel.policies.masks import every, some
+from creel.policies.next_use import NextUses
+from creel.policies.prefetch import Latency, Service, Window
+from creel.policies.retention import Turn
+
+if TYPE_CHECKING:  # circular import
+    from creel.daemon.core.admission import Admission
+
+Index = NDArray[np.intp]
+Sizes = NDArray[np.int64]
+
+ONE = np.int32(1)
+#: Before any length is known: about an ImageNet file.
+_GUESS_NBYTES = 128 << 10
+#: Size of the region taken from another dataset at once: this share of the space, at most this
+#: much.
+_REGION_SHARE = 64
+_REGION_NBYTES = 64 << 20
+_SAMPLE = 1 << 14  # objects sampled for a statistic
+_CRUMB = 0.1  # of the mean: with a larger one residents grow, with a smaller one they shrink
+
+
+class Residency:
+    """One dataset: its objects' state, its share of the space, its jobs."""
+
+    def __init__(
+        self,
+        name: str,
+        offset: Places,
+        length: Sizes,
+        lengths: Lengths,
+        space: Allocator,
+        versions: Versions | None = None,
+    ) -> None:
+        """Does no work per object and takes no memory: zeroed pages are allocated on first write.
+
+        Args:
+            offset: (n,) NOWHERE.
+            length: (n,) bytes, or -1 where unknown; `lengths` summarizes them.
+            versions: of its files; None: each object is a local file.
+        """
+        n = len(offset)
+        self.versions = versions or Versions(n)
+        self.name = name
+        self.offset = offset
+        self.length = length
+        self.space = space
+        self.life = np.zeros(n, np.uint8)
+        self.pins = np.zeros(n, np.int32)
+        room = np.zeros(n, np.int64)
+        self.pool: ObjectPool = space.pool(lengths)
+        # Bytes each object takes up, from its placement until it leaves; a record takes its length.
+        self.room = length if self.pool.alike else room
+        self.address_index = None if self.pool.alike else AddressIndex(space.nbytes, self.pool)
+        self.groups: list[JobGroup] = []
+        self.policy: EvictionPolicy | None = None
+        self.latency = Latency()
+        self.service = Service()
+        self.warming = -1  # next object to load for `Warm`, or -1
+        #: Which lengths come from the manifest (None: all); the others from the last read.
+        self.listed = _listed(length, lengths)
+        self._known = lengths.known
+        self._known_nbytes = lengths.nbytes
+        self.counts = dict.fromkeys((*COUNTED, "reads", "read_nbytes", "failed"), 0)
+        why = ("due_later", "other_dataset", "dropped", "stalled", "changed")
+        self.evicted = dict.fromkeys(why, 0)
+        self.resident = 0
+        self.resident_nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    def expected(self, length: Sizes) -> Sizes:
+        """Return the lengths with the mean in place of unknown ones."""
+        strange = length < 0
+        return np.where(strange, int(self.mean), length) if some(strange) else length
+
+    @property
+    def mean(self) -> float:
+        """Mean bytes of an object, as far as lengths are known."""
+        if not self._known:
+            return max(min(_GUESS_NBYTES, self.space.nbytes / _REGION_SHARE), 1.0)
+        return max(self._known_nbytes / self._known, 1.0)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of the whole dataset, with unknown lengths guessed."""
+        return self.mean * len(self)
+
+    @property
+    def active(self) -> bool:
+        """Whether any session reads it."""
+        return any(g.sessions for g in self.groups)
+
+    # --- objects -------------------------------------------------------------------------------
+
+    def pin(self, ids: Index, *, distinct: bool = False) -> None:
+        """Add a pin to each (an object may come twice, unless they are `distinct`)."""
+        if distinct:
+            self.pins[ids] += ONE
+        else:
+            np.add.at(self.pins, ids, ONE)
+
+    def unpin(self, ids: Index, *, distinct: bool = False) -> None:
+        """Remove a pin from each; call `release` for those that may leave then."""
+        if distinct:
+            self.pins[ids] -= ONE
+        else:
+            np.subtract.at(self.pins, ids, ONE)
+
+    def release(self, ids: Index, *, read: bool = False) -> None:
+        """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
+        if self.policy is not None:
+            loose = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
+            if some(loose):
+                self.policy.released(ids if every(loose) else ids[loose], read=read)
+
+    def learn(self, ids: Index, nbytes: Sizes) -> None:
+        """Enter lengths that are known now."""
+        new = self.length[ids] < 0
+        self._known += int(new.sum())
+        self._known_nbytes += int(nbytes[new].sum())
+        self.length[ids] = nbytes
+
+    def unlearn(self, ids: Index) -> None:
+        """Forget wrong lengths. (A fixed pool's records have only one length.)"""
+        if not self.pool.alike:
+            self._known -= len(ids)
+            self._known_nbytes -= int(self.length[ids].sum())
+            self.length[ids] = -1
+
+    def outdate(self, ids: Index) -> None:
+        """Evict objects (distinct, resident, unpinned) of files that have changed."""
+        self.evict(ids, "changed")
+        if self.listed is not None:
+            self.unlearn(ids[~self.listed[ids]])
+
+    def residents_of(self, files: NDArray[np.int32]) -> Index:
+        """(k,) resident objects of these files."""
+        bounds = map(self.versions.objects, files.tolist())
+        found = [a + np.flatnonzero(self.life[a:b] == RESIDENT) for a, b in bounds]
+        return np.concatenate([np.empty(0, np.intp), *found])
+
+    def place(self, ids: Index, nbytes: Sizes) -> Sizes:
+        """(k,) offsets for objects of these sizes in free room; NOWHERE where there is none."""
+        offset, rooms = self.pool.settle(nbytes, self.crumb)
+        if not self.pool.alike:  # else rooms are the lengths, which nobody changes
+            self.room[ids] = rooms
+        return offset
+
+    def give_back(self, ids: Index, offset: Sizes) -> None:
+        """Free these places."""
+        self.pool.free(offset, self.room[ids])
+
+    def inherit(self, ids: Index, wants: Sizes, victims: Index) -> Sizes:
+        """(k,) offsets: objects take the rooms of evicted `victims`, or as much as they want.
+
+        wants: (k,) bytes in whole grains, at most the victims' rooms.
+        """
+        rooms = self.room[victims]
+        offset = self.vacate(victims, "due_later")
+        large = rooms - wants >= self.crumb
+        if some(large):
+            self.pool.shrink(offset[large], rooms[large], wants[large])
+            rooms[large] = wants[large]
+        if not self.pool.alike:
+            self.room[ids] = rooms
+        return offset
+
+    def density(self) -> float:
+        """Bytes that residents need over what their rooms take up; from a sample."""
+        ids = np.arange(0, len(self), max(len(self) // _SAMPLE, 1))
+        ids = ids[self.life[ids] == RESIDENT]
+        if self.pool.alike or not len(ids):
+            return 1.0
+        return float(self.pool.rounded(self.length[ids]).sum() / self.room[ids].sum())
+
+    @property
+    def crumb(self) -> int:
+        """Bytes below which a hole is not worth keeping apart (nearly all images are larger)."""
+        return int(self.mean * _CRUMB)
+
+    def publish(self, ids: Index, offset: Sizes, *, seen: bool) -> None:
+        """Mark objects resident at `offset`; `seen`: also in the table that clients read."""
+        if seen:
+            self.offset[ids] = offset
+        if self.address_index is not None:
+            self.address_index.put(ids, offset)
+        self.life[ids] = RESIDENT
+        self.resident += len(ids)
+        self.resident_nbytes += int(self.length[ids].sum())
+
+    def hide(self, ids: Index, offset: Sizes) -> None:
+        """Hide residents that are being moved to `offset`, until the shell publishes them there."""
+        self.offset[ids] = NOWHERE
+        if self.address_index is not None:
+            self.address_index.put(ids, offset)
+
+    def evict(self, ids: Index, why: str) -> int:
+        """Evict objects (distinct, resident, unpinned); return the bytes freed."""
+        if not len(ids):
+            return 0
+        nbytes = self.room[ids]
+        self.pool.free(self.vacate(ids, why), nbytes)
+        return int(nbytes.sum())
+
+    def evict_all(self) -> None:
+        """Evict everything for good: there are no readers and no fetches in flight."""
+        if not self.pool.clear():
+            self.evict(self.loose(), "dropped")
+        elif self.resident:
+            self.offset[:] = NOWHERE
+            self.evicted["dropped"] += self.resident
+
+    def lose(self, ids: Index, offset: Sizes) -> None:
+        """Fail residents that were never published because memory ran out."""
+        self.resident -= len(ids)
+        self.resident_nbytes -= int(self.length[ids].sum())
+        self.give_back(ids, offset)
+        self.fail(ids)
+
+    def vacate(self, ids: Index, why: str) -> Sizes:
+        """Evict objects but keep their places allocated; (k,) offsets for others."""
+        if self.policy is not None:
+            self.policy.left(ids)
+        offset = self.offset[ids]
+        self.offset[ids] = NOWHERE
+        self.life[ids] = ABSENT
+        self.resident -= len(ids)
+        self.resident_nbytes -= int(self.length[ids].sum())
+        self.evicted[why] += len(ids)
+        return offset
+
+    def landed(self, ids: Index, offset: Sizes, *, seen: bool = True) -> bool:
+        """Make objects that arrived resident; return whether some are unpinned."""
+        self.publish(ids, offset, seen=seen)
+        unwanted = bool(np.count_nonzero(self.pins[ids]) < len(ids))
+        if unwanted:
+            self.release(ids)
+        return unwanted
+
+    def count(self, session: RankStream, life: NDArray[np.uint8], misses: int) -> None:
+        """Count a session's reads by what was found: resident, in flight for another, or absent."""
+        hits = int(np.count_nonzero(life == RESIDENT))
+        for name, n in zip(COUNTED, (hits, len(life) - hits - misses, misses), strict=True):
+            self.counts[name] += n
+            setattr(session, name, getattr(session, name) + n)
+
+    def snapshot(self) -> dict[str, float | str]:
+        """Return counters and sizes for `creel stats`."""
+        return {
+            "objects": len(self),
+            "nbytes": self.nbytes,
+            "resident_objects": self.resident,
+            "resident_nbytes": self.resident_nbytes,
+            "used_nbytes": self.pool.used,
+            "policy": "none" if self.policy is None else self.policy.name,
+            "fetch_latency_s": self.latency.seconds,
+            **self.counted(),
+        }
+
+    def counted(self) -> dict[str, int]:
+        """Return the counters that only grow, by name."""
+        return {**self.counts, **{f"evicted_{why}": n for why, n in self.evicted.items()}}
+
+    def fail(self, ids: Index) -> None:
+        """Fail objects without room: their readers read directly."""
+        self.life[ids] = FAILED
+        self.counts["failed"] += len(ids)
+
+    def loose(self) -> Index:
+        """(k,) residents that are not pinned."""
+        return np.flatnonzero((self.life == RESIDENT) & (self.pins == 0))
+
+    def evict_region(self, need: int, busy: Sizes, why: str) -> int:
+        """Evict a stretch of the space, for another dataset or a large object; bytes freed.
+
+        Args:
+            need: bytes wanted; a fixed pool gives a whole slab, which goes back to the space.
+            busy: (k,) offsets of fetches in flight, which cannot leave.
+        """
+        # Objects being moved have no offset for now.
+        ids = np.flatnonzero(self.offset[:] != NOWHERE)
+        if not len(ids):
+            return 0
+        place, places = self._places(self.offset[ids], need)
+        stuck = np.bincount(place[self.pins[ids] > 0], minlength=places)
+        stuck += np.bincount(self._places(busy, need)[0], minlength=places)
+        held = np.bincount(place, minlength=places)
+        wanted = np.bincount(place[self._wanted(ids)], minlength=places)
+        score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
+        best = int(score.argmin())
+        if not np.isfinite(score[best]):
+            if self.pool.alike:
+                return 0
+            best = int((held - stuck).argmax())  # in pages, a part of a region is of use, too
+        inside = ids[(place == best) & (self.pins[ids] == 0)]
+        return self.evict(inside, why)
+
+    def _places(self, offset: Sizes, need: int) -> tuple[Index, int]:
+        if self.pool.alike:
+            starts = self.pool.ranges()[0]
+            return starts.searchsorted(offset, side="right") - 1, len(starts)
+        size = max(need, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
+        return offset // size, self.space.nbytes // size + 1
+
+    def _wanted(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each is read again in the current epoch."""
+        return np.zeros(len(ids), np.bool_) if self.policy is None else self.policy.wanted(ids)
+
+    # --- jobs ----------------------------------------------------------------------------------
+
+    def join(
+        self,
+        number: int,
+        job: str,
+        rank: int,
+        world: int,
+        now: float,
+        recheck: str = "never",
+        generation: int = 0,
+    ) -> RankStream:
+        """Open a session of this rank, in a group with the other local ranks of its job."""
+        for group in self.groups:
+            if group.job == job and group.world == world and rank not in group.sessions:
+                break
+        else:
+            group = JobGroup(job, world, NextUses(len(self)))
+            self.groups.append(group)
+        session = RankStream(number, self, group, rank, now, recheck, generation)
+        group.sessions[rank] = session
+        return session
+
+    def leave(self, session: RankStream) -> None:
+        """Remove a session, and its group with the group's last one."""
+        group = session.group
+        del group.sessions[session.rank]
+        if not group.sessions:
+            self.groups.remove(group)
+
+    def choose_keeper(self, window: Window) -> None:
+        """Choose the eviction policy that suits the plans; keep the current one if it does."""
+        groups = [g for g in self.groups if g.planned()]
+        if not groups:
+            if not self.groups:
+                self.policy = None
+            return
+        first = next(iter(groups[0].sessions.values()))
+        readers = Readers(
+            [g.uses for g in groups],
+            lambda: _clocks(groups),
+            blind=all(s.blind for g in groups for s in g.sessions.values()),
+            once=groups[0].once(),
+            epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
+        )
+        room = None if self.pool.alike else self.room
+        self.policy = choose(
+            self.policy,
+            readers,
+            self.life,
+            self.pins,
+            room,
+            opens_dominate=window.opens_dominate,
+        )
+
+    def question(self, admission: Admission, window: Window) -> Turn | None:
+        """Return what retention should plan outside the loop, if the policy wants a plan."""
+        if self.policy is None or not self.groups:
+            return None
+        return self.policy.question(_Outlook(self, self.groups[0], admission, window))
+
+    def rebuild(self, under_way: Index, window: Window) -> None:
+        """Rebuild pins, states, eviction policy and next uses from plans and fetches in flight."""
+        self.groups = [g for g in self.groups if g.sessions]
+        self.pins[:] = 0
+        for s in (s for group in self.groups for s in group.sessions.values()):
+            np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
+        self.life[self.life == FETCHING] = ABSENT
+        self.life[under_way] = FETCHING
+        for group in self.groups:
+            group.replan()
+        self.policy = None
+        self.choose_keeper(window)
+
+    def check(self, under_way: Index) -> None:
+        """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
+        pins = np.zeros(len(self), np.int64)
+        for s in (s for group in self.groups for s in group.sessions.values()):
+            must(0 <= s.done <= s.ready <= s.stream.end, f"session {s.id}: steps out of order")
+            must(s.at == s.stream.start(s.done), f"session {s.id}: at is not where done begins")
+            must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
+            np.add.at(pins, s.stream.objects(s.at, s.front), 1)
+        must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
+        must(not (self.pins[self.life == ABSENT] > 0).any(), "a pinned object was evicted")
+        resident, known = self.life == RESIDENT, self.length >= 0
+        must(bool(((self.offset[:] >= 0) == resident).all()), "published is not resident")
+        must(bool(known[resident].all()), "a resident of unknown length")
+        must(bool((self.room >= self.length)[resident].all()), "a resident without enough room")
+        must(int(resident.sum()) == self.resident, "residents are miscounted")
+        must(int(self.length[resident].sum()) == self.resident_nbytes, "resident bytes")
+        fetching = np.flatnonzero(self.life == FETCHING)
+        coming = np.append(fetching, np.flatnonzero(self.life == OVERDUE))
+        must(
+            np.array_equal(np.sort(coming), np.sort(under_way)),
+            "fetching is not under way, or twice",
+        )
+        must(int(known.sum()) == self._known, "known lengths are miscounted")
+        must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")
+
+
+def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:
+    if lengths.known == lengths.objects:
+        return None
+    return length >= 0 if lengths.known else np.broadcast_to(np.False_, len(length))
+
+
+@dataclass(frozen=True, slots=True)
+class _Outlook:
+    """What an eviction policy asks about its job; implements `planned_eviction.Outlook`."""
+
+    residency: Residency
+    group: JobGroup
+    admission: Admission
+    window: Window
+
+    @property
+    def known(self) -> int:
+        return self.group.known()
+
+    @property
+    def clock(self) -> int:
+        return self.group.clock()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of this dataset's share, less the waste in rooms larger than their objects."""
+        share = min(int(self.admission.share(self.residency)), self.residency.space.nbytes)
+        pool = self.residency.pool
+        if pool.alike:
+            return share // pool.record * pool.record
+        return int(share * self.residency.density())
+
+    @property
+    def nbytes(self) -> float:
+        return self.residency.nbytes
+
+    @property
+    def size(self) -> Sizes:
+        pool = self.residency.pool
+        return np.array([pool.record]) if pool.alike else self.residency.length
+
+    @property
+    def grain(self) -> tuple[int, int]:
+        return self.residency.pool.grain, self.residency.pool.page
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        paces = [s.pace for s in self.group.sessions.values()]
+        latency_s = self.residency.latency.seconds
+        steps = max((p.horizon(latency_s, self.window) for p in paces), default=0)
+        return max((p.least for p in paces), default=0), steps
+
+    def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:
+        return self.group.orders(epoch)
+
+
+def _clocks(groups: list[JobGroup]) -> list[tuple[float, float]]:
+    """(rate, offset) that map each group's steps to the clock of the first group."""
+    lead = groups[0]
+    out = []
+    for group in groups:
+        ours, theirs = lead.step_s(), group.step_s()
+        rate = theirs / ours if ours and theirs else 1.0
+        out.append((rate, lead.clock() - rate * group.clock()))
+    return out

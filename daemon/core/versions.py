@@ -1,0 +1,136 @@
+"""The version of each file that a dataset's residents come from, and when it was last seen. Pure.
+
+A *generation* is a moment from which on earlier knowledge may be out of date: a session opens, or
+one of its epochs begins. Generations are numbered from 1 over the whole node. Bytes read, or a
+version asked for, in generation g or later are good for every session that wants g or earlier.
+
+A version is one number (`cache/storage/version.py`). Where the storage gives none it is UNKNOWN,
+which equals itself: then no change can be noticed. CHANGING differs from everything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.storage.version import CHANGING, UNKNOWN
+from creel.policies.masks import unique
+
+Files = NDArray[np.int32]
+Index = NDArray[np.intp]
+
+
+class Versions:
+    """The file versions of one dataset.
+
+    Args:
+        objects: number of objects.
+        bounds: (files + 1,) file f holds the objects bounds[f] ... bounds[f + 1] - 1; None: every
+            object is a file of its own.
+        remote: (files,) whether a file's storage is asked only when a session opens; None: never.
+    """
+
+    def __init__(
+        self,
+        objects: int,
+        bounds: NDArray[np.int64] | None = None,
+        remote: NDArray[np.bool_] | None = None,
+    ) -> None:
+        if bounds is not None and len(bounds) == objects + 1 and _each(bounds):
+            bounds = None
+        files = objects if bounds is None else len(bounds) - 1
+        self._bounds = bounds
+        self._remote = remote if remote is not None and remote.any() else None
+        self.version = np.zeros(files, np.int64)  # of the residents
+        self.seen = np.zeros(files, np.int32)  # generation of the latest answer
+        self.asked = np.zeros(files, np.int32)  # generation of the latest question
+
+    def files(self, ids: Index) -> Index:
+        """(k,) the file of each object."""
+        if self._bounds is None:
+            return ids
+        if len(self._bounds) == 2:
+            return np.zeros(len(ids), np.intp)
+        return self._bounds.searchsorted(ids, side="right") - 1
+
+    def objects(self, file: int) -> tuple[int, int]:
+        """(first, last + 1) object of a file."""
+        if self._bounds is None:
+            return file, file + 1
+        return int(self._bounds[file]), int(self._bounds[file + 1])
+
+    def current(self, ids: Index, since: int, since_remote: int) -> NDArray[np.bool_]:
+        """(k,) whether what is held of each object is good for these generations."""
+        return self._reached(self.seen, self.files(ids), since, since_remote)
+
+    def unasked(self, ids: Index, since: int, since_remote: int) -> Files:
+        """(k,) distinct files of these objects that were not checked since these generations."""
+        files = self.files(ids)
+        fresh = self._reached(self.seen, files, since, since_remote)
+        fresh |= self._reached(self.asked, files, since, since_remote)
+        found = files if not np.count_nonzero(fresh) else files[~fresh]
+        return unique(found).astype(np.int32)
+
+    def _reached(
+        self, column: NDArray[np.int32], files: Index, since: int, since_remote: int
+    ) -> NDArray[np.bool_]:
+        if self._remote is None or since == since_remote:
+            return column[files] >= since
+        return column[files] >= np.where(self._remote[files], since_remote, since)
+
+    def answered(self, files: Files, version: NDArray[np.int64], generation: int) -> Files:
+        """Enter the versions (k,) that the storage gave for distinct `files` in `generation`.
+
+        Returns:
+            (k,) those whose residents are out of date.
+        """
+        old = self.version[files]
+        changed = (old != version) | (old == CHANGING)
+        changed &= self.seen[files] <= generation
+        self.version[files[changed]] = version[changed]
+        self.seen[files] = np.maximum(self.seen[files], generation)
+        out: Files = files[changed]
+        return out
+
+    def read(
+        self, ids: Index, version: NDArray[np.int64] | None, generation: int
+    ) -> tuple[NDArray[np.bool_], Files]:
+        """Enter the versions (k,) of objects `ids` that were read in `generation`.
+
+        Returns:
+            (k,) whether each is of an older version than is known now, and so of no use; (m,)
+            files whose other residents are all out of date.
+        """
+        if version is None:
+            version = np.zeros(len(ids), np.int64)
+        files = self.files(ids)
+        old = self.version[files]
+        other = (old != version) | (version == CHANGING)
+        late = other & (self.seen[files] > generation)
+        good, found = (
+            (files, version) if not np.count_nonzero(late) else (files[~late], version[~late])
+        )
+        if np.count_nonzero(other) and self._bounds is not None:
+            return late, self._replaced(good, found, generation)
+        self.version[good] = found
+        self.seen[good] = np.maximum(self.seen[good], generation)
+        return late, np.empty(0, np.int32)
+
+    def _replaced(self, files: Index, version: NDArray[np.int64], generation: int) -> Files:
+        """Handle reads of files whose version differs from the known one, or that keep changing."""
+        which, first, at = np.unique(files, return_index=True, return_inverse=True)
+        new = version[first]
+        mixed = np.bincount(at, weights=version != new[at]) > 0  # changed between two reads
+        known, seen = self.version[which], self.seen[which]
+        differs = (known != new) | (known == CHANGING) | mixed
+        # Read in the same generation as others of the file: all are good for that generation only.
+        same = (seen >= generation) & differs & (known != UNKNOWN)
+        self.version[which] = np.where(same | mixed, CHANGING, new)
+        self.seen[which] = np.maximum(seen, generation)
+        out: Files = which[differs & ~same].astype(np.int32)
+        return out
+
+
+def _each(bounds: NDArray[np.int64]) -> bool:
+    """Whether every file holds one object."""
+    return not len(bounds) or bool((bounds[1:] - bounds[:-1] == 1).all())

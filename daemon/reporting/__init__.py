@@ -1,0 +1,1 @@
+"""A daemon's reports: statistics, a Prometheus page, systemd notifications, logs."""

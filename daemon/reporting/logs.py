@@ -1,0 +1,67 @@
+"""Logs: stdlib logging to standard error, with priorities under journald."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+
+#: Limit for an embedded daemon's standard error, which is a memory file.
+_MOST = 1 << 20
+_PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
+
+
+class _Handler(logging.Handler):
+    """Writes lines to a descriptor; to a file, at most _MOST bytes."""
+
+    def __init__(self, fd: int, *, as_json: bool) -> None:
+        super().__init__()
+        self._fd = fd
+        self._json = as_json
+        self._priorities = bool(os.environ.get("JOURNAL_STREAM"))
+        self._left = _MOST if os.path.isfile(f"/proc/self/fd/{fd}") else None  # noqa: PTH113
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = (_json(record) if self._json else self._plain(record)).encode(errors="replace")
+        if self._left is not None:
+            if self._left < len(line):
+                return
+            self._left -= len(line)
+        try:
+            os.write(self._fd, line + b"\n")
+        except OSError:
+            return  # a closed terminal must not end the daemon
+
+    def _plain(self, record: logging.LogRecord) -> str:
+        text = f"{record.name}: {record.getMessage()}"
+        if record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        if self._priorities:  # journald takes a priority for each line and adds the time
+            mark = f"<{_PRIORITY.get(record.levelno, 3)}>"
+            return mark + text.replace("\n", f"\n{mark}")
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        return f"{clock} {record.levelname.lower()} {text}"
+
+
+def _json(record: logging.LogRecord) -> str:
+    told: dict[str, object] = {
+        "time": record.created,
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "message": record.getMessage(),
+    }
+    if record.exc_info:
+        told["exception"] = logging.Formatter().formatException(record.exc_info)
+    return json.dumps(told)
+
+
+def set_up_logging(level: str, *, as_json: bool = False) -> None:
+    """Send `creel.*` to standard error, replacing earlier handlers."""
+    logger = logging.getLogger("creel")
+    for old in list(logger.handlers):
+        logger.removeHandler(old)
+    logger.addHandler(_Handler(sys.__stderr__.fileno() if sys.__stderr__ else 2, as_json=as_json))
+    logger.setLevel(level.upper())
+    logger.propagate = False

@@ -1,0 +1,67 @@
+"""systemd notifications (sd_notify), without a library: one datagram per message."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+
+
+class Notify:
+    """The service manager's notification socket, if there is one.
+
+    Args:
+        env: NOTIFY_SOCKET (path, or "@name" for an abstract one) and WATCHDOG_USEC are looked up
+            here; without the first every call does nothing.
+    """
+
+    def __init__(self, env: Mapping[str, str] = os.environ) -> None:
+        address = env.get("NOTIFY_SOCKET", "")
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._socket: socket.socket | None = None
+        #: Seconds between two WATCHDOG=1, half of what systemd allows; 0 without a watchdog.
+        self.watchdog_s = _watchdog_s(env) if address else 0.0
+        if address:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)
+
+    def __call__(self, *lines: str) -> None:
+        """Send lines such as "READY=1"; errors are ignored."""
+        if self._socket is None:
+            return
+        try:
+            self._socket.sendto("\n".join(lines).encode(), self._address)
+        except OSError:
+            return
+
+    def ready(self, status: str) -> None:
+        """The service can be used."""
+        self("READY=1", f"STATUS={status}", f"MAINPID={os.getpid()}")
+
+    def reloading(self) -> None:
+        """The settings are being reloaded; `ready` ends it."""
+        self("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+
+    def stopping(self) -> None:
+        """The service drains."""
+        self("STOPPING=1", "STATUS=draining")
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _watchdog_s(env: Mapping[str, str]) -> float:
+    """Half of WATCHDOG_USEC in seconds when it is meant for this process.
+
+    >>> _watchdog_s({"WATCHDOG_USEC": "2000000"})
+    1.0
+    """
+    pid = env.get("WATCHDOG_PID", "")
+    usec = env.get("WATCHDOG_USEC", "")
+    if not usec.isdigit() or (pid and pid != str(os.getpid())):
+        return 0.0
+    return int(usec) / 2e6

@@ -1,0 +1,1 @@
+"""The daemon's shell: sockets, threads, shared memory, and who may use them."""

@@ -1,0 +1,106 @@
+"""Commands of the CLI to a daemon, and the answers (docs/cli.md has the schema)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from creel.daemon.core.events import Dropped, Warm
+from creel.daemon.reporting import metrics
+from creel.daemon.service.registry import DatasetRecord
+from creel.errors import ConfigError
+from creel.messages import Command
+
+if TYPE_CHECKING:
+    from creel.daemon.service.node import Node
+
+Args = dict[str, Any]
+
+
+def answer(node: Node, ask: Command) -> dict[str, Any]:
+    """Return the answer to a command.
+
+    Raises:
+        ConfigError: the command is unknown, or its arguments are wrong.
+    """
+    command = _COMMANDS.get(ask.what)
+    if command is None:
+        raise ConfigError(f"no such command: {ask.what!r}; there are {', '.join(_COMMANDS)}")
+    return command(node, ask.args)
+
+
+def told(node: Node) -> dict[str, Any]:
+    """Return status and stats together."""
+    return {**_status(node, {}), **metrics.stats(node)}
+
+
+def _status(node: Node, args: Args) -> dict[str, Any]:
+    del args
+    return {
+        "name": node.config.daemon.name,
+        "pid": os.getpid(),
+        "version": node.version,
+        "embedded": node.embedded,
+        "state": node.state,
+        "uptime_s": time.monotonic() - node.started,
+        "memory": metrics.memory(node),
+        "clients": node.clients(),
+        "sessions": len(node.registry.sessions),
+        "datasets": len(node.registry.datasets),
+    }
+
+
+def _stats(node: Node, args: Args) -> dict[str, Any]:
+    del args
+    return metrics.stats(node)
+
+
+def _datasets(node: Node, args: Args) -> dict[str, Any]:
+    del args
+    return {"datasets": metrics.datasets(node)}
+
+
+def _config(node: Node, args: Args) -> dict[str, Any]:
+    del args
+    return {"settings": node.config.flat(), "effective": node.effective.flat()}
+
+
+def _warm(node: Node, args: Args) -> dict[str, Any]:
+    dataset = _named(node, args)
+    node.feed(Warm(dataset.key))
+    return metrics.dataset(node, dataset)
+
+
+def _drop(node: Node, args: Args) -> dict[str, Any]:
+    dataset = _named(node, args)
+    node.feed(Dropped(dataset.key))
+    return metrics.dataset(node, dataset)
+
+
+def _stop(node: Node, args: Args) -> dict[str, Any]:
+    node.stop(bool(args.get("now", True)))
+    return {"state": node.state}
+
+
+def _named(node: Node, args: Args) -> DatasetRecord:
+    """Return the one dataset whose key begins with `args["dataset"]`."""
+    key = args.get("dataset")
+    if not isinstance(key, str) or not key:
+        raise ConfigError("which dataset? `creel stats` lists them")
+    found = [d for k, d in node.registry.datasets.items() if k.startswith(key)]
+    if len(found) != 1:
+        raise ConfigError(f"{len(found)} datasets have a key that begins with {key!r}")
+    return found[0]
+
+
+_COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
+    "status": _status,
+    "stats": _stats,
+    "datasets": _datasets,
+    "config": _config,
+    "warm": _warm,
+    "drop": _drop,
+    "stop": _stop,
+}

@@ -1,0 +1,372 @@
+"""Control socket: client handshake and descriptor passing (SOCK_SEQPACKET).
+
+Bytes from clients are checked here, once: what reaches the core is well-formed and belongs to its
+sender. A malformed packet costs its sender the connection and never stops the daemon. Work per
+turn is bounded, so a flood slows only its sender.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import select
+import socket
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+from creel.cache.storage.manifest import Manifest
+from creel.daemon.service.handler import Answer, RequestHandler
+from creel.daemon.service.keepalive import KeepAlive
+from creel.daemon.service.registry import SessionRecord
+from creel.errors import ConfigError, MalformedError, UnavailableError
+from creel.messages import (
+    MAX_BODY,
+    PROTOCOL,
+    Attach,
+    Close,
+    DeskRequest,
+    Hello,
+    Open,
+    Opened,
+    Refused,
+    Register,
+    decode,
+    encode,
+)
+from creel.peers import peer_of, why_apart
+
+log = logging.getLogger("creel.local")
+
+_MAX_FDS = 4
+_ROLES = frozenset({"trainer", "worker", "cli"})
+_ACCEPTS = 32  # new connections a turn
+_REFUSALS = 32  # refused connections that get a reason; further ones are just closed
+_HELLO_S = 5.0  # a connection that sends nothing is closed after this
+_MAX_MANIFEST = 16 << 30
+
+
+@dataclass(eq=False)
+class _Connection:
+    socket: socket.socket
+    pid: int
+    hello_by: float
+    role: str = ""
+    token: str = ""
+    busy: bool = False
+    refusal: Refused | None = None  # the answer to the first packet of a refused connection
+
+
+class ControlSocket:
+    """The listening socket and all its connections, served from one epoll."""
+
+    def __init__(
+        self, address: str, handler: RequestHandler, epoll: select.epoll, *, limit: int
+    ) -> None:
+        """Bind and listen.
+
+        Raises:
+            OSError: EADDRINUSE when another daemon listens at this address.
+        """
+        self._handler = handler
+        self._epoll = epoll
+        self._limit = limit
+        self._uid = os.getuid()
+        self._connections: dict[int, _Connection] = {}
+        self._address_index: dict[str, _Connection] = {}
+        self.patrons = KeepAlive(epoll)
+        self.refused = 0
+        self.malformed = 0
+        self._deaf = False
+        kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        self._listener = socket.socket(socket.AF_UNIX, kind)
+        try:
+            self._listener.bind(address)
+            self._listener.listen(256)
+        except OSError:
+            self._listener.close()
+            raise
+        self.fd = self._listener.fileno()
+        epoll.register(self.fd, select.EPOLLIN)
+
+    @property
+    def clients(self) -> int:
+        """Number of connections that completed the handshake."""
+        return sum(1 for c in self._connections.values() if c.role)
+
+    def pids(self) -> dict[str, int]:
+        """Process id of each token's owner."""
+        return {token: c.pid for token, c in self._address_index.items()}
+
+    def knows(self, token: str) -> bool:
+        """Whether this token was issued and its owner is still connected."""
+        return token in self._address_index
+
+    def handles(self, fd: int) -> bool:
+        """Whether this descriptor belongs to the control socket."""
+        return fd == self.fd or fd in self._connections or fd in self.patrons
+
+    def ready(self, fd: int, now: float) -> None:
+        """Handle a descriptor that is readable or hung up."""
+        if fd == self.fd:
+            self._accept(now)
+            return
+        if fd in self.patrons:
+            self.patrons.ended(fd)
+            return
+        connection = self._connections.get(fd)
+        if connection is None:
+            return
+        if connection.busy:  # only a hang-up is reported while busy
+            self._end(connection)
+            return
+        self._serve(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close connections without a handshake; listen again where descriptors were short."""
+        if self._deaf and self._listener.fileno() >= 0:
+            self._epoll.modify(self.fd, select.EPOLLIN)
+        self._deaf = False
+        for connection in list(self._connections.values()):
+            if not connection.role and now > connection.hello_by:
+                self._end(connection)
+
+    def drop(self, token: str, why: str) -> None:
+        """Close the connection of a client that violated the protocol."""
+        connection = self._address_index.get(token)
+        if connection is not None:
+            log.warning("dropping client %d: %s", connection.pid, why)
+            self.malformed += 1
+            self._end(connection)
+
+    def stop_listening(self) -> None:
+        """Accept no new connections; another daemon may use the address at once."""
+        if self._listener.fileno() >= 0:
+            self._epoll.unregister(self.fd)
+            self._listener.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.stop_listening()
+        self.patrons.close()
+        for connection in list(self._connections.values()):
+            self._end(connection)
+
+    # --- connections --------------------------------------------------------------------------
+
+    def _accept(self, now: float) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                # Out of descriptors or memory, or the peer left again: keep serving the others.
+                if e.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
+                    self._deaf = True  # waiting connections must not wake the loop continuously
+                    self._epoll.modify(self.fd, 0)
+                elif e.errno != errno.ECONNABORTED:
+                    raise
+                return
+            self._admit(sock, now)
+
+    def _admit(self, sock: socket.socket, now: float) -> None:
+        sock.setblocking(False)
+        pid, uid = peer_of(sock)
+        # Refused connections do not count against the limit: other users may connect, too.
+        waiting = sum(c.refusal is not None for c in self._connections.values())
+        refusal = self._refusal(sock, uid, len(self._connections) - waiting)
+        self.refused += refusal is not None
+        if refusal is not None and waiting >= _REFUSALS:
+            sock.close()
+            return
+        connection = _Connection(sock, pid, now + _HELLO_S, refusal=refusal)
+        self._connections[sock.fileno()] = connection
+        self._epoll.register(sock.fileno(), select.EPOLLIN | select.EPOLLRDHUP)
+
+    def _refusal(self, sock: socket.socket, uid: int, served: int) -> Refused | None:
+        if uid != self._uid:  # also root: this daemon reads with its own user's rights
+            return Refused(f"this daemon serves user {self._uid} alone: start one of your own")
+        if why := why_apart(sock):
+            return Refused(
+                f"this daemon cannot tell that you see the same files ({why}):"
+                " start one of your own"
+            )
+        if served >= self._limit:
+            reason = f"{self._limit} clients are connected, which is the limit"
+            return Refused(f"{reason}: raise daemon.max_connections", retry_after=5.0)
+        return None
+
+    def _end(self, connection: _Connection) -> None:
+        fd = connection.socket.fileno()
+        if self._connections.pop(fd, None) is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            self._epoll.unregister(fd)
+        connection.socket.close()
+        if connection.role in {"trainer", "cli"}:
+            del self._address_index[connection.token]
+            self._handler.left(connection.token)
+
+    def _serve(self, connection: _Connection) -> None:
+        fds: list[int] = []
+        try:
+            flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+            body, fds, got, _ = socket.recv_fds(connection.socket, MAX_BODY, _MAX_FDS, flags)
+            if connection.refusal is not None:
+                # Only now: closing with the hello unread would discard the answer.
+                self._send(connection, Answer(connection.refusal))
+                self._end(connection)
+                return
+            if not body:
+                self._end(connection)
+                return
+            self._request(connection, _whole(body, got), fds)
+        except BlockingIOError:
+            return
+        except (UnavailableError, ConfigError) as e:
+            after = getattr(e, "retry_after", 0.0)
+            self._send(connection, Answer(Refused(str(e), retry_after=after)))
+        except (MalformedError, OSError) as e:
+            self.malformed += isinstance(e, MalformedError)
+            log.info("closing the connection of process %d: %s", connection.pid, e)
+            self._end(connection)
+        except Exception:  # our bug, or no memory: only the sender loses its connection
+            log.exception("a request of process %d could not be handled", connection.pid)
+            self._end(connection)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _send(self, connection: _Connection, answer: Answer) -> None:
+        """Send without blocking, or close the connection of a client that does not read."""
+        try:
+            body = encode(answer.message)
+            socket.send_fds(connection.socket, [body], answer.fds, socket.MSG_DONTWAIT)
+        except OSError:
+            self._end(connection)
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def _request(self, connection: _Connection, request: Any, fds: list[int]) -> None:
+        if isinstance(request, Hello):
+            self._hello(connection, request, fds)
+        elif not connection.role:
+            raise MalformedError("who does not say hello first is not served")
+        elif isinstance(request, Attach):
+            session = self._handler.session(connection.token, request.session)
+            self._send(connection, _opened(session))
+        elif connection.role == "worker":
+            raise UnavailableError(f"a {connection.role} may not ask for that")
+        elif isinstance(request, Register):
+            self._register(connection, request, fds)
+        elif isinstance(request, Open):
+            self._send(connection, _opened(self._handler.open(connection.token, request)))
+        elif isinstance(request, Close):
+            self._close(connection, request)
+
+    def _hello(self, connection: _Connection, hello: Hello, fds: list[int]) -> None:
+        if connection.role:
+            raise MalformedError("hello is said once")
+        if hello.protocol != PROTOCOL:
+            raise UnavailableError(
+                f"this daemon speaks version {PROTOCOL}, you speak {hello.protocol}:"
+                " restart the daemon with the installed version"
+            )
+        if hello.role not in _ROLES:
+            raise MalformedError(f"no such role: {hello.role!r}")
+        if hello.role == "worker":
+            if hello.token not in self._address_index:
+                raise UnavailableError("the trainer of this worker is not connected")
+            connection.token = hello.token
+        else:
+            connection.token = secrets.token_hex(16)
+            self._address_index[connection.token] = connection
+        connection.role = hello.role
+        if fds:
+            self.patrons.take(fds.pop())
+        welcome, arena = self._handler.welcome(connection.token)
+        self._send(connection, Answer(welcome, (arena,)))
+
+    def _close(self, connection: _Connection, request: Close) -> None:
+        with contextlib.suppress(UnavailableError):  # a session may have ended by itself
+            self._handler.close_session(self._handler.session(connection.token, request.session))
+
+    def _register(self, connection: _Connection, request: Register, fds: list[int]) -> None:
+        if len(fds) != 1:
+            raise MalformedError(f"a manifest comes in one descriptor, not {len(fds)}")
+        if not 0 < request.nbytes <= _MAX_MANIFEST:
+            raise MalformedError(f"a manifest of {request.nbytes} bytes")
+        self._handler.afford(request.nbytes, "a manifest")
+        fd = fds.pop()  # `read_manifest` closes it
+        connection.busy = True
+        self._epoll.modify(connection.socket.fileno(), select.EPOLLRDHUP)
+
+        def reply(answer: Answer) -> None:
+            if self._connections.get(connection.socket.fileno()) is connection:
+                connection.busy = False
+                events = select.EPOLLIN | select.EPOLLRDHUP
+                self._epoll.modify(connection.socket.fileno(), events)
+                self._send(connection, answer)
+
+        self._handler.register(connection.token, lambda: read_manifest(fd, request.nbytes), reply)
+
+
+def _whole(body: bytes, flags: int) -> Any:
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        raise MalformedError("a packet too long, or too many descriptors")
+    return decode(body, DeskRequest)
+
+
+def _opened(session: SessionRecord) -> Answer:
+    dataset = session.dataset
+    message = Opened(session.id, dataset.key, len(dataset.manifest), dataset.record)
+    return Answer(message, (session.words_fd, dataset.table_fd))
+
+
+def read_manifest(fd: int, nbytes: int) -> Manifest:
+    """Return the manifest in a client's memfd; closes `fd`.
+
+    It is mapped in place where seals keep the client from changing it, and copied otherwise.
+
+    Raises:
+        MalformedError: not a memfd of this size, or not a manifest.
+    """
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+            raise MalformedError(f"not a file of {nbytes} bytes")
+        data = _mapped(fd, nbytes) if _is_sealed(fd) else _copied(fd, nbytes)
+        return Manifest.from_arrow(data)
+    except OSError as e:
+        raise MalformedError(f"the manifest cannot be read: {e}") from e
+    finally:
+        os.close(fd)
+
+
+def _is_sealed(fd: int) -> bool:
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+    except OSError:
+        return False
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
+
+
+def _copied(fd: int, nbytes: int) -> bytes:
+    pieces, at = [], 0
+    while at < nbytes:
+        piece = os.pread(fd, min(nbytes - at, 64 << 20), at)
+        if not piece:
+            raise MalformedError(f"a file of {at} bytes, not {nbytes}")
+        pieces.append(piece)
+        at += len(piece)
+    return b"".join(pieces)

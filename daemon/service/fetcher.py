@@ -1,0 +1,485 @@
+"""The fetcher: threads that execute `FetchObjects` actions, earliest deadline first.
+
+Every dataset has its own lane (queue and threads), so a thread in a dead mount, where no signal
+reaches it, delays neither other datasets nor the exit (threads are daemonic). Checks of file
+versions have a lane of their own, so they wait for no read.
+
+A fetch is cut into parts that take about 2 ms each at the lane's current speed: many small records
+to a part where reads are quick, one object to a part where each is a round trip. One `Fetched` is
+posted per fetch, after its last part.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.arena import Arena
+from creel.cache.memory.offsets import Places
+from creel.cache.memory.shared_words import ABSENT
+from creel.cache.storage.source import Read, Source
+from creel.cache.storage.version import CHANGING, UNKNOWN
+from creel.daemon.core.events import (
+    Checked,
+    CheckVersions,
+    DiscardFetch,
+    Fetched,
+    FetchObjects,
+    Ids,
+    MoveObjects,
+    StoreObjects,
+)
+from creel.policies.concurrency import Concurrency
+
+log = logging.getLogger("creel.fetch")
+
+#: Size of the read buffer in front of the arena; stays within a core's cache.
+_SCRATCH_NBYTES = 512 << 10
+#: Objects up to this size go through the buffer where the arena was never written to.
+_LARGE_NBYTES = 1 << 20
+_CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(eq=False)
+class _Job:
+    """A fetch or a check in flight; each part fills in its own slice."""
+
+    action: FetchObjects | CheckVersions
+    nbytes: NDArray[np.int64]
+    version: NDArray[np.int64]
+    left: int  # objects of unfinished parts
+    held: dict[int, bytes] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def fetch(self) -> FetchObjects:
+        """The action, where this is a fetch."""
+        assert isinstance(self.action, FetchObjects)  # noqa: S101
+        return self.action
+
+    def part_done(self, objects: int) -> bool:
+        """Whether a part of `objects` objects was the last one."""
+        with self.lock:
+            self.left -= objects
+            return self.left == 0
+
+
+class Fetcher:
+    """All lanes of a daemon.
+
+    Args:
+        arena: where objects are written.
+        post: called with each `Fetched` and `Checked`, from any thread.
+        threads: most threads over all lanes (a lane always gets one).
+        per_source: most threads of one lane.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        post: Callable[[Fetched | Checked], None],
+        *,
+        threads: int = 32,
+        per_source: int = 32,
+    ) -> None:
+        self._arena = arena
+        self._scratch = _Scratch()
+        self._post = post
+        self._room = _Room(threads)
+        self._per_source = per_source
+        self._lanes: dict[str, _Lane] = {}
+        self._checks: dict[str, _Lane] = {}
+        self._held: dict[int, dict[int, bytes]] = {}
+        self._short = False  # whether the machine ran out of memory
+        self.pending = 0  # unanswered fetches and checks; only the loop thread counts
+
+    def add(self, dataset: str, source: Source) -> None:
+        """Add a lane: fetches of `dataset` read from `source`."""
+        threads = self._per_source, self._room
+        self._lanes[dataset] = _Lane(dataset, source, self._run, *threads)
+        self._checks[dataset] = _Lane(f"check-{dataset}", source, self._look, *threads)
+
+    def remove(self, dataset: str) -> None:
+        """Remove a dataset's lanes; no fetch of it may be in flight or follow."""
+        for lane in (self._lanes.pop(dataset), self._checks.pop(dataset)):
+            lane.close()
+            self._room.give(len(lane.threads) - 1)
+
+    def source(self, dataset: str) -> Source:
+        """Return the source of a dataset."""
+        return self._lanes[dataset].source
+
+    def object_ns(self, dataset: str) -> int:
+        """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
+        return self._lanes[dataset].object_ns
+
+    def submit(self, fetch: FetchObjects) -> None:
+        """Start a fetch; `Fetched` is always posted at its end."""
+        self.pending += 1
+        job = _job(fetch, len(fetch.ids))
+        if job.left:
+            self._lanes[fetch.dataset].put(fetch.deadline, job)
+        else:
+            self._finish(job)
+
+    def check(self, check: CheckVersions) -> None:
+        """Start a check of versions; `Checked` is always posted at its end."""
+        self.pending += 1
+        self._checks[check.dataset].put(check.deadline, _job(check, len(check.files)))
+
+    def finished(self, event: Fetched | Checked) -> None:
+        """Count an event that the loop took off its queue."""
+        del event
+        self.pending -= 1
+
+    def store(self, action: StoreObjects, offset: Places) -> int:
+        """Copy held bytes into the arena, now, then publish their offsets in the location table.
+
+        Returns how many objects, from the first on, the machine had memory for.
+        """
+        held = self._held[action.fetch]
+        data = [held.pop(object_id) for object_id in action.ids.tolist()]
+        stored = 0
+        try:
+            for first, last in _neighbours(data, action.offset):
+                # one system call for many small objects
+                joined = data[first] if last == first + 1 else b"".join(data[first:last])
+                self._arena.write(int(action.offset[first]), memoryview(joined))
+                stored = last
+        except OSError as e:
+            self._no_memory(e)
+        offset[action.ids[:stored]] = action.offset[:stored]
+        if not held:
+            del self._held[action.fetch]
+        return stored
+
+    def move(self, action: MoveObjects, offset: Places) -> None:
+        """Copy within the arena, now, then publish the new offsets in the location table."""
+        arena = self._arena.array
+        places = (action.src.tolist(), action.dst.tolist(), action.nbytes.tolist())
+        for src, dst, nbytes in zip(*places, strict=True):
+            arena[dst : dst + nbytes] = arena[src : src + nbytes]  # numpy handles overlaps
+        offset[action.ids] = action.dst
+
+    def discard(self, action: DiscardFetch) -> None:
+        """Free what is still held for a fetch."""
+        self._held.pop(action.fetch, None)
+
+    def held_nbytes(self) -> int:
+        """Bytes in private memory that wait for a `StoreObjects` or `DiscardFetch`."""
+        return sum(len(data) for held in list(self._held.values()) for data in held.values())
+
+    def _all(self) -> list[_Lane]:
+        return [*self._lanes.values(), *self._checks.values()]
+
+    def tick(self) -> None:
+        """Replace threads that hang; called periodically."""
+        for lane in self._all():
+            lane.tick()
+
+    def close(self) -> None:
+        """Have all threads end after their current part; does not wait."""
+        for lane in self._all():
+            lane.close()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for threads after `close`; return whether all ended (a dead mount may hold one)."""
+        deadline = time.monotonic() + timeout_s
+        threads = [t for lane in self._all() for t in lane.threads]
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _run(self, source: Source, job: _Job, part: slice) -> None:
+        """Read one part, in a lane's thread."""
+        try:
+            self._read(source, job, part)
+        except OSError as e:  # sources raise none: this is the arena
+            self._no_memory(e)
+        except Exception:  # our bug: the objects fail and are read directly
+            log.exception("fetch %d failed", job.fetch.fetch)
+        if job.part_done(part.stop - part.start):
+            self._finish(job)
+
+    def _look(self, source: Source, job: _Job, part: slice) -> None:
+        """Check one part, in a lane's thread."""
+        assert isinstance(job.action, CheckVersions)  # noqa: S101
+        try:
+            job.version[part] = source.versions(job.action.files[part])
+        except Exception:  # our bug: all count as changed and are fetched again
+            log.exception("a check failed")
+            job.version[part] = CHANGING
+        if job.part_done(part.stop - part.start):
+            self._post(Checked(job.action.check, job.version))
+
+    def _no_memory(self, error: OSError) -> None:
+        """Log that the arena cannot be written; out of memory only once, as it repeats."""
+        if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
+            log.error("the arena cannot be written", exc_info=error)
+        elif not self._short:
+            self._short = True
+            log.error("the machine has no memory for the arena (%s): lower memory.budget", error)
+
+    def _finish(self, job: _Job) -> None:
+        fetch = job.fetch
+        if job.held:
+            self._held[fetch.fetch] = job.held
+        self._post(Fetched(fetch.fetch, job.nbytes, job.version))
+
+    def _read(self, source: Source, job: _Job, part: slice) -> None:
+        fetch = job.fetch
+        ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
+        nbytes, version = job.nbytes[part], job.version[part]
+        known = offset != ABSENT
+        if known.all():
+            nbytes[:], version[:] = self._fill(source, ids, offset, lengths)
+            return
+        nbytes[known], version[known] = self._fill(
+            source, ids[known], offset[known], lengths[known]
+        )
+        strange = np.flatnonzero(~known)
+        for i, found in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
+            if found is not None:
+                nbytes[i], version[i] = len(found[0]), found[1]
+                job.held[int(ids[i])] = found[0]
+
+    def _fill(
+        self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
+    ) -> Read:
+        """Read objects to their places, directly or through a buffer.
+
+        All small ones go the same way, so that neighbours are one read.
+        """
+        nbytes, version = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.int64)
+        straight = length > _LARGE_NBYTES
+        straight |= self._arena.written(offset[~straight], length[~straight])
+        where = np.flatnonzero(straight)
+        if len(where):
+            parts = self._arena.parts(offset[where], length[where])
+            nbytes[where], version[where] = source.read_parts(ids[where], length[where], parts)
+        for where in _portions(np.flatnonzero(~straight), length):
+            found = self._fill_buffered(source, ids[where], offset[where], length[where])
+            nbytes[where], version[where] = found
+        return Read(nbytes, version)
+
+    def _fill_buffered(
+        self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
+    ) -> Read:
+        ends = length.cumsum()
+        scratch = self._scratch.view(int(ends[-1]))
+        read = source.read_into(ids, length, scratch[: int(ends[-1])])
+        self._put(scratch, ends - length, offset, np.where(read.nbytes < 0, 0, length))
+        return read
+
+    def _put(
+        self,
+        scratch: memoryview,
+        begins: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        length: NDArray[np.int64],
+    ) -> None:
+        """Write objects from the buffer to their places; objects adjacent in both in one go."""
+        ends = begins + length
+        joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
+        first = np.flatnonzero(np.append(True, ~joined))
+        last = np.append(first[1:], len(begins)) - 1
+        runs = (begins[first].tolist(), ends[last].tolist(), offset[first].tolist())
+        for begin, end, to in zip(*runs, strict=True):
+            self._arena.write(to, scratch[begin:end])
+
+
+def _job(action: FetchObjects | CheckVersions, size: int) -> _Job:
+    return _Job(action, np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64), size)
+
+
+def _user_s() -> float:
+    """CPU seconds of this thread in user mode."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
+
+
+def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last + 1) of adjacent objects, up to _SCRATCH_NBYTES at a time.
+
+    >>> list(_neighbours([b"ab", b"c", b"d"], np.array([4, 6, 9])))
+    [(0, 2), (2, 3)]
+    """
+    ends = offset + np.array([len(d) for d in data])
+    apart = offset[1:] != ends[:-1]
+    apart |= np.diff((ends - ends[0]) // _SCRATCH_NBYTES) != 0
+    cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(data)]
+    yield from pairwise(cuts)
+
+
+def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArray[np.intp]]:
+    """Split `where` into stretches of about _SCRATCH_NBYTES."""
+    if not len(where):
+        return []
+    cut = np.flatnonzero(np.diff((length[where].cumsum() - 1) // _SCRATCH_NBYTES)) + 1
+    return np.split(where, cut)
+
+
+class _Scratch(threading.local):
+    """A buffer for each thread, as large as the largest request."""
+
+    _view = memoryview(bytearray())  # writable, also where nothing is written
+
+    def view(self, nbytes: int) -> memoryview:
+        """Return at least `nbytes` bytes of memory that only this thread uses."""
+        if len(self._view) < nbytes:
+            self._view = memoryview(bytearray(max(nbytes, _SCRATCH_NBYTES)))
+        return self._view
+
+
+class _Room:
+    """The number of threads that may still be started."""
+
+    def __init__(self, threads: int) -> None:
+        self._free = threads
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        with self._lock:
+            if self._free <= 0:
+                return False
+            self._free -= 1
+            return True
+
+    def give(self, threads: int) -> None:
+        with self._lock:
+            self._free += max(threads, 0)
+
+
+class _Lane:
+    """The queue and the threads of one source.
+
+    `Concurrency` decides how many threads work; each takes one part at a time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        run: Callable[[Source, _Job, slice], None],
+        limit: int,
+        room: _Room,
+    ) -> None:
+        self.source = source
+        self.threads: list[threading.Thread] = []
+        self._name = name
+        self._run = run
+        self._limit = limit
+        self._room = room
+        self._heap: list[tuple[float, int, _Job, int]] = []  # the last: first object not yet taken
+        self._waiting = 0  # objects in the heap
+        self._count = 0
+        self._idle = 0
+        self._began: dict[int, float] = {}  # by thread, while it reads
+        self._closed = False
+        self._ready = threading.Condition()
+        self._speed = Concurrency(_CORES)
+
+    def put(self, deadline: float, job: _Job) -> None:
+        """Queue a job."""
+        with self._ready:
+            heapq.heappush(self._heap, (deadline, self._count, job, 0))
+            self._count += 1
+            self._waiting += job.left
+            self._grow()
+            alone = not self.threads
+        if alone:
+            self._work_alone()
+
+    def _work_alone(self) -> None:
+        """Read what is queued in the calling thread, where the system gives no thread at all."""
+        while True:
+            with self._ready:
+                if not self._heap:
+                    return
+                job, part = self._part()
+            self._run(self.source, job, part)
+
+    def tick(self) -> None:
+        """Wake or start threads, also to replace ones that hang."""
+        with self._ready:
+            self._grow()
+
+    def close(self) -> None:
+        """End all threads that do not hang."""
+        with self._ready:
+            self._closed = True
+            self._heap.clear()
+            self._waiting = 0
+            self._ready.notify_all()
+        self.source.close()
+
+    @property
+    def object_ns(self) -> int:
+        """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
+        return self._speed.object_ns
+
+    def _spare(self) -> int:
+        """How many more threads should be reading now."""
+        began = self._began.values()
+        return self._speed.spare(waiting=self._waiting, began=began, now=time.monotonic())
+
+    def _grow(self) -> None:
+        """Wake or start threads for queued objects; the lock is held."""
+        spare = self._spare()
+        if spare <= 0:
+            return
+        self._ready.notify(spare)
+        for _ in range(min(spare - self._idle, self._limit - len(self.threads))):
+            if self.threads and not self._room.take():
+                return
+            name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of the system: use the threads there are until `tick`
+                self._room.give(min(len(self.threads), 1))
+                return
+            self.threads.append(thread)
+
+    def _work(self) -> None:
+        me = threading.get_ident()
+        while (work := self._take(me)) is not None:
+            job, part = work
+            start, cpu, user = time.perf_counter(), time.thread_time(), _user_s()
+            self._run(self.source, job, part)
+            cpu, user = time.thread_time() - cpu, _user_s() - user
+            # A lost update between threads does no harm.
+            self._speed.measured(part.stop - part.start, time.perf_counter() - start, cpu, user)
+
+    def _take(self, me: int) -> tuple[_Job, slice] | None:
+        with self._ready:
+            self._began.pop(me, None)
+            while self._spare() <= 0:
+                if self._closed:
+                    return None
+                self._idle += 1
+                self._ready.wait()
+                self._idle -= 1
+            self._began[me] = time.monotonic()
+            return self._part()
+
+    def _part(self) -> tuple[_Job, slice]:
+        """Take the next part of the most urgent job, as large as the measured speed suggests."""
+        deadline, count, job, start = self._heap[0]
+        stop = min(start + self._speed.part_objects, len(job.nbytes))
+        if stop < len(job.nbytes):
+            heapq.heapreplace(self._heap, (deadline, count, job, stop))
+        else:
+            heapq.heappop(self._heap)
+        self._waiting -= stop - start
+        return job, slice(start, stop)

@@ -1,0 +1,59 @@
+"""Processes without a connection that keep an embedded daemon alive.
+
+torch's loader makes new workers in each epoch. They are the daemon's clients, so between epochs it
+has none: without their parent process the daemon would end and lose all it holds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+from pathlib import Path
+
+_MOST = 256  # processes; for further ones the daemon only lingers
+_PID = "Pid:"
+
+
+class KeepAlive:
+    """Their pidfds, in the loop's epoll. Each process counts once."""
+
+    def __init__(self, epoll: select.epoll) -> None:
+        self._epoll = epoll
+        self._pids: dict[int, int] = {}  # by pidfd
+
+    def take(self, fd: int) -> None:
+        """Add the process of this pidfd, for which a client works; takes over the descriptor."""
+        pid = _pid_of(fd)
+        if pid > 0 and pid not in self._pids.values() and len(self._pids) < _MOST:
+            self._epoll.register(fd, select.EPOLLIN)
+            self._pids[fd] = pid
+        else:
+            os.close(fd)
+
+    def ended(self, fd: int) -> None:
+        """Remove the process of this pidfd, which ended."""
+        del self._pids[fd]
+        with suppress(OSError, ValueError):
+            self._epoll.unregister(fd)
+        os.close(fd)
+
+    def close(self) -> None:
+        """Forget all processes."""
+        for fd in list(self._pids):
+            self.ended(fd)
+
+    def __contains__(self, fd: int) -> bool:
+        return fd in self._pids
+
+    def __len__(self) -> int:
+        return len(self._pids)
+
+
+def _pid_of(fd: int) -> int:
+    """Process id of a pidfd; -1 where the process has ended, or this is no pidfd."""
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+            if line.startswith(_PID):
+                return int(line.removeprefix(_PID))
+    return -1

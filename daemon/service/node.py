@@ -1,0 +1,504 @@
+"""The node: registry, core, arena and fetch threads put together, called by both sockets.
+
+Runs on the loop thread alone; other threads (fetch threads, the registrar) hand their results in
+through `call_soon`. Every event goes through `feed`, which executes the core's actions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from numpy.typing import NDArray
+
+from creel import limits
+from creel.cache.memory.allocator import Allocator
+from creel.cache.memory.arena import Arena
+from creel.cache.memory.offsets import Offsets
+from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.retry import RetryPolicy
+from creel.cache.storage.source import Source
+from creel.config import Config, memory_budget
+from creel.daemon.core import events as mind
+from creel.daemon.core.core import Core
+from creel.daemon.reporting import metrics
+from creel.daemon.service import commands
+from creel.daemon.service.fetcher import Fetcher
+from creel.daemon.service.handler import Answer
+from creel.daemon.service.quota import Quota
+from creel.daemon.service.registrar import Registrar
+from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
+from creel.errors import CreelError, UnavailableError
+from creel.messages import (
+    PROTOCOL,
+    Command,
+    Extend,
+    Open,
+    Ready,
+    Refused,
+    Registered,
+    Welcome,
+)
+from creel.policies.prefetch import Window
+from creel.policies.retention import plan
+from creel.version import VERSION
+
+T = TypeVar("T")
+
+log = logging.getLogger("creel.node")
+
+BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
+#: Open files kept per dataset with many objects per file (the default soft limit is 1024).
+_KEPT_FILES = 128
+
+
+class Node:
+    """Implements `handler.RequestHandler`.
+
+    Args:
+        config: all settings.
+        call_soon: runs a function on the loop thread, soon; callable from any thread.
+        send: sends (client, message) over the request socket.
+        embedded: whether this daemon ends with its last client.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        call_soon: Callable[[Callable[[], None]], None],
+        send: Callable[[bytes, Any], None],
+        embedded: bool,
+    ) -> None:
+        memory = limits.memory()
+        self.config = config
+        self.effective = config  # settings in effect: most changes need a restart
+        self.embedded = embedded
+        self.version = VERSION
+        self.state = "serving"
+        self.started = time.monotonic()
+        self.bugs = 0
+        self.stop: Callable[[bool], None] = lambda now: None  # noqa: ARG005  set by the loop
+        self.clients: Callable[[], int] = lambda: 0
+        self.pids: Callable[[], dict[str, int]] = dict
+        self.line_address = ""
+        self.arena = Arena.create(
+            memory_budget(config.memory, total=memory.total, available=memory.available)
+        )
+        self.registry = Registry(
+            max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
+        )
+        self.ranks = metrics.Ranks()
+        self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
+        self.fetcher = Fetcher(
+            self.arena,
+            lambda event: call_soon(lambda: self._fetched(event)),
+            threads=config.fetch.threads,
+            per_source=config.fetch.per_source,
+        )
+        self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
+        self._beaten = self.started
+        self._send = send
+        self._call_soon = call_soon
+        self._stop_prefault = threading.Event()
+        self._prefault: threading.Thread | None = None
+        self._registrar = Registrar("creel-register")
+        self._planner = Registrar("creel-plan")
+
+    # --- events and actions -------------------------------------------------------------------
+
+    def feed(self, event: mind.Event) -> bool:
+        """Handle an event and execute the actions; False when that failed and its session is over.
+
+        Does nothing while draining: READY does not go back for clients that disconnect now, so no
+        byte may move, and the core's tables would not match the shared ones.
+
+        Writes the heartbeat first: with plans for millions of objects an event may take a second,
+        and a turn of the loop has many.
+        """
+        if self.state == "draining":
+            return True
+        now = time.monotonic()
+        self.beat(now)
+        try:
+            actions = self.core.handle(event, now)
+        except Exception:
+            log.exception("the core failed at %s", type(event).__name__)
+            self._mend(getattr(event, "session", 0))
+            return False
+        lost: list[mind.Lost] = []
+        try:
+            for action in actions:
+                self._do(action, lost)
+        except Exception:
+            log.exception("what the core wants done after %s failed", type(event).__name__)
+            self._give_up()
+            return False
+        for loss in lost:
+            self.feed(loss)
+        return True
+
+    def _mend(self, number: int) -> None:
+        """End the session that the core failed at; the others continue.
+
+        A failure is a bug of ours, or lack of memory. Where the core stays inconsistent, the daemon
+        ends: its clients read directly, and the next daemon starts afresh.
+        """
+        self.bugs += 1
+        session = self.registry.sessions.get(number)
+        if session is not None:
+            self.ranks.closes(session)
+            session.unready(0)
+            self.registry.remove(session)
+        try:
+            self.core.mend(number)
+            self.core.check()
+        except Exception:
+            log.exception("the core cannot be mended")
+            self._give_up()
+
+    def _give_up(self) -> None:
+        log.error("this daemon ends: its books may be wrong")
+        self.stop(True)
+
+    def _do(self, action: mind.Action, lost: list[mind.Lost]) -> None:
+        if isinstance(action, mind.SetReady):
+            self._set_ready(action)
+        elif isinstance(action, mind.DiscardFetch):
+            self.fetcher.discard(action)
+        elif isinstance(action, mind.FetchObjects):
+            self.fetcher.submit(action)
+        elif isinstance(action, mind.CheckVersions):
+            self.fetcher.check(action)
+        elif isinstance(action, mind.MoveObjects):
+            self.fetcher.move(action, self._offset(action))
+        elif isinstance(action, mind.PlanRetention):
+            self._planner.put(partial(self._plan, action))
+        else:
+            k = self.fetcher.store(action, self._offset(action))
+            if k < len(action.ids):
+                lost.append(mind.Lost(action.dataset, action.ids[k:], action.offset[k:]))
+
+    def _plan(self, action: mind.PlanRetention) -> None:
+        """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
+        try:
+            planned = mind.RetentionPlanned(action.dataset, action.turn, plan(action.turn))
+        except Exception:
+            log.exception("no plan could be made of %s", action.dataset)
+        else:
+            self._call_soon(lambda: self._planned(planned))
+
+    def _planned(self, event: mind.RetentionPlanned) -> None:
+        self.feed(event)
+
+    def _offset(self, action: mind.MoveObjects | mind.StoreObjects) -> Offsets:
+        return self.registry.datasets[action.dataset].table.offset
+
+    def _set_ready(self, action: mind.SetReady) -> None:
+        session = self.registry.sessions.get(action.session)
+        if session is None:
+            return
+        if action.ready < session.ready:
+            session.unready(action.ready)
+        session.words[OBJECT_NS] = self.fetcher.object_ns(session.dataset.key)
+        for who, call, step in session.set_ready(action.ready, action.failed):
+            self._send(who, Ready(call, session.id, step))
+
+    def _fetched(self, event: mind.Fetched | mind.Checked) -> None:
+        self.fetcher.finished(event)
+        self.feed(event)
+        if isinstance(event, mind.Checked):
+            return
+        # What the core has not stored by now it never will: the fetch was no longer current.
+        self.fetcher.discard(mind.DiscardFetch(event.fetch))
+
+    def beat(self, now: float) -> None:
+        """Write the heartbeat of all sessions when it is due."""
+        if now - self._beaten >= BEAT_S / 2:
+            self._beaten = now
+            self.registry.beat()
+
+    def poll_words(self) -> bool:
+        """Give the core the trainers' progress; return whether there was any."""
+        moved = False
+        for session, done, wanted in self.registry.progress():
+            moved = True
+            self.feed(mind.Progressed(session.id, done, wanted))
+        return moved
+
+    def tick(self) -> None:
+        """Handle the passing of time."""
+        self.fetcher.tick()
+        self.feed(mind.Tick())
+
+    # --- Host ---------------------------------------------------------------------------------
+
+    def welcome(self, token: str) -> tuple[Welcome, int]:
+        """Return the greeting and the arena's descriptor."""
+        welcome = Welcome(PROTOCOL, token, self.line_address, self.arena.nbytes, os.getpid())
+        return welcome, self.arena.fd
+
+    def expect(self) -> None:
+        """Import pyarrow in the background, as a client is about to register a dataset."""
+
+        def load() -> None:
+            with contextlib.suppress(ImportError, MemoryError):  # whoever needs it reports that
+                import pyarrow as pa
+
+                del pa
+
+        self._registrar.put(load)
+
+    def register(
+        self, token: str, read: Callable[[], Manifest], reply: Callable[[Answer], None]
+    ) -> None:
+        """Read and check a manifest in the registrar's thread, then register it here."""
+
+        def keyed() -> Manifest:
+            manifest = read()
+            _ = manifest.key, manifest.summed  # cached: computing them takes too long for the loop
+            return manifest
+
+        def enter(dataset: DatasetRecord) -> None:
+            self.quota.coming.pop(token, None)
+            reply(self._enter(token, dataset))
+
+        def look(manifest: Manifest) -> None:
+            known = self.registry.datasets.get(manifest.key)
+            if known is not None:
+                enter(known)
+                return
+            record = LocationTable.record_of(manifest.summed, self.arena.nbytes)
+            nbytes = tables_nbytes(manifest, record)
+            try:
+                self.quota.check(nbytes, f"{len(manifest)} objects")
+            except UnavailableError as e:
+                refuse(Answer(Refused(str(e))))
+                return
+            self.quota.coming[token] = nbytes
+            self._elsewhere(lambda: self._prepare(manifest), enter, refuse)
+
+        def refuse(answer: Answer) -> None:
+            self.quota.coming.pop(token, None)
+            reply(answer)
+
+        self._elsewhere(keyed, look, reply)
+
+    def _elsewhere(
+        self, work: Callable[[], T], then: Callable[[T], None], reply: Callable[[Answer], None]
+    ) -> None:
+        """Run `work` in the registrar's thread, then `then` on its result here; or refuse."""
+
+        def attempt() -> None:
+            try:
+                done = work()
+            except CreelError as e:
+                self._call_soon(partial(reply, Answer(Refused(str(e)))))
+            except Exception:
+                log.exception("a manifest could not be read")
+                self._call_soon(partial(reply, Answer(Refused("the manifest cannot be read"))))
+            else:
+                self._call_soon(partial(then, done))
+
+        self._registrar.put(attempt)
+
+    def _prepare(self, manifest: Manifest) -> DatasetRecord:
+        """Do all work proportional to the number of objects; in the registrar's thread."""
+        fetch = self.config.fetch
+        retry = RetryPolicy(fetch.attempts, fetch.deadline_s, fetch.backoff_s, fetch.backoff_max_s)
+        source = Source(manifest, retry, files=_KEPT_FILES, relative=False)
+        return DatasetRecord.create(manifest, source, self.arena.nbytes)
+
+    def _enter(self, token: str, dataset: DatasetRecord) -> Answer:
+        known = self.registry.datasets.get(dataset.key)
+        if known is None:
+            try:
+                self._check_serving()
+                self.forget_idle(room=1)
+                self.registry.check_room()
+            except UnavailableError as e:
+                dataset.close()
+                return Answer(Refused(str(e)))
+            table, lengths = dataset.table, dataset.lengths
+            columns = table.offset, table.length, lengths, dataset.versions
+            if not self.feed(mind.DatasetAdded(dataset.key, *columns)):
+                dataset.close()
+                return Answer(Refused("this daemon has no room for another dataset"))
+            self.registry.add(dataset)
+            self.fetcher.add(dataset.key, dataset.source)
+            self._prefault_when_it_will_be_full()
+        elif known is not dataset:  # two clients registered the same dataset at once
+            dataset.close()
+            dataset = known
+        dataset.claim(token)
+        if token not in self.pids():  # it left meanwhile
+            dataset.unclaim(token)
+        objects = len(dataset.manifest)
+        message = Registered(dataset.key, objects, LocationTable.nbytes(objects, dataset.record))
+        return Answer(message, (dataset.table_fd,))
+
+    def open(self, token: str, request: Open) -> SessionRecord:
+        """Open a session.
+
+        Raises:
+            UnavailableError: when draining, when memory is short, or from `Registry.open`.
+            MalformedError: from `Registry.open`.
+        """
+        self._check_serving()
+        dataset = self.registry.datasets.get(request.dataset)
+        if dataset is not None:
+            self.quota.check(4 * len(dataset.manifest), f"a job on {len(dataset.manifest)} objects")
+        session = self.registry.open(token, request)
+        told = (session.id, request.dataset, request.job, request.rank, request.world)
+        if not self.feed(mind.SessionOpened(*told, request.recheck)):
+            raise UnavailableError("this daemon cannot serve one more session")
+        session.words[OBJECT_NS] = self.fetcher.object_ns(request.dataset)
+        return session
+
+    def _check_serving(self) -> None:
+        if self.state == "draining":
+            raise UnavailableError("this daemon is about to end: the next one will serve you")
+
+    def session(self, token: str, session_id: int) -> SessionRecord:
+        """Return a session that this token owns, or raise UnavailableError."""
+        return self.registry.owned(token, session_id)
+
+    def close_session(self, session: SessionRecord) -> None:
+        """Close a session; the core takes back all it had pinned."""
+        self.ranks.closes(session)
+        if self.state != "draining":  # while draining nothing in the arena changes any more
+            session.unready(0)
+        self.registry.remove(session)
+        self.feed(mind.SessionClosed(session.id))
+
+    def left(self, token: str) -> None:
+        """Close the sessions of a client that is gone."""
+        for session in self.registry.of(token):
+            self.close_session(session)
+        self.registry.left(token)
+
+    def forget_idle(self, *, room: int = 0) -> None:
+        """Free idle datasets beyond the time and number in the settings.
+
+        Args:
+            room: number of further datasets that must fit within `daemon.max_datasets`.
+        """
+        limits_ = self.config.daemon
+        spare = self.registry.spare(
+            time.monotonic(),
+            limits_.idle_s,
+            limits_.max_idle_datasets,
+            limit=self.quota.limit,
+            room=room,
+        )
+        for dataset in spare:
+            self._forget(dataset)
+
+    def _forget(self, dataset: DatasetRecord) -> None:
+        """Free what an idle dataset holds, unless it has fetches in flight."""
+        if not self.core.busy(dataset.key):
+            self.feed(mind.Unregistered(dataset.key))
+            self.fetcher.remove(dataset.key)
+            self.registry.forget(dataset)
+
+    def afford(self, nbytes: int, what: str) -> None:
+        """Call `Quota.check`."""
+        self.quota.check(nbytes, what)
+
+    def extended(self, session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]) -> None:
+        """Append to a session's plan.
+
+        Where memory is short for the next uses of another epoch, the session becomes blind; where
+        it is short for the plan itself, the session ends and its client reads directly.
+        """
+        objects, ends = arrays
+        nbytes = objects.nbytes + ends.nbytes
+        blind = message.blind
+        try:
+            if message.epoch != session.epoch and not blind:
+                blind = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))
+            self.quota.check(nbytes, f"{len(objects)} reads to come")
+        except UnavailableError as e:
+            log.warning("session %d of process %d ends: %s", session.id, self._pid(session), e)
+            self.close_session(session)
+            return
+        if not blind:
+            session.epoch = message.epoch
+        session.steps += len(ends)
+        told = (session.id, message.epoch, message.step, objects, ends, blind)
+        if self.feed(mind.PlanExtended(*told)):
+            session.words[KNOWN] = session.steps
+            self.waiting(session)
+
+    def _pid(self, session: SessionRecord) -> int:
+        return self.pids().get(session.token, 0)
+
+    def begun(self, session: SessionRecord, epoch: int) -> None:
+        """Begin an epoch of a session."""
+        self.feed(mind.EpochBegan(session.id, epoch))
+
+    def truncated(self, session: SessionRecord, step: int) -> None:
+        """Truncate a session's plan."""
+        session.truncate(step)
+        self.feed(mind.PlanTruncated(session.id, step))
+        session.acknowledge()
+
+    def waiting(self, session: SessionRecord) -> None:
+        """Answer waits that are over, and give the core the urgency of the others."""
+        for who, call, step in session.over():
+            self._send(who, Ready(call, session.id, step))
+        moved = session.progress()
+        if moved is not None:
+            self.feed(mind.Progressed(session.id, *moved))
+
+    def answer(self, ask: Command) -> dict[str, Any]:
+        """Return the answer to a command of the CLI (docs/cli.md has the schema)."""
+        return commands.answer(self, ask)
+
+    def told(self) -> dict[str, Any]:
+        """Return status and stats together."""
+        return commands.told(self)
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _prefault_when_it_will_be_full(self) -> None:
+        """Touch the arena's pages ahead of use, once the datasets are sure to fill it."""
+        total = sum(d.lengths.nbytes for d in self.registry.datasets.values())
+        if self._prefault is None and self.config.memory.prefault and total >= self.arena.nbytes:
+            thread = threading.Thread(
+                target=self.arena.prefault,
+                args=(self._stop_prefault,),
+                name="creel-prefault",
+                daemon=True,
+            )
+            with contextlib.suppress(RuntimeError):  # no more threads: touched on first use
+                thread.start()
+                self._prefault = thread
+
+    def close(self) -> None:
+        """Stop all threads and close everything."""
+        self._stop_prefault.set()
+        self.fetcher.close()
+        if self._prefault is not None:
+            self._prefault.join(1.0)
+        self._registrar.close()
+        self._planner.close()
+        self.fetcher.join(0.5)
+        self.registry.close()
+        self.arena.close()
+
+
+def _window(config: Config) -> Window:
+    return Window(
+        min_steps=config.window.min_steps,
+        max_steps=config.window.max_steps,
+        nbytes=config.window.bytes,
+        inflight_nbytes=config.fetch.inflight_bytes,
+    )

@@ -1,0 +1,63 @@
+"""Limits the memory that clients make a daemon take beside the arena: tables and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from creel import limits
+from creel.daemon.core.core import Core
+from creel.daemon.service.registry import DatasetRecord, Registry
+from creel.errors import UnavailableError
+from creel.units import format_size
+
+#: The limit under any budget: enough for 10 million objects.
+_LEAST_NBYTES = 512 << 20
+_SMALL_NBYTES = 16 << 20  # smaller requests do not check the machine's free memory
+
+
+class Quota:
+    """Memory of tables, plans and next uses: at most half as much as the arena.
+
+    Args:
+        budget: bytes of the arena.
+        forget: frees what an idle dataset holds, if possible.
+    """
+
+    def __init__(
+        self, budget: int, registry: Registry, core: Core, forget: Callable[[DatasetRecord], None]
+    ) -> None:
+        self.limit = max(_LEAST_NBYTES, budget // 2)
+        self.coming: dict[str, int] = {}  # token -> bytes of tables being made
+        self._registry = registry
+        self._core = core
+        self._forget = forget
+
+    def used(self) -> int:
+        """Bytes taken or reserved."""
+        known = sum(d.tables_nbytes for d in self._registry.datasets.values())
+        return known + sum(self.coming.values()) + self._core.plans_nbytes()
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether `nbytes` more may be taken; forgets idle datasets for it, the largest first."""
+        if nbytes > _SMALL_NBYTES and nbytes > limits.memory().available // 2:
+            return False
+        idle = sorted(self._registry.idle(), key=lambda d: d.tables_nbytes)
+        while self.limit - self.used() < nbytes:
+            if not idle:
+                return False
+            self._forget(idle.pop())
+        return True
+
+    def check(self, nbytes: int, what: str) -> None:
+        """Make sure that `nbytes` more may be taken.
+
+        Raises:
+            UnavailableError: they may not.
+        """
+        if not self.fits(nbytes):
+            raise UnavailableError(
+                f"{what} need {format_size(nbytes)} of memory for tables and plans,"
+                f" {format_size(self.used())} of {format_size(self.limit)} are taken: raise"
+                " memory.budget (half of it may go to them), make records longer, or split the"
+                " dataset"
+            )

@@ -1,0 +1,340 @@
+"""The registry: all datasets and sessions, and the shared memory of each.
+
+Written by the loop thread only. The core has the same sessions by number; the registry holds what
+the core must not touch: descriptors, mappings, tokens and pending waits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.shared_words import (
+    BOARD_NBYTES,
+    DONE,
+    FAILED,
+    HEARTBEAT,
+    KNOWN,
+    READY,
+    REVOKED,
+    STATE,
+    TRUNCATED,
+    WANTED,
+    LocationTable,
+    SharedWords,
+    sealed_memfd,
+)
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source
+from creel.daemon.core.versions import Versions
+from creel.errors import MalformedError, UnavailableError
+from creel.messages import Open
+
+DRAINING, CLOSED = 1, 2
+#: Linux 5.1: later mappings of the descriptor are read-only. `fcntl` has no name for it.
+_F_SEAL_FUTURE_WRITE = 0x0010
+_MAX_WAITERS = 4096  # of one session; workers x threads stays far below
+_MAX_NAME = 4096  # characters of a job or a session
+#: Memory per object: in the table, in the core's columns (state, pins, room) and in its eviction
+#: policy's (few except during planning); less where all objects have one length.
+_OBJECT_NBYTES, _RECORD_NBYTES = 16 + 13 + 16, 4 + 5 + 16
+#: Memory per manifest row beside the row itself: derived columns, a version.
+_ROW_NBYTES = 40
+#: A dataset whose tables take at most this part of the limit is kept for all of `daemon.idle_s`.
+_SMALL = 1 / 16
+
+
+@dataclass(eq=False)
+class DatasetRecord:
+    """A registered dataset; later mappings of `table_fd` are read-only."""
+
+    key: str
+    manifest: Manifest
+    source: Source
+    table: LocationTable
+    table_fd: int
+    record: int  # as in `LocationTable`
+    lengths: Lengths
+    tables_nbytes: int  # of all that is kept per object and per row
+    versions: Versions  # written by the core alone
+    claims: set[str] = field(default_factory=set)  # tokens of owners without a session yet
+    used_at: float = 0.0  # when the last claim or session began or ended, monotonic seconds
+
+    @classmethod
+    def create(cls, manifest: Manifest, source: Source, arena_nbytes: int) -> DatasetRecord:
+        """Make the location table: nothing is resident, lengths come from the manifest.
+
+        Only this takes time proportional to the number of objects (except for records, whose table
+        is zeros); it may run in any thread.
+        """
+        n, record = len(manifest), LocationTable.record_of(manifest.summed, arena_nbytes)
+        fd = sealed_memfd("creel-table", LocationTable.nbytes(n, record))
+        try:
+            table = LocationTable(fd, n, record, write=True)
+            if not record:
+                manifest.fill_lengths(table.length)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        except BaseException:
+            os.close(fd)
+            raise
+        versions = Versions(n, manifest.file_bounds, manifest.remote)
+        nbytes = tables_nbytes(manifest, record)
+        sums = manifest.summed, nbytes
+        return cls(manifest.key, manifest, source, table, fd, record, *sums, versions)
+
+    def claim(self, token: str) -> None:
+        """Keep the dataset until the owner of `token` opens a session."""
+        self.claims.add(token)
+        self.used_at = time.monotonic()
+
+    def unclaim(self, token: str) -> None:
+        """Drop the claim of `token`, whose owner opened a session or is gone."""
+        if token in self.claims:
+            self.claims.remove(token)
+            self.used_at = time.monotonic()
+
+    def close(self) -> None:
+        """Close source, table and descriptor."""
+        self.source.close()
+        self.table.close()
+        os.close(self.table_fd)
+
+
+def tables_nbytes(manifest: Manifest, record: int) -> int:
+    """Bytes that a daemon keeps per object and per row of this manifest, in all."""
+    rows: int = manifest.table.num_rows
+    each = _RECORD_NBYTES if record else _OBJECT_NBYTES
+    return len(manifest) * each + int(manifest.table.nbytes) + rows * _ROW_NBYTES
+
+
+@dataclass(eq=False)
+class SessionRecord:
+    """One stream of steps. `steps` is published, `done` and `wanted` as last given to the core."""
+
+    id: int
+    token: str
+    dataset: DatasetRecord
+    opened: Open
+    words: SharedWords
+    words_fd: int
+    steps: int = 0
+    epoch: int = -1  # of the last plan
+    done: int = 0
+    wanted: int = 0
+    ready: int = 0
+    truncates: int = 0
+    revoked: int = 0  # how often READY went back
+    asked: int = 0  # highest step + 1 in a Wait
+    waiters: dict[tuple[bytes, int], int] = field(default_factory=dict)  # (who, call) -> step
+
+    def progress(self) -> tuple[int, int] | None:
+        """(done, wanted), clamped to what is possible, when the client moved them; else None."""
+        words = self.words
+        done = min(max(words[DONE], self.done), self.steps)
+        wanted = min(max(words[WANTED], self.asked, self.wanted), self.steps)
+        if done == self.done and wanted == self.wanted:
+            return None
+        self.done, self.wanted = done, wanted
+        return done, wanted
+
+    def wait(self, who: bytes, call: int, step: int) -> bool:
+        """Add a wait; False when there are too many."""
+        if len(self.waiters) >= _MAX_WAITERS:
+            return False
+        self.waiters[who, call] = step
+        self.asked = max(self.asked, step + 1)
+        return True
+
+    def unready(self, step: int) -> None:
+        """Lower READY to `step` before the bytes of later steps may be overwritten."""
+        self.ready = min(self.ready, step)
+        self.words[READY] = self.ready
+        self.revoked += 1
+        self.words[REVOKED] = self.revoked
+
+    def truncate(self, step: int) -> None:
+        """End the plan at `step`."""
+        self.unready(step)
+        self.steps = min(self.steps, step)
+        self.done, self.wanted = min(self.done, self.steps), min(self.wanted, self.steps)
+        self.asked = min(self.asked, self.steps)  # nobody has asked for steps of the next plan
+
+    def acknowledge(self) -> None:
+        """Announce that READY refers to the new plan from now on."""
+        self.words[KNOWN] = self.steps
+        self.truncates += 1  # the shared word itself may have been written by the client
+        self.words[TRUNCATED] = self.truncates
+
+    def set_ready(self, ready: int, failed: int) -> list[tuple[bytes, int, int]]:
+        """Publish READY; return (client, call, step) of all waits that are over."""
+        self.ready = ready
+        self.words[FAILED] = failed
+        self.words[READY] = ready
+        return self.over()
+
+    def over(self) -> list[tuple[bytes, int, int]]:
+        """Remove and return (client, call, step) of all waits that are over."""
+        over = [(who, call, s) for (who, call), s in self.waiters.items() if s < self.ready]
+        for who, call, _ in over:
+            del self.waiters[who, call]
+        return over
+
+    def close(self) -> None:
+        """Mark the session closed in its shared words and unmap them."""
+        self.words[STATE] = CLOSED
+        self.words.close()
+        os.close(self.words_fd)
+
+
+def _new_words() -> tuple[SharedWords, int]:
+    """Shared words and their descriptor; UnavailableError where the system gives none."""
+    fd = -1
+    try:
+        fd = sealed_memfd("creel-board", BOARD_NBYTES)
+        return SharedWords(fd), fd
+    except OSError as e:  # the mapping takes a descriptor, too
+        if fd >= 0:
+            os.close(fd)
+        raise UnavailableError(f"no room for a session here: {e}", retry_after=10.0) from e
+
+
+class Registry:
+    """All datasets and sessions, within their limits."""
+
+    def __init__(self, *, max_datasets: int, max_sessions: int) -> None:
+        self.datasets: dict[str, DatasetRecord] = {}
+        self.sessions: dict[int, SessionRecord] = {}
+        #: Failed reads by kind, of removed datasets.
+        self.past_errors: Counter[str] = Counter()
+        self._max_datasets = max_datasets
+        self._max_sessions = max_sessions
+        self._ids = itertools.count(1)
+
+    def check_room(self) -> None:
+        """Raise UnavailableError when one more dataset would be too many."""
+        if len(self.datasets) >= self._max_datasets:
+            raise UnavailableError(
+                f"{self._max_datasets} datasets are known, which is the limit:"
+                " raise daemon.max_datasets"
+            )
+
+    def add(self, dataset: DatasetRecord) -> None:
+        """Add a dataset."""
+        self.datasets[dataset.key] = dataset
+
+    def idle(self) -> list[DatasetRecord]:
+        """Datasets without claims and sessions, those longest unused first."""
+        used = {s.dataset.key for s in self.sessions.values()}
+        idle = [d for d in self.datasets.values() if not d.claims and d.key not in used]
+        return sorted(idle, key=lambda d: d.used_at)
+
+    def spare(
+        self, now: float, linger_s: float, most: int, *, limit: int, room: int = 0
+    ) -> list[DatasetRecord]:
+        """Idle datasets that should be removed: unused for `linger_s`, or beyond `most` of them.
+
+        One with large tables is removed sooner: in inverse proportion to its part of the limit.
+
+        Args:
+            limit: bytes that all tables and plans may take.
+            room: number of further datasets that must fit within the limit on all.
+        """
+        idle = self.idle()
+        most = min(most, self._max_datasets - room - (len(self.datasets) - len(idle)))
+        over = max(len(idle) - most, 0)
+        small = _SMALL * limit
+        return idle[:over] + [
+            d
+            for d in idle[over:]
+            if now - d.used_at > linger_s * min(1.0, small / max(d.tables_nbytes, 1))
+        ]
+
+    def forget(self, dataset: DatasetRecord) -> None:
+        """Remove a dataset and free its memory."""
+        del self.datasets[dataset.key]
+        self.past_errors.update(dataset.source.counters.snapshot().errors)
+        dataset.close()
+
+    def open(self, token: str, request: Open) -> SessionRecord:
+        """Open a session.
+
+        Raises:
+            UnavailableError: the dataset is unknown, there are too many sessions, or the system
+                gives no descriptor for one more.
+            MalformedError: a job or a name longer than any loader makes.
+        """
+        if max(len(request.job), len(request.name)) > _MAX_NAME:
+            raise MalformedError(f"a job or a name of more than {_MAX_NAME} characters")
+        dataset = self.datasets.get(request.dataset)
+        if dataset is None:
+            raise UnavailableError(f"dataset {request.dataset!r} is not registered here")
+        if len(self.sessions) >= self._max_sessions:
+            raise UnavailableError(
+                f"{self._max_sessions} sessions are open, which is the limit:"
+                " raise daemon.max_sessions",
+                retry_after=10.0,
+            )
+        words, fd = _new_words()
+        words[HEARTBEAT] = time.monotonic_ns()
+        session = SessionRecord(next(self._ids), token, dataset, request, words, fd)
+        self.sessions[session.id] = session
+        dataset.unclaim(token)
+        return session
+
+    def owned(self, token: str, session_id: int) -> SessionRecord:
+        """Return a session of the owner of `token`.
+
+        Raises:
+            UnavailableError: there is none.
+        """
+        session = self.sessions.get(session_id)
+        if session is None or session.token != token:
+            raise UnavailableError(f"no session {session_id} of yours")
+        return session
+
+    def of(self, token: str) -> list[SessionRecord]:
+        """Return all sessions of the owner of `token`."""
+        return [s for s in self.sessions.values() if s.token == token]
+
+    def left(self, token: str) -> None:
+        """Drop all claims of the owner of `token`, who is gone."""
+        for dataset in self.datasets.values():
+            dataset.unclaim(token)
+
+    def remove(self, session: SessionRecord) -> None:
+        """Remove a session."""
+        del self.sessions[session.id]
+        session.dataset.used_at = time.monotonic()
+        session.close()
+
+    def beat(self) -> None:
+        """Write the heartbeat in the shared words of all sessions."""
+        now = time.monotonic_ns()
+        for session in self.sessions.values():
+            session.words[HEARTBEAT] = now
+
+    def drain(self) -> None:
+        """Mark all sessions as draining: nothing new will come."""
+        for session in self.sessions.values():
+            session.words[STATE] = DRAINING
+
+    def progress(self) -> Iterator[tuple[SessionRecord, int, int]]:
+        """Yield (session, done, wanted) of those that moved."""
+        for session in list(self.sessions.values()):
+            moved = session.progress()
+            if moved is not None:
+                yield session, *moved
+
+    def close(self) -> None:
+        """Close everything."""
+        for session in list(self.sessions.values()):
+            self.remove(session)
+        for dataset in self.datasets.values():
+            dataset.close()
+        self.datasets.clear()

@@ -1,0 +1,178 @@
+"""Request socket: plans, waits and commands after the handshake, over one ROUTER socket.
+
+What reaches the core is well-formed and belongs to its sender: every message carries its client's
+token, and arrays are checked against the dataset. A client that sends an impossible plan loses its
+control connection; messages without a valid token are counted and dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from creel.daemon.service.control_socket import ControlSocket
+from creel.daemon.service.handler import RequestHandler
+from creel.daemon.service.registry import SessionRecord
+from creel.errors import ConfigError, MalformedError, UnavailableError
+from creel.messages import (
+    Begin,
+    Command,
+    CommandReply,
+    Extend,
+    Failed,
+    RequestMessage,
+    Truncate,
+    Wait,
+    decode,
+    decode_frames,
+    encode,
+    line_address,
+)
+
+log = logging.getLogger("creel.line")
+
+_MESSAGES = 64  # a turn, so that a flood leaves time for other clients
+_TURN_S = 0.01  # a turn takes no longer, except for its last message
+_MAX_PIECE = 1 << 20  # reads, and steps, in a message
+_MAX_FRAME = 16 << 20  # bytes: more than such a piece takes, so that its sender gets an answer
+
+
+class RequestSocket:
+    """The ROUTER socket."""
+
+    def __init__(
+        self, handler: RequestHandler, control_socket: ControlSocket, context: zmq.Context[Any]
+    ) -> None:
+        self._handler = handler
+        self._control_socket = control_socket
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.RCVHWM, 256)
+        self._socket.setsockopt(zmq.SNDHWM, 4096)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+        _only_own_uid(self._socket)
+        self.malformed = 0
+        self.address = line_address(os.getuid(), secrets.token_hex(16))
+        self._socket.bind(self.address)
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+
+    def turn(self) -> bool:
+        """Handle messages, up to a limit; return whether more may wait."""
+        until = time.monotonic() + _TURN_S
+        for _ in range(_MESSAGES):
+            if time.monotonic() > until:
+                break
+            try:
+                who, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return False
+            self._message(who.bytes, frames)
+        return True
+
+    def more(self) -> bool:
+        """Whether messages wait: call it after sending, which may swallow the wake-up."""
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def send(self, who: bytes, message: Any) -> None:
+        """Send a message; clients that do not read their answers lose them."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([who, encode(message)], zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Close the socket; the last messages have 0.1 s to leave."""
+        self._socket.close(linger=100)
+
+    def _message(self, who: bytes, frames: list[zmq.Frame]) -> None:
+        token = ""
+        try:
+            message = self._authentic(frames)
+            token = message.token
+            arrays = decode_frames(type(message), [f.buffer for f in frames[1:]])
+            self._request(who, message, arrays)
+        except MalformedError as e:
+            self.malformed += 1
+            if token:
+                self._control_socket.drop(token, str(e))
+        except Exception:  # our bug, or no memory: only the sender loses its connection
+            log.exception("a message could not be handled")
+            if token:
+                self._control_socket.drop(token, "its message could not be handled")
+
+    def _authentic(self, frames: list[zmq.Frame]) -> Any:
+        if not frames:
+            raise MalformedError("no body")
+        message = decode(frames[0].buffer, RequestMessage)
+        if not self._control_socket.knows(message.token):
+            raise MalformedError("a token that nobody has")
+        return message
+
+    def _request(self, who: bytes, message: Any, arrays: list[NDArray[Any]]) -> None:
+        if isinstance(message, Command):
+            self._ask(who, message)
+            return
+        try:
+            session = self._handler.session(message.token, message.session)
+        except UnavailableError as e:
+            if isinstance(message, Wait):
+                self.send(who, Failed(message.call, str(e)))
+            return  # the session may have ended meanwhile
+        if isinstance(message, Extend):
+            self._handler.extended(session, message, _checked(session, message, arrays))
+        elif isinstance(message, Begin):
+            self._handler.begun(session, message.epoch)
+        elif isinstance(message, Truncate):
+            if not session.done <= message.step <= session.steps:
+                raise MalformedError(f"truncate at {message.step} of {session.steps} steps")
+            self._handler.truncated(session, message.step)
+        elif isinstance(message, Wait):
+            self._wait(who, session, message)
+
+    def _wait(self, who: bytes, session: SessionRecord, message: Wait) -> None:
+        if not 0 <= message.step < 1 << 62:
+            raise MalformedError(f"wait for step {message.step}")
+        if not session.wait(who, message.call, message.step):
+            self.send(who, Failed(message.call, "too many wait for this session"))
+        else:
+            self._handler.waiting(session)
+
+    def _ask(self, who: bytes, message: Command) -> None:
+        try:
+            self.send(who, CommandReply(message.call, self._handler.answer(message)))
+        except (ConfigError, UnavailableError) as e:
+            self.send(who, Failed(message.call, str(e)))
+
+
+def _checked(
+    session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]
+) -> list[NDArray[Any]]:
+    """Return aligned copies of a plan's arrays.
+
+    Raises:
+        MalformedError: too many at once, steps that do not follow, unknown ids, ends
+            out of order.
+    """
+    if max(map(len, arrays)) > _MAX_PIECE:
+        raise MalformedError(f"a plan comes in pieces of {_MAX_PIECE} reads or steps at most")
+    objects, ends = (np.array(a) for a in arrays)
+    if message.step != session.steps or message.epoch < 0:
+        raise MalformedError(f"extend at step {message.step}, known are {session.steps}")
+    if len(ends) == 0 or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != len(objects):
+        raise MalformedError("ends that do not fit the objects")
+    n = len(session.dataset.manifest)
+    if len(objects) and (objects.min() < 0 or objects.max() >= n):
+        raise MalformedError(f"object ids outside [0, {n})")
+    return [objects, ends]
+
+
+def _only_own_uid(socket_: zmq.Socket[bytes]) -> None:
+    """Have libzmq reject other users (where it was built with that; tokens guard in any case)."""
+    with contextlib.suppress(zmq.ZMQError, AttributeError):
+        socket_.setsockopt(zmq.IPC_FILTER_UID, os.getuid())

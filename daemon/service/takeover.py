@@ -1,0 +1,79 @@
+"""Takeover: a service that finds an embedded daemon at its address asks it to make way.
+
+A training process starts a daemon where none listens, also in the second that a service needs to
+restart. Without this the service could not come back before that training ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import zmq
+
+from creel.errors import MalformedError
+from creel.messages import (
+    MAX_BODY,
+    PROTOCOL,
+    Command,
+    CommandReply,
+    DeskReply,
+    Hello,
+    LineReply,
+    Welcome,
+    decode,
+    encode,
+)
+from creel.peers import peer_of
+
+_PATIENCE_S = 2.0
+
+
+def made_way(address: str) -> bool:
+    """Whether the embedded daemon at `address` freed it; that daemon ends with its last client.
+
+    False for a service, for a daemon of another user, and for one that does not answer or cannot be
+    understood.
+    """
+    with socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+    ) as control_socket:
+        control_socket.settimeout(_PATIENCE_S)
+        try:
+            welcome = _greet(control_socket, address)
+            return welcome is not None and _asked(welcome)
+        except (OSError, MalformedError):
+            return False
+
+
+def _greet(control_socket: socket.socket, address: str) -> Welcome | None:
+    control_socket.connect(address)
+    if peer_of(control_socket).uid != os.getuid():
+        return None
+    control_socket.send(encode(Hello(PROTOCOL, "cli", os.getpid(), "")))
+    body, fds, _, _ = socket.recv_fds(control_socket, MAX_BODY, 4, socket.MSG_CMSG_CLOEXEC)
+    for fd in fds:
+        os.close(fd)
+    reply = decode(body, DeskReply)
+    return reply if isinstance(reply, Welcome) else None
+
+
+def _asked(welcome: Welcome) -> bool:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
+        line.linger = 0
+        line.rcvtimeo = int(_PATIENCE_S * 1000)
+        line.connect(welcome.line)
+        status = _answer(line, Command(welcome.token, 1, "status", {}))
+        if status is None or not status.get("embedded"):
+            return False
+        return _answer(line, Command(welcome.token, 2, "stop", {"now": False})) is not None
+
+
+def _answer(line: zmq.Socket[bytes], ask: Command) -> dict[str, Any] | None:
+    try:
+        line.send(encode(ask))
+        reply = decode(line.recv_multipart()[0], LineReply)
+    except zmq.ZMQError:
+        return None
+    return reply.body if isinstance(reply, CommandReply) else None

@@ -1,0 +1,1 @@
+"""Which objects the samples of a dataset consist of: known, declared or traced."""

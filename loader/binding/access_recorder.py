@@ -1,0 +1,257 @@
+"""AccessRecorder: records what a dataset that declares nothing reads, during its first epoch.
+
+Below creel.wrap, the reads of a user's `__getitem__` through creel.open, creel.read or a creel
+dataset that it holds are recorded in a journal, a memfd that the trainer and its workers share. It
+has one line of JSON per batch, `[again, [sample, item, ...], ...]`, written by an atomic append;
+`again` counts samples that were already recorded. Once enough samples have come again, or the
+journal is too long, a process appends the line `[]`: the lines before the first `[]` are the trace,
+the same in all processes. Samples that are not traced, or read something else later, are direct
+reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from torch.utils.data import Dataset, StackDataset, Subset
+
+from creel.loader.binding.access_trace import AccessTrace, Item, by_sample, parts_of
+from creel.loader.binding.tree import unchanged
+from creel.loader.binding.wrap import Wrapped, unwrap
+from creel.loader.datasets.base import Transformed, fetch_many, position
+from creel.loader.reading.lease import Asked, ObservedReads
+
+if TYPE_CHECKING:
+    from creel.loader.datasets.base import Sample
+
+T = TypeVar("T")
+#: What each sample of a batch reads.
+Wishes = list[list[Asked]]
+
+#: The first epoch is over when no sample was new for 1/16 of the number recorded.
+_AGAIN = 16
+#: Larger datasets must declare their objects.
+_MOST_SAMPLES = 10_000_000
+#: Recording ends at this many bytes of journal; a sample that reads one file takes some 100.
+_MOST_NBYTES = 1 << 29
+_PIECE = 1 << 20  # bytes of the journal per read
+_SEAL = b"[]"
+
+
+class AccessRecorder:
+    """Records the reads of one dataset; thread-safe, and shared with forked workers."""
+
+    def __init__(self, dataset: Dataset[Sample], journal: int | None = None) -> None:
+        """`journal`: descriptor of another process's journal to share; None for a new one."""
+        self.dataset = dataset
+        self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
+        self._parts = parts_of(dataset)
+        self._number = {id(part): i for i, part in enumerate(self._parts)}
+        self.token = uuid.uuid4().hex  # names the journal to other processes
+        self.fd = _new_journal() if journal is None else os.dup(journal)
+        weakref.finalize(self, os.close, self.fd)
+        self._noted: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
+        self._renew()
+
+    def _renew(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._known = np.zeros(self._size, np.bool_)
+        self._count = 0  # known samples
+        self._heard: list[list[int | Item]] = []  # since the last `write`
+        self._met = 0  # samples since then that were known
+        self._at = 0
+        self._rest = b""
+        self._again = 0  # samples since the last new one
+        self._sealed = self._given = False
+
+    def __getitem__(self, index: int) -> Sample:
+        """The dataset's sample; its reads are kept until `write`."""
+        if self._sealed:
+            return self.dataset[index]
+        with ObservedReads() as hearing:
+            sample = self.dataset[index]
+        self._noted.append((index, hearing.wanted()))
+        return sample
+
+    def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
+        """Samples of a batch, in torch's order of calls, on which random numbers depend."""
+        if self._sealed:
+            return fetch_many(self.dataset, indices)
+        if not hasattr(self.dataset, "__getitems__"):
+            return [self[i] for i in indices]
+        wishes: Wishes = [[] for _ in indices]
+        samples = _batch(self.dataset, indices, wishes)
+        self._noted += zip(indices, wishes, strict=True)
+        return samples
+
+    def _note_wishes(self, index: int, wishes: list[Asked]) -> None:
+        """Note what a sample read; the caller holds the lock."""
+        items = [i for what in dict.fromkeys(wishes) if (i := self._item(what)) is not None]
+        if isinstance(index, (int, np.integer)):
+            with suppress(IndexError):  # a dataset may give more samples than its length says
+                self._note(position(index, self._size), items)
+
+    def trace(self) -> AccessTrace | None:
+        """The complete trace, returned once; None while recording, or if nothing was read."""
+        with self._here():
+            self._catch_up()
+            if not self._sealed or self._given:
+                return None
+            self._given = True
+        trace = AccessTrace(self._size, self._all(), self._parts)
+        return trace if trace.leaves else None
+
+    def _all(self) -> Iterator[tuple[int, list[Item]]]:
+        """(sample, items) of the complete journal, in order."""
+        at, rest = 0, b""
+        while True:
+            data = os.pread(self.fd, _PIECE, at)
+            at += len(data)
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line == _SEAL:
+                    return
+                for index, *items in json.loads(line)[1:]:
+                    yield index, items
+
+    def _here(self) -> threading.Lock:
+        if self._pid != os.getpid():
+            self._renew()
+        return self._lock
+
+    def _note(self, index: int, items: list[Item]) -> None:
+        if self._known[index]:
+            self._met += 1
+        else:
+            self._heard.append([index, *items])
+
+    def _item(self, asked: Asked) -> Item | None:
+        """A read as the journal writes it; None if the daemon cannot fetch it.
+
+        That is an address that is not UTF-8, or an object of a dataset that is not a known part.
+        """
+        if isinstance(asked, str):
+            return asked if _tellable(asked) else None
+        part = self._number.get(asked[0])
+        return None if part is None else (part, asked[1])
+
+    def write(self) -> None:
+        """Append the reads of a batch to the journal, and take in those of other processes."""
+        with self._here():
+            while self._noted:  # also those of other threads
+                self._note_wishes(*self._noted.popleft())
+            if (self._heard or self._met) and not self._sealed:
+                self._append(json.dumps([self._met, *self._heard]).encode())
+            self._heard, self._met = [], 0
+            self._catch_up()
+            if self._over() and not self._sealed:
+                self._append(_SEAL)
+
+    def _append(self, line: bytes) -> None:
+        """Append a line; if there is no memory for all of it, recording ends without a trace."""
+        try:
+            whole = os.write(self.fd, line + b"\n") > len(line)
+        except OSError:
+            whole = False
+        if not whole:
+            self._sealed = self._given = True
+
+    def _over(self) -> bool:
+        """Whether the first epoch is over; reading the same few samples often does not end it."""
+        known, again, size = self._count, self._again, self._size
+        if known == size or self._at >= _MOST_NBYTES:
+            return True
+        return again * _AGAIN > known and max(2 * known, again) >= size
+
+    def _catch_up(self) -> None:
+        """Take in what other processes have recorded."""
+        while not self._sealed and (data := os.pread(self.fd, _PIECE, self._at)):
+            self._at += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                if line == _SEAL:
+                    self._sealed = True
+                    return
+                try:
+                    again, *new = json.loads(line)
+                except ValueError:  # a line cut short for lack of memory
+                    self._sealed = self._given = True
+                    return
+                self._again = 0 if new else self._again + again
+                for index, *_ in new:
+                    self._count += not self._known[index]
+                    self._known[index] = True
+
+
+def _heard(wishes: list[Asked], act: Callable[[], T]) -> T:
+    """Call `act` and return its result; its reads are added to `wishes`."""
+    with ObservedReads() as hearing:
+        result = act()
+    wishes += hearing.wanted()
+    return result
+
+
+def _batch(dataset: object, indices: Iterable[int], wishes: Wishes) -> list[Sample]:
+    """`fetch_many` of a dataset that `by_sample` allows, recording the reads of each sample.
+
+    Calls are made in torch's order: a StackDataset takes all samples of its first part before those
+    of the second, and `Transformed` calls its function after all samples were taken.
+    """
+    if type(dataset) is Wrapped:
+        return _batch(unwrap(dataset), indices, wishes)
+    if unchanged(dataset, Subset):
+        below: Iterable[int] = map(dataset.indices.__getitem__, indices)
+        if hasattr(dataset.dataset, "__getitems__"):
+            below = list(below)
+        return _batch(dataset.dataset, below, wishes)
+    if type(dataset) is Transformed:
+        return [
+            _heard(asked, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
+            for sample, asked in zip(_batch(dataset.dataset, indices, wishes), wishes, strict=True)
+        ]
+    if unchanged(dataset, StackDataset):
+        parts = dataset.datasets
+        if isinstance(parts, dict):
+            columns = [_batch(part, indices, wishes) for part in parts.values()]
+            return [dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)]
+        return list(zip(*(_batch(part, indices, wishes) for part in parts), strict=True))
+    leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # anything else is one
+    return [
+        _heard(asked, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
+        for i, asked in zip(indices, wishes, strict=True)
+    ]
+
+
+def _new_journal() -> int:
+    memory = os.memfd_create("creel-trace", os.MFD_CLOEXEC)
+    # reopened: only open() makes O_APPEND atomic on every kernel
+    journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    os.close(memory)
+    return journal
+
+
+def _tellable(address: str) -> bool:
+    """Whether an address can be sent to the daemon: a file name may not be UTF-8."""
+    try:
+        return "\0" not in address and (address.isascii() or bool(address.encode()))
+    except UnicodeEncodeError:
+        return False
+
+
+def learner_of(dataset: Dataset[Sample], journal: int | None = None) -> AccessRecorder | None:
+    """A recorder; None for a dataset whose reads cannot be told apart by sample, or too large."""
+    try:
+        fit = by_sample(dataset) and len(dataset) <= _MOST_SAMPLES  # type: ignore[arg-type]
+        return AccessRecorder(dataset, journal) if fit else None
+    except Exception:  # noqa: BLE001  a user's __len__ may raise anything
+        return None

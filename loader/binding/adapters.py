@@ -1,0 +1,255 @@
+"""Leaves for datasets that are not creel's: torchvision's folders, and declared reads."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from creel.cache.storage.manifest import Manifest
+from creel.errors import ConfigError
+from creel.loader.datasets.base import CreelDataset, Ids, Indices, Sample, strings
+from creel.loader.datasets.images import decode_image
+from creel.loader.reading.lease import leased
+from creel.loader.reading.storage import absolute
+
+
+def adapt(dataset: Dataset[Sample]) -> CreelDataset | None:
+    """A leaf for a dataset that is not creel's, or None."""
+    if isinstance(dataset, Declares):
+        return Declared(dataset)
+    if _is_folder(dataset):
+        return FolderLeaf(cast(Folder, dataset))
+    return None
+
+
+def adapts(dataset: object) -> bool:
+    """Whether `adapt` would return a leaf that is `cacheable`; takes no time per sample."""
+    if isinstance(dataset, Declares):
+        return True
+    if not _is_folder(dataset):
+        return False
+    folder = cast(Folder, dataset)
+    return bool(folder.samples) and _loads_by_pillow(folder.loader)
+
+
+# --- torchvision's folders --------------------------------------------------------------------
+
+
+class Folder(Protocol):
+    """The part of torchvision.datasets.DatasetFolder that is used here."""
+
+    samples: list[tuple[str, int]]
+    loader: Any
+    transform: Any
+    target_transform: Any
+
+
+def _torchvision() -> Any:
+    """torchvision's module of folders if the user has imported it; creel never imports it."""
+    return sys.modules.get("torchvision.datasets.folder")
+
+
+def _is_folder(dataset: object) -> bool:
+    """Whether this is torchvision's own class; a subclass may read differently."""
+    module = _torchvision()
+    return module is not None and type(dataset) in {module.DatasetFolder, module.ImageFolder}
+
+
+def _loads_by_pillow(loader: object) -> bool:
+    module = _torchvision()
+    if loader is module.pil_loader:
+        return True
+    backend = sys.modules["torchvision"].get_image_backend()
+    return loader is module.default_loader and backend == "PIL"
+
+
+class FolderLeaf(CreelDataset):
+    """The objects of a torchvision folder: sample i is file i of its `samples` at this time."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._names = strings([absolute(path) for path, _ in folder.samples])
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def cacheable(self) -> bool:
+        return bool(len(self)) and _loads_by_pillow(self.folder.loader)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_files(self._names)
+
+    def callables(self) -> list[object]:
+        return [self.folder.transform, self.folder.target_transform]
+
+    def view(self) -> Dataset[Sample]:
+        """The same folder (same class and shared attributes), reading through the lease."""
+        folder = cast("Dataset[Sample]", self.folder)
+        twin = object.__new__(_leased_class(type(self.folder)))
+        object.__setattr__(twin, "__dict__", folder.__dict__)
+        twin._creel_leaf = self
+        return cast("Dataset[Sample]", twin)
+
+    def image(self, index: int, path: str) -> Sample:
+        """The image of sample `index`, whose file is now `path`."""
+        if _loads_by_pillow(self.folder.loader) and 0 <= index < len(self):
+            # The user may have changed `samples`: never return another file's bytes.
+            data = leased(self, index) if self._names[index].as_py() == absolute(path) else None
+            if data is not None:
+                return decode_image(data)
+        return self.folder.loader(path)
+
+
+@cache
+def _leased_class(base: type) -> Any:
+    """A subclass of torchvision's class, of the same name, that reads through a `FolderLeaf`."""
+
+    class Leased(base):  # type: ignore[misc]  # the base is a variable
+        __slots__ = ("_creel_leaf",)
+        _creel_leaf: FolderLeaf
+
+        def __getitem__(self, index: int) -> tuple[Sample, Sample]:
+            path, target = self.samples[index]
+            place = index + len(self.samples) if index < 0 else index
+            sample = self._creel_leaf.image(place, path)
+            if self.transform is not None:
+                sample = self.transform(sample)
+            if self.target_transform is not None:
+                target = self.target_transform(target)
+            return sample, target
+
+        def __reduce__(self) -> tuple[object, ...]:
+            return FolderLeaf.view, (self._creel_leaf,)
+
+    Leased.__name__, Leased.__qualname__ = base.__name__, base.__qualname__
+    Leased.__module__ = base.__module__
+    return Leased
+
+
+# --- declared reads ---------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A dataset that declares what it reads."""
+
+    creel_uris: Sequence[str]
+
+    def objects(self, index: int, /) -> int | str | Iterable[int | str]:
+        """Positions in `creel_uris` (or addresses from it) that sample `index` reads."""
+        ...
+
+
+class Addressed(CreelDataset):
+    """Whole-file objects, found by address when user code reads them."""
+
+    def __init__(self, uris: Sequence[str]) -> None:
+        """`uris`: addresses as `absolute` returns them."""
+        self._uris = strings(uris)
+        self._places = _Places(self._uris)
+
+    @property
+    def object_count(self) -> int:
+        return len(self._uris)
+
+    def find(self, address: str) -> int | None:
+        """Object number of an address (as `absolute` returns it), or None."""
+        return self._places.find(address)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_files(self._uris)
+
+
+class Declared(Addressed):
+    """The objects of a dataset that declares them."""
+
+    def __init__(self, dataset: Declares) -> None:
+        uris = dataset.creel_uris
+        values = uris.to_pylist() if isinstance(uris, pa.Array) else uris
+        if any(not isinstance(uri, str) for uri in values):
+            raise ConfigError("creel_uris is a sequence of strings")
+        super().__init__([absolute(uri) for uri in values])
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]  # map-style datasets have a length
+
+    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+        """As declared: one call of the dataset's `objects` per sample, with the index as given."""
+        given = (self._dataset.objects(i) for i in indices.tolist())
+        # Lazily, one at a time: the user's `objects` may reuse one list.
+        found = [item if type(item) is int else self._of(item) for item in given]
+        if all(type(item) is int for item in found):  # the usual case
+            counts, flat = np.ones(len(found), np.int64), np.array(found, np.int64)
+        else:
+            several = [item if isinstance(item, list) else [item] for item in found]
+            counts = np.array([len(ids) for ids in several], np.int64)
+            flat = np.array([i for ids in several for i in ids], np.int64)
+        if flat.size and (flat.min() < 0 or flat.max() >= self.object_count):
+            raise ConfigError(
+                f"objects() gave {flat.min()} to {flat.max()}, creel_uris has {self.object_count}"
+            )
+        return flat.astype(np.int32), counts
+
+    def _of(self, found: int | str | Iterable[int | str]) -> list[int]:
+        if isinstance(found, (str, int, np.integer)):
+            return [self._number(found)]
+        return [self._number(item) for item in found]
+
+    def _number(self, item: int | str) -> int:
+        if not isinstance(item, str):
+            return operator.index(item)
+        number = self.find(absolute(item))
+        if number is None:
+            raise ConfigError(f"objects() gave {item!r}, which is not in creel_uris")
+        return number
+
+
+class _Places:
+    """Index from strings to rows of a column: sorted hashes, 12 bytes per string, no objects."""
+
+    def __init__(self, column: pa.Array) -> None:
+        self._column = column
+        hashes = np.fromiter(
+            (xxhash.xxh3_64_intdigest(text.encode()) for text in column.to_pylist()),
+            np.uint64,
+            len(column),
+        )
+        order = np.argsort(hashes, kind="stable")
+        self._sorted = hashes[order], order.astype(np.int32)
+        self._look()
+
+    def _look(self) -> None:
+        # Memory views: reading single entries is 3 times as fast as from arrays.
+        self._hashes: memoryview[int] = memoryview(self._sorted[0])  # type: ignore[arg-type]  # numpy's
+        self._order: memoryview[int] = memoryview(self._sorted[1])  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_column": self._column, "_sorted": self._sorted}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._look()
+
+    def find(self, text: str) -> int | None:
+        """The first row with `text`, or None."""
+        # `text` may be any path; those in the column are all UTF-8.
+        wanted = xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
+        at = bisect_left(self._hashes, wanted)
+        while at < len(self._hashes) and self._hashes[at] == wanted:
+            place = self._order[at]
+            if self._column[place].as_py() == text:
+                return place
+            at += 1
+        return None

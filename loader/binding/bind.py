@@ -1,0 +1,231 @@
+"""bind: which objects the samples of any dataset consist of, and reading them from a session.
+
+`bind` walks through torch's Subset, ConcatDataset and StackDataset and creel's own wrappers to the
+leaves it knows: creel's datasets, torchvision's image folders, and datasets that declare what they
+read. A declaration is two attributes: `creel_uris`, a sequence of addresses, and `objects(index)`,
+which returns one sample's positions in `creel_uris` (or addresses from it; positions are cheaper)
+in order of reading. The dataset's `__getitem__` reads them with `creel.read` or `creel.open`.
+Everything else in the tree has no objects and reads directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from creel.cache.storage.manifest import Manifest
+from creel.loader.binding.adapters import Addressed, Declared
+from creel.loader.binding.tree import Scout, Tree, TreeNode
+from creel.loader.datasets.base import CreelDataset, Ids, Indices, Raw, Sample
+from creel.loader.datasets.batches import cast, numbers, stacked
+from creel.loader.reading.lease import Lease, ReadableSession
+
+if TYPE_CHECKING:
+    from creel.loader.binding.access_trace import AccessTrace
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How batches are built straight from bytes.
+
+    `labels` maps (n,) numbers of samples to their collated labels; None if there are no labels.
+    """
+
+    raw: Raw
+    labels: Callable[[Indices], torch.Tensor] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one object."""
+        return self.raw.nbytes
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Bytes of one sample in a batch, before any `batch_transform`."""
+        raw = self.raw
+        return raw.nbytes if raw.to is None else raw.nbytes // raw.dtype.itemsize * raw.to.itemsize
+
+    @property
+    def has_code(self) -> bool:
+        """Whether user code runs: once per batch, in a worker if there are any."""
+        return self.raw.batch_transform is not None
+
+    @property
+    def converts(self) -> bool:
+        """Whether a batch is more than a view of its rows."""
+        return self.raw.to is not None or self.has_code
+
+    def collate(
+        self, rows: torch.Tensor, indices: Indices, memory: Callable[[int], torch.Tensor]
+    ) -> Any:
+        """These samples as default_collate would batch them; a view of `rows` unless it `converts`.
+
+        Args:
+            rows: (n, nbytes) uint8, contiguous, aligned to the dtype's size; row i holds the
+                object of sample indices[i] (the order of `Binding.objects`).
+            indices: (n,) numbers of the samples.
+            memory: returns (nbytes,) uint8 for the converted batch.
+        """
+        raw = self.raw
+        batch: Any = numbers(rows, raw.dtype, raw.shape)
+        if raw.batch_transform is not None:
+            batch = raw.batch_transform(cast(batch, raw.to))
+            batch = stacked(batch, len(rows), memory)
+        elif raw.to is not None:
+            batch = cast(batch, raw.to, memory)
+        return batch if self.labels is None else [batch, self.labels(indices)]
+
+
+class Binding:
+    """A dataset whose objects are known. Made by `bind`; pickled together with its dataset."""
+
+    def __init__(self, root: TreeNode, leaves: list[CreelDataset]) -> None:
+        self._root = root
+        self.leaves = leaves
+        self._index_leaves()
+
+    def _index_leaves(self) -> None:
+        self._bases: dict[int, int] = {}
+        total = 0
+        for leaf in self.leaves:
+            self._bases[id(leaf)] = total
+            total += leaf.object_count
+        self._named = [leaf for leaf in self.leaves if isinstance(leaf, Addressed)]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_root": self._root, "leaves": self.leaves}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._index_leaves()
+
+    @cached_property
+    def dataset(self) -> Dataset[Sample]:
+        """The dataset to take samples from, with a view in place of each torchvision folder.
+
+        A view has the folder's class and attributes, and reads images through the lease.
+        """
+        return self._root.view()
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The objects of all leaves, with each leaf once."""
+        return Manifest.concat([leaf.manifest for leaf in self.leaves])
+
+    def current(self) -> bool:
+        """Whether `bind` would still give the same for the dataset."""
+        return self._root.current()
+
+    def still(self, indices: NDArray[np.int64]) -> bool:
+        """Whether `bind` would still give the same for these (n,) samples."""
+        return self._root.still(indices)
+
+    def objects(self, indices: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
+        """Which objects samples consist of.
+
+        Args:
+            indices: (n,) numbers of samples, as the sampler yields them.
+
+        Returns:
+            (k,) object ids in the manifest, sample by sample; (n,) number of ids per sample.
+
+        Raises:
+            IndexError: outside the dataset.
+        """
+        return self._root.objects(np.asarray(indices, np.int64))
+
+    def reading(
+        self, session: ReadableSession, ids: NDArray[np.integer] | None = None, stamp: int = -1
+    ) -> Lease:
+        """A lease: inside its `with`, this thread's reads of the leaves come from the arena.
+
+        Args:
+            ids: (k,) objects of the step, which the daemon has pinned; others are read directly.
+                None allows any object that does not move while it is copied.
+            stamp: what `session.hold` returned for the step.
+        """
+        allowed = None if ids is None else frozenset(ids.tolist())
+        return Lease(session, self._bases, self._named, allowed, stamp)
+
+    def counting(self, *, aside: bool = False) -> Lease:
+        """A lease without a session: the leaves are read directly, and the reads counted.
+
+        `aside`: `creel.wrap` proxies in the dataset must not ask the daemon either.
+        """
+        return Lease(None, self._bases, self._named, None, aside=aside)
+
+    def frozen(self) -> Binding:
+        """A binding of a private copy of the dataset; only where `gather` is not None."""
+        tree = Tree()
+        root = tree.plant(self._root.frozen({}))
+        return Binding(root, tree.leaves)
+
+    def labels(self) -> list[object]:
+        """The `labels` attributes of all leaves; other objects once the user assigns others."""
+        return [getattr(leaf, "labels", None) for leaf in self.leaves]
+
+    def gather(self) -> Gather | None:
+        """How batches are built from bytes alone, with the labels as they are now.
+
+        None where samples need user code one by one.
+        """
+        raw = self._root.raw()
+        if raw is None:
+            return None
+        return Gather(raw, None if raw.labels is None else self._root.labels())
+
+    def gathers(self, gather: Gather) -> bool:
+        """Whether batches are still built as `gather` says: the user may assign attributes."""
+        return gather.raw.same(self._root.raw())
+
+    @property
+    def apart(self) -> bool:
+        """Whether another thread may call `objects`: no user code runs in it."""
+        return not any(
+            isinstance(leaf, Declared) or not type(leaf).__module__.startswith("creel.")
+            for leaf in self.leaves
+        )
+
+
+def bind(dataset: object) -> Binding | None:
+    """The objects of a map-style dataset; None if nothing in it can be cached."""
+    if not bindable(dataset):
+        return None  # before reading indices of Subsets, of which there may be millions
+    tree = Tree()
+    root = tree.plant(dataset)
+    if not tree.leaves:
+        return None
+    return Binding(root, tree.leaves)
+
+
+def bound(dataset: Dataset[Sample], trace: AccessTrace) -> Binding:
+    """A binding of a dataset that declares nothing, from its trace."""
+    tree = Tree()
+    return Binding(trace.plant(dataset, tree.place), tree.leaves)
+
+
+def bindable(dataset: object) -> bool:
+    """Whether `bind` would find anything to cache, in a time independent of the number of samples.
+
+    Indices of Subsets are not read, so `bind` may still find nothing where they are unsuitable.
+    """
+    return _scouted(dataset).found
+
+
+def promising(dataset: object) -> bool:
+    """Whether `bind` finds something, or may find it later from a trace below `creel.wrap`."""
+    scout = _scouted(dataset)
+    return scout.found or scout.listens
+
+
+def _scouted(dataset: object) -> Scout:
+    scout = Scout()
+    scout.plant(dataset)
+    return scout

@@ -1,0 +1,82 @@
+"""Reusable memory for batches that this process assembles itself."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from creel.loader.overlay import over
+
+#: Free buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
+_KEEP = 8
+#: Upper bound in bytes on the same, since they are kept while the loader lives. Memory beyond it
+#: (a dataset read as one batch, many batches held) is freed with its batches.
+_KEEP_NBYTES = 256 << 20
+_ALIGN = 4096
+
+
+class Ring:
+    """Memory for batches, reused when the last tensor over it is gone. Thread-safe.
+
+    The first write to a page costs the kernel several times the copy that goes into it.
+    """
+
+    def __init__(self) -> None:
+        self._shelf = _Shelf(0)
+
+    def lease(self, nbytes: int) -> Any:
+        """Return a writable buffer of at least `nbytes`; its memory is reused after it dies."""
+        shelf = self._shelf
+        if nbytes > shelf.size:
+            shelf = self._shelf = _Shelf(-(-nbytes // _ALIGN) * _ALIGN)
+        return shelf.lease()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a (nbytes,) uint8 tensor over a lease, or over torch's memory if mmap fails."""
+        try:
+            return over(self.lease(nbytes), nbytes)
+        except OSError:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+class _Shelf:
+    """Free buffers of one size; a buffer that returns after its shelf is gone is freed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._kind = _lent(size)
+        self._free: deque[mmap.mmap] = deque(maxlen=min(_KEEP, _KEEP_NBYTES // max(size, 1)))
+        self._back = weakref.ref(self._free)
+
+    def lease(self) -> Any:
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            # Private: a forked child's view of a batch stays unchanged, as with torch's memory.
+            memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = self._kind.from_buffer(memory)
+        buffer.memory = memory
+        buffer.back = self._back
+        return buffer
+
+
+@functools.cache
+def _lent(size: int) -> Any:
+    """Return the buffer class of this size; cached for good, as ctypes caches its array types.
+
+    An mmap cannot report when its last view ends; a ctypes array with `__del__` can.
+    """
+
+    def ended(self: Any) -> None:
+        free = self.back()
+        if free is not None:
+            free.append(self.memory)
+
+    # Ctrl-C may come before a lease has its memory: then the default `back` returns None.
+    return type("Lent", (ctypes.c_char * size,), {"__del__": ended, "back": lambda _: None})

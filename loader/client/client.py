@@ -1,0 +1,508 @@
+"""Client: a training process's connection to its node's daemon, over both sockets.
+
+Nothing here raises into a training step: if the daemon is slow, lost or draining, `ready` and
+`wait` return False, and the caller reads the source itself. Bytes of steps < READY stay valid even
+when the daemon dies: the mapping outlives it, and no process is left that writes there.
+
+A client belongs to the process that made it. After a fork the child's copy is dead (`alive` is
+False) and its descriptors are closed, so that the daemon sees the parent's death at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+from numpy.typing import NDArray
+
+from creel.addresses import second_address
+from creel.cache.memory.arena import ArenaView
+from creel.cache.memory.shared_words import LocationTable, SharedWords
+from creel.cache.storage.manifest import Manifest
+from creel.errors import (
+    ConfigError,
+    DaemonLostError,
+    MalformedError,
+    NoDaemonError,
+    UnavailableError,
+)
+from creel.forks import at_fork
+from creel.loader.client.packets import (
+    M,
+    check_owner,
+    close_all,
+    default_name,
+    exchange,
+    map_arena,
+    pidfd_of,
+    resolve,
+    sealed_copy,
+)
+from creel.loader.client.session import SLICE_S, Session
+from creel.messages import (
+    PROTOCOL,
+    Attach,
+    Close,
+    Command,
+    CommandReply,
+    DeskRequest,
+    Failed,
+    Hello,
+    LineReply,
+    Open,
+    Opened,
+    Register,
+    Registered,
+    RequestMessage,
+    Welcome,
+    decode,
+    encode,
+)
+from creel.peers import holder
+
+if TYPE_CHECKING:
+    import zmq
+
+_DESK_S = 10.0  # a reply takes well below 10 ms; the daemon may be starting on a busy node
+_REGISTER_S = 120.0  # checking a manifest of 10 million files takes seconds
+_LINE_FDS = 16  # a context and a DEALER take 8 (libzmq 4.3); other threads may open some meanwhile
+_LINE_THREADS = 4  # a context starts 2 (libzmq 4.3); other code may start some meanwhile
+
+
+class Client:
+    """A connection to the daemon. Make one with `connect`; all methods are thread-safe."""
+
+    def __init__(self, control_socket: socket.socket, welcome: Welcome, arena: ArenaView) -> None:
+        self.token = welcome.token
+        self.daemon_pid = welcome.pid
+        self.arena = arena
+        self._line_address = welcome.line
+        self._control_socket = control_socket
+        self._pid = os.getpid()
+        self._lost = False
+        # Reentrant: a finaliser may end a session while this thread holds either lock.
+        self._control_lock = threading.RLock()
+        self._line_lock = threading.RLock()
+        self._sending = False
+        self._line: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._line_fd = -1
+        self.heard = 0  # messages received so far
+        self._bells: set[int] = set()  # eventfds of listening threads, to wake them up
+        self.calls = itertools.count(1)
+        self._answers: dict[int, CommandReply | Failed] = {}
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        _clients.add(self)
+
+    @classmethod
+    def connect(
+        cls,
+        address: str = "",
+        role: str = "trainer",
+        token: str = "",
+        *,
+        patron: int = 0,
+        timeout_s: float = _DESK_S,
+    ) -> Client:
+        """Connect to the daemon at `address` (a name, "@abstract", or "" for the default).
+
+        Args:
+            role: "trainer", "worker" (with its trainer's token) or "cli".
+            patron: pid of a process that this one works for: an embedded daemon stays until that
+                process ends, not only until this one does.
+
+        Raises:
+            NoDaemonError: no process listens there, or one of another user or with other files.
+            DaemonLostError: it listens but does not answer.
+            UnavailableError: the daemon refuses with a reason, or speaks another protocol.
+        """
+        where = resolve(address)
+        try:
+            return cls._connect(where, role, token, patron, timeout_s)
+        except NoDaemonError:
+            # Another user may hold the first address, or held it when our daemon started.
+            named = not address.startswith(("@", "\0"))
+            second = second_address(address or default_name()) if named else None
+            if second is None:
+                raise
+            with contextlib.suppress(NoDaemonError):
+                return cls._connect(second, role, token, patron, timeout_s)
+            raise
+
+    @classmethod
+    def _connect(cls, where: str, role: str, token: str, patron: int, timeout_s: float) -> Client:
+        shown = where.replace(chr(0), "@")
+        control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            control_socket.settimeout(timeout_s)
+            _knock(control_socket, where, timeout_s)
+            check_owner(control_socket, where)
+            hello = Hello(PROTOCOL, role, os.getpid(), token)
+            with pidfd_of(patron) as along:
+                welcome, fds = exchange(control_socket, hello, Welcome, along)
+            arena = map_arena(fds, welcome.arena_nbytes)
+        except TimeoutError as e:
+            control_socket.close()
+            raise DaemonLostError(
+                f"the daemon at {shown} has not answered for {timeout_s:g} s: is it stopped, or"
+                " the machine out of memory?"
+            ) from e
+        except OSError as e:
+            control_socket.close()
+            raise NoDaemonError(f"no creel daemon at {shown}: {e}") from e
+        except MalformedError as e:
+            control_socket.close()
+            raise UnavailableError(
+                f"who sits at {shown} is no daemon of this version of creel: end it, or choose"
+                f" another daemon.name ({e})"
+            ) from e
+        except BaseException:
+            control_socket.close()
+            raise
+        try:
+            return cls(control_socket, welcome, arena)
+        except BaseException:
+            control_socket.close()
+            raise
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon still holds its end of the control socket."""
+        return not self._lost and os.getpid() == self._pid and not self._hung_up()
+
+    def register(self, manifest: Manifest) -> str:
+        """Register a dataset; returns the key under which sessions may be opened.
+
+        Raises:
+            UnavailableError: refused, or the daemon is lost.
+        """
+        data = manifest.to_arrow()
+        fd = sealed_copy(data)
+        try:
+            reply, fds = self._call(Register(len(data)), Registered, (fd,), _REGISTER_S)
+        finally:
+            os.close(fd)
+        close_all(fds)
+        return reply.dataset
+
+    def open(
+        self,
+        dataset: str,
+        job: str = "",
+        rank: int = 0,
+        world: int = 1,
+        name: str = "",
+        recheck: str = "never",
+    ) -> Session:
+        """Open a session over a registered dataset; see `messages.Open`.
+
+        Raises:
+            UnavailableError: refused, or the daemon is lost.
+        """
+        request = Open(dataset, job, rank, world, name, cast(Any, recheck))
+        reply, fds = self._call(request, Opened)
+        return self._session(reply, fds, trainer=True)
+
+    def attach(self, session_id: int) -> Session:
+        """Join the session of this worker's trainer.
+
+        Raises:
+            UnavailableError: no such session, or the daemon is lost.
+        """
+        reply, fds = self._call(Attach(session_id), Opened)
+        return self._session(reply, fds, trainer=False)
+
+    def ask(self, what: str, *, timeout_s: float = 10.0, **args: object) -> dict[str, Any]:
+        """Return the daemon's reply to a command (see `messages.Command`).
+
+        Raises:
+            ConfigError: the daemon rejects the command.
+            DaemonLostError: no reply in time.
+        """
+        call = next(self.calls)
+        self.send(Command(self.token, call, what, args))
+        deadline = time.monotonic() + timeout_s
+        while True:
+            heard = self.heard
+            answer = self._answers.pop(call, None)
+            if answer is not None:
+                break
+            left = deadline - time.monotonic()
+            if left <= 0 or not self.alive:
+                raise DaemonLostError(f"the daemon did not answer {what!r} within {timeout_s:g} s")
+            self.listen(min(left, SLICE_S), heard)
+        if isinstance(answer, Failed):
+            raise ConfigError(answer.reason)
+        return answer.body
+
+    def close(self) -> None:
+        """Close the connection; the daemon then releases everything it held for this client."""
+        self._lost = True
+        for session in list(self._sessions):
+            session.close()
+        with self._line_lock:
+            if self._line is not None:
+                self._line.close(linger=0)
+            if self._context is not None:
+                self._context.term()
+            self._line = self._context = None
+            self._ring()
+        self._control_socket.close()
+        self.arena.close()
+        _clients.discard(self)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def forget(self) -> None:
+        """In a forked child: close inherited descriptors without notifying the daemon."""
+        self._lost = True
+        self._control_socket.close()
+        self._line = self._context = None
+        close_all(list(self._bells))
+        self._bells.clear()
+
+    def _hung_up(self) -> bool:
+        poll = select.poll()  # a new one: two threads may not poll the same
+        fd = self._control_socket.fileno()
+        if fd < 0:
+            return True
+        poll.register(fd, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    # --- control socket -----------------------------------------------------------------------
+
+    def _call(
+        self,
+        request: DeskRequest,
+        kind: type[M],
+        fds: tuple[int, ...] = (),
+        timeout_s: float = _DESK_S,
+    ) -> tuple[M, list[int]]:
+        with self._control_lock:
+            if not self.alive:
+                raise DaemonLostError("the daemon is gone")
+            try:
+                self._control_socket.settimeout(timeout_s)
+                return exchange(self._control_socket, request, kind, fds)
+            except (OSError, MalformedError) as e:
+                self._lost = True  # a late reply would be taken for the next request's
+                raise DaemonLostError(f"the daemon did not answer: {e}") from e
+            except UnavailableError:  # a proper reply
+                raise
+            except BaseException:  # Ctrl-C: the reply may still come, as above
+                self._lost = True
+                raise
+
+    def tell(self, request: Close) -> None:
+        with self._control_lock:
+            if self.alive:
+                try:
+                    self._control_socket.send(encode(request))
+                except OSError:
+                    self._lost = True
+
+    def _session(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
+        try:
+            session = self._mapped(reply, fds, trainer=trainer)
+        except BaseException:  # e.g. no room for a mapping: the session will not be used
+            if trainer:
+                self.tell(Close(reply.session))
+            raise
+        finally:
+            close_all(fds)
+        self._sessions.add(session)
+        return session
+
+    def _mapped(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
+        if len(fds) != 2:
+            raise DaemonLostError(f"a session comes with 2 descriptors, not {len(fds)}")
+        table = LocationTable(fds[1], reply.objects, reply.record)
+        return Session(self, reply, SharedWords(fds[0]), table, trainer)
+
+    # --- request socket -----------------------------------------------------------------------
+
+    def send(self, message: RequestMessage, *arrays: NDArray[Any]) -> None:
+        """Send a message over the request socket.
+
+        Raises:
+            DaemonLostError: it cannot be sent.
+        """
+        if self._line is None:
+            _check_descriptors()
+            _check_threads()
+        import zmq
+
+        frames = [encode(message), *(a.tobytes() for a in arrays)]
+        with self._line_lock:
+            if not self.alive:
+                raise DaemonLostError("the daemon is gone")
+            if self._sending:  # called by a finaliser: its frames would mix with this message's
+                raise DaemonLostError("the line is busy")
+            self._sending = True
+            try:
+                self._connected().send_multipart(frames, zmq.DONTWAIT)
+            except zmq.ZMQError as e:
+                raise DaemonLostError(f"the daemon takes no messages: {e}") from e
+            finally:
+                self._sending = False
+            self._drain()  # sending may consume libzmq's one signal that messages arrived
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        """Return the DEALER, made at first use: a process that only forks workers never pays."""
+        if self._line is None:
+            import zmq
+
+            self._context = zmq.Context()
+            self._line = self._context.socket(zmq.DEALER)
+            self._line.linger = 0
+            self._line.connect(self._line_address)
+            self._line_fd = int(self._line.getsockopt(zmq.FD))
+        return self._line
+
+    def listen(self, timeout_s: float, heard: int) -> None:
+        """Receive messages; returns at the first one, at a hang-up, or after `timeout_s`.
+
+        Args:
+            heard: `self.heard` from before the caller last checked its condition. Returns at once
+                if another thread has received something since.
+
+        Sleeps without the lock, so senders never wait for listeners. libzmq gives one signal for
+        many messages, to one thread: the thread that receives them wakes the others (`_ring`).
+        """
+        with self._line_lock:
+            self._drain()
+            if self._line is None or self._lost or self.heard != heard:
+                return
+            poll = select.poll()
+            poll.register(self._line_fd, select.POLLIN)
+            poll.register(self._control_socket.fileno(), select.POLLRDHUP)
+            bell = self._new_bell()
+        try:
+            if bell >= 0:
+                poll.register(bell, select.POLLIN)
+            poll.poll(max(timeout_s * 1000, 1) if bell >= 0 else 1)
+        finally:
+            with self._line_lock:
+                if bell in self._bells:
+                    self._bells.remove(bell)
+                    os.close(bell)
+                self._drain()
+
+    def _new_bell(self) -> int:
+        try:
+            bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:  # no more descriptors: this thread polls instead
+            return -1
+        self._bells.add(bell)
+        return bell
+
+    def _ring(self) -> None:
+        for bell in self._bells:
+            os.eventfd_write(bell, 1)
+
+    def refused(self, call: int) -> bool:
+        """Whether the daemon has replied that it cannot serve this call."""
+        return self._answers.pop(call, None) is not None
+
+    def _drain(self) -> None:
+        """Receive all pending messages; the caller holds the lock."""
+        before = self.heard
+        while self._line is not None and self._take(self._line):
+            self.heard += 1
+        if self.heard != before:
+            self._ring()
+
+    def _take(self, line: zmq.Socket[bytes]) -> bool:
+        """Receive one message; False if there is none."""
+        import zmq
+
+        try:
+            body = line.recv_multipart(zmq.DONTWAIT)[0]
+            message = decode(body, LineReply)
+        except zmq.Again:
+            return False
+        except (zmq.ZMQError, MalformedError):
+            self._lost = True
+            return False
+        # Ready only wakes this thread: the shared words hold the same information.
+        if isinstance(message, (CommandReply, Failed)):
+            self._answers[message.call] = message
+            while len(self._answers) > 1024:  # no caller waits for the oldest any more
+                self._answers.pop(next(iter(self._answers)))
+        return True
+
+
+def _check_descriptors() -> None:
+    """Raise DaemonLostError if descriptors are short: libzmq would abort (epoll.cpp)."""
+    free: list[int] = []
+    try:
+        while len(free) < _LINE_FDS:
+            free.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as e:
+        raise DaemonLostError(f"no descriptors for a line to the daemon: {e}") from e
+    finally:
+        close_all(free)
+
+
+def _check_threads() -> None:
+    """Raise DaemonLostError if no threads can be started: libzmq would abort (thread.cpp).
+
+    A limit on processes (`ulimit -u`, a container's pids) counts threads, including the daemon's.
+    """
+    gate = threading.Event()
+    begun: list[threading.Thread] = []
+    try:
+        while len(begun) < _LINE_THREADS:
+            thread = threading.Thread(target=gate.wait, name="creel-room", daemon=True)
+            thread.start()
+            begun.append(thread)
+    except RuntimeError as e:
+        raise DaemonLostError(f"no threads for a line to the daemon: {e}") from e
+    finally:
+        gate.set()
+        for thread in begun:
+            thread.join()
+
+
+def _knock(control_socket: socket.socket, where: str, timeout_s: float) -> None:
+    """Connect, waiting while the daemon's backlog is full.
+
+    Raises:
+        OSError: nobody listens, or the backlog stays full for `timeout_s`.
+        NoDaemonError: another user holds the address, with a full backlog.
+    """
+    deadline = time.monotonic() + timeout_s
+    asked = False
+    while error := control_socket.connect_ex(where):
+        if error != errno.EAGAIN or time.monotonic() > deadline:
+            raise OSError(error, os.strerror(error))
+        if not asked and (uid := holder(where)) not in {None, os.getuid()}:
+            raise NoDaemonError(
+                f"user {uid} sits at {where.replace(chr(0), '@')} and does not answer"
+            )
+        asked = True
+        time.sleep(0.005)
+
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_clients):
+        client.forget()
+    _clients.clear()
+
+
+at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,222 @@
+"""Start a daemon where none listens.
+
+The daemon is a separate process in its own session: it outlives the trainer that started it as long
+as others use it, and ends after its last client. Of workers that find no daemon at the same time,
+one starts it. Ranks that start daemons early race for the abstract address; the kernel lets one
+win, the other daemons exit silently, and all ranks connect to the winner.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import msgspec
+
+from creel.addresses import first_address, held_by_another, runtime_folder, startable, taken
+from creel.config import Config
+from creel.errors import NoDaemonError, UnavailableError
+from creel.limits import few_descriptors
+from creel.loader.client.client import Client
+from creel.peers import holder
+
+log = logging.getLogger("creel.embed")
+
+_START_S = 20.0  # a daemon is ready in 0.4 s; a cold parallel file system may take long to import
+_TURN_S = 3.0  # longest wait for another process's start
+_RETRY_S = 0.02
+_MOST_LOG = 2000  # bytes of a failed daemon's log that the error quotes
+
+
+def connect_or_start(
+    config: Config | None = None, *, patron: int = 0, start: DaemonStart | None = None
+) -> Client | None:
+    """Connect to this node's daemon, starting one if there is none.
+
+    Args:
+        config: `config.loader.embed` False: use a running daemon only.
+        patron: see `Client.connect`.
+        start: a daemon that is starting already.
+
+    Returns:
+        None, after one warning that says why, if there is no daemon: the caller reads directly.
+    """
+    if config is None:
+        config = Config.load()[0]
+    if config.loader.disable:
+        return None
+    if limit := few_descriptors():
+        log.warning("creel reads directly, without a cache: %d descriptors (ulimit -n)", limit)
+        return None
+    try:
+        return _connect_or_start(config, patron, start)
+    except (UnavailableError, OSError) as e:
+        log.warning("creel reads directly, without a cache: %s", e)
+        return None
+    finally:
+        if start is not None:
+            start.close()
+
+
+def _connect_or_start(config: Config, patron: int, start: DaemonStart | None) -> Client:
+    name = config.daemon.name
+    try:
+        return Client.connect(name, patron=patron)
+    except NoDaemonError as e:
+        if not config.loader.embed:
+            raise
+        uid = held_by_another(name)
+        if uid is not None and runtime_folder() is None:
+            raise taken(name, uid) from e
+    if start is not None:
+        return _started(start, name, patron)
+    with _turn() as turn:
+        retry = time.monotonic() + _TURN_S
+        while not _is_mine(turn, name) and time.monotonic() < retry:
+            time.sleep(_RETRY_S)
+            with suppress(NoDaemonError):
+                return Client.connect(name, patron=patron)
+        with suppress(NoDaemonError):  # the previous holder of the turn may have started it
+            return Client.connect(name, patron=patron)
+        return _started(DaemonStart(config), name, patron)
+
+
+def _started(start: DaemonStart, name: str, patron: int) -> Client:
+    """Connect to the daemon that `start` brings up, or to another that won the address."""
+    try:
+        deadline = time.monotonic() + _START_S
+        return _connect(name, patron, deadline, start.word(deadline), start.log_fd)
+    finally:
+        start.close()
+
+
+def _turn() -> socket.socket:
+    """Return the socket that a process binds before it starts a daemon, so that only one does.
+
+    A start costs 0.3 s of a core. The kernel frees the address when its holder ends.
+    """
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def _is_mine(turn: socket.socket, name: str) -> bool:
+    """Whether this process may start a daemon; also True if another user holds the address."""
+    address = first_address(name).removesuffix("desk") + "turn"
+    try:
+        turn.bind(address)
+    except OSError:
+        return holder(address) not in {None, os.getuid()}
+    return True
+
+
+class DaemonStart:
+    """A daemon that is starting. It stays up, even without a client, until this is closed."""
+
+    def __init__(self, config: Config) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
+        try:
+            self._process, self._ready_fd = _spawn(config, self.log_fd)
+        except BaseException:
+            os.close(self.log_fd)
+            raise
+
+    def word(self, deadline: float) -> str:
+        """Wait for the daemon's ready or failure message; "" if it is late or the daemon died."""
+        poll = select.poll()
+        poll.register(self._ready_fd, select.POLLIN)
+        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+            return ""
+        return os.read(self._ready_fd, 4096).decode(errors="replace")
+
+    @property
+    def over(self) -> bool:
+        """Whether the daemon has reported or ended, so that `word` returns at once."""
+        poll = select.poll()
+        poll.register(self._ready_fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Release the daemon: from now on it stays only for its clients. Idempotent."""
+        if self.log_fd >= 0:
+            self._process.wait()  # it forks the daemon off at once (daemon/__main__.py)
+            os.close(self._ready_fd)
+            os.close(self.log_fd)
+            self.log_fd = -1
+
+    def disown(self) -> None:
+        """Close the descriptors in a forked child, without waiting: the start is the parent's."""
+        os.close(self._ready_fd)
+        os.close(self.log_fd)
+        self.log_fd = -1
+
+
+def start_early(config: Config) -> DaemonStart | None:
+    """Start a daemon if one will be needed and none answers; None otherwise."""
+    if config.loader.disable or not config.loader.embed or few_descriptors():
+        return None
+    try:
+        return DaemonStart(config) if startable(config.daemon.name) else None
+    except (UnavailableError, OSError):
+        return None  # `connect_or_start` warns with the reason
+
+
+def _connect(name: str, patron: int, deadline: float, word: str, log_fd: int) -> Client:
+    """Connect to our daemon, or to the one that won the address."""
+    # "0..." may mean that another daemon won and does not listen yet, or has just ended. Ours
+    # listened when it reported "1": if it does not now, it was stopped.
+    retry = deadline if word.startswith("0") else time.monotonic() + 1.0
+    while True:
+        try:
+            return Client.connect(name, patron=patron)
+        except NoDaemonError as e:
+            if time.monotonic() > retry:
+                said = word[1:] or _last_words(log_fd)
+                raise NoDaemonError(f"a daemon could not be started: {said or e}") from e
+            if word.startswith("0") and "already" not in word:
+                raise NoDaemonError(f"a daemon could not be started: {word[1:]}") from e
+        time.sleep(_RETRY_S)
+
+
+def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the process; returns it and a pipe on which it reports "1", or "0" and a reason."""
+    config_fd = os.memfd_create("creel-config", os.MFD_CLOEXEC)
+    ready, write = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.write(config_fd, msgspec.json.encode(config))
+        os.lseek(config_fd, 0, os.SEEK_SET)
+        safe = ["-P"] if sys.version_info >= (3, 11) else []
+        command = [
+            *(sys.executable, *safe, "-m", "creel.daemon", "--embedded"),
+            *("--ready-fd", str(write), "--config-fd", str(config_fd)),
+        ]
+        process = subprocess.Popen(  # noqa: S603  our own interpreter and module
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            pass_fds=(write, config_fd),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(ready)
+        raise
+    finally:
+        os.close(write)
+        os.close(config_fd)
+    return process, ready
+
+
+def _last_words(log_fd: int) -> str:
+    size = os.fstat(log_fd).st_size
+    data = os.pread(log_fd, _MOST_LOG, max(size - _MOST_LOG, 0))
+    return data.decode(errors="replace").strip()

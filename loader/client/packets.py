@@ -1,0 +1,145 @@
+"""Packets on the control socket: one request, one reply, either with descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from creel.addresses import first_address
+from creel.cache.memory.arena import ArenaView
+from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
+from creel.limits import may_map
+from creel.messages import (
+    MAX_BODY,
+    DeskReply,
+    DeskRequest,
+    Opened,
+    Refused,
+    Registered,
+    Welcome,
+    decode,
+    encode,
+)
+from creel.peers import known_apart, peer_of
+
+M = TypeVar("M", Welcome, Registered, Opened)
+
+_MAX_FDS = 4
+_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
+
+
+def default_name() -> str:
+    """Return the daemon's name: CREEL_SOCKET, or "default"."""
+    return os.environ.get("CREEL_SOCKET") or "default"
+
+
+def resolve(address: str = "") -> str:
+    """Return the control socket's abstract address for a daemon name, an "@..." address, or "".
+
+    For a name this is the first of its two addresses; "" is the default name.
+
+    Raises:
+        UnavailableError: it cannot be determined which files this process sees.
+
+    >>> resolve("@x/desk")
+    '\\x00x/desk'
+    """
+    if address.startswith(("@", "\0")):
+        return "\0" + address[1:]
+    return first_address(address or default_name())
+
+
+def exchange(
+    control_socket: socket.socket, request: DeskRequest, kind: type[M], fds: tuple[int, ...] = ()
+) -> tuple[M, list[int]]:
+    """Send a request and return its reply with descriptors, which the caller closes.
+
+    Raises:
+        DaemonLostError: the daemon closed the connection.
+        UnavailableError: the daemon refused.
+        MalformedError: the reply is not a `kind`.
+    """
+    socket.send_fds(control_socket, [encode(request)], fds)
+    body, got, _, _ = socket.recv_fds(control_socket, MAX_BODY, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    try:
+        return _expected(body, kind), got
+    except BaseException:
+        close_all(got)
+        raise
+
+
+def _expected(body: bytes, kind: type[M]) -> M:
+    if not body:
+        raise DaemonLostError("the daemon hung up")
+    reply = decode(body, DeskReply)
+    if isinstance(reply, Refused):
+        raise UnavailableError(reply.reason, retry_after=reply.retry_after)
+    if not isinstance(reply, kind):
+        raise MalformedError(f"{kind.__name__} was expected, {type(reply).__name__} came")
+    return reply
+
+
+def map_arena(fds: list[int], nbytes: int) -> ArenaView:
+    try:
+        if len(fds) != 1:
+            raise DaemonLostError(f"a welcome comes with the arena, not {len(fds)} descriptors")
+        if not may_map(nbytes):
+            raise UnavailableError(f"{nbytes >> 20} MiB are too much for this `ulimit -v`")
+        return ArenaView.attach(fds[0], nbytes)
+    except OSError as e:  # a limit on this process (ulimit -v), for one
+        raise UnavailableError(f"the daemon's memory cannot be mapped here: {e}") from e
+    finally:
+        close_all(fds)
+
+
+def check_owner(control_socket: socket.socket, where: str) -> None:
+    """Check that the peer is of our user and sees our files: anybody may bind an abstract address.
+
+    If this process may not inspect the daemon, the daemon's check of this process suffices: it
+    refuses clients that it cannot inspect.
+
+    Raises:
+        NoDaemonError: the peer is another user's process, or sees other files.
+    """
+    pid, uid = peer_of(control_socket)
+    shown = where.replace(chr(0), "@")
+    if uid != os.getuid():
+        raise NoDaemonError(f"user {uid} sits at {shown}: not talking to it")
+    if known_apart(pid):
+        raise NoDaemonError(f"who sits at {shown} sees other files than this process")
+
+
+@contextmanager
+def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
+    """Yield (pidfd,) of process `pid`; () if `pid` is 0 or gone, or before Linux 5.3."""
+    fds: list[int] = []
+    if pid:
+        with suppress(OSError):
+            fds.append(os.pidfd_open(pid))
+    try:
+        yield tuple(fds)
+    finally:
+        close_all(fds)
+
+
+def sealed_copy(data: bytes) -> int:
+    import fcntl
+
+    fd = os.memfd_create("creel-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,74 @@
+"""This process's rank, world size and job, from torch.distributed or from its launcher.
+
+torch.distributed knows them once it is initialized. Before that, or without it, they come from the
+launcher's environment: torchrun's, MPI's or Slurm's. Ranks that all took themselves for rank 0 of 1
+would count as separate jobs, each of which reads the whole dataset.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+#: Variables of (rank, world) by launcher; the first valid pair counts. mpirun starts its daemons by
+#: srun, so under Slurm its processes have the variables of both, and MPI's are the right ones.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun, accelerate, DeepSpeed
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),  # MVAPICH2
+    ("MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),  # MVAPICH 3 and later
+    ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI, Cray
+)
+#: Step ids from here on are not of srun: a batch script, an interactive shell, external processes.
+_SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: SLURM_PENDING_STEP - 2 and the like
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return (rank, world) of this process; (0, 1) if neither torch nor a launcher knows."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return launched(os.environ)
+
+
+def launched(env: Mapping[str, str]) -> tuple[int, int]:
+    """Return (rank, world) from a launcher's environment, 0 <= rank < world; else (0, 1).
+
+    >>> launched({"PMI_RANK": "2", "PMI_SIZE": "8"}), launched({"RANK": "9", "WORLD_SIZE": "8"})
+    ((2, 8), (0, 1))
+    """
+    launchers = [*_LAUNCHERS, *_slurm(env)]
+    for rank, world in ((_number(env, r), _number(env, w)) for r, w in launchers):
+        if 0 <= rank < world:
+            return rank, world
+    return 0, 1
+
+
+def job_name(env: Mapping[str, str] | None = None) -> str:
+    """Return the id of this training run: torchrun's, Slurm's or PMIx's, else "".
+
+    >>> job_name({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}), job_name({"SLURM_JOB_ID": "7"})
+    ('7.0', '7')
+    """
+    env = os.environ if env is None else env
+    if run := env.get("TORCHELASTIC_RUN_ID"):
+        return run
+    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+    return f"{job}.{step}" if job and step else job or env.get("PMIX_NAMESPACE", "")
+
+
+def _slurm(env: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return Slurm's variable names if srun started this process as one of a step's tasks.
+
+    A batch script and a shell under salloc have a number of tasks, too: that of tasks to start.
+    """
+    if not 0 <= _number(env, "SLURM_STEP_ID") < _SPECIAL_STEPS:
+        return []
+    return [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("SLURM_PROCID", "SLURM_NTASKS")]
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    """Return a variable's value; -1 if it is missing or not a number."""
+    text = env.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else -1

@@ -1,0 +1,296 @@
+"""Session: one stream of a dataset's steps, on the side of the trainer and its workers.
+
+The daemon writes to the shared words which steps are ready; a warm batch costs one comparison and
+no message. If the daemon is slow, lost or draining, `ready` and `wait` return False, and the caller
+reads the source itself.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.arena import Rows
+from creel.cache.memory.shared_words import (
+    ABSENT,
+    DONE,
+    HEARTBEAT,
+    OBJECT_NS,
+    READY,
+    REVOKED,
+    STATE,
+    TRUNCATED,
+    WANTED,
+    LocationTable,
+    SharedWords,
+)
+from creel.errors import DaemonLostError
+from creel.forks import at_fork
+from creel.messages import Begin, Close, Extend, Opened, RequestMessage, Truncate, Wait
+
+if TYPE_CHECKING:  # the two modules import each other
+    from creel.loader.client.client import Client
+
+#: A heartbeat older than this means a stopped or swapped-out daemon; it beats every 0.1 s.
+STALE_NS = 2_000_000_000
+#: A heartbeat must look stale for this long before the daemon counts as lost: the whole machine or
+#: job may have been suspended (Slurm). A daemon that resumes beats again much sooner.
+DOUBT_NS = 500_000_000
+#: Longest delay with which a waiting thread notices a stale heartbeat.
+SLICE_S = 0.05
+#: Objects in one Extend: the daemon handles it in 3 ms, and serves nobody meanwhile.
+_PIECE = 1 << 14
+#: The same at the start of an epoch: for nearly each object the daemon touches fresh memory, a page
+#: of a thousand objects in each of its columns (10 ms, benchmarks/planning.py).
+_FRESH = 1 << 10
+#: That start ends once the plan has 2**-7 of all objects: eight for each page.
+_TOUCHED = 7
+#: Maximum messages for one plan: libzmq queues 1,000 that the daemon has not received.
+_PIECES = 256
+
+
+class Session:
+    """One stream of steps. The trainer extends and completes it; its workers only read."""
+
+    def __init__(
+        self,
+        client: Client,
+        opened: Opened,
+        words: SharedWords,
+        table: LocationTable,
+        trainer: bool,
+    ) -> None:
+        self.id = opened.session
+        self.dataset = opened.dataset
+        self.words = words
+        self.table = table
+        self._client = client
+        self._trainer = trainer
+        self._closed = False
+        self._lost = False
+        self._epoch, self._told = -1, 0  # epoch of the last plan, and objects sent of it
+        self._truncates = 0
+        self._void_from = 0  # READY may mean the old plan until all truncates are processed
+        self._doubted = (0, 0)  # a stale heartbeat, and when it was first seen stale
+        self._rows: tuple[int, Rows] | None = None  # bytes of an object, and its row copier
+        _sessions.add(self)
+
+    @property
+    def token(self) -> str:
+        """The token a worker needs, besides `id`, to attach to this session."""
+        return self._client.token
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon serves: connected, beating, not draining."""
+        if self._closed or self._lost or not self._client.alive or self.words[STATE] != 0:
+            return False
+        now, beat = time.monotonic_ns(), self.words[HEARTBEAT]
+        if now - beat < STALE_NS:
+            return True
+        if self._doubted[0] != beat:
+            self._doubted = (beat, now)
+        return now - self._doubted[1] < DOUBT_NS
+
+    def _gone(self) -> bool:
+        return not self.alive
+
+    def extend(
+        self,
+        epoch: int,
+        step: int,
+        objects: NDArray[np.integer],
+        ends: NDArray[np.integer],
+        *,
+        blind: bool = False,
+    ) -> bool:
+        """Add the plan of steps `step, step+1, ...`; see `messages.Extend`.
+
+        Args:
+            objects: (k,) object ids in order of reading.
+            ends: (b,) step+i reads objects[ends[i-1]:ends[i]]; ends[-1] == k.
+            blind: the steps are unplanned: about to be read, with unknown steps after them.
+
+        Returns:
+            False if the daemon is lost: the plan does not matter any more.
+        """
+        objects = np.asarray(objects, np.dtype("<i4"))
+        ends = np.asarray(ends, np.dtype("<i8"))
+        if epoch != self._epoch:
+            self._epoch, self._told = epoch, 0
+        first, least = 0, len(objects) // _PIECES
+        while first < len(ends):
+            start = int(ends[first - 1]) if first else 0
+            fresh = self._told < len(self.table.offset) >> _TOUCHED
+            most = max(min(_FRESH, _PIECE) if fresh else _PIECE, least)
+            last = max(int(np.searchsorted(ends, start + most, side="right")), first + 1)
+            message = Extend(self.token, self.id, epoch, step + first, blind)
+            piece = objects[start : int(ends[last - 1])]
+            if not self._say(message, piece, ends[first:last] - start):
+                self._lost |= first > 0  # the daemon has an incomplete plan
+                return False
+            self._told += len(piece)
+            first = last
+        return True
+
+    def truncate(self, step: int) -> bool:
+        """Cancel the plan from `step` on; False if the daemon is lost.
+
+        Steps from `step` on are then not ready until the plan is extended again; batches given out
+        of the old plan must not be used any more. Does not wait: `settle` must return True before a
+        step from `step` on is given to another process.
+        """
+        self._void_from = step if self._settled() else min(step, self._void_from)
+        self._truncates += 1
+        self.words[WANTED] = min(self.words[WANTED], step)  # it was of the cancelled plan
+        if not self._say(Truncate(self.token, self.id, step)):
+            self._lost = True  # READY would still mean the old plan
+            return False
+        return True
+
+    def settle(self) -> bool:
+        """Wait until the daemon has processed every `truncate`; False if it is lost.
+
+        A daemon that is found lost here is lost for good, since its READY could mean either plan.
+        """
+        pause = 2e-5
+        while not self._settled():
+            if self._gone():
+                self._lost = True
+                return False
+            time.sleep(pause)
+            pause = min(pause * 2, 0.001)
+        return not self._lost
+
+    def _settled(self) -> bool:
+        return self._truncates == 0 or self.words[TRUNCATED] >= self._truncates
+
+    def begin(self, epoch: int) -> bool:
+        """Begin an epoch: the daemon checks its files' versions before its steps are ready."""
+        return self._say(Begin(self.token, self.id, epoch))
+
+    def stamp(self) -> int:
+        """Return how often READY was revoked; bytes copied while this changes may be torn."""
+        return self.words[REVOKED]
+
+    def hold(self, step: int) -> int:
+        """Return the stamp under which a step's objects may be copied; -1 if it is not ready."""
+        stamp = self.stamp()  # before READY is read
+        return stamp if self.ready(step) else -1
+
+    def held(self, step: int, stamp: int) -> bool:
+        """Whether the bytes copied under `stamp` are intact."""
+        return self.ready(step) and self.stamp() == stamp
+
+    def ready(self, step: int) -> bool:
+        """Whether the objects of `step` can be read from the arena (or have failed) now."""
+        if self._closed or self._lost or (step >= self._void_from and not self._settled()):
+            return False
+        return self.words[READY] > step
+
+    @property
+    def object_ns(self) -> int:
+        """The daemon's recent time for one read of the source, in ns; 0 while unknown."""
+        return self.words[OBJECT_NS]
+
+    def nbytes(self, ids: NDArray[np.integer]) -> int:
+        """Return the total bytes of these (k,) objects; unknown lengths count as 0."""
+        return int(self.table.length.take(ids).clip(0).sum())
+
+    def wait(self, step: int, timeout_s: float) -> bool:
+        """Wait until `step` is ready; False if it is not in time or the daemon is lost."""
+        if self.ready(step):
+            return True
+        if not self.alive:
+            return False
+        if self._trainer:
+            self.words[WANTED] = max(self.words[WANTED], step + 1)
+        client = self._client
+        call = next(client.calls)
+        if not self._say(Wait(self.token, call, self.id, step)):
+            return False
+        deadline = time.monotonic() + timeout_s
+        while True:
+            heard = client.heard
+            if self.ready(step):
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0 or self._gone() or client.refused(call):
+                return self.ready(step)
+            client.listen(min(left, SLICE_S), heard)
+
+    def done(self, step: int) -> None:
+        """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""
+        if not self._closed and not self._lost and step > self.words[DONE]:
+            self.words[DONE] = step
+
+    def forget(self) -> None:
+        """In a forked child: stop using the session, whose shared words belong to the parent."""
+        self._lost = True
+
+    def view(self, object_id: int) -> memoryview | None:
+        """Return the object's bytes, read-only, valid while its step is in [DONE, READY).
+
+        None if it is absent.
+        """
+        offset = int(self.table.offset[object_id])
+        if offset == ABSENT:
+            return None
+        try:
+            return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
+        except ValueError:  # another thread has closed the client
+            return None
+
+    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Fill row i of (n, nbytes) `out` with the arena's bytes at offset[i], unless it is ABSENT.
+
+        Returns:
+            (n,) True for each row that was filled.
+        """
+        nbytes = out.shape[1]
+        if self._rows is None or self._rows[0] != nbytes:
+            self._rows = nbytes, Rows(self._client.arena, nbytes)
+        there: NDArray[np.bool_] = offset != ABSENT
+        if self._rows[1].copy(offset, out):
+            return there
+        arena = self._client.arena.array
+        if not len(arena):  # another thread has closed the client
+            return np.zeros(len(offset), np.bool_)
+        for i, at in enumerate(offset.tolist()):
+            if there[i]:
+                out[i] = arena[at : at + nbytes]
+        return there
+
+    def close(self) -> None:
+        """End the session; a worker's close only releases its own side."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._trainer:
+            self._client.tell(Close(self.id))
+        # Words and table stay mapped until the session is freed: other threads may be reading.
+
+    def _say(self, message: RequestMessage, *arrays: NDArray[Any]) -> bool:
+        if self._closed or self._lost:
+            return False
+        try:
+            self._client.send(message, *arrays)
+        except DaemonLostError:
+            return False
+        return True
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _forget_inherited() -> None:
+    for session in list(_sessions):
+        session.forget()
+    _sessions.clear()
+
+
+at_fork(after_in_child=_forget_inherited)

@@ -1,0 +1,74 @@
+"""Warn, once, about the user's settings that the running daemon was not started with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from creel.config import Config
+from creel.errors import ConfigError, UnavailableError
+from creel.units import parse_size
+
+if TYPE_CHECKING:
+    from creel.loader.client.client import Client
+
+_log = logging.getLogger("creel.loader")
+_PATIENCE_S = 1.0  # an answer takes 0.1 ms, and this one is optional
+_DAEMONS = ("memory.", "fetch.", "window.", "daemon.")
+_said: set[tuple[int, str, str]] = set()
+
+
+def warn_of_unmet(client: Client, config: Config, origins: Mapping[str, str]) -> None:
+    """Warn of the user's settings that differ from those the daemon was started with.
+
+    Args:
+        origins: where each key's value came from, as `Config.load` returns it.
+    """
+    ours = config.flat()
+    given = [key for key, origin in origins.items() if origin != "default"]
+    asked = {(client.daemon_pid, key, str(ours[key])) for key in given if of_daemon(key)}
+    if asked <= _said:
+        return
+    _said.update(asked)
+    try:
+        theirs = client.ask("config", timeout_s=_PATIENCE_S)["effective"]
+    except (UnavailableError, ConfigError, KeyError):
+        return
+    differing = unmet(ours, theirs, given)
+    if differing:
+        told = "; ".join(f"{k} = {theirs[k]!r}, not {ours[k]!r} ({origins[k]})" for k in differing)
+        _log.warning(
+            "the creel daemon that runs (process %d) has %s: it keeps what it was started with; end"
+            " it by `creel stop`, or choose another daemon.name",
+            client.daemon_pid,
+            told,
+        )
+
+
+def of_daemon(key: str) -> bool:
+    """Whether a daemon acts on this setting; `daemon.name`, which selects it, does not count."""
+    return key.startswith(_DAEMONS) and key != "daemon.name"
+
+
+def unmet(
+    ours: Mapping[str, object], theirs: Mapping[str, object], given: Iterable[str]
+) -> list[str]:
+    """Return the keys of `given` whose values differ in the daemon.
+
+    >>> unmet({"memory.budget": "1GiB"}, {"memory.budget": "1073741824"}, ["memory.budget"])
+    []
+    """
+    return [
+        key
+        for key in given
+        if of_daemon(key) and key in theirs and _nbytes(ours[key]) != _nbytes(theirs[key])
+    ]
+
+
+def _nbytes(value: object) -> object:
+    """Convert a size such as "1GiB" to bytes; return anything else unchanged."""
+    try:
+        return parse_size(value) if isinstance(value, str) else value
+    except ConfigError:
+        return value

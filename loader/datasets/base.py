@@ -1,0 +1,381 @@
+"""CreelDataset: a torch Dataset that knows which objects each sample consists of."""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, SupportsIndex, TypeAlias, overload
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.retry import public
+from creel.cache.storage.source import Source
+from creel.errors import ConfigError, SourceError
+from creel.loader.reading.lease import foreign, take, take_address
+from creel.loader.reading.storage import retry
+
+#: A sample is whatever the user's transform returns.
+Sample: TypeAlias = Any
+Ids: TypeAlias = NDArray[np.int32]
+Indices: TypeAlias = NDArray[np.int64]
+
+
+def position(index: SupportsIndex, size: int) -> int:
+    """A sample's number in [0, size); a negative index counts from the end, as in a list.
+
+    Raises:
+        IndexError: outside the dataset.
+    """
+    i = operator.index(index)
+    if not -size <= i < size:
+        raise IndexError(f"sample {i} of a dataset of {size}")
+    return i + size if i < 0 else i
+
+
+def positions(indices: NDArray[np.integer[Any]], size: int) -> Indices:
+    """`position` for (n,) indices."""
+    wide = np.asarray(indices, np.int64)
+    if wide.size and not (-size <= wide.min() and wide.max() < size):
+        raise IndexError(f"samples {wide.min()} to {wide.max()} of a dataset of {size}")
+    return np.where(wide < 0, wide + size, wide)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """How samples are made from their bytes alone: what `Gather` needs to know of one leaf.
+
+    `nbytes` is the size of an object; `dtype` and `shape` are those of a record in it. `labels`
+    says how labels are collated (equal values collate alike), None for no labels; `to` is the dtype
+    that numbers are cast to; `batch_transform` is the user's function of a batch of records.
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    labels: tuple[object, ...] | None
+    to: torch.dtype | None = None
+    batch_transform: Callable[[torch.Tensor], Any] | None = None
+
+    def same(self, other: Raw | None) -> bool:
+        """Whether `other` describes the same samples. Functions are compared by identity."""
+        return (
+            other is not None
+            and other.batch_transform is self.batch_transform
+            and (other.nbytes, other.dtype, other.shape, other.labels, other.to)
+            == (self.nbytes, self.dtype, self.shape, self.labels, self.to)
+        )
+
+
+class CreelDataset(Dataset[Sample]):
+    """Base of creel's datasets: samples consist of *objects*, byte ranges of the storage.
+
+    A subclass defines `_build_manifest`, `__len__` and `__getitem__`, which reads with `self.read`;
+    and `objects`, unless sample i is object i.
+    """
+
+    #: Attributes left out of a pickle, because they can be made again.
+    volatile: ClassVar[tuple[str, ...]] = ("_manifest", "_opened")
+    #: Whether every object is a whole file, so that its address alone identifies it.
+    whole_files: ClassVar[bool] = False
+    _manifest: Manifest | None = None
+    _opened: tuple[int, Source] | None = None
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        raise NotImplementedError
+
+    def _build_manifest(self) -> Manifest:
+        raise NotImplementedError
+
+    @property
+    def manifest(self) -> Manifest:
+        """The table of all objects; built at first use, never sent to a worker."""
+        if self._manifest is None:
+            self._manifest = self._build_manifest()
+        return self._manifest
+
+    @property
+    def object_count(self) -> int:
+        """Number of objects, known without building the manifest."""
+        return len(self)
+
+    @property
+    def layout(self) -> object:
+        """An object that is replaced when samples come to consist of other objects."""
+        return None
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether samples are read through `read`, so that caching their objects pays."""
+        return True
+
+    def objects(self, indices: Indices) -> tuple[Ids, NDArray[np.int64]]:
+        """Which objects samples consist of.
+
+        Args:
+            indices: (n,) numbers of samples; negative ones count from the end.
+
+        Returns:
+            (k,) object ids, sample by sample, in order of reading; (n,) number of ids per sample.
+
+        Raises:
+            IndexError: outside the dataset.
+        """
+        ids = positions(indices, len(self))
+        return ids.astype(np.int32), np.ones(len(ids), np.int64)
+
+    def read(self, object_id: int) -> bytes:
+        """The bytes of one object: from the cache inside a lease, else from the source.
+
+        Raises:
+            SourceError: the storage failed, also after retries.
+        """
+        if self.whole_files and foreign(self):
+            uri = self.manifest.location(object_id)[0]
+            return take_address(uri, lambda _: self._read_direct(object_id))
+        return take(self, object_id, self._read_direct, bytes)
+
+    def decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:
+        """`decode` of an object's bytes; a note on its error names the file and object."""
+        data = self.read(object_id)
+        try:
+            return decode(data)
+        except Exception as e:
+            if sys.version_info >= (3, 11):
+                place = public(self.manifest.location(object_id)[0])
+                e.add_note(f"while decoding {place} (object {object_id} of {type(self).__name__})")
+            raise
+
+    def _read_direct(self, object_id: int) -> bytes:
+        try:
+            return self._source().read(object_id)
+        except SourceError as e:
+            # The error has the path; the number finds the sample among a million files.
+            reason = f"{e.strerror} (object {object_id} of this {type(self).__name__})"
+            raise type(e)(e.errno or 0, reason, e.uri) from e
+
+    def _tensor(self, object_id: int) -> torch.Tensor:
+        """The bytes of one object as (nbytes,) uint8, in memory of its own."""
+        data = take(self, object_id, self._read_direct, bytearray)
+        if not data:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _source(self) -> Source:
+        # Opened per process: descriptors and clients are not shared with a forked worker.
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), Source(self.manifest, retry())
+        return self._opened[1]
+
+    def raw(self) -> Raw | None:
+        """How samples are made from their bytes alone; None where user code runs per sample.
+
+        None for a subclass of a creel dataset, which may have changed `__getitem__`.
+        """
+        return None
+
+    def collated_labels(self) -> Callable[[Indices], torch.Tensor]:
+        """A function from (n,) sample numbers to their labels, collated as by default_collate.
+
+        Only where `raw` says that there are labels. Labels assigned later do not change it.
+        """
+        raise NotImplementedError
+
+    def callables(self) -> list[object]:
+        """User functions that samples pass through, None for each that is not given."""
+        return []
+
+    def __getstate__(self) -> dict[str, object]:
+        return {k: v for k, v in self.__dict__.items() if k not in self.volatile}
+
+
+class Transformed(Dataset[Sample]):
+    """`fn(sample)` for every sample of another dataset, which is cached as before.
+
+    Args:
+        dataset: any map-style dataset.
+        fn: takes a sample and returns another.
+    """
+
+    def __init__(self, dataset: Dataset[Sample], fn: Callable[[Sample], Sample]) -> None:
+        self.dataset = dataset
+        self.fn = fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset promises no length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.fn(self.dataset[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        return [self.fn(sample) for sample in fetch_many(self.dataset, indices)]
+
+
+def fetch_many(dataset: Dataset[Sample], indices: Sequence[int]) -> Iterable[Sample]:
+    """Samples of a batch, by the dataset's `__getitems__` if it has one, as torch does."""
+    many: Callable[[Sequence[int]], Iterable[Sample]] | None
+    many = getattr(dataset, "__getitems__", None)
+    return many(indices) if many else [dataset[i] for i in indices]
+
+
+def check_callable(**given: object) -> None:
+    """Raise ConfigError unless each argument is a function or None."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name} is a function of one argument, not {value!r}")
+
+
+# --- columns of a dataset ---------------------------------------------------------------------
+
+
+def strings(values: Sequence[str] | pa.Array) -> pa.Array:
+    """A column of strings as one Arrow array that is not a slice of a larger one.
+
+    Raises:
+        ConfigError: a name that is not UTF-8.
+    """
+    try:
+        column = values if isinstance(values, pa.Array) else pa.array(values, pa.large_string())
+    except UnicodeEncodeError as e:
+        raise ConfigError(f"a file's name is not UTF-8: {e.object!r}") from e
+    if column.type != pa.large_string():  # a cast to the same type would import pyarrow.compute
+        column = column.cast(pa.large_string())
+    # A pickle of a slice contains the whole array.
+    sliced = column.get_total_buffer_size() > column.nbytes
+    return pa.array(column.to_pylist(), pa.large_string()) if sliced else column
+
+
+class Names(Sequence[str]):
+    """Paths below one root, as one Arrow array: no Python object per path, of 2 million or so."""
+
+    def __init__(self, prefix: str, names: pa.Array) -> None:
+        self.prefix = prefix
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        name: str = self.names[position(index, len(self))].as_py()
+        return self.prefix + name
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(
+            0, len(self), 4096
+        ):  # a chunk at a time: fewer calls than one by one, less memory than all
+            for name in self.names.slice(start, 4096).to_pylist():
+                yield self.prefix + name
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which are not hashable
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} paths below {public(self.prefix) or 'no common root'!r}>"
+
+
+#: numpy dtypes that default_collate turns into tensors of the same dtype.
+_COLLATED = frozenset(map(np.dtype, ("?", *"bBhHiIlefdFD")))
+
+
+class Labels:
+    """One label per sample, stored compactly and returned as given.
+
+    Labels are copied: later changes to the given array, tensor or list have no effect. Numbers in a
+    list are returned as Python numbers, numpy and torch rows with their dtype. Anything else
+    (strings, tuples) is kept as it is.
+    """
+
+    def __init__(self, values: object, size: int) -> None:
+        """Raises ConfigError unless there are `size` of them."""
+        try:
+            count = len(values)  # type: ignore[arg-type]  # checked right here
+        except TypeError as e:
+            raise ConfigError("labels is a sequence with one label per sample") from e
+        if count != size:
+            raise ConfigError(f"there are {count} labels for {size} samples")
+        self._values = _compact(values)
+        self._python = not isinstance(values, (np.ndarray, torch.Tensor))
+
+    @property
+    def kind(self) -> tuple[object, ...] | None:
+        """How labels are collated; None where default_collate must get them one by one."""
+        values = self._values
+        if isinstance(values, list):
+            return None
+        # torch cannot batch numpy's uint64 numbers, and converts other byte orders.
+        if isinstance(values, np.ndarray) and values.dtype not in _COLLATED:
+            return None
+        return str(values.dtype), tuple(values.shape[1:])
+
+    def __getitem__(self, index: int) -> Sample:
+        if isinstance(self._values, list):
+            return self._values[index]
+        if isinstance(self._values, torch.Tensor):
+            return self._values[index].clone()
+        label = self._values[index]
+        return label.item() if self._python else label.copy()
+
+    def collated(self, indices: Indices) -> torch.Tensor:
+        """(n, ...) these labels as default_collate would batch them, where `kind` is not None."""
+        if isinstance(self._values, torch.Tensor):
+            return self._values[torch.from_numpy(indices)]
+        return torch.from_numpy(np.asarray(self._values)[indices])
+
+
+class Labelled(CreelDataset):
+    """A dataset whose samples may each have a label."""
+
+    _beside: Labels | None = None
+
+    @property
+    def labels(self) -> Labels | None:
+        """One label per sample: a copy of those given, or assigned later.
+
+        Raises:
+            ConfigError: the number assigned is not the number of samples.
+        """
+        return self._beside
+
+    @labels.setter
+    def labels(self, labels: object) -> None:
+        if labels is not None and not isinstance(labels, Labels):
+            labels = Labels(labels, len(self))
+        self._beside = labels
+
+    def collated_labels(self) -> Callable[[Indices], torch.Tensor]:
+        labels, size = self.labels, len(self)
+        if labels is None:
+            raise NotImplementedError
+        return lambda indices: labels.collated(positions(indices, size))
+
+
+def _compact(values: Any) -> NDArray[Any] | torch.Tensor | list[Sample]:
+    """A compact copy of the labels, so that later changes to the original have no effect."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if isinstance(values, np.ndarray):
+        return np.array(values, order="C") if values.dtype.kind in "biuf" else list(values)
+    items = list(values)
+    for number in (bool, int, float):
+        if items and all(type(item) is number for item in items):
+            column = np.array(items)
+            return column if column.dtype.kind in "bif" else items
+    return items

@@ -1,0 +1,182 @@
+"""FileDataset: each file is one sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.retry import public
+from creel.cache.storage.stores import read_file
+from creel.errors import ConfigError, NotFoundError
+from creel.loader.datasets.base import (
+    Labelled,
+    Names,
+    Raw,
+    Sample,
+    check_callable,
+    position,
+    strings,
+)
+from creel.loader.reading.listing import files_below, glob_pattern
+from creel.loader.reading.storage import (
+    absolute,
+    escape,
+    in_threads,
+    is_folder,
+    nbytes_of,
+    scheme_of,
+    several,
+)
+
+Paths = Sequence[str | os.PathLike[str]]
+
+
+class FileDataset(Labelled):
+    """Each file is one sample: its bytes as a 1-D uint8 tensor, or what `decode` returns for them.
+
+    Args:
+        paths: the files (paths or URIs; the storage is not accessed), or one root folder whose
+            files are taken in order of their names.
+        glob: which files below the root, as in the `glob` module ("**" spans folders).
+        decode: from the file's bytes to a sample.
+        labels: one per file, copied; samples are then (sample, label). Assign `dataset.labels` to
+            change them.
+        transform: from a sample (without its label) to another.
+        nbytes: sizes of the files, or True to ask the storage for each; batches of undecoded files
+            of one known size are built without a Python call per sample.
+
+    Raises:
+        ConfigError: no files, or labels or sizes whose number or type does not fit.
+        NotFoundError: a missing root, or no file below it that matches.
+    """
+
+    whole_files = True
+
+    def __init__(
+        self,
+        paths: Paths | str | os.PathLike[str],
+        glob: str = "**/*",
+        *,
+        decode: Callable[[bytes], Sample] | None = None,
+        labels: object = None,
+        transform: Callable[[Sample], Sample] | None = None,
+        nbytes: Sequence[int] | bool = False,
+    ) -> None:
+        if isinstance(paths, (str, os.PathLike)):
+            self._root, self._names, known = _below(absolute(paths), glob)
+        else:
+            self._root, self._names, known = "", _each(paths), None
+        self._prefix = f"{self._root.rstrip('/')}/" if self._root else ""
+        check_callable(decode=decode, transform=transform)
+        self.decode = decode
+        self.transform = transform
+        self.labels = labels
+        self._nbytes = self._sizes(nbytes, known)
+        self._each_nbytes = _alike(self._nbytes)
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """Address of every sample's file; made at each access."""
+        return Names(self._prefix, self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: int) -> Sample:
+        i = position(index, len(self))
+        sample = self._tensor(i) if self.decode is None else self.decoded(i, self.decode)
+        if self.transform is not None:
+            sample = self.transform(sample)
+        return sample if self.labels is None else (sample, self.labels[i])
+
+    def _read_direct(self, object_id: int) -> bytes:
+        """Read a local file with few system calls; remote files and failures as in the base."""
+        path = self._prefix + self._names[object_id].as_py()
+        if "://" not in path:
+            try:
+                data = read_file(path)
+            except (OSError, ValueError):
+                return super()._read_direct(object_id)
+            if self._nbytes is None or self._nbytes[object_id] in {len(data), UNKNOWN}:
+                return data
+        return super()._read_direct(object_id)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_files(self._names, root=self._root, lengths=self._nbytes)
+
+    def _sizes(
+        self, given: Sequence[int] | bool, known: list[int] | None
+    ) -> NDArray[np.int64] | None:
+        if given is True:
+            given = known or in_threads(nbytes_of, self.paths)
+        if given is False:
+            return None if known is None else np.array(known, np.int64)
+        sizes = np.asarray(given)
+        if sizes.dtype.kind not in "iu":
+            raise ConfigError(f"nbytes are whole numbers of bytes, one per file, not {given!r:.60}")
+        sizes = sizes.astype(np.int64)
+        if sizes.shape != (len(self),):
+            raise ConfigError(f"nbytes has shape {sizes.shape} for {len(self)} files")
+        if (sizes < UNKNOWN).any():
+            raise ConfigError(f"a file cannot have {sizes.min()} bytes")
+        return sizes
+
+    def raw(self) -> Raw | None:
+        """Undecoded files of one known size are rows of a matrix."""
+        if type(self) is not FileDataset or self.decode is not None or self.transform is not None:
+            return None
+        size = self._each_nbytes
+        if size <= 0 or (self.labels is not None and self.labels.kind is None):
+            return None
+        return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
+
+    def callables(self) -> list[object]:
+        return [self.decode, self.transform]
+
+
+def _alike(sizes: NDArray[np.int64] | None) -> int:
+    """The size of each file, or -1 where sizes differ or are not known."""
+    if sizes is None or (sizes != sizes[0]).any():
+        return -1
+    return int(sizes[0])
+
+
+def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:
+    """(root, names below it, their sizes if listed)."""
+    if not is_folder(root):
+        raise NotFoundError(f"there is no folder {root}; files are given as a list")
+    listed = files_below(root)
+    if not isinstance(glob, str):
+        raise ConfigError(f"glob is a pattern of names, as '**/*.jpg', not {glob!r}")
+    wanted = glob_pattern(glob).fullmatch
+    keep = [i for i, name in enumerate(listed.names) if wanted(name)]
+    if not keep:
+        raise NotFoundError(f"no file below {public(root)} matches {glob!r}")
+    keep.sort(key=listed.names.__getitem__)
+    names = [escape(root, listed.names[i]) for i in keep]
+    sizes = None if listed.nbytes is None else [listed.nbytes[i] for i in keep]
+    return root, strings(names), sizes
+
+
+def _each(paths: Paths | pa.Array) -> pa.Array:
+    if isinstance(paths, pa.Array):
+        paths = paths.to_pylist()
+    elif not isinstance(paths, Sequence):
+        paths = several(paths)
+    if not len(paths):
+        raise ConfigError("a FileDataset needs at least one file")
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"a path is a string or a Path, not {path!r}")
+    return strings([p if _plain(p) else absolute(p) for p in paths])
+
+
+def _plain(path: str | os.PathLike[str]) -> bool:
+    """Whether `absolute` would change nothing that matters; skipping it saves most of its cost."""
+    return isinstance(path, str) and (path.startswith("/") or scheme_of(path) not in {"", "file"})

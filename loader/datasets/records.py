@@ -1,0 +1,384 @@
+"""RecordDataset: records of fixed size in large binary or .npy files."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import DTypeLike, NDArray
+
+from creel.cache.storage.manifest import Manifest
+from creel.errors import ConfigError
+from creel.loader.buffers import Ring
+from creel.loader.datasets.base import (
+    Indices,
+    Labelled,
+    Raw,
+    Sample,
+    check_callable,
+    position,
+)
+from creel.loader.datasets.batches import cast, numbers, rows_of, unstacked
+from creel.loader.reading.lease import take_rows
+from creel.loader.reading.storage import (
+    absolute,
+    in_threads,
+    nbytes_of,
+    read_range,
+    scheme_of,
+    several,
+)
+
+T = TypeVar("T")
+
+_MAGIC = b"\x93NUMPY"
+#: Bytes read at once of a batch whose samples are transformed one by one (samples may be small
+#: parts of large records), and the largest buffer that is kept for the next batch.
+_TOGETHER_NBYTES = 4 << 20
+#: Longer .npy headers belong to structured types, which no tensor can hold.
+_HEADER_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Run:
+    """`count` consecutive records in one file, from byte `offset` on."""
+
+    path: str
+    offset: int
+    count: int
+
+
+@dataclass(frozen=True)
+class _Npy:
+    """The header of a .npy file; its `shape[0]` rows begin at byte `offset`."""
+
+    offset: int
+    dtype: torch.dtype | None
+    itemsize: int
+    shape: tuple[int, ...]
+
+
+class RecordDataset(Labelled):
+    """Sample i is record i of a file (or of several files in order) as a tensor.
+
+    Args:
+        path: a binary or .npy file, or a list of them, read as one.
+        dtype: of the records (torch's or numpy's, or a name, also "bfloat16"). A .npy has its own.
+        shape: of one record, an int for one dimension. Default for a .npy: that of its rows; with a
+            shape it is cut into such records whatever its own (a long row of tokens into
+            sequences).
+        offset: bytes before the first record of each file. Not for a .npy, whose header has it.
+        labels: one per record, copied; samples are then (record, label). Assign `dataset.labels` to
+            change them.
+        to: the dtype that samples have, cast as by `record.to(to)`; files and cache keep `dtype`.
+        transform: from a record (without its label) to a sample.
+        batch_transform: instead of `transform`, from a batch of records, (n, *shape), to one with
+            as many rows: a tensor or sequence of rows, or a tuple or dict of these. Sample i is row
+            i. It is called once per batch, also by torch's DataLoader, and in a worker if there are
+            any; for `dataset[i]`, and below torch's ConcatDataset, with a batch of one.
+
+    Both transforms may change their input in place.
+
+    Raises:
+        ConfigError: a file whose size is not a multiple of the record's, a .npy not in C order, a
+            type that no tensor can have, or both kinds of transform.
+        NotFoundError: a missing file.
+    """
+
+    volatile = (*Labelled.volatile, "_ring")
+    _ring: Ring | None = None
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        dtype: torch.dtype | DTypeLike | None = None,
+        shape: SupportsIndex | Sequence[int] | None = None,
+        offset: int = 0,
+        *,
+        labels: object = None,
+        to: torch.dtype | DTypeLike | None = None,
+        transform: Callable[[Sample], Sample] | None = None,
+        batch_transform: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
+        paths = [absolute(p) for p in several(path)]
+        if not paths:
+            raise ConfigError("a RecordDataset needs at least one file")
+        wanted = None if dtype is None else torch_dtype(dtype)
+        want = None if shape is None else _shape(shape)
+        _check_offset(offset)
+        headers = in_threads(lambda p: _npy(p) if p.endswith(".npy") else None, paths)
+        both = list(zip(paths, headers, strict=True))
+        self.dtype = _same(paths, [_dtype_of(p, h, wanted) for p, h in both])
+        self.shape = _same(paths, [_shape_of(p, h, want) for p, h in both])
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self._runs = in_threads(lambda ph: _run(*ph, offset, self.nbytes), both)
+        self._ends = np.cumsum([run.count for run in self._runs])
+        self._size = int(self._ends[-1])
+        if not self._size:
+            raise ConfigError(f"{paths[0]} holds no records")
+        self.labels = labels
+        check_callable(transform=transform, batch_transform=batch_transform)
+        if transform is not None and batch_transform is not None:
+            raise ConfigError("give transform= or batch_transform=, not both")
+        self.to = None if to is None else torch_dtype(to)
+        self.transform = transform
+        self.batch_transform = batch_transform
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Sample:
+        i = position(index, self._size)
+        sample = self._tensor(i).view(self.dtype).reshape(self.shape)
+        if self.to is not None:
+            sample = sample.to(self.to)
+        if self.transform is not None:
+            sample = self.transform(sample)
+        elif self.batch_transform is not None:
+            sample = unstacked(self.batch_transform(sample[None]), 1)[0]
+        return sample if self.labels is None else (sample, self.labels[i])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """[dataset[i] for i in indices], read together, with one call of batch_transform."""
+        if type(self).__getitem__ is not RecordDataset.__getitem__:  # overridden by a subclass
+            return [self[i] for i in indices]
+        ids = self._ids(indices)
+        samples = self._samples(ids)
+        if self.labels is None:
+            return samples
+        return [(sample, self.labels[i]) for sample, i in zip(samples, ids.tolist(), strict=True)]
+
+    def _ids(self, indices: Sequence[int]) -> Indices:
+        """(n,) numbers of records, none negative. Raises what `position` raises."""
+        try:
+            wide = np.asarray(indices)
+        except (TypeError, ValueError):  # not a list of numbers: `position` raises the error
+            wide = np.empty(0)
+        if wide.ndim == 1 and wide.dtype.kind == "i" and len(wide):
+            wide = wide.astype(np.int64)
+            if wide.min() >= 0 and wide.max() < self._size:
+                return wide
+        return np.array([position(i, self._size) for i in indices], np.int64)
+
+    def _samples(self, ids: Indices) -> list[Sample]:
+        """Samples without labels, read at most `_TOGETHER_NBYTES` at a time."""
+        if self.batch_transform is not None and len(ids):
+            batch = cast(self._numbers(ids), self.to)
+            return unstacked(self.batch_transform(batch), len(ids))
+        samples: list[Sample] = []
+        step = max(_TOGETHER_NBYTES // self.nbytes, 1)
+        for start in range(0, len(ids), step):
+            rows = rows_of(cast(self._numbers(ids[start : start + step]), self.to, self._memory))
+            samples += rows if self.transform is None else map(self.transform, rows)
+        return samples
+
+    def _numbers(self, ids: Indices) -> torch.Tensor:
+        """Records as (n, *shape) of the files' dtype, in memory that nothing else uses."""
+        rows = self._memory(len(ids) * self.nbytes).view(-1, self.nbytes)
+        take_rows(self, ids, rows.numpy(), self._read_rows)
+        return numbers(rows, self.dtype, self.shape)
+
+    def _memory(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 memory; up to `_TOGETHER_NBYTES` it is reused once no tensor holds it."""
+        if nbytes > _TOGETHER_NBYTES:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if self._ring is None:
+            self._ring = Ring()
+        return self._ring.take(nbytes)
+
+    def _read_rows(self, ids: Indices, out: NDArray[np.uint8]) -> None:
+        """Fill `out`, (n, nbytes), from the source, opening each file once per batch.
+
+        Nothing is kept from batch to batch: the file that is there now is read.
+        """
+        which = np.searchsorted(self._ends, ids, side="right")
+        several = len(self._runs) > 1
+        for number in np.unique(which).tolist() if several else [0]:
+            run = self._runs[number]
+            where = np.flatnonzero(which == number) if several else np.arange(len(ids))
+            first = int(self._ends[number]) - run.count
+            if not _read_run(run, self.nbytes, ids[where] - first, out, where):
+                for at in where.tolist():  # with retries, or an error that names the path
+                    data = self._read_direct(int(ids[at]))
+                    out[at] = np.frombuffer(data, np.uint8)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_runs(
+            [run.path for run in self._runs],
+            np.array([run.offset for run in self._runs], np.int64),
+            np.full(len(self._runs), self.nbytes, np.int64),
+            np.array([run.count for run in self._runs], np.int64),
+        )
+
+    def raw(self) -> Raw | None:
+        """Records are rows of a matrix unless there is a per-sample `transform`."""
+        if type(self) is not RecordDataset or self.transform is not None:
+            return None
+        kind = None if self.labels is None else self.labels.kind
+        if self.labels is not None and kind is None:
+            return None
+        return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, self.batch_transform)
+
+    def callables(self) -> list[object]:
+        return [self.transform, self.batch_transform]
+
+
+def _read_run(
+    run: _Run, nbytes: int, records: Indices, out: NDArray[np.uint8], where: NDArray[np.intp]
+) -> bool:
+    """Read records of a local file to rows of `out`, adjacent ones in one read; False on failure.
+
+    Args:
+        records: (k,) numbers of records in the file.
+        out: (n, nbytes), contiguous.
+        where: (k,) rows of `out` to fill.
+    """
+    if scheme_of(run.path) or (run.count == 1 and not run.offset):
+        return False  # the size of a whole-file object must be checked, which `Source` does
+    neighbours = (records[1:] - records[:-1] == 1) & (where[1:] - where[:-1] == 1)
+    if neighbours.any():
+        first = np.append(0, np.flatnonzero(~neighbours) + 1)
+        begins = where[first] * nbytes
+        ends = begins + np.diff(first, append=len(records)) * nbytes
+        offset = run.offset + records[first] * nbytes
+    else:
+        begins = where * nbytes
+        ends, offset = begins + nbytes, run.offset + records * nbytes
+    view = memoryview(out.data).cast("B")
+    try:
+        fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        for a, b, at in zip(begins.tolist(), ends.tolist(), offset.tolist(), strict=True):
+            if os.preadv(fd, [view[a:b]], at) != b - a:
+                return False
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(fd)
+
+
+def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
+    """The torch type with the same bytes.
+
+    >>> torch_dtype("bfloat16"), torch_dtype(np.uint16)
+    (torch.bfloat16, torch.uint16)
+
+    Raises:
+        ConfigError: there is none (text, objects, structures, big-endian numbers).
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    try:
+        return torch.from_numpy(np.empty(0, dtype)).dtype
+    except (TypeError, ValueError) as e:
+        # numpy has no bfloat16; its names come first, since its "float" has 64 bits
+        found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise ConfigError(f"no tensor can have the type {dtype!r}") from e
+
+
+def _check_offset(offset: object) -> None:
+    if not isinstance(offset, SupportsIndex) or operator.index(offset) < 0:
+        raise ConfigError(f"offset is {offset!r}: bytes before the first record, 0 or more")
+
+
+def _shape(shape: SupportsIndex | Sequence[int]) -> tuple[int, ...]:
+    items = (shape,) if isinstance(shape, SupportsIndex) else shape
+    try:
+        full = tuple(operator.index(n) for n in items)
+    except TypeError:
+        raise ConfigError(f"shape is {shape!r}: give whole numbers, as in shape=(3, 4)") from None
+    if any(n <= 0 for n in full):
+        raise ConfigError(f"shape is {full}: a record has at least one item in each dimension")
+    return full
+
+
+def _dtype_of(path: str, header: _Npy | None, wanted: torch.dtype | None) -> torch.dtype:
+    own = wanted if header is None else header.dtype
+    if header is not None and own is None and wanted is not None:
+        # .npy files store bfloat16 and the like as plain bytes ("|V2")
+        own = wanted if wanted.itemsize == header.itemsize else None
+    if own is None:
+        raise ConfigError(f"{path} does not tell what its numbers are: give dtype=")
+    if wanted is not None and own != wanted:
+        raise ConfigError(f"{path} holds {own}, not {wanted}")
+    return own
+
+
+def _shape_of(path: str, header: _Npy | None, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
+    if wanted is None:
+        own = () if header is None else _shape(header.shape[1:])
+        if not own:
+            raise ConfigError(f"{path} does not tell the shape of a record: give shape=")
+        return own
+    if header is not None and math.prod(header.shape) % math.prod(wanted):
+        raise ConfigError(f"{path} has shape {header.shape}: no whole records of {wanted}")
+    return wanted
+
+
+def _same(paths: list[str], found: list[T]) -> T:
+    """The value that all files have in common; ConfigError if they differ."""
+    for path, one in zip(paths, found, strict=True):
+        if one != found[0]:
+            raise ConfigError(f"{path} holds records of {one}, {paths[0]} of {found[0]}")
+    return found[0]
+
+
+def _run(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Run:
+    size = nbytes_of(path)
+    if header is not None:
+        if offset:
+            raise ConfigError(f"{path} says itself where its rows begin: leave out offset={offset}")
+        used = math.prod(header.shape) * header.itemsize
+        if header.offset + used > size:
+            raise ConfigError(
+                f"{path} ends {header.offset + used - size} bytes before its header says"
+            )
+        return _Run(path, header.offset, used // nbytes)
+    if size < offset:
+        raise ConfigError(f"{path} has {size} bytes, fewer than the offset {offset}")
+    if (size - offset) % nbytes:
+        raise ConfigError(
+            f"{path} has {size - offset} bytes from offset {offset} on: "
+            f"no multiple of a record of {nbytes}"
+        )
+    return _Run(path, offset, (size - offset) // nbytes)
+
+
+def _npy(path: str) -> _Npy:
+    """Read the header of a .npy file.
+
+    Raises:
+        ConfigError: not a .npy file, not in C order, or of Python objects or structures.
+    """
+    data = read_range(path, 0, min(_HEADER_NBYTES, nbytes_of(path)))
+    if data[:6] != _MAGIC or len(data) < 12:
+        raise ConfigError(f"{path} is no .npy file")
+    wide = 2 if data[6] == 1 else 4
+    start = 8 + wide
+    offset = start + int.from_bytes(data[8:start], "little")
+    try:
+        header = ast.literal_eval(data[start:offset].decode("utf-8"))
+        descr, fortran, shape = header["descr"], header["fortran_order"], tuple(header["shape"])
+        dtype = np.dtype(descr)
+    except (ValueError, SyntaxError, KeyError, TypeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"the header of {path} is damaged") from e
+    if fortran and len(shape) > 1:
+        raise ConfigError(
+            f"{path} is in Fortran order, its rows are not in one piece: "
+            "save np.ascontiguousarray(array)"
+        )
+    bare = dtype.kind == "V" and dtype.names is None
+    return _Npy(offset, None if bare else torch_dtype(dtype), dtype.itemsize, shape)

@@ -1,0 +1,1 @@
+"""The iterators that `iter(loader)` returns: one epoch of batches."""

@@ -1,0 +1,267 @@
+"""Reading batches in the training process itself: BatchReader, and InlineIter over it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from creel.cache.memory.shared_words import ABSENT
+from creel.cache.storage.retry import public
+from creel.loader.binding.gather import Gatherer
+from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
+from creel.loader.iterators.step import Step
+from creel.loader.order.samplers import before
+from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
+from creel.loader.workers.stages import StallWarning
+from creel.policies.direct import DirectReads
+
+if TYPE_CHECKING:
+    from creel.loader.binding.bind import Binding, Gather
+    from creel.loader.client.batch_stream import BatchStream
+    from creel.loader.dataloader import DataLoader
+    from creel.loader.datasets.base import Ids
+    from creel.loader.iterators.meter import Meter
+    from creel.loader.reading.lease import Lease
+
+
+_log = logging.getLogger("creel.loader")
+
+
+class BatchReader:
+    """Reads batches in this process: as rows of the arena if possible, else sample by sample."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        loader_state: LoaderState,
+        run: EpochRun,
+        fetcher: Any,
+        *,
+        frozen: Binding | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        """Make a reader for one thread.
+
+        Args:
+            fetcher: torch's, for the loader's dataset.
+            frozen: a copy of the dataset's binding. With it the reader, like a worker, ignores
+                later changes to the user's dataset.
+            meter: receives the times and counts; by default the loader's own meter.
+        """
+        self._run = run
+        self._fetcher = fetcher
+        self._as_worker = frozen is not None
+        self._meter = meter or loader_state.meter
+        self._ring = loader_state.ring
+        self._wait_s = loader_state.config.loader.wait_s
+        self._tell_after_s = loader_state.config.loader.hung_s
+        # Where workers were asked for, reading side by side is what counts: threads wait.
+        allowed = loader_state.config.loader.direct == "auto" and frozen is None
+        self._direct = DirectReads(allowed=allowed)
+        self._gatherer: Gatherer | None = None
+        self._gathers: BatchStream | None = None  # the stream `_gatherer` reads rows of
+        self._told = False
+        self._gather: Gather | None = None
+        self._labels: list[object] = []  # the binding's labels when `_gather` was made
+        self._binding: Binding | None = None
+        stream = run.stream
+        self._dataset = fetcher.dataset
+        self._collating = [0]  # when the batch's collation began, monotonic ns
+        fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
+        self._plainly = collates_plainly(loader)
+        if stream is not None:
+            self._binding = frozen or stream.binding
+            fetcher.dataset = self._binding.dataset
+            self._look(self._binding)
+
+    def read(self, i: int, step: int, index: Any) -> Any:
+        """Read the i-th batch after those skipped; `step` is the session's, -1 to read directly."""
+        stream = self._run.stream
+        ids = None if stream is None or step < 0 else stream.ids(self._run.skipped + i)
+        return self.read_ids(step, index, ids)
+
+    def read_ids(self, step: int, index: Any, ids: Ids | None) -> Any:
+        """Read the batch of `index`.
+
+        Args:
+            step: the session's, -1 to read directly.
+            index: what the sampler yielded.
+            ids: (k,) its objects, from `BatchStream.ids`; None if unknown.
+        """
+        stream, binding = self._run.stream, self._binding
+        if stream is None or binding is None:
+            return self._fetch(index, None)
+        if (
+            step >= 0
+            and not self._as_worker
+            and not binding.still(np.atleast_1d(np.asarray(index)))
+        ):
+            self._fetcher.dataset = self._dataset  # changed since the epoch began
+            return self._fetch(index, binding.counting())
+        stamp = -1 if ids is None else self._hold(stream, ids, step)
+        if stamp < 0 or ids is None:
+            return self._fetch(index, binding.counting(aside=step >= 0))
+        gatherer = self._gatherer_of(stream, binding)
+        if gatherer is not None:
+            start = time.monotonic_ns()
+            indices = np.asarray(index)
+            rows = gatherer.rows(ids, indices)
+            whole = stream.session.held(step, stamp)
+            data = gatherer.batch(rows, indices) if whole and rows is not None else None
+            self._meter.collate_ns += time.monotonic_ns() - start
+            if not whole:
+                return self._fetch(index, binding.counting())
+            if rows is not None:
+                return data
+        return self._fetch(index, binding.reading(stream.session, ids, stamp))
+
+    def _gatherer_of(self, stream: BatchStream, binding: Binding) -> Gatherer | None:
+        """Return the gatherer for this session's rows, remade for a new session; None if none."""
+        if not self._as_worker and self._changed(binding):
+            self._look(binding)
+            self._gathers = None
+        if self._gathers is not stream:
+            self._gathers = stream
+            self._gatherer = None
+            if self._gather is not None:
+                memory = self._ring.take
+                self._gatherer = Gatherer(self._gather, stream.client, stream.session, memory)
+        return self._gatherer
+
+    def _changed(self, binding: Binding) -> bool:
+        """Whether the user has assigned attributes or labels since `_look`."""
+        if any(a is not b for a, b in zip(self._labels, binding.labels(), strict=True)):
+            return True
+        return self._gather is not None and not binding.gathers(self._gather)
+
+    def _look(self, binding: Binding) -> None:
+        """Record the present labels, and how batches follow from bytes."""
+        self._labels = binding.labels()
+        self._gather = binding.gather() if self._plainly else None
+
+    def _hold(self, stream: BatchStream, ids: Ids, step: int) -> int:
+        """Return the stamp under which the step's objects may be copied; -1 to read directly."""
+        session = stream.session
+        if step < 0:
+            return -1
+        if not session.ready(step):
+            if self._direct.choose(len(ids), session.nbytes(ids), session.object_ns):
+                return -1
+            if not self._wait(stream, ids, step):
+                return -1
+        return session.hold(step)
+
+    def _wait(self, stream: BatchStream, ids: Ids, step: int) -> bool:
+        """Wait for the step; True if its objects are pinned, else the table may be out of date."""
+        session, start = stream.session, time.monotonic_ns()
+        quiet_s = min(self._wait_s, self._tell_after_s)
+        ready = session.wait(step, quiet_s)
+        waited = time.monotonic_ns() - start
+        if not ready and session.alive and waited >= quiet_s * 1e9:
+            left_s = self._wait_s - quiet_s
+            self._tell(stream, ids, quiet_s, left_s)
+            ready = left_s > 0 and session.wait(step, left_s)
+            waited = time.monotonic_ns() - start
+        if ready or session.alive:
+            self._meter.source_ns += waited
+        else:
+            self._meter.daemon_ns += waited
+        return ready
+
+    def _tell(self, stream: BatchStream, ids: Ids, waited_s: float, left_s: float) -> None:
+        """Warn once what a long wait is for."""
+        if self._told:
+            return
+        self._told = True
+        absent = ids[stream.session.table.offset[ids] == ABSENT]
+        what = public(stream.binding.manifest.location(int(absent[0]))[0]) if len(absent) else "it"
+        then = f"up to {left_s:g} s more" if left_s > 0 else "then it is read directly"
+        text = f"no batch for {waited_s:g} s: waiting for the daemon to read {what}; {then}"
+        _log.warning(text)
+        warnings.warn(text, StallWarning, stacklevel=2)
+
+    def _fetch(self, index: Any, lease: Lease | None) -> Any:
+        """Fetch as torch does, under the lease, and count times and direct reads."""
+        start = time.monotonic_ns()
+        self._collating[0] = 0
+        try:
+            if lease is None:
+                return self._fetcher.fetch(self._plain(index))
+            with lease:
+                return self._fetcher.fetch(self._plain(index))
+        finally:
+            end = time.monotonic_ns()
+            collating = self._collating[0] or end
+            direct_ns = 0 if lease is None else lease.direct_ns
+            self._meter.source_ns += direct_ns
+            self._meter.decode_ns += collating - start - direct_ns
+            self._meter.collate_ns += end - collating
+            if lease is not None:
+                self._meter.direct(lease.direct_reads, lease.direct_nbytes)
+                seen = lease.direct_reads, lease.direct_nbytes, direct_ns
+                self._direct.saw(*seen, lease.blocked)
+
+    def _plain(self, index: Any) -> Any:
+        """Return the index as torch has it: an array of the order becomes a list of ints."""
+        return index.tolist() if self._run.slices and isinstance(index, np.ndarray) else index
+
+
+def _noting(collate: Callable[[Any], Any], when: list[int]) -> Callable[[Any], Any]:
+    """Wrap `collate` to store its call time in `when[0]`.
+
+    A list, not the reader: that would be a reference cycle, which delays freeing the reader.
+    """
+
+    def noted(samples: Any) -> Any:
+        when[0] = time.monotonic_ns()
+        return collate(samples)
+
+    return noted
+
+
+class InlineIter(Step, SingleProcessDataLoaderIter):
+    """`num_workers=0`: torch's own iterator, with its samples read through the daemon."""
+
+    _run: EpochRun  # unset until an epoch has begun
+
+    def __init__(self, loader: DataLoader[Any], loader_state: LoaderState) -> None:
+        """Begin an epoch."""
+        moment = before(loader)
+        super().__init__(loader)
+        self._meter = loader_state.meter
+        self._given = 0
+        run = self._run = EpochRun(loader_state, loader)
+        self._reader = BatchReader(loader, loader_state, run, self._dataset_fetcher)
+        self._order = run.begin(loader, self, moment)
+
+    def _next_data(self) -> Any:
+        run = self._run
+        start = time.monotonic_ns()
+        try:
+            index = next(self._order)
+        except StopIteration:
+            run.finish()
+            raise
+        finally:
+            self._meter.sampler_ns += time.monotonic_ns() - start
+        i = self._given
+        self._given = i + 1
+        try:
+            data = self._reader.read(i, run.give(i, index), index)
+        finally:
+            run.done(i + 1)
+        if self._pin_memory:
+            data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
+        run.deliver()
+        return data
+
+    def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At interpreter exit the modules needed here may be gone.
+        if "_run" in self.__dict__ and not ends():
+            self._run.leave()

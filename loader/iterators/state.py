@@ -1,0 +1,292 @@
+"""LoaderState, which outlives a loader's iterators, and EpochRun, one iterator's epoch."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, default_collate
+
+from creel.config import Config
+from creel.errors import ConfigError
+from creel.loader.binding.bind import Binding, bind, promising
+from creel.loader.buffers import Ring
+from creel.loader.client.batch_stream import BatchStream, expect_daemon, foreseen, open_stream
+from creel.loader.client.unmet_settings import warn_of_unmet
+from creel.loader.client.unplanned import samples_in
+from creel.loader.iterators.meter import Meter
+from creel.loader.order.orders import index_sampler
+from creel.loader.order.samplers import EpochOrder, IteratorStart, Moment, adopt, resume
+from creel.loader.progress import VERSION, Progress
+from creel.loader.reading import storage
+from creel.loader.torch_private import collate
+
+if TYPE_CHECKING:
+    from creel.loader.dataloader import DataLoader
+
+#: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
+_COUNT_S = 0.25
+
+
+class TorchIter(Protocol):
+    """The attributes of torch's iterators that `EpochRun` uses."""
+
+    _sampler_iter: Any
+    _base_seed: Any
+    _num_workers: int
+
+
+class LoaderState:
+    """One loader's state in one process, over all its iterators; not copied, pickled or forked."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.pid = os.getpid()
+        self.config, self._origins = settings(loader.creel)
+        storage.use(self.config.fetch)
+        self.ring = Ring()  # kept over epochs: fresh pages for their first batches cost time
+        self.meter = Meter()
+        self.order: EpochOrder | None = None
+        self.epoch = -1
+        self.run: EpochRun | None = None
+        self.resume: Progress | None = None
+        self._streams: list[BatchStream] = []
+        self._bound: tuple[object, Binding | None] = (None, None)
+        self._closed = False
+
+    def binding(self, loader: DataLoader[Any]) -> Binding | None:
+        """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
+        if loader.creel is False:
+            return None
+        dataset, binding = self._bound
+        if dataset is not loader.dataset or binding is None or not binding.current():
+            self._bound = (loader.dataset, bind(loader.dataset))
+        return self._bound[1]
+
+    def expect(self, loader: DataLoader[Any]) -> None:
+        """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
+
+        The dataset is bound at its first read only: until then it may change in place.
+        """
+        if loader.creel is not False and promising(loader.dataset):
+            expect_daemon(self.config)
+
+    def take_stream(self, loader: DataLoader[Any]) -> BatchStream | None:
+        """Return a free or a new session for an iterator; None without a daemon."""
+        binding = self.binding(loader)
+        while self._streams:
+            stream = self._streams.pop()
+            if stream.alive and stream.binding is binding:
+                return stream
+            stream.close()
+        opened = None if binding is None else open_stream(binding, self.config)
+        if opened is not None:
+            warn_of_unmet(opened.client, self.config, self._origins)
+        return opened
+
+    def leave_stream(self, stream: BatchStream) -> None:
+        """Take back an iterator's session: keep one for reuse, close others."""
+        if self._closed or self._streams or os.getpid() != self.pid:
+            stream.close()
+        else:
+            self._streams.append(stream)
+
+    def close(self) -> None:
+        """Close the sessions, when the loader is deleted."""
+        self._closed = True
+        while self._streams:
+            self._streams.pop().close()
+
+
+class EpochRun:
+    """One iterator's current epoch: its order, its session and its position."""
+
+    def __init__(self, loader_state: LoaderState, loader: DataLoader[Any]) -> None:
+        self._loader_state = loader_state
+        self.stream = loader_state.take_stream(loader)
+        #: The binding its readers were made with; None: they read without creel.
+        self._binding = None if self.stream is None else self.stream.binding
+        self.skipped = 0
+        self.delivered = 0
+        self._counted = 0  # batches of these that the daemon's statistics include
+        self._counted_at = 0.0
+        self._untold: dict[int, int] = {}  # number of samples of batches without a step
+        self._many = True  # a batch is made of several samples
+        self.finished = False
+        self.slices = False  # an array of the order stands for a list of ints
+        self.order: EpochOrder | None = None
+        self.epoch = 0
+        self._foreseen = False
+
+    def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> EpochOrder:
+        """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
+        loader_state = self._loader_state
+        if self.stream is not None and not self.stream.alive:
+            self.stream.close()
+            self.stream = None
+        if self.stream is None and self._binding is not None:
+            stream = loader_state.take_stream(loader)
+            if stream is not None and stream.binding is self._binding:
+                self.stream = stream
+            elif stream is not None:  # persistent workers have the old dataset
+                loader_state.leave_stream(stream)
+        if loader_state.order is not None and self.stream is not None:
+            loader_state.order.judge(wrong=self.stream.mistaken)
+        resume, loader_state.resume = loader_state.resume, None
+        begun = IteratorStart(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
+        # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
+        held: Any = weakref.proxy(loader)
+        given = None if resume is None else resume["order"]
+        foresee = loader_state.config.loader.foresee
+        order = adopt(held, begun, previous=loader_state.order, state=given, foresee=foresee)
+        self.skipped = 0 if resume is None else resume["batches"]
+        loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
+        loader_state.order, loader_state.run = order, self
+        self.order, self.epoch = order, loader_state.epoch
+        self._count()
+        self.delivered, self.finished, self._foreseen = self.skipped, False, False
+        self._counted = self.skipped
+        self._untold.clear()
+        self._many = loader._auto_collation  # noqa: SLF001  torch's
+        if self.stream is not None:
+            start = time.monotonic_ns()
+            foreseen(order, 0)  # may run a copy of the sampler; the order caches the result
+            loader_state.meter.sampler_ns += time.monotonic_ns() - start
+            self.stream.begin(order, self.skipped)
+        if self.skipped:
+            order.skip(self.skipped)
+        self.slices = order.known and type(index_sampler(loader)) is BatchSampler
+        it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
+        return order
+
+    def give(self, i: int, index: object) -> int:
+        """Return the session's step of the i-th batch after those skipped; -1: read directly."""
+        if self.stream is None:
+            return -1
+        step = self.stream.give(self.skipped + i, index)
+        if step < 0:
+            self._untold[self.skipped + i] = samples_in(index) if self._many else 1
+        return step
+
+    def done(self, i: int) -> None:
+        """Record that all batches below the i-th after those skipped have arrived."""
+        if self.stream is not None:
+            self.stream.done(self.skipped + i)
+            self._foresee(self.stream)
+
+    def _foresee(self, stream: BatchStream) -> None:
+        if not self._foreseen and self.order is not None:
+            self._foreseen = True
+            start = time.monotonic_ns()
+            stream.foresee(self.order)
+            self._loader_state.meter.sampler_ns += time.monotonic_ns() - start
+
+    def deliver(self) -> None:
+        """Count a batch that is returned to the caller."""
+        self._loader_state.meter.batches += 1
+        self.delivered += 1
+        if self.due():
+            self._count()
+
+    def due(self) -> bool:
+        """Whether to update the daemon's statistics now: often, but not for each batch."""
+        if self.stream is None or self.delivered == self._counted:
+            return False
+        return time.monotonic() - self._counted_at >= _COUNT_S
+
+    def _count(self) -> None:
+        """Add the batches since the last update to the daemon's statistics.
+
+        Adds nothing while the daemon is not alive: it may only be stopped, and is updated later.
+        """
+        self._counted_at = time.monotonic()
+        if self.stream is None or not self.stream.alive:
+            return
+        first, self._counted = self._counted, self.delivered
+        more = self._loader_state.meter.unsaid()
+        sizes = [self._untold.pop(i) for i in range(first, self._counted) if i in self._untold]
+        if sizes:
+            more |= {"batches": len(sizes), "samples": sum(sizes)}
+        self.stream.count(first, self._counted, more)
+
+    def finish(self) -> None:
+        """End the iterator at the end of its epoch."""
+        self.finished = True
+        self.leave()
+
+    def leave(self) -> None:
+        """End the iterator and give back its session."""
+        self._count()
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            stream.left()
+            self._loader_state.leave_stream(stream)
+
+    def progress(self, delivered: int | None) -> Progress:
+        """Return the position after `delivered` batches of the epoch (None: all returned)."""
+        order = self.order
+        if order is None:
+            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
+        over = self.finished and delivered is None
+        return Progress(
+            version=VERSION,
+            epoch=self.epoch,
+            batches=self.delivered if delivered is None else delivered,
+            finished=over,
+            order=order.state(over=over),
+        )
+
+
+def prepare_resume(loader_state: LoaderState, loader: DataLoader[Any], state: Progress) -> None:
+    """Make the next epoch the one saved in `state`, or the one after it if that is finished.
+
+    Raises:
+        ConfigError: the state is of another version or kind of loader, or incomplete.
+    """
+    if not state:
+        return
+    given: object = state
+    if not isinstance(given, Mapping) or "version" not in given:
+        raise ConfigError("this is no state_dict of a creel.DataLoader: begin without it")
+    if state["version"] != VERSION:
+        raise ConfigError(f"this state_dict has version {state['version']}, not {VERSION}")
+    lacks = {"epoch", "batches", "finished"} - state.keys()
+    if lacks or ("order" not in state and state["epoch"] >= 0):
+        # torch.distributed.checkpoint loses keys: it fills in only those that a fresh state has.
+        raise ConfigError("this state_dict has lost keys: save and load it as one value (pickle)")
+    loader_state.epoch = state["epoch"]
+    loader_state.resume = None
+    if "order" in state:
+        held: Any = weakref.proxy(loader)
+        over, batches = state["finished"], state["batches"]
+        order = resume(
+            held, state["order"], over=over, batches=batches, previous=loader_state.order
+        )
+        loader_state.order = loader_state.order if order is None else order
+        loader_state.resume = None if over else state
+
+
+def settings(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:
+    """Return the configuration for a loader's `creel` argument, and each value's origin.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type.
+    """
+    if isinstance(given, str):
+        given = {"daemon.name": given}
+    if not isinstance(given, (dict, bool, type(None))):
+        raise ConfigError(f"creel={given!r}: give None, False, an address or a dict of settings")
+    flags = given if isinstance(given, dict) else None
+    return Config.load(flags, origin="DataLoader(creel=...)")
+
+
+def collates_plainly(loader: DataLoader[Any]) -> bool:
+    """Whether a batch is exactly torch's default collation of its samples."""
+    return (
+        loader._auto_collation  # noqa: SLF001  torch's
+        and loader.collate_fn is default_collate
+        and collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn
+    )

@@ -1,0 +1,332 @@
+"""The iterator for `num_workers>0`: torch's order and semantics over creel's own workers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
+from creel.loader.iterators.step import Step
+from creel.loader.order.samplers import before
+from creel.loader.torch_private import (
+    BaseDataLoaderIter,
+    ExceptionWrapper,
+    MultiProcessingDataLoaderIter,
+    utils,
+)
+from creel.loader.workers.events import BatchResult
+from creel.loader.workers.pinner import Pinner
+from creel.loader.workers.pool import WorkerPool
+from creel.loader.workers.stages import StallWarning
+from creel.loader.workers.worker import WorkerArgs
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+    from creel.loader.dataloader import DataLoader
+
+_log = logging.getLogger("creel.loader")
+
+#: Seconds between checks for dead workers in a wait without a timeout.
+_LOOK_S = 5.0
+
+
+class WorkerIter(Step, MultiProcessingDataLoaderIter):
+    """One epoch of a map-style dataset, in batches from creel's own workers.
+
+    Subclasses torch's iterator for code that checks its class or calls its `_shutdown_workers`, but
+    has none of its queues and threads. `_next_data`, `_try_put_index` and `_process_data` follow
+    torch's step by step, including when they pull the sampler.
+    """
+
+    _pool: WorkerPool  # unset until workers are started
+    _shutdown = False
+
+    def __init__(self, loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> None:
+        """Begin an epoch: draw the base seed, start workers, request the first batches."""
+        self._moment = before(loader)
+        BaseDataLoaderIter.__init__(self, loader)
+        self._prefetch_factor: int = loader.prefetch_factor or 0
+        self._in_order = loader.in_order
+        # The next two messages are torch's.
+        if self._num_workers <= 0:
+            raise AssertionError(
+                "num_workers must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        if self._prefetch_factor <= 0:
+            raise AssertionError(
+                "prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter"
+            )
+        self._worker_init_fn = loader.worker_init_fn
+        self._loader_state = loader_state
+        self._meter = loader_state.meter
+        self._tell_after_s = loader_state.config.loader.hung_s
+        self._told = False
+        if loader_state.resume is not None:
+            self._base_seed = loader_state.resume["order"]["base_seed"]
+        self._run = run
+        context: Any = loader.multiprocessing_context or torch.multiprocessing
+        args, max_leased = self._worker_args(loader), loader_state.config.loader.max_leased
+        start = time.monotonic_ns()
+        self._pool = WorkerPool(context, args, self._num_workers, max_leased)
+        self._tag = self._pool.tag
+        self._meter.daemon_ns += time.monotonic_ns() - start
+        if self._pin_memory:
+            self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
+        self._reset(loader, first_iter=True)
+
+    def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
+        """Return what workers start with; as in torch, they see no later changes."""
+        options = self._loader_state.config.loader
+        stream = self._run.stream
+        return WorkerArgs(
+            dataset=self._dataset if stream is None else stream.binding.dataset,
+            collate_fn=cast(Any, self._collate_fn),
+            auto_collation=self._auto_collation,
+            drop_last=self._drop_last,
+            base_seed=int(self._base_seed),
+            init_fn=self._worker_init_fn,
+            worker_id=0,
+            num_workers=self._num_workers,
+            binding=None if stream is None else stream.binding,
+            plain=collates_plainly(loader),
+            wait_s=options.wait_s,
+            slots=options.slots,
+        )
+
+    @property
+    def _workers(self) -> list[BaseProcess]:  # type: ignore[override]  # torch's is an attribute
+        return [m.process for m in self._pool.members]
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """Begin the next epoch of persistent workers (or the first of any)."""
+        if not first_iter:
+            self._moment = before(loader)
+            self._drop_held()
+        BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
+        self._run.begin(loader, self, self._moment)
+        self._send_idx = 0
+        self._rcvd_idx = 0
+        # batch -> (worker,) while outstanding, (worker, event) if it arrived out of order
+        self._task_info: dict[int, tuple[int] | tuple[int, BatchResult]] = {}
+        self._tasks_outstanding = 0
+        self._workers_status = [True] * self._num_workers
+        self._workers_num_tasks = [0] * self._num_workers
+        self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
+        if not first_iter:
+            self._tag = self._pool.again()
+            self._raise_if_dead()
+        if self._run.stream is not None:
+            self._pool.join(self._run.stream.ticket)
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._try_put_index()
+
+    # --- torch's scheme ---------------------------------------------------------------------
+
+    def _next_data(self) -> Any:
+        since = 0
+        while True:
+            if not self._find_next():
+                self._run.finished = True
+                if not self._persistent_workers:
+                    self._shutdown_workers()
+                raise StopIteration
+            self._pool.check_process()
+            info = self._task_info[self._rcvd_idx]
+            if len(info) == 2:
+                del self._task_info[self._rcvd_idx]
+                self._rcvd_idx += 1
+                return self._process_data(info[1], info[0])
+            if self._shutdown or self._tasks_outstanding <= 0:
+                raise AssertionError(
+                    "Invalid iterator state: shutdown or no outstanding tasks when fetching next"
+                    " data"
+                )
+            since = since or time.monotonic_ns()
+            event = self._await(since)
+            self._tasks_outstanding -= 1
+            idx, worker = event.index, event.worker
+            if idx == self._rcvd_idx:
+                self._rcvd_idx += 1
+            elif self._in_order:
+                self._task_info[idx] = (worker, event)
+                continue
+            del self._task_info[idx]
+            self._meter.awaited(event.times, since, time.monotonic_ns())
+            return self._process_data(event, worker)
+
+    def _find_next(self) -> bool:
+        """Advance to the next batch that has arrived or will; False at the end of the epoch."""
+        while self._rcvd_idx < self._send_idx:
+            info = self._task_info.get(self._rcvd_idx)
+            if info is not None:
+                if len(info) == 2 or self._workers_status[info[0]]:
+                    return True
+                del self._task_info[self._rcvd_idx]
+            self._rcvd_idx += 1
+        return False
+
+    def _try_put_index(self) -> None:
+        if self._tasks_outstanding >= self._prefetch_factor * self._num_workers:
+            raise AssertionError("Number of outstanding tasks exceeded maximum allowed tasks")
+        start = time.monotonic_ns()
+        try:
+            index = next(self._sampler_iter)
+        except StopIteration:
+            return
+        finally:
+            self._meter.sampler_ns += time.monotonic_ns() - start
+        self._put(index)
+
+    def _put(self, index: Any) -> None:
+        """Send a batch to the worker whose turn it is."""
+        worker = self._choose_worker(self._prefetch_factor * self._num_workers)
+        if worker is None:
+            return
+        step = self._run.give(self._send_idx, index)
+        many = self._run.slices and isinstance(index, np.ndarray)
+        self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
+        self._task_info[self._send_idx] = (worker,)
+        self._workers_num_tasks[worker] += 1
+        self._tasks_outstanding += 1
+        self._send_idx += 1
+
+    def _choose_worker(self, max_tasks: int) -> int | None:
+        """Return the next worker in turn; with `in_order=False`, the next below its share."""
+        for _ in range(self._num_workers):
+            worker = next(self._worker_queue_idx_cycle)
+            if not self._workers_status[worker]:
+                continue
+            share = max_tasks // sum(self._workers_status)
+            if self._in_order or self._workers_num_tasks[worker] < share:
+                return worker
+        return None
+
+    def _process_data(self, event: BatchResult, worker: int) -> Any:
+        self._workers_num_tasks[worker] -= 1
+        self._run.done(self._rcvd_idx)
+        try:
+            self._try_put_index()
+        except BaseException:  # raised by the sampler: as in torch, this batch is lost
+            self._pool.discard(event)
+            raise
+        data = self._pool.open(event)
+        if isinstance(data, ExceptionWrapper):
+            data.reraise()  # type: ignore[no-untyped-call]  # torch's
+        if self._run.due():
+            self._meter.workers(self._pool.news())
+        self._run.deliver()
+        return data
+
+    # --- waiting ----------------------------------------------------------------------------
+
+    def _await(self, since: int) -> BatchResult:
+        """Call `_get_data`; on failure count the wait since `since` (monotonic ns)."""
+        try:
+            return self._get_data()
+        except RuntimeError:
+            stage = self._pool.stage(self._task_info[self._rcvd_idx][0])[0]
+            self._meter.gave_up(stage, time.monotonic_ns() - since)
+            raise
+
+    def _get_data(self) -> BatchResult:
+        """Return the next result of this epoch, whatever its number.
+
+        Raises:
+            RuntimeError: none came within `timeout`, or a worker died; with torch's message.
+        """
+        pool = self._pool
+        start = time.monotonic()
+        waits_for = self._task_info[self._rcvd_idx][0]
+        while True:
+            self._raise_if_dead()
+            look_s = min(_LOOK_S, self._tell_after_s)
+            left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else look_s
+            event = pool.next_event(max(left, 0.0))
+            if isinstance(event, BatchResult):
+                if event.tag == self._tag:
+                    return event
+                pool.discard(event)
+            elif event is None and self._timeout > 0:
+                raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+            elif event is None:
+                self._tell(waits_for, time.monotonic() - start)
+
+    def _raise_if_dead(self) -> None:
+        dead = [
+            (i, m.process)
+            for i, m in enumerate(self._pool.members)
+            if m.dead and self._workers_status[i]
+        ]
+        if not dead:
+            return
+        for worker, _ in dead:
+            self._workers_status[worker] = False
+        pids = ", ".join(str(process.pid) for _, process in dead)
+        raise RuntimeError(
+            f"DataLoader worker (pid(s) {pids}) exited unexpectedly"
+        ) from RuntimeError(_last_words(dead[0][1]))
+
+    def _tell(self, worker: int, waited_s: float) -> None:
+        """Warn once per iterator what a long wait is for."""
+        if self._told or waited_s < self._tell_after_s:
+            return
+        self._told = True
+        text = (
+            f"no batch for {waited_s:.0f} s: batch {self._rcvd_idx} is with"
+            f" {self._pool.describe(worker)}; still waiting (DataLoader(timeout=...) sets a limit)"
+        )
+        _log.warning(text)
+        warnings.warn(text, StallWarning, stacklevel=4)
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def _shutdown_workers(self) -> None:
+        """End the workers, as torch does; the session is kept for the next epoch."""
+        if utils is None or utils.python_exit_status in (True, None):  # type: ignore[redundant-expr]  # a module's names may be None at exit
+            return
+        if self._shutdown or "_pool" not in self.__dict__:
+            return
+        self._shutdown = True
+        if os.getpid() != self._pool.pid:
+            return
+        self._meter.workers(self._pool.news())
+        self._run.leave()
+        self._drop_held()
+        self._pool.close()
+
+    def _drop_held(self) -> None:
+        """Return the slots of batches that arrived out of order and will not be used."""
+        tasks = self.__dict__.get("_task_info", {})
+        for idx, info in tasks.items():
+            if len(info) == 2:
+                tasks[idx] = info[:1]
+                self._pool.discard(info[1])
+
+    def __del__(self) -> None:
+        self._shutdown_workers()
+
+
+def _last_words(process: BaseProcess) -> str:
+    """Return torch's message about a dead worker."""
+    process.join(1.0)
+    code = process.exitcode or 0
+    if code >= 0:
+        return (
+            f"DataLoader worker (pid {process.pid}) exited unexpectedly with exit code {code}. "
+            "Details are lost due to multiprocessing. Rerunning with num_workers=0 may give better "
+            "error trace."
+        )
+    name: str | None = str(-code)
+    with contextlib.suppress(ValueError):
+        name = signal.strsignal(-code)
+    return f"DataLoader worker (pid {process.pid}) is killed by signal: {name}. "

@@ -1,0 +1,189 @@
+"""Predict a custom sampler by running a copy of it to its end, if the user asked for that.
+
+The copy runs in the calling thread; the global generators of torch, numpy and `random` are restored
+afterwards. All other side effects of its code remain: a copy shares the dataset and the state of
+modules with the original. So only samplers that declare themselves `foreseeable`, or those under
+`loader.foresee`, are run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import operator
+import random
+import time
+import types
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from creel.loader.order.draws import RandomSource, clone
+
+_log = logging.getLogger("creel.loader")
+
+#: A longer epoch is not drained (int32: 512 MiB).
+LIMIT = 1 << 27
+
+_REUSABLE: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+)  # a shallow copy continues from the same position
+
+
+class DrainedSampler(NamedTuple):
+    """What a copy yielded: `indices` (total,) int32; step i ends at `ends[i]`, (b,) int64."""
+
+    base_seed: int | None
+    indices: NDArray[np.int32]
+    ends: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class EpochsAhead:
+    """Which epoch of a loader's sampler to run on a copy; the dataset is never copied.
+
+    Attributes:
+        loader: the loader.
+        sampler: what it iterates for indices or batches.
+        begun: `iter(sampler)` of this epoch, if nothing was pulled from it yet; else None.
+        next_epoch: run the epoch after that of `begun`, not that one.
+        keep_seed: no base seed is drawn in between (persistent workers).
+        advance: added to the copy's `epoch` in between, if it has one and did not change it itself.
+    """
+
+    loader: DataLoader[object]
+    sampler: Iterable[object]
+    begun: Iterator[object] | None
+    next_epoch: bool
+    keep_seed: bool
+    advance: int
+
+
+def drain(ahead: EpochsAhead, budget_s: float) -> DrainedSampler | None:
+    """Run a copy of the sampler for one epoch.
+
+    Args:
+        ahead: which epoch of which sampler.
+        budget_s: time limit in seconds.
+
+    Returns:
+        None if the sampler cannot be copied, takes too long or yields anything but indices.
+    """
+    deadline = time.monotonic() + budget_s
+    with _undisturbed():
+        try:
+            return _run_copy(ahead, deadline)
+        except Exception as e:  # noqa: BLE001  any error means that it cannot be predicted
+            _log.info("a copy of %s cannot be run: %r", type(ahead.sampler).__name__, e)
+            return None
+
+
+def _run_copy(ahead: EpochsAhead, deadline: float) -> DrainedSampler | None:
+    sampler, generator = ahead.sampler, ahead.loader.generator
+    memo: dict[int, object] = {id(kept): kept for kept in _kept(ahead.loader, sampler)}
+    if generator is not None:
+        memo[id(generator)] = generator = clone(generator)
+    twin = copy.deepcopy(sampler, memo)
+    base_seed = found = None
+    if ahead.begun is not None:
+        found = gather(_same_start(sampler, ahead.begun, twin, memo), deadline)
+    if ahead.next_epoch and (found is not None or ahead.begun is None):
+        _advance(sampler, twin, ahead.advance)
+        source = iter(twin)
+        if not ahead.keep_seed:
+            base_seed = RandomSource().seed(generator)
+            if ahead.loader.num_workers > 0:
+                source = iter(twin)  # torch's iterator with workers calls iter() twice
+        found = gather(source, deadline)
+    return found and found._replace(base_seed=base_seed)
+
+
+def _same_start(
+    sampler: object, begun: Iterator[object], twin: Iterable[object], memo: dict[int, object]
+) -> Iterator[object]:
+    """Return an iterator that yields what `begun` will.
+
+    Raises:
+        TypeError, AttributeError: `begun` cannot be copied.
+    """
+    if isinstance(begun, types.GeneratorType):
+        # No code of a generator function has run yet, so a new one yields the same.
+        if type(sampler).__iter__.__code__ is not begun.gi_code:  # type: ignore[attr-defined]  # else AttributeError
+            raise TypeError("a generator made by something else than __iter__ cannot be copied")
+        return iter(twin)
+    if isinstance(begun, _REUSABLE):
+        return copy.copy(begun)
+    return copy.deepcopy(begun, memo)
+
+
+def _advance(sampler: object, twin: object, by: int) -> None:
+    """Call `set_epoch` on the copy, as training scripts do, unless its epoch has changed itself."""
+    for old, new in (
+        (sampler, twin),
+        (vars_of(sampler).get("sampler"), vars_of(twin).get("sampler")),
+    ):
+        epoch = getattr(old, "epoch", None)
+        move = getattr(new, "set_epoch", None)
+        if isinstance(epoch, int) and callable(move) and getattr(new, "epoch", None) == epoch:
+            move(epoch + by)
+
+
+def gather(source: Iterator[object], deadline: float = math.inf) -> DrainedSampler | None:
+    """Pull all items of `source`; None past the deadline or `LIMIT`.
+
+    Raises:
+        TypeError, ValueError: an item is neither an index nor a flat group of them.
+    """
+    indices: list[int] = []
+    ends: list[int] = []
+    for count, pulled in enumerate(source):
+        if type(pulled) is int:
+            indices.append(pulled)
+        elif isinstance(pulled, (list, tuple)) or getattr(pulled, "ndim", 0) == 1:
+            indices.extend(map(operator.index, pulled))  # type: ignore[call-overload]  # iterable
+        else:
+            indices.append(operator.index(pulled))  # type: ignore[arg-type]  # TypeError if it is none
+        ends.append(len(indices))
+        if count % 256 == 0 and (time.monotonic() > deadline or len(indices) > LIMIT):
+            return None
+    array = np.array(indices, dtype=np.int64)
+    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
+        raise ValueError("an index is negative or above 2**31 - 1")
+    return DrainedSampler(None, array.astype(np.int32), np.array(ends, dtype=np.int64))
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Restore the global generators at the end, and suppress warnings."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    of_numpy, of_random = np.random.get_state(), random.getstate()  # noqa: NPY002  (the global one)
+    try:
+        with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        np.random.set_state(of_numpy)  # noqa: NPY002  (the global one)
+        random.setstate(of_random)
+
+
+def vars_of(thing: object) -> dict[str, object]:
+    """Return the instance attributes of `thing`; {} if it has none."""
+    return getattr(thing, "__dict__", {})
+
+
+def _kept(loader: DataLoader[object], sampler: object) -> list[object]:
+    """Return the datasets, which are never copied."""
+    kept: list[object] = [loader.dataset]
+    for holder in (sampler, vars_of(sampler).get("sampler")):
+        kept += [v for k, v in vars_of(holder).items() if k in {"dataset", "data_source"}]
+    return kept

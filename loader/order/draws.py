@@ -1,0 +1,283 @@
+"""torch's generators: real ones to draw from, copies to look ahead with, and lazy permutations.
+
+No step waits for a large permutation. Its first entries come from `policies.torch_random`, piece by
+piece as they are needed, while torch draws the whole in a thread (without the GIL). A generator
+that others can see is advanced at once to the state after the draw (2.6 ns an entry).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import threading
+import zlib
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from creel.policies import torch_random
+
+#: Below this torch draws the whole in under a millisecond, so it is drawn at once.
+_SMALL = 1 << 17
+#: Below this a draw takes some tens of microseconds: not worth caching.
+_TINY = 1 << 13
+
+#: Entries made first without the whole (1 ms); the head then doubles up to `_STAGES` entries.
+_FIRST = 1 << 13
+_STAGES = 1 << 18
+#: After that, entries per piece (1 ms). Permutations of `_LONG` entries or more prepare for it in
+#: advance, as drawing the whole takes longer than the doubling covers.
+_PIECE = 1 << 13
+_LONG = 1 << 22
+#: A request this far beyond the head (a resumed epoch) waits for the whole.
+_LEAP = 1 << 18
+#: States after a draw that are cached, 5 KB each: a prediction makes them, the real epoch uses
+#: them.
+_STATES = 8
+
+
+class RandomSource:
+    """Source of an order's random numbers. This one draws from the real generators."""
+
+    def seed(self, generator: torch.Generator | None) -> int:
+        """Draw a base seed or sampler seed as torch does; None is the global generator."""
+        return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+    def of(self, generator: torch.Generator | None) -> torch.Generator:
+        """Return the generator to draw from in place of `generator`."""
+        return torch.default_generator if generator is None else generator
+
+
+class GeneratorCopies(RandomSource):
+    """Copies of generators in their present state: draws from them have no visible effect."""
+
+    def __init__(self, *generators: torch.Generator | None) -> None:
+        """Copy the global generator and all of `generators`, each once."""
+        real = [torch.default_generator, *(g for g in generators if g is not None)]
+        self._kept = real  # keeps the ids below from being reused
+        self._copies = {id(g): clone(g) for g in real}
+
+    def seed(self, generator: torch.Generator | None) -> int:
+        """Draw as `RandomSource.seed` does, from the copy."""
+        drawn = torch.empty((), dtype=torch.int64, device="cpu").random_(
+            generator=self.of(generator)
+        )
+        return int(drawn.item())
+
+    def of(self, generator: torch.Generator | None) -> torch.Generator:
+        """Return the copy of `generator`, which must have been passed at construction."""
+        return self._copies[id(torch.default_generator if generator is None else generator)]
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a fresh generator with this seed, as torch's samplers make them."""
+    return torch.Generator().manual_seed(seed)
+
+
+def clone(generator: torch.Generator) -> torch.Generator:
+    """Return an independent generator in the same state."""
+    made = torch.Generator(device=generator.device)
+    made.set_state(generator.get_state())
+    return made
+
+
+def state_of(generator: torch.Generator) -> bytes:
+    """Return the generator's state as bytes."""
+    return bytes(generator.get_state().numpy().tobytes())
+
+
+def set_state(generator: torch.Generator, state: bytes) -> None:
+    """Put `generator` into a state returned by `state_of`."""
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def pack(state: bytes) -> str:
+    """Encode a state as text for JSON (about 4 KB for the 5 KB of a CPU generator)."""
+    return base64.b64encode(zlib.compress(state, 1)).decode("ascii")
+
+
+def unpack(text: str) -> bytes:
+    """Undo `pack`.
+
+    Raises:
+        ValueError: `text` was not made by `pack`.
+    """
+    try:
+        return zlib.decompress(base64.b64decode(text, validate=True))
+    except zlib.error as e:
+        raise ValueError(f"not a packed generator state: {e}") from e
+
+
+class Permutation:
+    """`torch.randperm(n)` from a given state, drawn as far as it is needed. Thread-safe."""
+
+    def __init__(self, n: int, start: bytes, after: dict[bytes, bytes] | None = None) -> None:
+        """Draw nothing yet.
+
+        Args:
+            n: number of entries.
+            start: the generator's state before the draw.
+            after: a cache from states before such draws to those after them.
+        """
+        self._n = n
+        self._start = start
+        self._after = {} if after is None else after
+        self._renew()
+        self._whole: NDArray[np.int32] | None = None
+
+    def _renew(self) -> None:
+        """Create the state that belongs to one process: a fork loses threads and keeps locks."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._head_lock = threading.Lock()
+        self._shuffle: torch_random.Shuffle | None = None
+        self._head: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._have = 0  # entries of the head that are computed
+
+    @classmethod
+    def drawn(cls, n: int, generator: torch.Generator) -> Permutation:
+        """Draw the whole from `generator` now."""
+        made = cls(n, b"")
+        made._whole = _randperm(n, generator)
+        return made
+
+    def leave(self, generator: torch.Generator) -> None:
+        """Move `generator` from the state before the draw to the one after it."""
+        if not self._start:
+            return  # `drawn`: the generator has moved already
+        after = self._after.get(self._start)
+        if after is None:
+            rng = torch_random.TorchRandom.from_state(self._start)
+            rng.skip(self._n - 1)
+            after = self._remember(rng.into_state(self._start))
+        set_state(generator, after)
+
+    def _remember(self, after: bytes) -> bytes:
+        for old in list(self._after)[: 1 - _STATES]:
+            self._after.pop(old, None)
+        self._after[self._start] = after
+        return after
+
+    @property
+    def ready(self) -> int:
+        """Entries [0, ready) are computed."""
+        return self._have if self._whole is None else self._n
+
+    def first(self, k: int) -> NDArray[np.int32]:
+        """Return an array that holds at least the first k <= n entries."""
+        if self._whole is None and self._pid != os.getpid():
+            self._renew()
+        while self._whole is None and k <= self._have + _LEAP:
+            if k <= self._have:
+                return self._head  # always assigned before `_have` is raised
+            with self._head_lock:
+                if k > self._have and self._whole is None:
+                    self._go_on()
+        return self.whole()
+
+    def _go_on(self) -> None:
+        """Compute one more piece of the head."""
+        if self._shuffle is None:
+            self._begin_anew(_FIRST)
+            self._begin()
+            return
+        if self._have < self._stages:
+            self._begin_anew(2 * self._have)
+            return
+        piece = self._shuffle.more(_PIECE)
+        have = self._have + len(piece)
+        if have > len(self._head):
+            head = np.empty(min(2 * have, self._n), np.int32)
+            head[: self._have] = self._head[: self._have]
+            self._head = head
+        self._head[self._have : have] = piece
+        self._have = have
+
+    @property
+    def _stages(self) -> int:
+        """The length up to which the head is doubled by recomputing it."""
+        return min(_STAGES, self._n // 16)
+
+    def _begin_anew(self, k: int) -> None:
+        """Compute the first k entries at once, without memory of the size of the whole."""
+        shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom.from_state(self._start))
+        self._head = shuffle.more(k)
+        self._shuffle = shuffle
+        self._have = len(self._head)
+
+    def whole(self) -> NDArray[np.int32]:
+        """Return all n entries; waits while another thread draws them."""
+        if self._whole is not None:
+            return self._whole
+        if self._pid != os.getpid():
+            self._renew()
+        with self._lock:
+            if self._whole is None:
+                generator = torch.Generator()
+                set_state(generator, self._start)
+                drawn = _randperm(self._n, generator)
+                self._remember(state_of(generator))
+                self._whole = drawn
+                with self._head_lock:
+                    self._shuffle, self._head = None, drawn  # frees their memory
+        return self._whole
+
+    def _begin(self) -> None:
+        """Start drawing the whole in a thread."""
+        # Not a daemon thread: one that returns from torch during Python's exit aborts the process.
+        thread = threading.Thread(target=self._try_whole, name="creel-randperm")
+        with contextlib.suppress(RuntimeError):  # no more threads: drawn piece by piece instead
+            thread.start()
+
+    def _hurry(self) -> None:
+        """Grow the head ahead of a caller that pulls as fast as it can, before the whole exists."""
+        while self._have < self._stages and self._whole is None:
+            with self._head_lock:
+                self._begin_anew(2 * self._have)
+        if self._n >= _LONG:
+            with self._head_lock:
+                if self._shuffle is not None:
+                    self._shuffle.prepare()
+
+    def _try_whole(self) -> None:
+        with contextlib.suppress(MemoryError, RuntimeError):  # a later `whole` raises it again
+            self._hurry()
+            self.whole()
+
+
+def _randperm(n: int, generator: torch.Generator) -> NDArray[np.int32]:
+    """Draw in int32 if n fits: the same draws as torch's int64, and half the memory."""
+    kind = torch.int32 if n <= np.iinfo(np.int32).max else torch.int64
+    drawn: NDArray[np.int32] = torch.randperm(
+        n, generator=generator, dtype=kind, device="cpu"
+    ).numpy()
+    return drawn
+
+
+class PermutationCache:
+    """The permutations that orders and plans still hold, so that only tiny ones are drawn twice."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: WeakValueDictionary[tuple[int, bytes], Permutation] = WeakValueDictionary()
+        self._after: dict[int, dict[bytes, bytes]] = {}
+
+    def permutation(self, n: int, generator: torch.Generator) -> Permutation:
+        """Return the permutation that `generator` would draw now.
+
+        `generator` has moved only if n is tiny or too large to replay; `leave` moves it otherwise.
+        """
+        if n < _TINY or n >= torch_random.SHUFFLE_LIMIT:
+            return Permutation.drawn(n, generator)
+        key = (n, state_of(generator))
+        with self._lock:
+            found = self._held.get(key)
+            if found is None:
+                after = self._after.setdefault(n, {})
+                found = self._held[key] = Permutation(*key, after)
+        if n < _SMALL:  # drawn at once, but cached
+            found.whole()
+        return found

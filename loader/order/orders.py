@@ -1,0 +1,385 @@
+"""EpochOrder: an epoch's order, drawn when torch draws it, predicted, and saved for resuming.
+
+`samplers` makes them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypedDict, cast
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from creel.loader.order.drain import EpochsAhead, drain, gather
+from creel.loader.order.draws import GeneratorCopies, PermutationCache, RandomSource, pack, state_of
+from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
+from creel.loader.order.recipes import is_sequence, opened
+from creel.loader.order.sampler_state import OwnState, own_states
+from creel.loader.order.streams import Facts, Items, SamplerStream
+
+_log = logging.getLogger("creel.loader")
+
+#: Maximum entries converted to int64 at once; the first piece is smaller, to be early.
+_PIECE = 1 << 16
+_FIRST_PIECE = 1 << 11
+
+
+class State(TypedDict, total=False):
+    """A saved epoch order, small enough for a checkpoint and fit for JSON.
+
+    Under 200 bytes without a user's generator; a generator adds about 4 KB.
+    """
+
+    kind: str  # class of the sampler
+    base_seed: int
+    total: int  # items of the epoch, -1 where unknown
+    before: int  # CRC-32 of the global generator's state before the epoch's first draw
+    stream: Facts
+    loader_rng: str  # state of the loader's generator after the base seed
+    own: list[OwnState]  # of custom samplers: before the epoch, or after it if it is over
+
+
+class Moment(NamedTuple):
+    """The state before torch's iterator begins an epoch; see `samplers.before`."""
+
+    rng: bytes  # state of the global generator
+    own: list[OwnState]
+
+
+class IteratorStart(NamedTuple):
+    """The state of torch's `_BaseDataLoaderIter` when it has begun an epoch."""
+
+    sampler_iter: Iterator[object]
+    base_seed: int
+    before: Moment
+
+
+class EpochOrder:
+    """Iterator over one epoch's index sampler. Made by `samplers.observe`, `restore` or `adopt`.
+
+    Attributes:
+        base_seed: the `_base_seed` of torch's iterator.
+        known: True: the order is computed; False: the sampler is iterated.
+        pulled: items returned by `next` or skipped so far.
+    """
+
+    known: bool
+
+    def __init__(
+        self, loader: DataLoader[object], begun: IteratorStart, previous: EpochOrder | None
+    ) -> None:
+        self._loader = loader
+        self._sampler = index_sampler(loader)
+        self._before = zlib.crc32(begun.before.rng)
+        self._own = begun.before.own
+        self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
+        self._packed_rng = ""
+        self.base_seed = begun.base_seed
+        self.pulled = 0
+        self.memo: PermutationCache = previous.memo if previous is not None else PermutationCache()
+
+    def batches(self) -> Iterator[object]:
+        """Return the iterator over what torch's index sampler yields: the order itself."""
+        return self
+
+    def __iter__(self) -> EpochOrder:
+        return self
+
+    def __next__(self) -> object:
+        raise NotImplementedError
+
+    def skip(self, batches: int) -> None:
+        """Advance as `batches` calls of `next` would; O(1) if the order is known."""
+        raise NotImplementedError
+
+    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
+        """Predict what this epoch (0), the next (1) or a later one reads.
+
+        The prediction holds if no other code draws from the generators meanwhile. For a known order
+        this takes microseconds and is valid at any moment. A custom sampler is predicted only if
+        the user asked for it: a copy then runs in this call, for at most `budget_s` seconds; ask
+        for epoch 0 before the first `next`.
+
+        Returns:
+            None if the epoch cannot be predicted.
+        """
+        raise NotImplementedError
+
+    def judge(self, *, wrong: bool) -> None:
+        """Record, after the epoch, whether it differed from its prediction."""
+
+    def state(self, *, over: bool = False) -> State:
+        """Return what `restore` needs to begin this epoch again; the caller keeps the position.
+
+        over: all of the epoch was read, and the next one is to be resumed.
+        """
+        state = State(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
+        state["before"] = self._before
+        if self._loader_rng:
+            state["loader_rng"] = self._packed_rng = self._packed_rng or pack(self._loader_rng)
+        if self._own:
+            state["own"] = own_states(self._sampler) if over else self._own
+        return state
+
+    def _keeps_seed(self) -> bool:
+        """Whether the next epoch keeps this one's base seed."""
+        return self._loader.num_workers > 0 and self._loader.persistent_workers
+
+
+class KnownOrder(EpochOrder):
+    """The order of torch's own sampler or of a sequence, with or without BatchSampler."""
+
+    known = True
+
+    def __init__(
+        self,
+        loader: DataLoader[object],
+        begun: IteratorStart,
+        previous: EpochOrder | None = None,
+        given: Facts | None = None,
+        *,
+        redraw: bool = False,
+    ) -> None:
+        """`given`: facts of the stream to reopen; `redraw`: repeat its global draws nonetheless."""
+        super().__init__(loader, begun, previous)
+        self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
+        self.inner: object = self._sampler if self._batcher is None else self._batcher.sampler
+        self._given, self._redraw = given, redraw
+        self._stream: SamplerStream | None = None
+        self._shape = Shape(None, False)
+        self._at = 0  # next item
+        self._piece: Items = []
+        self._piece_start = self._piece_end = 0
+        self._piece_size = _FIRST_PIECE
+        self._stride = 1  # increment of DistributedSampler.epoch per epoch
+        if isinstance(previous, KnownOrder) and previous.inner is self.inner:
+            self._stride = previous.epochs_to(self.inner)
+        # The __iter__ of these two is not a generator function: it reads the dataset's length now.
+        if self._batcher is None and type(self.inner) in (SequentialSampler, DistributedSampler):
+            self._open()
+
+    def _open(self) -> SamplerStream:
+        if self._stream is None:
+            if self._batcher is not None:
+                self._shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
+            if self._redraw and self._given and "seed" in self._given:
+                RandomSource().seed(None)
+            self._stream = opened(self.inner, RandomSource(), self.memo, self._given)
+        return self._stream
+
+    def __next__(self) -> object:
+        start = self._at
+        if self._batcher is None:
+            if start >= self._piece_end:
+                self._load(start, start + 1)
+            self._at = start + 1
+            self.pulled += 1
+            return self._piece[start - self._piece_start]
+        # torch reads `batch_size` again for each batch, unless incomplete ones are dropped.
+        drop = self._shape.drop_last and self._stream is not None
+        stop = start + (self._shape.size if drop else self._batcher.batch_size)  # type: ignore[operator]  # batched
+        if stop > self._piece_end:
+            stop = self._load(start, stop)
+        self._at = stop
+        self.pulled += 1
+        return self._piece[start - self._piece_start : stop - self._piece_start]
+
+    def _load(self, start: int, stop: int) -> int:
+        """Draw up to `stop` as torch would, load a piece from `start` on; return the batch's end.
+
+        Raises:
+            StopIteration: the epoch is over; its final draws are made.
+        """
+        stream = self._open()
+        stream.need(min(stop - 1, stream.total))
+        if start >= stream.total or (self._shape.drop_last and stop > stream.total):
+            raise StopIteration
+        stop = min(stop, stream.total)
+        # Of a large permutation that is partly drawn, take only what is computed or needed now.
+        there = min(stream.drawn, stream.ready)
+        end = stop if stream.live else max(stop, min(start + self._piece_size, there))
+        piece = stream.items(start, end)
+        if isinstance(piece, np.ndarray):
+            piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)
+        self._piece, self._piece_start, self._piece_end = piece, start, end
+        self._piece_size = min(2 * self._piece_size, _PIECE)
+        return stop
+
+    def skip(self, batches: int) -> None:
+        self._at += batches * (1 if self._batcher is None else self._batcher.batch_size)
+        self.pulled += batches
+
+    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
+        del budget_s  # nothing runs here
+        if self._batcher is None and is_sequence(self.inner):
+            return self._predict_listed(epochs_ahead)
+        if isinstance(self.inner, WeightedRandomSampler) and self.inner.weights.is_cuda:
+            return None  # it would draw from the accelerator's own generator
+        shadow = GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
+        now = self._stream.fork(shadow) if self._stream is not None else None
+        return EpochPlan(
+            functools.partial(self._foresee, epochs_ahead, shadow, now, self._frozen())
+        )
+
+    def _frozen(self) -> object:
+        """Return a copy of the sampler with its present settings."""
+        return self.inner if is_sequence(self.inner) else copy.copy(self.inner)
+
+    def _foresee(
+        self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
+    ) -> PredictedEpoch:
+        stream = now or opened(sampler, shadow, self.memo, self._given)
+        shape, base_seed = self._shape, self.base_seed
+        if self._batcher is not None and (now is None or epochs_ahead):
+            shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
+        for _ in range(epochs_ahead):
+            stream.need(stream.total)
+            if not self._keeps_seed():
+                base_seed = shadow.seed(self._loader.generator)
+            if isinstance(sampler, DistributedSampler):
+                sampler.epoch = stream.facts()["epoch"] + self._stride
+            stream = opened(sampler, shadow, self.memo)
+        return PredictedEpoch(base_seed, shape, stream=stream)
+
+    def _predict_listed(self, epochs_ahead: int) -> EpochPlan:
+        """Predict a sequence of indices or batches, which is iterated as it is."""
+        shadow = GeneratorCopies(self._loader.generator)
+        keep = not epochs_ahead or self._keeps_seed()
+        listed = self.inner
+
+        def work() -> PredictedEpoch:
+            seed = self.base_seed if keep else shadow.seed(self._loader.generator)
+            return PredictedEpoch(seed, Shape(None, False), drained=gather(iter(listed)))  # type: ignore[call-overload]  # a sequence
+
+        return EpochPlan(work)
+
+    def epochs_to(self, sampler: object) -> int:
+        """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""
+        old = self._stream.facts().get("epoch") if self._stream is not None else None
+        new = getattr(sampler, "epoch", None)
+        return new - old if old is not None and new is not None and new >= old else 1
+
+    def state(self, *, over: bool = False) -> State:
+        state = super().state(over=over)
+        stream = self._stream
+        if stream is None:
+            shadow = GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
+            stream = opened(self.inner, shadow, self.memo, self._given)
+        state["total"] = stream.total
+        state["stream"] = stream.facts()
+        if "rng" in state["stream"] and self._loader.generator is getattr(
+            self.inner, "generator", None
+        ):
+            state.pop("loader_rng", None)  # the stream has a later state of the same generator
+        return state
+
+
+class ForeignOrder(EpochOrder):
+    """The order of a custom sampler: iterated when torch would, never ahead.
+
+    An epoch is predicted, by running a copy, only if the user asked for it: by `loader.foresee`, or
+    in the sampler by `foreseeable`.
+    """
+
+    known = False
+
+    def __init__(
+        self,
+        loader: DataLoader[object],
+        begun: IteratorStart,
+        previous: EpochOrder | None = None,
+        *,
+        foresee: bool = False,
+    ) -> None:
+        super().__init__(loader, begun, previous)
+        self._begun = begun.sampler_iter
+        self._first: EpochPlan | None = None
+        self._asked = foresee or foreseeable(self._sampler)
+        self.hopeless: bool = isinstance(previous, ForeignOrder) and previous.hopeless
+        self._epochs = _epochs_of(self._sampler)
+
+    def judge(self, *, wrong: bool) -> None:
+        if wrong:
+            self.hopeless = True
+            _log.warning(
+                "a copy of %s gave other samples than itself: it is run ahead no more",
+                kind_of(self._sampler),
+            )
+
+    def __next__(self) -> object:
+        pulled = next(self._begun)
+        self.pulled += 1
+        return pulled
+
+    def skip(self, batches: int) -> None:
+        for _ in range(batches):
+            if next(self, None) is None:
+                return
+
+    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
+        if not epochs_ahead and (self._first is not None or self.pulled):
+            return self._first
+        if not self._asked or self.hopeless or epochs_ahead > 1:
+            return None
+        ahead = EpochsAhead(
+            self._loader,
+            self._sampler,
+            None if self.pulled else self._begun,
+            next_epoch=bool(epochs_ahead),
+            keep_seed=self._keeps_seed(),
+            advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
+        )
+        found = drain(ahead, budget_s)
+        if found is None:
+            self.hopeless = True
+            return None
+        seed = self.base_seed if found.base_seed is None else found.base_seed
+        made = EpochPlan(lambda: PredictedEpoch(seed, Shape(None, False), drained=found))
+        if not epochs_ahead:
+            self._first = made
+        return made
+
+    def state(self, *, over: bool = False) -> State:
+        state = super().state(over=over)
+        if over and self._loader.generator is not None:
+            state["loader_rng"] = pack(state_of(self._loader.generator))
+        return state
+
+
+def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
+    """Return what torch iterates for the loader; a subclass may override it."""
+    return cast("Iterable[object]", loader._index_sampler)  # noqa: SLF001  torch's
+
+
+def kind_of(sampler: object) -> str:
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return type(inner).__name__
+
+
+def _epochs_of(sampler: object) -> tuple[object, object]:
+    """Return the `epoch` of a sampler and of the one it wraps."""
+    return getattr(sampler, "epoch", None), getattr(
+        getattr(sampler, "sampler", None), "epoch", None
+    )
+
+
+def foreseeable(sampler: object) -> bool:
+    """Whether a custom sampler declares that a copy of it may be run ahead.
+
+    It does so by an attribute, `foreseeable = True`: iterating a deep copy yields what iterating it
+    will yield, without side effects. (The dataset is not copied; the global generators of torch,
+    numpy and `random` are restored.)
+    """
+    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
+    return getattr(inner, "foreseeable", False) is True

@@ -1,0 +1,218 @@
+"""Begin, save and restore the order of an epoch: what torch draws, at the moments torch draws it.
+
+`observe(loader)` is `iter(loader)` without workers: it makes torch's draws of that moment and
+returns an `EpochOrder`, an iterator over what torch's index sampler yields. Each `next` makes the
+draws that torch's sampler makes when it is pulled, no earlier and no later:
+
+    moment           no generator               generator=G
+    observe          base seed (global)         base seed (G)
+    first next       sampler's seed (global)    permutation (G)
+    at the end       -                          one more permutation (G), discarded
+
+With workers torch pulls `prefetch_factor * num_workers` times before `iter(loader)` returns, and
+once for each batch it returns; the caller must pull likewise.
+
+For exactly torch's own samplers the indices come as slices of int64 arrays; **an array stands for
+the list of Python ints that torch would yield** (`.tolist()` before a user sees it). Any other item
+is the same object that torch would pass on. All other samplers are iterated, lazily.
+
+`order.predict(0)` and `order.predict(1)` return what this epoch and the next one will read, as an
+`EpochPlan`. A prediction changes no visible state.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
+
+from creel.errors import ConfigError
+from creel.loader.order.draws import (
+    GeneratorCopies,
+    PermutationCache,
+    RandomSource,
+    set_state,
+    state_of,
+    unpack,
+)
+from creel.loader.order.orders import (
+    EpochOrder,
+    ForeignOrder,
+    IteratorStart,
+    KnownOrder,
+    Moment,
+    State,
+    index_sampler,
+    kind_of,
+)
+from creel.loader.order.prediction import EpochPlan
+from creel.loader.order.recipes import is_sequence, opened, trusted
+from creel.loader.order.sampler_state import load_own, own_states
+from creel.loader.order.streams import Facts
+
+__all__ = [
+    "EpochOrder",
+    "EpochPlan",
+    "IteratorStart",
+    "Moment",
+    "State",
+    "adopt",
+    "before",
+    "observe",
+    "restore",
+]
+
+
+def before(loader: DataLoader[object]) -> Moment:
+    """Return the state an epoch begins from; call it before torch's iterator is constructed."""
+    own = [] if _is_known(loader) else own_states(index_sampler(loader))
+    return Moment(state_of(torch.default_generator), own)
+
+
+def observe(
+    loader: DataLoader[object], *, previous: EpochOrder | None = None, keep_seed: bool = False
+) -> EpochOrder:
+    """Begin an epoch: the calls and draws that torch's iterator makes before it pulls indices.
+
+    Args:
+        loader: a map-style loader.
+        previous: the order of this loader's last epoch; its findings and caches are reused.
+        keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
+    """
+    seed = previous.base_seed if previous is not None and keep_seed else None
+    return adopt(loader, _begin(loader, seed), previous=previous)
+
+
+def restore(
+    loader: DataLoader[object], state: State, *, previous: EpochOrder | None = None
+) -> EpochOrder:
+    """Begin again the epoch saved by `EpochOrder.state`, in any process; call `skip` afterwards.
+
+    A user's generator is set to its saved state, so that later epochs, too, are those of an
+    uninterrupted run. The global generator belongs to the user and is left alone, unless it is in
+    the same state as before the saved epoch (a script that seeds and starts over); then the epoch's
+    draws are repeated.
+
+    Raises:
+        ConfigError: the state is of another kind of sampler or number of samples.
+    """
+    return adopt(loader, _begin(loader, None), previous=previous, state=state)
+
+
+def resume(
+    loader: DataLoader[object],
+    state: State,
+    *,
+    over: bool,
+    batches: int,
+    previous: EpochOrder | None,
+) -> EpochOrder | None:
+    """Restore the user's custom samplers before a resumed epoch begins.
+
+    Args:
+        loader: a map-style loader with no epoch in progress.
+        state: `EpochOrder.state` of the saved epoch.
+        over: the saved epoch was read to its end; the next one begins.
+        batches: how many batches of it were read.
+        previous: the order of this loader's last epoch.
+
+    Returns:
+        If `over`, the order of the saved epoch at its end, where it can be recomputed; else None.
+
+    Raises:
+        ConfigError: as `restore`.
+    """
+    _check(loader, state, None)
+    load_own(index_sampler(loader), state.get("own", []))
+    if not over:
+        return None
+    if not _is_known(loader):
+        _put_back(loader, state)
+        return None
+    order = restore(loader, state, previous=previous)
+    order.skip(batches)
+    for _ in order:  # only the final draws of the epoch are left
+        pass
+    return order
+
+
+def adopt(
+    loader: DataLoader[object],
+    begun: IteratorStart,
+    *,
+    previous: EpochOrder | None = None,
+    state: State | None = None,
+    foresee: bool = False,
+) -> EpochOrder:
+    """Do `observe`, or `restore` if there is a `state`, after torch's own iterator has begun.
+
+    `foresee`: a copy of a custom sampler may be run ahead (`loader.foresee`).
+    The order replaces `_sampler_iter`; the caller must set `_base_seed` to `order.base_seed`.
+
+    Raises:
+        ConfigError: as `restore`.
+    """
+    if not _is_known(loader):
+        if state is not None:
+            _check(loader, state, None)
+            _put_back(loader, state)
+            begun = begun._replace(base_seed=state["base_seed"])
+        return ForeignOrder(loader, begun, previous, foresee=foresee)
+    if state is None:
+        return KnownOrder(loader, begun, previous)
+    given = state.get("stream", {})
+    _check(loader, state, given)
+    redraw = zlib.crc32(begun.before.rng) == state["before"]
+    if not redraw:
+        set_state(torch.default_generator, begun.before.rng)
+    _put_back(loader, state)
+    begun = begun._replace(base_seed=state["base_seed"])
+    return KnownOrder(loader, begun, previous, given, redraw=redraw)
+
+
+def _begin(loader: DataLoader[object], keep_seed: int | None) -> IteratorStart:
+    """Make the draws of torch's `_BaseDataLoaderIter.__init__` and `_reset`."""
+    moment = before(loader)
+    sampler = index_sampler(loader)
+    sampler_iter = iter(sampler)
+    if keep_seed is not None:
+        return IteratorStart(sampler_iter, keep_seed, moment)
+    base_seed = RandomSource().seed(loader.generator)
+    if loader.num_workers > 0:
+        sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice
+    return IteratorStart(sampler_iter, base_seed, moment)
+
+
+def _put_back(loader: DataLoader[object], state: State) -> None:
+    """Set the loader's generator, if it has one, to its saved state."""
+    if loader.generator is not None and "loader_rng" in state:
+        set_state(loader.generator, unpack(state["loader_rng"]))
+
+
+def _is_known(loader: DataLoader[object]) -> bool:
+    """Whether the order is torch's own, and recomputing it runs no user code."""
+    sampler = index_sampler(loader)
+    if type(sampler) is not BatchSampler:
+        return _is_torchs(sampler)
+    return trusted(BatchSampler) and _is_torchs(sampler.sampler)
+
+
+def _is_torchs(sampler: object) -> bool:
+    if type(sampler) is SubsetRandomSampler and not is_sequence(sampler.indices):
+        return False
+    return is_sequence(sampler) or trusted(type(sampler))
+
+
+def _check(loader: DataLoader[object], state: State, given: Facts | None) -> None:
+    """Raise ConfigError unless `state` fits this loader."""
+    sampler = index_sampler(loader)
+    if kind_of(sampler) != state["kind"]:
+        raise ConfigError(f"saved order is of {state['kind']}, this loader has {kind_of(sampler)}")
+    if given is None:
+        return
+    inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
+    shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
+    total = opened(inner, shadow, PermutationCache(), given).total
+    if total != state["total"]:
+        raise ConfigError(f"saved order is of {state['total']} samples, this loader has {total}")

@@ -1,0 +1,416 @@
+"""Streams: what torch's own samplers yield, computed. One stream is one epoch of one sampler.
+
+A stream draws in blocks, each at the moment at which torch's sampler draws it: when its first item
+is requested (`need`), or, for the block that `RandomSampler` draws and discards, at the end of the
+sampler. A draw from a generator that the user can see is *visible*; other draws may be made at any
+time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TypeAlias, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DistributedSampler, WeightedRandomSampler
+
+from creel.loader.order.draws import (
+    Permutation,
+    PermutationCache,
+    RandomSource,
+    clone,
+    pack,
+    state_of,
+)
+
+Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
+
+#: Items that RandomSampler(replacement=True) draws at a time.
+_CHUNK = 32
+
+#: Items per draw with replacement from a private generator.
+_AHEAD = 1 << 15
+
+
+class Facts(TypedDict, total=False):
+    """What determines a stream besides the sampler itself; small, fit for JSON."""
+
+    seed: int
+    epoch: int
+    rng: str
+
+
+def indices_of(items: object) -> NDArray[np.int32]:
+    """Convert a flat sequence of indices to int32.
+
+    Raises:
+        ValueError: it is not flat, holds anything but integers, or one does not fit.
+    """
+    found = np.asarray(items)
+    if found.size == 0:
+        return np.empty(0, dtype=np.int32)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ValueError(f"no indices: {found.ndim} dimensions of {found.dtype}")
+    if found.min() < 0 or found.max() > np.iinfo(np.int32).max:
+        raise ValueError("an index is negative or above 2**31 - 1")
+    return found.astype(np.int32, copy=False)
+
+
+def _plain(listed: object) -> bool:
+    """Whether indexing the sequence runs no user code."""
+    return type(listed) in (list, tuple, range, np.ndarray, torch.Tensor)
+
+
+class SamplerStream:
+    """Base: `total` items, all known without a draw.
+
+    Streams whose keys are not None are equal exactly if their keys are.
+    """
+
+    total: int
+    key: tuple[object, ...] | None = None
+
+    #: Whether items must be read one batch at a time, since the user may change the list they are
+    #: from.
+    live = False
+
+    #: Whether the first item costs as much as all.
+    at_once = False
+
+    #: Entries of a permutation that are drawn for each item.
+    spread = 1
+
+    #: Whether another thread may request items: no user code runs.
+    apart = True
+
+    @property
+    def drawn(self) -> int:
+        """Items [0, drawn) are known now."""
+        return self.total
+
+    @property
+    def ready(self) -> int:
+        """Items [0, ready) are cheap now; later ones are computed piece by piece."""
+        return self.drawn
+
+    def draw(self) -> None:
+        """Make all needed blocks `ready` at once: the cheapest way, but slow to return."""
+
+    def need(self, item: int) -> None:
+        """Make every draw that torch has made once it yields `item`; `total` means the end."""
+
+    def items(self, start: int, stop: int) -> Items:
+        """Return items [start, stop), stop <= drawn: an array, or a list of the user's objects."""
+        raise NotImplementedError
+
+    def fork(self, dice: RandomSource) -> SamplerStream:
+        """Return a copy of the stream at the same point that draws from `dice` from now on."""
+        made = copy.copy(self)
+        made.rebase(dice)
+        return made
+
+    def rebase(self, dice: RandomSource) -> None:
+        """Stop sharing mutable state with the stream this is a copy of; draw from `dice`."""
+
+    def facts(self) -> Facts:
+        """Return what `opened` needs to reopen this stream in another process."""
+        return {}
+
+    def everything(self) -> NDArray[np.int32]:
+        """Return all items, (total,) int32, drawing what is not drawn yet.
+
+        Raises:
+            ValueError: an item is not an index or does not fit.
+        """
+        self.need(self.total)
+        return indices_of(self.items(0, self.total))
+
+
+class Sequential(SamplerStream):
+    """The items 0, 1, 2, ..."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.key = ("counted", total)
+
+    def items(self, start: int, stop: int) -> Items:
+        return np.arange(start, stop)
+
+
+class FromList(SamplerStream):
+    """The elements of a sequence used as a sampler, each the same object."""
+
+    live = True
+
+    def __init__(self, listed: Sequence[object]) -> None:
+        self._listed = listed
+        self.total = len(listed)
+        self.apart = _plain(listed)
+
+    def items(self, start: int, stop: int) -> Items:
+        return list(self._listed[start:stop])
+
+    def everything(self) -> NDArray[np.int32]:
+        return indices_of(self._listed)
+
+
+class Drawing(SamplerStream):
+    """Base of streams that draw; `visible`: from the user's or the global generator."""
+
+    def __init__(self, generator: torch.Generator, outer: torch.Generator | None, kept: Facts):
+        """`outer` is the sampler's own generator attribute; `kept` what is known without a draw."""
+        self._generator = generator
+        self._outer = outer
+        self._kept = kept
+        self.visible = not kept
+        self._start = state_of(generator) if self.visible else b""
+        self._told: Facts | None = None
+
+    def rebase(self, dice: RandomSource) -> None:
+        self._generator = dice.of(self._outer) if self.visible else clone(self._generator)
+
+    def facts(self) -> Facts:
+        if self.visible and self._told is None:
+            self._told = {"rng": pack(self._start)}  # cached: some save a state after each batch
+        return self._told or self._kept
+
+
+class Shuffled(Drawing):
+    """Consecutive permutations of n, cut off at `total` items."""
+
+    def __init__(
+        self,
+        n: int,
+        total: int,
+        memo: PermutationCache,
+        generator: torch.Generator,
+        outer: torch.Generator | None,
+        kept: Facts,
+        *,
+        spare: bool = False,
+    ) -> None:
+        """`spare`: one more permutation is drawn at the end, even if none of it is used."""
+        super().__init__(generator, outer, kept)
+        self.total = total
+        self._n = n
+        self._memo = memo
+        self._blocks: list[Permutation] = []
+        self._most = total // n + 1 if spare and self.visible else -(-total // max(n, 1))
+        self.key = ("shuffled", n, total, kept.get("seed"), self._start)
+
+    def rebase(self, dice: RandomSource) -> None:
+        super().rebase(dice)
+        self._blocks = list(self._blocks)
+
+    @property
+    def drawn(self) -> int:
+        return min(self.total, len(self._blocks) * self._n)
+
+    @property
+    def ready(self) -> int:
+        there = 0
+        for block in self._blocks:
+            there += block.ready
+            if block.ready < self._n:
+                break
+        return min(there, self.total)
+
+    def draw(self) -> None:
+        for block in self._blocks:
+            block.whole()
+
+    def need(self, item: int) -> None:
+        wanted = min(item // max(self._n, 1) + 1, self._most)
+        while len(self._blocks) < wanted:
+            # Advance a private generator only when it is used again: that takes 40 ms at 14 M.
+            if self._blocks and not self.visible:
+                self._blocks[-1].leave(self._generator)
+            block = self._memo.permutation(self._n, self._generator)
+            if self.visible:
+                block.leave(self._generator)
+            self._blocks.append(block)
+
+    def items(self, start: int, stop: int) -> Items:
+        if start >= stop:
+            return np.empty(0, dtype=np.int32)
+        n, first, last = self._n, start // self._n, (stop - 1) // self._n
+        pieces = [
+            self._blocks[b].first(min(stop - b * n, n))[max(start - b * n, 0) : stop - b * n]
+            for b in range(first, last + 1)
+        ]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+class ShuffledList(SamplerStream):
+    """A shuffled list: item i is listed[order[i]]."""
+
+    live = True
+
+    def __init__(self, listed: Sequence[object], order: SamplerStream) -> None:
+        self._listed = listed
+        self._order = order
+        self.total = order.total
+        self.apart = _plain(listed)
+
+    @property
+    def drawn(self) -> int:
+        return self._order.drawn
+
+    @property
+    def ready(self) -> int:
+        return self._order.ready
+
+    def draw(self) -> None:
+        self._order.draw()
+
+    def need(self, item: int) -> None:
+        self._order.need(item)
+
+    def items(self, start: int, stop: int) -> Items:
+        places = np.asarray(self._order.items(start, stop))
+        return [self._listed[i] for i in places.tolist()]
+
+    def everything(self) -> NDArray[np.int32]:
+        return indices_of(self._listed)[self._order.everything()]
+
+    def rebase(self, dice: RandomSource) -> None:
+        self._order = self._order.fork(dice)
+
+    def facts(self) -> Facts:
+        return self._order.facts()
+
+
+class Distributed(SamplerStream):
+    """One rank's share of an order: every world-th item, with the head repeated or the tail cut."""
+
+    def __init__(
+        self, order: SamplerStream, sampler: DistributedSampler[object], epoch: int
+    ) -> None:
+        self._order, self._epoch = order, epoch
+        self._rank, self._world = sampler.rank, sampler.num_replicas
+        self._n = order.total
+        self.total = sampler.num_samples
+        self.spread = self._world
+        self.key = ("dealt", order.key, self._rank, self._world, self.total)
+
+    def need(self, item: int) -> None:  # noqa: ARG002  (the first item needs the whole order)
+        self._order.need(0)
+
+    @property
+    def drawn(self) -> int:
+        return self.total if self._order.drawn == self._n else 0
+
+    @property
+    def ready(self) -> int:
+        there = self._order.ready
+        return self.total if there == self._n else max(there - self._rank, 0) // self._world
+
+    def draw(self) -> None:
+        self._order.draw()
+
+    def items(self, start: int, stop: int) -> Items:
+        places = self._rank + self._world * np.arange(start, stop)
+        if isinstance(self._order, Sequential) or start >= stop:
+            return places % max(self._n, 1)
+        head = self._order.items(0, min(int(places[-1]) + 1, self._n))
+        return np.asarray(head)[places % self._n]
+
+    def rebase(self, dice: RandomSource) -> None:
+        self._order = self._order.fork(dice)
+
+    def facts(self) -> Facts:
+        return {"epoch": self._epoch}
+
+
+class WithReplacement(Drawing):
+    """`total` draws from 0 ... n-1, each independent of the others."""
+
+    def __init__(
+        self,
+        n: int,
+        total: int,
+        generator: torch.Generator,
+        outer: torch.Generator | None,
+        kept: Facts,
+    ) -> None:
+        super().__init__(generator, outer, kept)
+        self.total = total
+        self._n = n
+        self._have = 0
+        kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
+        self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _AHEAD), dtype=kind)
+        self.key = ("replaced", n, total, kept.get("seed"), self._start)
+
+    def rebase(self, dice: RandomSource) -> None:
+        super().rebase(dice)
+        self._buffer = self._buffer.copy()
+
+    @property
+    def drawn(self) -> int:
+        return self._have
+
+    @property
+    def ready(self) -> int:
+        return self.total  # items that are not drawn yet cost no more one by one
+
+    def need(self, item: int) -> None:
+        wanted = min(_CHUNK * (item // _CHUNK + 1), self.total)
+        if not self.visible and self._have < wanted:
+            wanted = min(max(wanted, self._have + _AHEAD), self.total)
+        k = wanted - self._have
+        if k <= 0:
+            return
+        if wanted > len(self._buffer):
+            larger = np.empty(
+                min(max(2 * len(self._buffer), wanted), self.total), self._buffer.dtype
+            )
+            larger[: self._have] = self._buffer[: self._have]
+            self._buffer = larger
+        # torch's CPU generator draws entry by entry: one call for all chunks gives the same items.
+        drawn = torch.randint(
+            high=self._n, size=(k,), dtype=torch.int64, generator=self._generator, device="cpu"
+        )
+        self._buffer[self._have : wanted] = drawn.numpy()
+        self._have = wanted
+
+    def items(self, start: int, stop: int) -> Items:
+        return self._buffer[start:stop]
+
+
+class Weighted(Drawing):
+    """Weighted draws by `torch.multinomial`, all in one call."""
+
+    at_once = True
+
+    def __init__(
+        self,
+        sampler: WeightedRandomSampler,
+        generator: torch.Generator,
+        outer: torch.Generator | None,
+        kept: Facts,
+    ) -> None:
+        super().__init__(generator, outer, kept)
+        self._sampler = sampler
+        self.total = sampler.num_samples
+        self._drawn: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        w = sampler.weights
+        version = w._version  # noqa: SLF001  torch's count of changes in place
+        self.key = ("weighted", id(w), version, self.total, sampler.replacement, self._start)
+
+    @property
+    def drawn(self) -> int:
+        return len(self._drawn)
+
+    def need(self, item: int) -> None:  # noqa: ARG002  (all at once)
+        if not len(self._drawn):
+            s = self._sampler
+            # Weights on an accelerator need a generator there, which is the sampler's own.
+            generator = self._outer if s.weights.device.type != "cpu" else self._generator
+            drawn = torch.multinomial(s.weights, s.num_samples, s.replacement, generator=generator)
+            self._drawn = np.asarray(drawn.cpu().numpy(), dtype=np.int64)
+
+    def items(self, start: int, stop: int) -> Items:
+        return self._drawn[start:stop]

@@ -1,0 +1,1 @@
+"""Reads: a dataset's objects through a lease, single addresses, and listings."""

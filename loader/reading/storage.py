@@ -1,0 +1,356 @@
+"""Single reads and listings that a dataset needs before it has a manifest.
+
+An address is a path, or a URI: file://, what pyarrow.fs opens (s3, gs, hdfs, ...), or what fsspec
+opens (http, https, memory, ...). Reads of a dataset's objects go through
+`creel.cache.storage.source`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.remote import ARROW, HttpStore, arrow_of, fsspec_of, open_store
+from creel.cache.storage.retry import RetryPolicy, public, source_error
+from creel.cache.storage.stores import Place, Store, read_file
+from creel.config import Config
+from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
+from creel.settings import FetchSettings
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: Threads that list folders and ask for sizes; they wait for the storage, not for the CPU.
+_THREADS = 16
+
+_stores: dict[tuple[int, str, str], Store] = {}
+_lock = threading.Lock()
+
+
+def scheme_of(address: str) -> str:
+    """Scheme of a URI in lower case, "" for a path.
+
+    >>> scheme_of("s3://bucket/a"), scheme_of("/data/a"), scheme_of("file:///data/a")
+    ('s3', '', 'file')
+    """
+    head, found, _ = address.partition("://")
+    return head.lower() if found else ""
+
+
+def absolute(address: str | os.PathLike[str]) -> str:
+    """The address in a form that any process of this machine can read: a URI or absolute path.
+
+    >>> absolute("file:///data/a%20b"), absolute("s3://bucket/a/")
+    ('/data/a b', 's3://bucket/a')
+
+    Raises:
+        ConfigError: neither a string nor a path.
+        NotFoundError: an empty path (it would mean the working directory), or only a scheme.
+    """
+    if not isinstance(address, (str, os.PathLike)):
+        raise ConfigError(f"a path is a string or a Path, not {address!r}")
+    text = os.fspath(address)
+    if text.startswith("/") and "//" not in text and "/." not in text and text[-1] != "/":
+        return text  # the usual case; the rest takes several times as long
+    if not text:
+        raise NotFoundError("the path is empty: name a file or a folder ('.' is this one)")
+    scheme = scheme_of(text)
+    if scheme == "file":
+        return unquote(urlsplit(text).path)
+    if scheme:
+        if not text.partition("://")[2].strip("/"):
+            raise NotFoundError(f"{text} names nothing: write {scheme}://bucket-or-host/path")
+        return text.rstrip("/")
+    # No abspath() or resolve(): links, and `..` behind them, are followed when the file is read.
+    text = os.path.expanduser(text)  # noqa: PTH111
+    whole = text if text.startswith("/") else f"{os.getcwd()}/{text}"  # noqa: PTH109
+    return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
+
+
+def several(given: object) -> list[str | os.PathLike[str]]:
+    """One address or many, as a list.
+
+    Raises:
+        ConfigError: not an address or an iterable of addresses.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise ConfigError(f"give a path or a list of paths, not {given!r}")
+    listed = list(given)
+    for one in listed:
+        if not isinstance(one, (str, os.PathLike)):
+            raise ConfigError(f"a path is a string or a Path, not {one!r}")
+    return listed
+
+
+def is_folder(address: str) -> bool:
+    """Whether a path is a folder; True for every remote address."""
+    return bool(scheme_of(address)) or Path(address).is_dir()
+
+
+def in_threads(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """[job(item) for item in items], up to 16 at a time in threads."""
+    if len(items) <= 1:
+        return [job(item) for item in items]
+    with ThreadPoolExecutor(min(_THREADS, len(items)), "creel-list") as pool:
+        try:
+            done = pool.map(job, items)  # starts the threads
+        except RuntimeError:  # no threads allowed (`ulimit -u`)
+            return [job(item) for item in items]
+        return list(done)
+
+
+# --- single reads -----------------------------------------------------------------------------
+
+
+def read_all(address: str) -> bytes:
+    """All bytes at an address; a local file fails as `open` does, a remote one by SourceError."""
+    if "://" in address:
+        return _read(address, 0, UNKNOWN)
+    try:
+        return read_file(address)  # half the cost of a file object
+    except OSError:
+        with open(address, "rb") as f:  # noqa: PTH123  raises open()'s own error, as for a folder
+            return f.read()
+
+
+def read_range(address: str, offset: int, nbytes: int) -> bytes:
+    """`nbytes` bytes from `offset` on; fewer only at the end of a local file."""
+    if not scheme_of(address):
+        with Path(address).open("rb") as f:
+            f.seek(offset)
+            return f.read(nbytes)
+    return _read(address, offset, nbytes)
+
+
+def nbytes_of(address: str) -> int:
+    """Size in bytes.
+
+    Raises:
+        NotFoundError: nothing is there, or it is a folder.
+        ConfigError: the storage does not know the size, or denies access.
+        SourceError: the storage fails.
+    """
+    scheme = scheme_of(address)
+    if not scheme:
+        path = Path(address)
+        if path.is_dir():
+            raise NotFoundError(f"{address} is a folder: give the files in it, as a list")
+        if not path.is_file():
+            raise NotFoundError(f"there is no file {address}")
+        return path.stat().st_size
+    ask = _arrow_nbytes if scheme in ARROW else _fsspec_nbytes
+    with _plainly(address):
+        size = _patiently(address, lambda: ask(address))
+    if size is None:
+        raise ConfigError(f"the storage does not tell the size of {public(address)}")
+    return size
+
+
+@contextmanager
+def _plainly(address: str) -> Iterator[None]:
+    """Turn what a storage raises about `address` into one of creel's errors, in one sentence."""
+    try:
+        yield
+    except CreelError:
+        raise
+    except Exception as e:
+        told = source_error(e, address)
+        if told.errno == errno.ENOENT:
+            why = told.strerror or ""
+            more = f": {why}" if "bucket" in why else ""
+            raise NotFoundError(f"there is no {told.uri}{more}") from e
+        if told.errno == errno.EACCES:
+            raise ConfigError(f"{told.uri}: {told.strerror}") from e
+        raise told from e
+
+
+def _store(address: str) -> Store:
+    # By process id: clients of object stores own threads and do not survive a fork.
+    key = (os.getpid(), scheme_of(address), urlsplit(address).netloc)
+    deadline_s = retry().deadline_s  # before the lock, which retry() may take itself
+    with _lock:
+        if key not in _stores:
+            _stores[key] = open_store(address, deadline_s)
+        return _stores[key]
+
+
+def _patiently(address: str, job: Callable[[], R]) -> R:
+    began = time.monotonic()
+    try:
+        return job()
+    except Exception as e:  # noqa: BLE001  stores may raise anything
+        return retry().again(job, e, address, began)
+
+
+def _read(address: str, offset: int, length: int) -> bytes:
+    place = Place(address)
+    try:
+        return _patiently(address, lambda: _store(address).read(place, offset, length))
+    except Exception as e:
+        raise source_error(e, address) from e
+
+
+def _arrow_nbytes(address: str) -> int | None:
+    from pyarrow import fs
+
+    system, path = arrow_of(address, retry().deadline_s)
+    info = system.get_file_info(path)
+    if info.type is fs.FileType.NotFound:
+        raise FileNotFoundError(errno.ENOENT, "not found", address)
+    return None if info.size is None else int(info.size)
+
+
+def _fsspec_nbytes(address: str) -> int | None:
+    store = _store(address)
+    if isinstance(store, HttpStore):  # fsspec reports every failure as a missing file
+        return store.nbytes(address)
+    system, path = _fsspec(address)
+    size = system.info(path).get("size")
+    return None if size is None else int(size)
+
+
+def _fsspec(address: str) -> tuple[Any, str]:  # fsspec has no types
+    try:
+        return fsspec_of(address, retry().deadline_s)
+    except SourceError as e:
+        raise ConfigError(f"{public(address)} needs fsspec: pip install 'creel[http]'") from e
+    except (ImportError, ValueError) as e:
+        raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
+
+
+# --- retries and deadlines --------------------------------------------------------------------
+
+_settings: FetchSettings | None = None
+
+
+def use(settings: FetchSettings) -> None:
+    """Retry reads and requests of this process as these settings say from now on."""
+    global _settings  # noqa: PLW0603  one per process: datasets are read anywhere in it
+    if settings != _settings:
+        _settings = settings
+        with _lock:
+            _stores.clear()
+
+
+def retry() -> RetryPolicy:
+    """The retry policy of the settings in use: a loader's, else from environment and files."""
+    if _settings is None:
+        try:
+            use(Config.load()[0].fetch)
+        except ConfigError:  # the loader reports it; `creel.read` uses the defaults
+            use(FetchSettings())
+    told = _settings or FetchSettings()
+    return RetryPolicy(told.attempts, told.deadline_s, told.backoff_s, told.backoff_max_s)
+
+
+# --- listings ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Files below a root in a fixed order: names relative to it, sizes in bytes where known."""
+
+    names: list[str]
+    nbytes: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def walk(root: str) -> Listing:
+    """Every file below a local folder, following links, in the order of `sorted(os.walk(root))`.
+
+    One pass without a stat of any file. Unreadable folders are skipped, as by os.walk.
+    """
+    names: list[str] = []
+    cut = len(root.rstrip("/")) + 1
+    for folder, _, files in sorted(os.walk(root, followlinks=True)):
+        inner = folder[cut:]
+        prefix = f"{inner}/" if inner else ""
+        names += [prefix + name for name in sorted(files)]
+    return Listing(names)
+
+
+def list_remote(root: str) -> Listing:
+    """Every object below a URI, in the order of `walk`, with sizes if the storage gives all.
+
+    Raises:
+        NotFoundError: nothing is there.
+        ConfigError: the storage denies access.
+        SourceError: the storage fails.
+    """
+    scheme = scheme_of(root)
+    listed = _list_arrow if scheme in ARROW else _list_fsspec
+    with _plainly(root):
+        return _patiently(root, lambda: in_walk_order(listed(root)))
+
+
+def in_walk_order(found: Iterable[tuple[str, int]]) -> Listing:
+    """Sort (name, nbytes) by folder, then by name; keep the sizes only if all are known."""
+    rows = sorted(found, key=lambda row: row[0].rpartition("/")[::2])
+    sizes = [n for _, n in rows]
+    return Listing([name for name, _ in rows], None if UNKNOWN in sizes else sizes)
+
+
+def escape(root: str, name: str) -> str:
+    """Escape a listed name so that `root/name` addresses that file.
+
+    >>> escape("http://h/d", "hot dog/1#.png"), escape("s3://b", "hot dog/1#.png")
+    ('hot%20dog/1%23.png', 'hot dog/1%23.png')
+    """
+    scheme = scheme_of(root)
+    if scheme in {"http", "https"}:
+        return quote(name)
+    if scheme in ARROW:
+        return name.replace("%", "%25").replace("?", "%3F").replace("#", "%23")
+    return name
+
+
+def unescape(root: str, name: str) -> str:
+    """Invert `escape`.
+
+    >>> unescape("http://h/d", "hot%20dog/1%23.png"), unescape("/d", "50%25.png")
+    ('hot dog/1#.png', '50%25.png')
+    """
+    return unquote(name) if scheme_of(root) in ARROW | {"http", "https"} else name
+
+
+def _list_arrow(root: str) -> Iterator[tuple[str, int]]:
+    from pyarrow import fs
+
+    system, base = arrow_of(root, retry().deadline_s)
+    cut = len(base.rstrip("/")) + 1
+    for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
+        if info.type is fs.FileType.File:
+            yield info.path[cut:], UNKNOWN if info.size is None else int(info.size)
+
+
+def _list_fsspec(root: str) -> Iterator[tuple[str, int]]:
+    system, base = _fsspec(root)
+    http = scheme_of(root) in {"http", "https"}
+    base = base.rstrip("/") + "/"
+    missing_only = {"on_error": _unless_missing} if http else {}
+    for name, info in system.find(base, detail=True, **missing_only).items():
+        size = info.get("size")
+        inner = name[len(base) :]
+        # A web page links to more than the folder's files: to parents, to other sort orders.
+        if inner and name.startswith(base) and not (http and {"?", "#"} & set(inner)):
+            yield unquote(inner) if http else inner, UNKNOWN if size is None else int(size)
+
+
+def _unless_missing(error: Exception) -> None:
+    """Raise unless the folder is missing; fsspec would skip it whatever the reason."""
+    if not isinstance(error, FileNotFoundError):
+        raise error

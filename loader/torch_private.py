@@ -1,0 +1,74 @@
+"""All private names of torch that creel imports, so that one file shows what a new torch may break.
+
+If this torch lacks one of them, `MISSING` names it and `creel.DataLoader` behaves as torch's own
+class: correct, without a cache. Only modules that serve its iterators import from here.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.utils.data
+
+__all__ = [
+    "MISSING",
+    "MP_STATUS_CHECK_INTERVAL",
+    "BaseDataLoaderIter",
+    "DatasetKind",
+    "ExceptionWrapper",
+    "MultiProcessingDataLoaderIter",
+    "SingleProcessDataLoaderIter",
+    "WorkerInfo",
+    "collate",
+    "generate_state",
+    "pin_memory",
+    "profiler_enabled",
+    "signal_handling",
+    "utils",
+    "worker",
+]
+
+MISSING: str | None = None
+try:
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data import _utils as utils
+    from torch.utils.data._utils import (
+        MP_STATUS_CHECK_INTERVAL,
+        collate,
+        signal_handling,
+        worker,
+    )
+    from torch.utils.data._utils.pin_memory import pin_memory
+    from torch.utils.data._utils.worker import WorkerInfo
+    from torch.utils.data._utils.worker import _generate_state as generate_state
+    from torch.utils.data.dataloader import (
+        _BaseDataLoaderIter as BaseDataLoaderIter,
+    )
+    from torch.utils.data.dataloader import (
+        _DatasetKind as DatasetKind,
+    )
+    from torch.utils.data.dataloader import (
+        _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
+    )
+    from torch.utils.data.dataloader import (
+        _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter,
+    )
+
+    for _owner, _names in (
+        (BaseDataLoaderIter, ("_reset",)),
+        (DatasetKind, ("Map", "create_fetcher")),
+        (collate, ("collate_tensor_fn", "default_collate_fn_map")),
+        (signal_handling, ("_set_worker_signal_handlers",)),
+        (torch.utils.data.DataLoader, ("_auto_collation", "_index_sampler")),
+        (utils, ("python_exit_status",)),
+        (worker, ("_worker_info",)),
+    ):
+        for _name in _names:
+            getattr(_owner, _name)
+except (ImportError, AttributeError) as e:
+    MISSING = str(e)
+
+
+def profiler_enabled() -> bool:
+    """Whether torch's profiler is running; True if this torch has no way to ask."""
+    enabled = getattr(torch.autograd, "_profiler_enabled", None)
+    return enabled is None or bool(enabled())

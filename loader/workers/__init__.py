@@ -1,0 +1,1 @@
+"""Worker processes: starting them, giving them tasks, and receiving their batches."""

@@ -1,0 +1,194 @@
+"""Unpacking a batch in the trainer: tensors and arrays are built right over the slot.
+
+The inverse of `transport.pack`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import threading
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from creel.cache.memory.slots import Buffer, SlotReader
+from creel.errors import IllegalEventError
+from creel.loader.overlay import over
+
+_SMALL = 16 << 10  # storages up to this are copied (2 us) rather than keep a slot in use
+
+#: Dtypes of packed tensors; their numbers are positions in DTYPES. Others are pickled by torch.
+_NAMES = (
+    *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
+    *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
+
+
+class Packed(NamedTuple):
+    """A packed batch: plain values that pickle in a microsecond.
+
+    `slots`: (id, whether it is used only once) of each slot of the batch. `retired`: ids of slots
+    that the worker has given up. `parts`: one packed `Part` per storage. `pickle`: the pickle of
+    the batch, or empty if it lies in a slot at `where` (slot number, offset, bytes), followed by
+    the rows of `parts`. `small`: the bytes of all storages of a batch without slots.
+    """
+
+    slots: tuple[tuple[int, bool], ...]
+    retired: tuple[int, ...]
+    parts: bytes
+    pickle: bytes
+    small: bytes
+    where: tuple[int, int, int] | None = None
+
+
+class Part(NamedTuple):
+    """Where a storage's bytes are: `nbytes` at `offset` of the batch's slot number `slot`.
+
+    Slot -1 is `Packed.small`. The first `cut` bytes of the storage were left out.
+    """
+
+    slot: int
+    offset: int
+    nbytes: int
+    cut: int
+
+
+PART = struct.Struct("<4q")
+
+
+class _Arrival:
+    """The storages of a batch while this thread unpickles it."""
+
+    def __init__(self, packed: Packed, reader: SlotReader) -> None:
+        self._packed = packed
+        self._reader = reader
+        self._leases: list[Buffer | None] = [None] * len(packed.slots)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._rows = memoryview(packed.parts)
+
+    def load(self) -> object:
+        """Unpickle and return the batch."""
+        packed = self._packed
+        source: bytes | memoryview = packed.pickle
+        if packed.where is not None:
+            number, offset, length = packed.where
+            view = self._reader.view(packed.slots[number][0])
+            source = view[offset : offset + length]
+            self._rows = view[offset + length :]
+        before = getattr(_local, "arrival", None)  # unpickling one batch may unpack another
+        _local.arrival = self
+        try:
+            return pickle.loads(source)  # noqa: S301  from our own worker
+        finally:
+            _local.arrival = before
+
+    def release(self) -> None:
+        """Give back the slots that no tensor uses; others return when their tensors die."""
+        for (slot_id, once), lease in zip(self._packed.slots, self._leases, strict=True):
+            if lease is None:
+                self._reader.release(slot_id, once=once)
+
+    def part(self, number: int) -> Part:
+        """The `Part` of storage `number`."""
+        return Part._make(PART.unpack_from(self._rows, number * PART.size))
+
+    def buffer(self, part: Part) -> tuple[object, int]:
+        """(buffer, offset) to build a tensor or array over: writable, and used by nothing else."""
+        if part.slot < 0:
+            return _copied(self._packed.small, part), 0
+        lease = self._leases[part.slot]
+        if part.nbytes <= _SMALL or (lease is None and self._reader.full):
+            return _copied(self._reader.view(self._packed.slots[part.slot][0]), part), 0
+        if lease is None:
+            slot_id, once = self._packed.slots[part.slot]
+            lease = self._leases[part.slot] = self._reader.lease(slot_id, once=once)
+        return lease, part.offset
+
+    def storage(self, number: int, part: Part) -> torch.UntypedStorage:
+        """Storage `number`, the same object at each call."""
+        storage = self._storages.get(number)
+        if storage is None:
+            storage = self._storages[number] = self._built(part)
+        return storage
+
+    def _built(self, part: Part) -> torch.UntypedStorage:
+        if not part.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
+        buffer, offset = self.buffer(part)
+        return over(buffer, part.nbytes, offset).untyped_storage()
+
+
+def _copied(source: bytes | memoryview, part: Part) -> NDArray[np.uint8]:
+    """(nbytes,) copy of the bytes of a part."""
+    return np.frombuffer(source, np.uint8, part.nbytes, part.offset).copy()
+
+
+_local = threading.local()
+
+
+def _arriving() -> _Arrival:
+    arrival: _Arrival | None = getattr(_local, "arrival", None)
+    if arrival is None:
+        raise IllegalEventError("a packed batch can only be read by `unpack`")
+    return arrival
+
+
+def arrived_tensor(
+    number: int, code: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
+    """A tensor over storage `number` of the batch being unpickled; dtype is DTYPES[code]."""
+    arrival = _arriving()
+    part = arrival.part(number)
+    tensor = torch.empty(0, dtype=DTYPES[code], device="cpu")  # whatever the default device is
+    start = offset - part.cut // tensor.itemsize if part.nbytes else 0
+    return tensor.set_(arrival.storage(number, part), start, shape, stride)
+
+
+def arrived_storage(number: int) -> torch.UntypedStorage:
+    """Storage `number` of the batch being unpickled."""
+    arrival = _arriving()
+    return arrival.storage(number, arrival.part(number))
+
+
+def arrived_array(
+    number: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    order: Literal["C", "F"],
+    writable: bool,
+) -> NDArray[Any]:
+    """A numpy array over storage `number` of the batch being unpickled."""
+    arrival = _arriving()
+    buffer, offset = arrival.buffer(arrival.part(number))
+    array: NDArray[Any] = np.ndarray(shape, dtype, cast(Any, buffer), offset, order=order)
+    array.flags.writeable = writable
+    return array
+
+
+def unpack(packed: Packed, reader: SlotReader) -> object:
+    """The batch as torch would deliver it, with its large tensors in slots.
+
+    New slots must be adopted before. Once `reader.max_leased` slots are leased, tensors are copied.
+
+    Raises:
+        IllegalEventError: a slot was not adopted.
+        Exception: whatever unpickling the batch raises; its slots are given back.
+    """
+    arrival = _Arrival(packed, reader)
+    try:
+        return arrival.load()
+    finally:
+        arrival.release()
+        reader.forget(list(packed.retired))
+
+
+def discard(packed: Packed, reader: SlotReader) -> None:
+    """Give back the slots of a batch without reading it."""
+    for slot_id, once in packed.slots:
+        reader.release(slot_id, once=once)
+    reader.forget(list(packed.retired))

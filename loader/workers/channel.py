@@ -1,0 +1,257 @@
+"""Channel: messages between a trainer and one worker over a unix SOCK_SEQPACKET socket.
+
+There are no threads and no queues. A packet is one whole pickled message, with descriptors.
+Messages are small (payload lies in slots); a longer one is sent in a memfd, or in several packets
+if no memfd can be made. A full socket buffer cannot make two processes wait for each other: the
+trainer never blocks in `post`, and reads while it waits.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import errno
+import io
+import os
+import pickle
+import select
+import socket
+import threading
+from array import array
+from collections import ChainMap, deque
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+
+#: Longest packet in bytes; longer messages use a memfd. A socket's buffer is 208 KiB by default.
+_INLINE = 16 << 10
+#: Most descriptors in one packet (the kernel's SCM_MAX_FD); any more are sent before it in packets
+#: of their own.
+_MAX_FDS = 253
+_PLAIN, _SPILLED, _AHEAD, _PIECE = b"p", b"s", b"a", b"c"
+_Reduced: TypeAlias = "str | tuple[Any, ...]"
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets; both close on exec."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class _Packet:
+    """A packet to be sent: bytes, and descriptors that go with them."""
+
+    __slots__ = ("_ours", "data", "fds")
+
+    def __init__(self, data: bytes, fds: list[int], ours: list[int]) -> None:
+        """`ours`: those of `fds` that the packet owns."""
+        self.data = data
+        self.fds = fds
+        self._ours = [fd for fd in fds if fd in ours]
+
+    def close(self) -> None:
+        """Close the owned descriptors, once it was sent or never will be."""
+        _close(self._ours)
+        self._ours = self.fds = []
+
+    def keep(self) -> None:
+        """Duplicate the caller's descriptors, which it may close before this is sent.
+
+        Raises:
+            OSError: no descriptor is free.
+        """
+        for i, fd in enumerate(self.fds):
+            if fd not in self._ours:
+                self.fds[i] = os.dup(fd)
+                self._ours.append(self.fds[i])
+
+
+class Channel:
+    """One end. Messages are tuples of picklable values, sent with descriptors."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over `sock` and close it in `close`."""
+        self._sock = sock
+        self._backlog: deque[_Packet] = deque()
+        self._ahead: list[int] = []  # descriptors received for the next message,
+        self._pieces: list[bytes] = []  # and its first bytes
+        # Reentrant: a finaliser may call `post` while this thread is inside it.
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 when closed."""
+        return self._sock.fileno()
+
+    @property
+    def congested(self) -> bool:
+        """Whether packets wait for room in the socket's buffer."""
+        return bool(self._backlog)
+
+    def post(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> None:
+        """Send, or keep for the next `flush` if the socket's buffer is full. Never blocks.
+
+        Raises:
+            OSError: the other end is gone, or no descriptor is free.
+            Exception: whatever pickling `message` raises; then nothing was sent.
+        """
+        body, owned = _packed(message)
+        with self._lock:
+            packets = [_Packet(*one, owned) for one in _packets(body, [*owned, *fds])]
+            self._backlog += packets
+            try:
+                self.flush()
+                for packet in packets:
+                    packet.keep()
+            except OSError:
+                self._backlog = deque(p for p in self._backlog if p not in packets)
+                for packet in packets:
+                    packet.close()
+                raise
+
+    def flush(self) -> bool:
+        """Send waiting packets until the buffer is full; True if none is left."""
+        with self._lock:
+            while self._backlog:
+                packet = self._backlog[0]
+                try:
+                    _send(self._sock, packet.data, packet.fds, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return False
+                self._backlog.popleft()
+                packet.close()
+            return True
+
+    def put(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> None:
+        """Send, waiting for room without a limit (for workers; the trainer always reads).
+
+        Raises:
+            OSError: the other end is gone.
+            Exception: whatever pickling `message` raises; then nothing was sent.
+        """
+        body, owned = _packed(message)
+        try:
+            for piece, some in _packets(body, [*owned, *fds]):
+                _send(self._sock, piece, some)
+        finally:
+            _close(owned)
+
+    def get(self, timeout_s: float | None = None) -> tuple[tuple[object, ...], list[int]] | None:
+        """The next message and its descriptors, which the caller owns; None on timeout.
+
+        Raises:
+            EOFError: the other end is gone, or this one was closed.
+            OSError: this process has no free descriptor; the message is lost.
+        """
+        while True:
+            try:
+                if timeout_s is not None and not self._readable(timeout_s):
+                    return None
+                packet, fds, flags, _ = socket.recv_fds(
+                    self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+                )
+            except ConnectionError as e:
+                raise EOFError("the other end is gone") from e
+            except (OSError, ValueError) as e:
+                if self.fileno() < 0:  # closed by another thread than the one that reads
+                    raise EOFError("this end is closed") from e
+                raise
+            if not packet:
+                raise EOFError("the other end is gone")
+            if flags & socket.MSG_CTRUNC:
+                _close(fds)
+                raise OSError(errno.EMFILE, "Too many open files: raise the limit (ulimit -n)")
+            self._ahead += fds
+            if packet[:1] == _PIECE:
+                self._pieces.append(packet[1:])
+            elif packet[:1] != _AHEAD:
+                return self._message(packet)
+
+    def _message(self, packet: bytes) -> tuple[tuple[object, ...], list[int]]:
+        """The message that this packet, its last one, completes."""
+        fds, self._ahead = self._ahead, []
+        pieces, self._pieces = self._pieces, []
+        if packet[:1] == _SPILLED:
+            return _spilled(fds)
+        body = b"".join([*pieces, packet[1:]]) if pieces else memoryview(packet)[1:]
+        return pickle.loads(body), fds  # noqa: S301  from our own child or parent
+
+    def _readable(self, timeout_s: float) -> bool:
+        poll = select.poll()  # select() fails for descriptors above 1023
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(timeout_s * 1000))
+
+    def abandon(self) -> None:
+        """Close the descriptor in a forked child; takes no lock, as another thread may hold it."""
+        self._sock.close()
+
+    def close(self) -> None:
+        """Close the socket and drop what was not sent."""
+        with self._lock:
+            while self._backlog:
+                self._backlog.popleft().close()
+            self._sock.close()
+
+
+def _send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> None:
+    """`socket.send_fds` with flags, which Python (3.11) ignores, so that it would block."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+    sock.sendmsg([data], rights, flags)
+
+
+def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
+    """(bytes, descriptors) of each packet of a message; the last one has its kind."""
+    cut = max(len(fds) - 1, 0) // _MAX_FDS * _MAX_FDS
+    packets = [(_AHEAD, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
+    if len(body) > _INLINE:  # no memfd could be made
+        *pieces, last = [body[i : i + _INLINE] for i in range(1, len(body), _INLINE)]
+        packets += [(_PIECE + piece, []) for piece in pieces]
+        body = _PLAIN + last
+    return [*packets, (body, fds[cut:])]
+
+
+def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
+    """The message as bytes, or a memfd with it, which the caller must close."""
+    sink = io.BytesIO()
+    pickler = pickle.Pickler(sink, 5)
+    pickler.dispatch_table = _REDUCERS
+    sink.write(_PLAIN)
+    pickler.dump(message)
+    body = sink.getvalue()
+    if len(body) <= _INLINE:
+        return body, []
+    try:
+        fd = os.memfd_create("creel-message", os.MFD_CLOEXEC)
+    except OSError:  # no free descriptor
+        return body, []
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            file.write(memoryview(body)[1:])
+    except OSError:  # no memory for the memfd
+        os.close(fd)
+        return body, []
+    except BaseException:
+        os.close(fd)
+        raise
+    return _SPILLED, [fd]
+
+
+def _reduced(tensor: torch.Tensor) -> _Reduced:
+    """Pickle an index tensor by its own elements: its storage may be a whole permutation."""
+    if tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _INDICES:
+        return torch.from_numpy, (tensor.numpy(),)
+    as_ever: _Reduced = tensor.__reduce_ex__(5)  # type: ignore[no-untyped-call]  # torch's
+    return as_ever
+
+
+_INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
+_REDUCERS = ChainMap({torch.Tensor: _reduced}, cast(Any, copyreg.dispatch_table))
+
+
+def _spilled(fds: list[int]) -> tuple[tuple[object, ...], list[int]]:
+    with os.fdopen(fds[0], "rb") as file:
+        file.seek(0)
+        return pickle.loads(file.read()), fds[1:]  # noqa: S301  from our own child or parent
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,34 @@
+"""Events of workers, as the trainer sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from creel.loader.workers.stages import Times
+
+if TYPE_CHECKING:
+    from creel.loader.workers.parcel import Inbox
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """A worker's batch: `packed` is a `Packed`, or the data itself once pinned."""
+
+    worker: int
+    tag: int
+    index: int
+    packed: Any
+    times: Times
+    #: Of the process that made the batch, which may have been replaced since.
+    inbox: Inbox
+
+
+@dataclass(frozen=True)
+class WorkerDeath:
+    """A worker process ended unexpectedly."""
+
+    worker: int
+
+
+Event: TypeAlias = BatchResult | WorkerDeath

@@ -1,0 +1,88 @@
+"""Parcels: a packed batch together with the new slots whose descriptors are sent with it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.utils.data import default_collate
+
+from creel.cache.memory.slots import SlotReader, SlotWriter
+from creel.limits import may_keep
+from creel.loader.overlay import over
+from creel.loader.workers.transport import Packed, discard, pack, slot_collate, unpack
+
+Collate: TypeAlias = Callable[[Sequence[object]], object]
+
+
+class Parcel(NamedTuple):
+    """A packed batch, and (id, nbytes) of each new slot, whose descriptors are sent along."""
+
+    new: tuple[tuple[int, int], ...]
+    packed: Packed
+
+
+class Outbox:
+    """The worker's side: packs batches into slots."""
+
+    def __init__(self, slots: int) -> None:
+        self._writer = SlotWriter(max_slots=slots if may_keep() else 0)
+        self.take_back = self._writer.give_back
+
+    def collate(self, collate_fn: Collate) -> Collate:
+        """`collate_fn`, or for default_collate one that collates right into a slot."""
+        if collate_fn is default_collate:
+            return functools.partial(slot_collate, writer=self._writer)
+        return collate_fn
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 for the batch being made, in a slot if one can be had."""
+        try:
+            slot, offset = self._writer.room(nbytes)
+        except OSError:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return over(slot.buffer(), nbytes, offset)
+
+    def pack(self, data: object) -> tuple[Parcel, list[int]]:
+        """The parcel and the descriptors to send with it. Raises whatever pickling raises."""
+        packed = pack(data, self._writer)
+        unsent = self._writer.unsent()
+        return Parcel(tuple((i, n) for i, _, n in unsent), packed), [fd for _, fd, _ in unsent]
+
+
+class Inbox:
+    """The trainer's side, for one worker. Each parcel must be accepted first, in order."""
+
+    def __init__(self, max_leased: int) -> None:
+        self._reader = SlotReader(max_leased=max_leased)
+        self.take_freed = self._reader.returned
+
+    def accept(self, parcel: Parcel, fds: list[int]) -> Packed:
+        """Map the new slots and close their descriptors.
+
+        Raises:
+            OSError: a slot could be neither mapped nor copied.
+            MemoryError: likewise.
+        """
+        try:
+            for (number, nbytes), fd in zip(parcel.new, fds, strict=True):
+                self._reader.adopt(number, fd, nbytes)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        return parcel.packed
+
+    def unpack(self, packed: Packed) -> object:
+        """The batch; raises whatever unpickling raises."""
+        return unpack(packed, self._reader)
+
+    def discard(self, packed: Packed) -> None:
+        """Give back the slots of a batch that is not wanted."""
+        discard(packed, self._reader)
+
+    def close(self) -> None:
+        """Release all slots; tensors over them stay valid."""
+        self._reader.close()

@@ -1,0 +1,85 @@
+"""Pinner: the thread that receives batches and copies them to pinned memory."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from creel.loader.torch_private import ExceptionWrapper, pin_memory
+from creel.loader.workers.events import BatchResult, Event
+from creel.loader.workers.worker import VOID
+
+if TYPE_CHECKING:
+    from creel.loader.workers.pool import WorkerPool
+
+
+class Pinner:
+    """A thread that receives events from the workers and copies batches to pinned memory."""
+
+    def __init__(self, pool: WorkerPool, device: str | None) -> None:
+        """Start the thread; `device` is the accelerator's type."""
+        self._pool = weakref.proxy(pool)
+        self._device = device
+        self._device_index, self._use = device_of(device)
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pt_data_pin")
+        self._thread.start()
+
+    def get(self, timeout_s: float) -> Event | None:
+        """The next event with its data pinned, None on timeout; RuntimeError if the thread died."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            if not self._thread.is_alive():
+                raise RuntimeError("Pin memory thread exited unexpectedly") from None
+            return None
+
+    def stop(self) -> None:
+        """Stop the thread, which checks every 0.1 s."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        self._use(self._device_index)
+        with contextlib.suppress(ReferenceError):
+            while not self._stop.is_set():
+                event = self._pool.receive(0.1)
+                if event is not None:
+                    self._queue.put(self._pinned(event))
+                del event
+
+    def _pinned(self, event: Event) -> Event:
+        if not isinstance(event, BatchResult):
+            return event
+        data: object = None
+        try:
+            data = event.inbox.unpack(event.packed)
+            if event.tag >= self._pool.words[VOID] and not isinstance(data, ExceptionWrapper):
+                data = pin_memory(data, self._device)  # type: ignore[no-untyped-call]  # torch's
+        except Exception:  # noqa: BLE001  whatever a user's pin_memory() raises is the result
+            where = f"in pin memory thread for device {self._device_index}"
+            data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
+        return replace(event, packed=data)
+
+
+def device_of(kind: str | None) -> tuple[int, Callable[[int], object]]:
+    """(index of the present device, function that sets a thread's device), in any torch."""
+    known = getattr(torch, "accelerator", None)
+    for ask, use in (
+        ("current_device_index", "set_device_index"),
+        ("current_device_idx", "set_device_idx"),  # torch 2.6 and 2.7
+    ):
+        if hasattr(known, ask):
+            return getattr(known, ask)(), getattr(known, use)
+    module = getattr(torch, kind or "cuda")
+    return module.current_device(), module.set_device

@@ -1,0 +1,362 @@
+"""WorkerPool: the worker processes of one iterator at a time, their sockets and results."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import os
+import select
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from pickle import PicklingError
+from typing import Protocol
+
+import numpy as np
+
+from creel.forks import at_fork
+from creel.loader.workers.channel import Channel, pair
+from creel.loader.workers.events import BatchResult, Event, WorkerDeath
+from creel.loader.workers.parcel import Inbox, Parcel
+from creel.loader.workers.pinner import Pinner
+from creel.loader.workers.stages import STAGES, STARTING
+from creel.loader.workers.worker import (
+    BATCH,
+    DIRECT_NBYTES,
+    FIRST,
+    SINCE_NS,
+    SOURCE_NS,
+    STAGE,
+    VOID,
+    WORDS,
+    WorkerArgs,
+    words_nbytes,
+    worker_main,
+)
+
+#: Seconds that closing waits for workers that run user code, as in torch.
+_GRACE_S = 5.0
+#: torch's wording.
+_UNPICKLED = (
+    "Got pickle error when attempting to start a worker Process. "
+    "This might be because the worker Process arguments are not picklable. "
+    "Python 3.14+ changed the multiprocessing start method in non-Mac POSIX platforms "
+    "to 'forkserver', which requires the worker Process arguments to be picklable. "
+    "You can also try multiprocessing.set_start_method('fork')."
+)
+#: Errors of a machine or process that is out of descriptors, memory or space.
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+
+
+class Context(Protocol):
+    """The parts of a multiprocessing context that we use."""
+
+    Process: Callable[..., BaseProcess]
+
+
+@dataclass(eq=False)
+class WorkerProcess:
+    """One worker process as the trainer sees it."""
+
+    process: BaseProcess
+    channel: Channel
+    inbox: Inbox
+    ticket: tuple[str, str, int] | None = None  # (daemon, token, session) it reads through
+    dead: bool = False
+
+
+class WorkerPool:
+    """Worker processes, their sockets and their shared words.
+
+    Only the process that made it (`pid`) may use it. One thread receives; any thread may send.
+    """
+
+    def __init__(self, context: Context, args: WorkerArgs, workers: int, max_leased: int) -> None:
+        """Start `workers` processes in `context`, each with `args` and its own worker_id."""
+        self.pid = os.getpid()
+        self.tag = 0
+        self.members: list[WorkerProcess] = []
+        self.pinner: Pinner | None = None
+        self.closed = False
+        self._workers = workers
+        self._max_leased = max_leased
+        self._events: deque[Event] = deque()
+        self._poll = select.poll()
+        self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
+        self._open_words()
+        self._heard = np.zeros(WORDS, np.int64)
+        _pools.add(self)
+        try:
+            for i in range(workers):
+                self.members.append(self._hire(context, i, args))
+        except BaseException:
+            self.close()  # stops those already started, which the caller cannot reach
+            raise
+
+    def _open_words(self) -> None:
+        import mmap
+
+        self._words_fd = os.memfd_create("creel-workers", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._words_fd).atexit = False
+        os.ftruncate(self._words_fd, words_nbytes(self._workers))
+        self.words = memoryview(mmap.mmap(self._words_fd, 0)).cast("q")
+
+    # --- starting and stopping ------------------------------------------------------------
+
+    def _hire(self, context: Context, worker: int, args: WorkerArgs) -> WorkerProcess:
+        ours, theirs = pair()
+        channel = Channel(ours)
+        _ends.add(channel)
+        self.words[FIRST + WORDS * worker + STAGE] = STARTING
+        self.words[FIRST + WORDS * worker + SINCE_NS] = time.monotonic_ns()
+        process = context.Process(
+            target=worker_main, args=(theirs, replace(args, worker_id=worker))
+        )
+        process.daemon = True
+        try:
+            process.start()
+        except BaseException as e:
+            channel.close()
+            if isinstance(e, (TypeError, AttributeError, PicklingError)):
+                warnings.warn(_UNPICKLED, stacklevel=2)
+            raise
+        finally:
+            theirs.close()
+        channel.post(("board",), [self._words_fd])
+        member = WorkerProcess(process, channel, Inbox(self._max_leased))
+        for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
+            self._watched[fd] = (member, worker, is_sentinel)
+            self._poll.register(fd, select.POLLIN)
+        return member
+
+    def _dismiss(self, member: WorkerProcess) -> None:
+        self._unwatch(member)
+        with contextlib.suppress(OSError):
+            member.channel.post(("quit",))
+        member.channel.close()
+        member.inbox.close()
+
+    def _unwatch(self, member: WorkerProcess) -> None:
+        for fd in (member.channel.fileno(), member.process.sentinel):
+            if self._watched.pop(fd, None) is not None:
+                self._poll.unregister(fd)
+
+    # --- sending --------------------------------------------------------------------------
+
+    def again(self) -> int:
+        """Begin another epoch in all workers, which keep their state; returns its tag."""
+        self.tag += 1
+        for member in self.members:
+            self._post(member, ("again", self.tag))
+        return self.tag
+
+    def join(self, ticket: tuple[str, str, int]) -> None:
+        """Have all workers read through a session: (daemon's name, token, session id)."""
+        for member in self.members:
+            if member.ticket != ticket:
+                member.ticket = ticket
+                self._post(member, ("join", *ticket))
+
+    def task(
+        self, worker: int, tag: int, batch: int, index: object, step: int, *, many: bool
+    ) -> None:
+        """Send a batch to a worker; `many`: the index is an array to be used as a list of ints.
+
+        Raises:
+            OSError: no descriptor or memory for a long index.
+            Exception: whatever pickling `index` raises.
+        """
+        member = self.members[worker]
+        kind = "tasks" if many else "task"
+        self._post(member, (kind, tag, batch, index, member.inbox.take_freed(), step))
+
+    @staticmethod
+    def _post(member: WorkerProcess, message: tuple[object, ...]) -> None:
+        try:
+            member.channel.post(message)
+        except OSError as e:
+            # A dead worker is noticed and named by the wait for its batch.
+            if e.errno in _SHORT:
+                member.dead = True  # not used any more: the epoch would lack this batch
+                raise
+
+    def void(self, below: int) -> None:
+        """Let workers skip tasks with tags < `below` that they have not begun."""
+        self.words[VOID] = max(self.words[VOID], below)
+
+    # --- receiving ------------------------------------------------------------------------
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a forked child: the sockets and the pids are its parent's."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"this iterator belongs to process {self.pid}, whose workers answer to it alone;"
+                f" in the forked process {os.getpid()} begin a new one: iter(loader)"
+            )
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        """The next event, or None on timeout. A worker's death comes after all its results."""
+        return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """`next_event` from the sockets; only one thread may call this."""
+        deadline = time.monotonic() + timeout_s
+        while not self._events:
+            left = deadline - time.monotonic()
+            if self._congested():
+                left = min(left, 0.02)
+            ready = self._poll.poll(max(left, 0) * 1000)
+            for fd, _ in ready:
+                self._on_ready(fd)
+            if not ready and time.monotonic() >= deadline:
+                break
+        return self._events.popleft() if self._events else None
+
+    def _congested(self) -> bool:
+        """Send waiting packets; whether any is left."""
+        waiting = [m for m in self.members if not m.dead and m.channel.congested]
+        return any([not self._flush(m) for m in waiting])  # noqa: C419  flushes all
+
+    @staticmethod
+    def _flush(member: WorkerProcess) -> bool:
+        try:
+            return member.channel.flush()
+        except OSError:
+            return True
+
+    def _on_ready(self, fd: int) -> None:
+        watched = self._watched.get(fd)
+        if watched is None:
+            return
+        member, worker, is_sentinel = watched
+        if not is_sentinel:
+            self._read(member, worker)
+            return
+        while member.channel.fileno() in self._watched and self._read(member, worker):
+            pass
+        self._unwatch(member)
+        member.dead = True
+        self._events.append(WorkerDeath(worker))
+
+    def _read(self, member: WorkerProcess, worker: int) -> bool:
+        """Receive one message from a worker; False if there is none."""
+        try:
+            return self._take(member, worker)
+        except EOFError:
+            # The sentinel reports its death; polling the end of file would be a busy loop.
+            fd = member.channel.fileno()
+            if self._watched.pop(fd, None) is not None:
+                self._poll.unregister(fd)
+            return False
+        except OSError:
+            member.dead = True  # not used any more: one of its batches is lost
+            raise
+
+    def _take(self, member: WorkerProcess, worker: int) -> bool:
+        """`_read` without handling EOFError, or OSError for want of a descriptor or mapping."""
+        got = member.channel.get(0)
+        if got is None:
+            return False
+        message, fds = got
+        match message:
+            case ("batch", int(tag), int(index), Parcel() as parcel, tuple() as times):
+                packed = member.inbox.accept(parcel, fds)
+                self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
+        return True
+
+    def open(self, event: BatchResult) -> object:
+        """The batch itself, or an ExceptionWrapper if the worker failed."""
+        if self.pinner is not None:
+            return event.packed
+        return event.inbox.unpack(event.packed)
+
+    def discard(self, event: BatchResult) -> None:
+        """Give back the slots of a batch that is not wanted."""
+        if self.pinner is None:
+            event.inbox.discard(event.packed)
+
+    # --- watching -------------------------------------------------------------------------
+
+    def stage(self, worker: int) -> tuple[int, int, float]:
+        """(stage, batch, seconds in the stage) of a worker, from its shared words."""
+        counts = FIRST + WORDS * worker
+        since = (time.monotonic_ns() - self.words[counts + SINCE_NS]) / 1e9
+        return self.words[counts + STAGE], self.words[counts + BATCH], since
+
+    def news(self) -> list[int]:
+        """Sums of all workers' counters (SOURCE_NS to DIRECT_NBYTES) since the last call."""
+        counts = np.array(self.words[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
+        new, self._heard = counts - self._heard, counts
+        return [int(n) for n in new[SOURCE_NS : DIRECT_NBYTES + 1]]
+
+    def describe(self, worker: int) -> str:
+        """What a worker is doing in one sentence, for warnings."""
+        stage, batch, seconds = self.stage(worker)
+        pid = self.members[worker].process.pid
+        state = _process_state(pid)
+        return (
+            f"worker {worker} (pid {pid}, {state}) has been {STAGES[stage]}"
+            f" for {seconds:.0f} s (batch {batch})"
+        )
+
+    # --- the end --------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop all workers: by message, after 5 s by signals. Does nothing in a forked child."""
+        if self.closed or os.getpid() != self.pid:
+            return
+        self.closed = True
+        self.void(self.tag + 1)
+        if self.pinner is not None:
+            self.pinner.stop()
+        for member in self.members:
+            self._dismiss(member)
+        deadline = time.monotonic() + _GRACE_S
+        for stop in (None, "terminate", "kill"):
+            for member in self.members:
+                if stop is not None and member.process.is_alive():
+                    getattr(member.process, stop)()
+            for member in self.members:
+                member.process.join(max(deadline - time.monotonic(), 0.0))
+            deadline = time.monotonic() + 1
+        _pools.discard(self)
+
+
+def _process_state(pid: int | None) -> str:
+    """The state of a process from /proc, in a few words."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "gone"
+    letter = line.rpartition(")")[2].split()[0]
+    names = {"T": "stopped by a signal", "t": "held by a debugger", "D": "in uninterruptible I/O"}
+    return names.get(letter, {"S": "asleep", "R": "running", "Z": "dead"}.get(letter, letter))
+
+
+_ends: weakref.WeakSet[Channel] = weakref.WeakSet()
+#: All open pools, so that none is garbage collected before `close`.
+_pools: set[WorkerPool] = set()
+
+
+def _forget_inherited() -> None:
+    """In a forked child: close the parent's ends, so that workers notice if the parent dies."""
+    for channel in list(_ends):
+        channel.abandon()
+    _ends.clear()
+    _pools.clear()
+
+
+def _close_all() -> None:
+    for pool in list(_pools):
+        pool.close()
+
+
+at_fork(after_in_child=_forget_inherited)
+# Registered after multiprocessing's handler, so it runs first; that one waits without a limit.
+atexit.register(_close_all)

@@ -1,0 +1,341 @@
+"""A worker process: fetches and collates batches exactly as torch's own worker does.
+
+Messages (tuples over a `Channel`; T from the trainer, W from the worker):
+    T "board" + fd               memfd of the shared words below; always first
+    T "again", tag               another epoch, keeping all state (persistent workers)
+    T "join", daemon's name, token, session
+                                 read through the daemon from now on
+    T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
+    T "tasks"                    the same, with an array to be used as a list of ints
+    W "batch", tag, index of batch, packed batch, its times [+ fds of new slots]
+    T "quit"
+A tag identifies one epoch of one iterator. Tasks with a tag below the VOID word are skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import pickle
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+
+from creel.errors import UnavailableError
+from creel.loader.torch_private import (
+    MP_STATUS_CHECK_INTERVAL,
+    DatasetKind,
+    ExceptionWrapper,
+    WorkerInfo,
+    generate_state,
+    signal_handling,
+)
+from creel.loader.torch_private import worker as torch_worker
+from creel.loader.workers.channel import Channel
+from creel.loader.workers.parcel import Outbox
+from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, Times
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from creel.loader.binding.bind import Binding
+    from creel.loader.binding.gather import Gatherer
+    from creel.loader.client.client import Client
+    from creel.loader.client.session import Session
+    from creel.loader.reading.lease import Lease
+
+_log = logging.getLogger("creel.loader")
+
+Collate: TypeAlias = Callable[[Sequence[object]], object]
+
+#: Seconds that a worker waits for the daemon's answer before it reads directly.
+_JOIN_S = 3.0
+
+#: Bytes; glibc adapts its limits to freed blocks below 32 MiB, on 64-bit systems.
+_LARGE = 31 << 20
+
+# positions of shared words: VOID for all, then WORDS for each worker from FIRST on
+VOID = 0
+FIRST = 8
+WORDS = 16
+STAGE, BATCH, SINCE_NS = range(3)
+#: Counters: ns spent on batches; direct reads and their bytes.
+SOURCE_NS, DECODE_NS, COLLATE_NS, HANDOVER_NS, DIRECT_READS, DIRECT_NBYTES = range(3, 9)
+
+
+def words_nbytes(workers: int) -> int:
+    """Bytes of the memfd of shared words."""
+    return 8 * (FIRST + WORDS * workers)
+
+
+@dataclass(frozen=True)
+class WorkerArgs:
+    """Arguments of a worker; pickled under spawn and forkserver, inherited under fork."""
+
+    dataset: Dataset[object]
+    collate_fn: Collate
+    auto_collation: bool
+    drop_last: bool
+    base_seed: int
+    init_fn: Callable[[int], None] | None
+    worker_id: int
+    num_workers: int
+    binding: Binding | None = None
+    plain: bool = False  # a batch is default_collate of its samples
+    wait_s: float = 60.0  # longest wait for the daemon
+    slots: int = 8
+
+
+def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
+    """Run a worker until "quit" or until the trainer is gone."""
+    try:
+        signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]  # noqa: SLF001  as torch
+        set_thread_name = getattr(torch.multiprocessing, "_set_thread_name", None)  # torch >= 2.6
+        if set_thread_name is not None:
+            set_thread_name("pt_data_worker")
+        _keep_freed_memory()
+        worker = _Worker(Channel(sock), args)
+        worker.run_init_fn(args.init_fn)
+        worker.serve()
+    except (KeyboardInterrupt, EOFError, ConnectionError):
+        # The trainer raises KeyboardInterrupt itself; the others mean that it is gone.
+        pass
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep up to 62 MiB of memory that a batch frees for the next one.
+
+    By default glibc trims its heap whenever 128 KiB at the end are free. Smaller samples then touch
+    new pages in each batch, which costs several times the copy into them. glibc raises the limit to
+    twice the size of a larger block that is freed (mallopt(3)); this frees such a block, never
+    written to. It has no effect with other C libraries.
+    """
+    with suppress(MemoryError):  # address space is short (`ulimit -v`): keep nothing
+        np.empty(_LARGE, np.uint8)
+
+
+class _Worker:
+    """The state of a worker between messages."""
+
+    def __init__(self, channel: Channel, args: WorkerArgs) -> None:
+        self._channel = channel
+        self._id = args.worker_id
+        self._num_workers = args.num_workers
+        self._flags = (args.auto_collation, args.drop_last)
+        self._parent = os.getppid()
+        self._outbox = Outbox(args.slots)
+        self._plain = args.plain
+        self._wait_s = args.wait_s
+        self._session: Session | None = None
+        self._client: Client | None = None
+        self._gatherer: Gatherer | None = None
+        self._init_failure: ExceptionWrapper | None = None
+        self._batch = self._began = self._ready = self._collating = self._direct_ns = 0
+        self._lost = False
+        (_, fds) = self._get()
+        self._words = memoryview(mmap.mmap(fds[0], 0)).cast("q")
+        os.close(fds[0])
+        self._first_word = FIRST + WORDS * self._id
+        self._dataset, self._collate = args.dataset, args.collate_fn
+        self._binding = args.binding
+        self._seed(args.base_seed)
+        self._new_fetcher()
+
+    def _seed(self, base_seed: int) -> None:
+        """Set seeds and WorkerInfo, as at the start of torch's `_worker_loop`."""
+        torch.set_num_threads(1)
+        seed = base_seed + self._id
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(generate_state(base_seed, self._id))  # type: ignore[no-untyped-call]  # noqa: NPY002  torch's contract
+        torch_worker._worker_info = WorkerInfo(  # noqa: SLF001  what get_worker_info() reads
+            id=self._id, num_workers=self._num_workers, seed=seed, dataset=self._dataset
+        )
+
+    def _new_fetcher(self) -> None:
+        auto_collation, drop_last = self._flags
+        self._fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
+            DatasetKind.Map,
+            self._dataset,
+            auto_collation,
+            self._noting(self._outbox.collate(self._collate)),
+            drop_last,
+        )
+
+    def _noting(self, collate: Collate) -> Collate:
+        """`collate`, also noting when it is called."""
+
+        def noted(samples: Sequence[object]) -> object:
+            self._collating = self._enter(COLLATING)
+            return collate(samples)
+
+        return noted
+
+    def run_init_fn(self, init_fn: Callable[[int], None] | None) -> None:
+        """Call the user's `worker_init_fn`; its exception becomes the result of every batch.
+
+        torch reports it for the first batch and its own UnboundLocalError for the others.
+        """
+        if init_fn is None:
+            return
+        try:
+            init_fn(self._id)
+            self._new_fetcher()
+        except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
+            self._init_failure = _portable(self._failure())
+
+    def _failure(self) -> ExceptionWrapper:
+        where = f"in DataLoader worker process {self._id}"
+        return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
+
+    def _get(self) -> tuple[tuple[object, ...], list[int]]:
+        """The next message; EOFError when the trainer is gone."""
+        while True:
+            got = self._channel.get(MP_STATUS_CHECK_INTERVAL)
+            if got is not None:
+                return got
+            # The trainer's end may still be open in a process that it forked unnoticed.
+            if os.getppid() != self._parent:
+                raise EOFError("the trainer is gone")
+
+    def serve(self) -> None:
+        """Handle messages until "quit"."""
+        while True:
+            message, _ = self._get()
+            match message:
+                case ("tasks", int(tag), int(batch), np.ndarray() as array, list(freed), int(step)):
+                    self._outbox.take_back(freed)
+                    if tag >= self._words[VOID]:
+                        self._task(tag, batch, array.tolist(), step)
+                case ("task", int(tag), int(batch), index, list(freed), int(step)):
+                    self._outbox.take_back(freed)
+                    if tag >= self._words[VOID]:
+                        self._task(tag, batch, index, step)
+                case ("join", str(name), str(token), int(session)):
+                    self._join(name, token, session)
+                case ("again", _):
+                    self._new_fetcher()
+                case ("quit",):
+                    return
+
+    def _join(self, name: str, token: str, session: int) -> None:
+        """Attach to the trainer's session; if that fails, reads are direct."""
+        from creel.loader.binding.gather import Gatherer
+        from creel.loader.client.client import Client
+
+        self._session = self._gatherer = None
+        try:
+            if self._client is None or not self._client.alive:
+                # The trainer saw its heartbeat: a daemon that does not answer has just stopped.
+                self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
+            self._session = self._client.attach(session)
+            gather = None if self._binding is None or not self._plain else self._binding.gather()
+            if gather is not None:
+                memory = self._outbox.memory
+                self._gatherer = Gatherer(gather, self._client, self._session, memory)
+        except (UnavailableError, OSError) as e:  # no descriptor, or no room for a mapping
+            _log.info("worker %d reads directly: %s", self._id, e)
+
+    def _task(self, tag: int, batch: int, index: object, step: int) -> None:
+        self._batch, self._direct_ns, self._lost = batch, 0, False
+        self._began = self._ready = self._enter(READING)
+        self._collating = 0  # 0 until it begins: reading may fail first
+        data: object = self._init_failure
+        if data is None:
+            try:
+                data = self._fetch(index, step)
+            except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
+                # Exception info must not outlive this line: see torch's
+                # NOTE [ Python Traceback Reference Cycle Problem ].
+                data = _portable(self._failure())
+        sending = self._enter(SENDING)
+        collating = self._collating or sending
+        # Before sending, so that the counters include each batch that was received.
+        words, first_word = self._words, self._first_word
+        words[first_word + SOURCE_NS] += self._ready - self._began + self._direct_ns
+        words[first_word + DECODE_NS] += max(collating - self._ready - self._direct_ns, 0)
+        words[first_word + COLLATE_NS] += sending - collating
+        self._send(tag, batch, data)
+        words[first_word + HANDOVER_NS] += self._enter(IDLE) - sending
+
+    def _fetch(self, index: object, step: int) -> object:
+        session, binding = self._session, self._binding
+        if binding is None:
+            return self._fetcher.fetch(index)
+        if step < 0 or session is None or not self._wait(session, step):
+            return self._read(index, binding.counting())
+        stamp = session.hold(step)
+        if stamp < 0:
+            return self._read(index, binding.counting())
+        indices = np.asarray(index, np.int64)
+        ids = binding.objects(indices.reshape(-1))[0]
+        if self._gatherer is not None:
+            self._collating = self._enter(COLLATING)
+            rows = self._gatherer.rows(ids, indices)
+            whole = session.held(step, stamp)
+            if whole and rows is not None:
+                return self._gatherer.batch(rows, indices)
+            self._enter(READING)
+            self._collating = 0
+            if not whole:
+                return self._read(index, binding.counting())
+        return self._read(index, binding.reading(session, ids, stamp))
+
+    def _wait(self, session: Session, step: int) -> bool:
+        """Wait until a step's objects are pinned; if not, the location table may be out of date."""
+        if session.ready(step):
+            return True
+        self._enter(WAITING)
+        ready = session.wait(step, self._wait_s)
+        self._lost = not ready and not session.alive
+        self._ready = self._enter(READING)
+        return ready
+
+    def _read(self, index: object, lease: Lease) -> object:
+        try:
+            with lease:
+                return self._fetcher.fetch(index)
+        finally:
+            self._direct_ns = lease.direct_ns
+            self._words[self._first_word + DIRECT_READS] += lease.direct_reads
+            self._words[self._first_word + DIRECT_NBYTES] += lease.direct_nbytes
+
+    def _enter(self, stage: int) -> int:
+        now = time.monotonic_ns()
+        self._words[self._first_word + STAGE] = stage
+        self._words[self._first_word + BATCH] = self._batch
+        self._words[self._first_word + SINCE_NS] = now
+        return now
+
+    def _times(self) -> Times:
+        """The times of a batch that has just been packed."""
+        now = time.monotonic_ns()
+        times = (self._began, self._ready, self._collating or now, now)
+        return *times, self._direct_ns, int(self._lost)
+
+    def _send(self, tag: int, batch: int, data: object) -> None:
+        try:
+            packed, fds = self._outbox.pack(data)
+            self._channel.put(("batch", tag, batch, packed, self._times()), fds)
+        except ConnectionError:
+            raise
+        except Exception:  # noqa: BLE001  e.g. a batch that cannot be pickled; torch would hang
+            packed, fds = self._outbox.pack(_portable(self._failure()))
+            self._channel.put(("batch", tag, batch, packed, self._times()), fds)
+
+
+def _portable(failure: ExceptionWrapper) -> ExceptionWrapper:
+    """The failure, as a RuntimeError if its exception class cannot be pickled."""
+    try:
+        pickle.dumps(failure.exc_type)
+    except Exception:  # noqa: BLE001  pickling runs the user's code
+        failure.exc_type = RuntimeError
+    return failure

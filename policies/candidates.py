@@ -1,0 +1,152 @@
+"""Ordered lists of eviction candidates, as arrays. Pure.
+
+Both work on whole batches; an entry costs a fraction of a microsecond (benchmarks/planning.py
+measures the whole event).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Index = NDArray[np.intp]
+
+_NOBODY = np.empty(0, np.intp)
+
+
+class Tray:
+    """Candidates by the room each would free, so that the tightest fits are found at once.
+
+    >>> tray = Tray(np.array([50, 20, 30]))
+    >>> tray.add(np.arange(3))
+    >>> tray.fit(np.array([20, 25, 60])).tolist(), len(tray)
+    ([1, 2, -1], 1)
+    """
+
+    def __init__(self, room: NDArray[np.int64]) -> None:
+        """room: (n,) bytes each object takes up, a live view."""
+        self._room = room
+        self._rooms = np.empty(0, np.int64)  # ascending
+        self._ids = _NOBODY
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of room of all candidates."""
+        return int(self._rooms.sum())
+
+    def add(self, ids: Index) -> None:
+        """Add candidates."""
+        if len(ids):
+            rooms = np.concatenate([self._rooms, self._room[ids]])
+            order = rooms.argsort(kind="stable")
+            self._rooms, self._ids = rooms[order], np.concatenate([self._ids, ids])[order]
+
+    def fit(self, wants: NDArray[np.int64]) -> Index:
+        """Remove and return (k,) candidates with at least the wanted room, or -1; wants ascend."""
+        out = np.full(len(wants), -1, np.intp)
+        # For each, the smallest that is large enough and comes after the one of the previous want.
+        number = np.arange(len(wants))
+        at = np.maximum.accumulate(self._rooms.searchsorted(wants) - number) + number
+        at = at[: at.searchsorted(len(self._ids))]
+        out[: len(at)] = self._ids[at]
+        self._keep(at)
+        return out
+
+    def take(self, k: int) -> Index:
+        """Remove and return up to k candidates, evenly over all sizes."""
+        k = min(k, len(self._ids))
+        at = np.arange(k) * len(self._ids) // max(k, 1)
+        out = self._ids[at]
+        self._keep(at)
+        return out
+
+    def _keep(self, gone: Index) -> None:
+        keep = np.ones(len(self._ids), np.bool_)
+        keep[gone] = False
+        self._rooms, self._ids = self._rooms[keep], self._ids[keep]
+
+
+class Sorted:
+    """Candidates by a key, largest first: sorted runs, merged as they grow (log n per entry).
+
+    An object added again under another key leaves its old entry behind, which no longer counts.
+
+    >>> pool = Sorted(3, lambda ids: np.array([5, 9, 7])[ids])
+    >>> pool.add(np.arange(3)).tolist()
+    []
+    >>> pool.take(2).tolist()
+    [1, 2]
+    """
+
+    def __init__(self, objects: int, key: Callable[[Index], NDArray[np.int64]]) -> None:
+        """key: (k,) ids to (k,) keys >= 0; may change for an object between its entries."""
+        self._key = key
+        self._listed = np.full(objects, -1, np.int64)  # the key of the valid entry
+        self._runs: list[tuple[NDArray[np.int64], Index]] = []  # keys ascending, ids
+
+    def add(self, ids: Index) -> Index:
+        """Add candidates (each once); returns none, as all have a place."""
+        keys = self._key(ids)
+        new = self._listed[ids] != keys
+        keys, ids = keys[new], ids[new]
+        if not len(ids):
+            return _NOBODY
+        self._listed[ids] = keys
+        order = keys.argsort()
+        run = keys[order], ids[order]
+        while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
+            run = self._merged(self._runs.pop(), run)
+        self._runs.append(run)
+        return _NOBODY
+
+    def take(self, k: int, above: int = -1) -> Index:
+        """Remove and return up to k candidates, largest key first, only keys > `above`."""
+        out = []
+        while k > 0:
+            keys, ids, more = self._pop(k, above)
+            ids = self._once(ids[self._listed[ids] == keys])
+            out.append(ids)
+            k -= len(ids)
+            if not more:
+                break
+        return np.concatenate(out) if out else _NOBODY
+
+    def _once(self, ids: Index) -> Index:
+        """Remove and return distinct ids; a key that came back may have two valid entries."""
+        mark = np.arange(-2, -2 - len(ids), -1)
+        self._listed[ids] = mark
+        ids = ids[self._listed[ids] == mark]
+        self._listed[ids] = -1
+        return ids
+
+    def _pop(self, k: int, above: int) -> tuple[NDArray[np.int64], Index, bool]:
+        """Remove the k entries with the largest keys > above; and whether there may be more."""
+        if not self._runs:
+            return np.empty(0, np.int64), _NOBODY, False
+        heads = [(keys[-k:], ids[-k:]) for keys, ids in self._runs]
+        keys = np.concatenate([h[0] for h in heads])
+        ids = np.concatenate([h[1] for h in heads])
+        run = np.repeat(np.arange(len(heads)), [len(h[0]) for h in heads])
+        best = keys.argsort(kind="stable")[-k:][::-1]
+        best = best[keys[best] > above]
+        taken = np.bincount(run[best], minlength=len(heads)).tolist()
+        self._runs = [
+            (keys[: len(keys) - n], ids[: len(ids) - n])
+            for (keys, ids), n in zip(self._runs, taken, strict=True)
+            if len(keys) > n
+        ]
+        return keys[best], ids[best], len(best) == k
+
+    def _merged(
+        self, a: tuple[NDArray[np.int64], Index], b: tuple[NDArray[np.int64], Index]
+    ) -> tuple[NDArray[np.int64], Index]:
+        keys, ids = np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
+        counts = self._listed[ids] == keys
+        keys, ids = keys[counts], ids[counts]
+        order = keys.argsort(kind="stable")  # two sorted runs: a merge, not a sort
+        return keys[order], ids[order]

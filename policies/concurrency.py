@@ -1,0 +1,82 @@
+"""How many threads read from one source, and how much each takes at a time. Pure.
+
+Only as many threads work as are useful. Where reads come from the page cache, that is the number
+that can compute at once, as only one can hold the interpreter: one or two for small records; for
+large files, which the system copies, up to one a core. Where a read is a long round trip, all
+permitted threads work. Threads that hang do not count, so a dead server does not block its lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+#: Shorter parts lose time to hand-over (about 30 us each), longer ones are spread unevenly.
+PART_S = 0.002
+_PART_OBJECTS = 256
+_FIRST_GUESS_S = 0.001  # per object, before any measurement
+_FIRST_CPU_S = 0.0001
+_FORGET = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
+_TICKS = 0.3  # error of their ratio
+_OF_WAIT = 0.7  # share of a thread's waiting that other threads' computing may fill
+_FADE = 1.02  # growth of the least time per part, so that a source that became slow is noticed
+_HUNG_S = 1.0  # a thread in a longer part does not count as reading
+
+
+class Concurrency:
+    """Measurements of one source, and the number of threads and part size that follow from them.
+
+    Args:
+        cores: CPUs that this process may use.
+
+    >>> far = Concurrency(cores=2)
+    >>> for _ in range(100):
+    ...     far.measured(objects=1, seconds=0.1, cpu=0.001, user=0.001)
+    >>> far.part_objects, far.spare(waiting=50, began=[], now=0.0)
+    (1, 50)
+    """
+
+    def __init__(self, cores: int) -> None:
+        self._cores = cores
+        self._object_s = _FIRST_GUESS_S
+        self._least_s = 0.0  # the least time: a busy machine does not make a slow source
+        # Few threads until reads are seen to wait: many threads on a quick source make each other
+        # wait for the interpreter, which looks like a slow source and would keep them all.
+        self._wait_s = 0.0
+        self._cpu_s = _FIRST_CPU_S
+        self._user_s = self._total_s = 10 * PART_S  # recent CPU seconds: user mode, and in all
+
+    @property
+    def object_ns(self) -> int:
+        """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
+        return int(self._least_s * 1e9)
+
+    @property
+    def part_objects(self) -> int:
+        """Number of objects that take about PART_S."""
+        return int(min(max(PART_S / self._object_s, 1), _PART_OBJECTS))
+
+    def spare(self, *, waiting: int, began: Iterable[float], now: float) -> int:
+        """How many more threads should be reading now.
+
+        Args:
+            waiting: number of objects not yet being read.
+            began: when each reading thread began its part; `now`: the same clock, in seconds.
+        """
+        busy = sum(start > now - _HUNG_S for start in began)
+        # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
+        at_once = self._total_s / self._user_s - _TICKS
+        useful = max(int(_OF_WAIT * self._wait_s / self._cpu_s), min(int(at_once), self._cores))
+        return min(-(-waiting // self.part_objects), max(useful, 1) - busy)
+
+    def measured(self, objects: int, seconds: float, cpu: float, user: float) -> None:
+        """Enter a part's wall time and CPU time (in all, and in user mode), in seconds."""
+        self._user_s += user - _FORGET * self._user_s
+        self._total_s += cpu - _FORGET * self._total_s
+        self._object_s += (seconds / objects - self._object_s) * 0.3
+        self._least_s = min(self._least_s * _FADE or math.inf, seconds / objects)
+        self._cpu_s += (cpu / objects - self._cpu_s) * 0.1
+        wait = max(seconds - cpu, 0.0) / objects
+        # Below the mean, as a thread that waits for the interpreter must not look like a slow disk.
+        # Not far below, as reads outside the page cache need threads where it holds only a part.
+        self._wait_s += (wait - self._wait_s) * (0.06 if wait < self._wait_s else 0.03)

@@ -1,0 +1,60 @@
+"""Whether a reader reads directly rather than waits for the daemon. Pure.
+
+A file in the page cache is read in less time than it takes to ask another process for it. There a
+reader does not wait: it takes what is ready from the arena and reads the rest directly, while the
+daemon keeps filling the arena ahead of it. Sources that make readers wait are left to the daemon,
+which reads many objects at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+#: Limits per read and per byte, in ns: of the daemon's best time, and of the reader's own.
+#: From the page cache objects of 300 B, 20 KB and 150 KB take a fetch thread 15, 20 and 70-130 us
+#: (it writes to memory that is used for the first time), a trainer 7, 15 and 50; 4 KB of a user
+#: space file system that answers at once 100 and 50-60 (benchmarks/own_dataset.py,
+#: source_reads.py, 2 cores of an Intel Xeon, 2026-11-22).
+_DAEMONS_NS, _DAEMONS_BYTE_NS = 45_000, 2
+_OWN_NS, _OWN_BYTE_NS = 35_000, 1
+_OFTEN = 8  # readers that sleep in less than every eighth read are disturbed by others only
+_LATEST = 3  # batches of which one may be slow: its reader may just have been interrupted
+#: Batches to wait for before a slow source is tried again, at first; a cold file system may be
+#: warm by then.
+_PAUSE = 256
+_LONGER = 4  # factor for each further time
+
+
+class DirectReads:
+    """The choice of one reader, batch by batch, by the daemon's measurements and its own."""
+
+    def __init__(self, *, allowed: bool) -> None:
+        self._allowed = allowed
+        self._slow: deque[bool] = deque(maxlen=_LATEST)
+        self._left = 0  # number of batches to wait for
+        self._pause = _PAUSE
+
+    def choose(self, reads: int, nbytes: int, object_ns: int) -> bool:
+        """Whether to read a batch directly that is not ready.
+
+        Args:
+            reads, nbytes: most objects and bytes that are missing.
+            object_ns: the daemon's time per read; 0 while unknown.
+        """
+        if not self._allowed or not object_ns:
+            return False
+        if self._left:
+            self._left -= 1
+            return False
+        return reads * object_ns <= reads * _DAEMONS_NS + nbytes * _DAEMONS_BYTE_NS
+
+    def saw(self, reads: int, nbytes: int, ns: int, blocked: int) -> None:
+        """Enter direct reads, done in sequence in `ns`; the thread slept `blocked` times."""
+        if not reads:
+            return
+        slow = ns > reads * _OWN_NS + nbytes * _OWN_BYTE_NS
+        self._slow.append(slow and blocked * _OFTEN > reads)
+        if sum(self._slow) > 1:
+            self._slow.clear()
+            self._left = self._pause
+            self._pause *= _LONGER

@@ -1,0 +1,260 @@
+"""The eviction policies, and which of them serves a dataset. Pure: arrays in, object ids out.
+
+The plans decide between three cases (laws L1 to L3, docs/architecture.md):
+
+- Every epoch reads each object at most once: `PlannedEviction`. What the epoch still has to read
+  stays (L1); of the rest, what retention planned for the epoch's turn (L2).
+- All else (replacement, weights, several jobs on one dataset): `FarthestNextUse`, the farthest
+  next use first, and never for something due later than the victim (MIN with bypass, Belady 1966).
+- Nothing is known beyond the steps being read (creel.wrap, samplers that cannot be run ahead):
+  `MostRecentFirst`.
+
+Lists are lazy: an entry is valid while it is the object's latest and the object is resident and
+unpinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.candidates import Index, Sorted
+from creel.policies.eviction_policy import (
+    ABSENT,
+    FAILED,
+    FETCHING,
+    OVERDUE,
+    RESIDENT,
+    EvictionPolicy,
+    joined,
+)
+from creel.policies.masks import unique
+from creel.policies.next_use import NEVER, NextUses
+from creel.policies.planned_eviction import PlannedEviction
+
+__all__ = [
+    "ABSENT",
+    "FAILED",
+    "FETCHING",
+    "OVERDUE",
+    "RESIDENT",
+    "EvictionPolicy",
+    "FarthestNextUse",
+    "MostRecentFirst",
+    "PlannedEviction",
+    "Readers",
+    "choose",
+]
+
+
+#: All residents are sorted again after plans for this part of the dataset (1/n).
+_NEWS = 16
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The jobs that read a dataset, as an eviction policy sees them.
+
+    Args:
+        uses: the next uses of each job.
+        clock: for each job, (a, b): its step s is at common time a * s + b.
+        blind: whether no job knows more than the steps being read.
+        once: whether every epoch reads each object at most once (except for padding).
+        epoch: the epoch that the first job reads in.
+    """
+
+    uses: list[NextUses]
+    clock: Callable[[], list[tuple[float, float]]]
+    blind: bool
+    once: bool
+    epoch: int
+
+
+def choose(
+    present: EvictionPolicy | None,
+    readers: Readers,
+    life: NDArray[np.uint8],
+    pins: NDArray[np.int32],
+    room: NDArray[np.int64] | None,
+    *,
+    opens_dominate: bool,
+) -> EvictionPolicy:
+    """Return the eviction policy that suits the readers: the present one where it still does.
+
+    room: (n,) bytes each resident takes up, where they differ.
+    """
+    uses = readers.uses
+    if readers.blind:
+        if isinstance(present, MostRecentFirst):
+            present.all_uses = uses
+            return present
+        return MostRecentFirst(life, pins, uses)
+    if len(uses) == 1 and readers.once:
+        if isinstance(present, PlannedEviction) and present.uses is uses[0]:
+            return present
+        alike = None if opens_dominate else room
+        return PlannedEviction(
+            life, pins, uses[0], alike, readers.epoch, opens_dominate=opens_dominate
+        )
+    if isinstance(present, FarthestNextUse) and present.all_uses == uses:
+        return present
+    return FarthestNextUse(life, pins, uses, readers.clock)
+
+
+_PIECE = 256  # least number of entries processed together, as most may be invalid
+
+
+class MostRecentFirst(EvictionPolicy):
+    """For readers that publish one step at a time: evicts what was read last.
+
+    Only the past is known. The best guess is an epoch that reads all objects once before any
+    twice: then the latest reads are due last, and a share f of the data gives f hits (L1).
+    """
+
+    name = "recent"
+
+    def __init__(
+        self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
+    ) -> None:
+        super().__init__(life, pins, uses)
+        self.stale = True  # evictable residents may be missing from the log
+        self._log = np.empty(2 * len(life), np.int32)  # objects in the order of their releases
+        self._end = 0
+        self._at = np.full(len(life), -1, np.intp)  # index of each object's valid entry, the latest
+
+    def replanned(self) -> None:
+        """Plans were rebuilt, or a job ended."""
+        self.stale = True
+
+    def relist(self) -> None:
+        """Add residents that are missing from the log, whose release time is unknown."""
+        self.stale = False
+        self._squeeze()
+        absent = (self._life == RESIDENT) & (self._pins == 0)
+        absent[self._log[: self._end]] = False
+        self._enter(np.flatnonzero(absent))
+
+    def released(self, ids: Index, *, read: bool = False) -> None:  # noqa: ARG002
+        """Add residents that are no longer pinned (an object may come twice)."""
+        self._enter(unique(ids))
+
+    def _enter(self, ids: Index) -> None:
+        if self._end + len(ids) > len(self._log):
+            self._squeeze()
+        start, self._end = self._end, self._end + len(ids)
+        self._log[start : self._end] = ids
+        self._at[ids] = np.arange(start, self._end)
+
+    def _squeeze(self) -> None:
+        """Remove invalid entries; at most half of the log remains."""
+        ids = self._log[: self._end]
+        ids = ids[self._at[ids] == np.arange(self._end)]
+        self._end = len(ids)
+        self._log[: self._end] = ids
+        self._at[ids] = np.arange(self._end)
+
+    def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (what is due is unknown)
+        """Remove and return up to k distinct objects to evict, those read last first."""
+        if self.stale:
+            self.relist()
+        out = []
+        while k > 0 and self._end:
+            start = max(self._end - 2 * k - _PIECE, 0)
+            ids = self._log[start : self._end].astype(np.intp)
+            good = (self._at[ids] == np.arange(start, self._end)) & self._leaving(ids)
+            found = good.nonzero()[0][-k:]
+            self._end = start + int(found[0]) if len(found) == k else start
+            out.append(ids[found[::-1]])
+            k -= len(found)
+        return joined(out)
+
+
+class FarthestNextUse(EvictionPolicy):
+    """For all other streams: farthest next use first, never for something due later (law L3)."""
+
+    name = "far"
+    near = True
+
+    def __init__(
+        self,
+        life: NDArray[np.uint8],
+        pins: NDArray[np.int32],
+        uses: list[NextUses],
+        clock: Callable[[], list[tuple[float, float]]],
+    ) -> None:
+        """clock: for each of `uses`, (a, b): its step s is at common time a * s + b."""
+        super().__init__(life, pins, uses)
+        self.stale = True  # evictable residents may be missing from the list
+        self._news = 0  # planned reads since all residents were sorted
+        self._clock = clock
+        self._lines: list[tuple[float, float, float]] = []
+        self._pool = self._sorted(0)
+
+    def replanned(self) -> None:
+        """Plans were rebuilt, or a job ended."""
+        self.stale = True
+
+    def told(self, ids: Index, epoch: int) -> None:  # noqa: ARG002
+        """A job's plan continues with these reads of `epoch`."""
+        loose = ids[self._leaving(ids)]
+        if len(loose):
+            self.released(loose)
+        self._news += len(ids)
+        if self._news * _NEWS >= len(self._life):
+            self.stale = True
+
+    def relist(self) -> None:
+        """Sort all residents again: plans or the jobs' speeds have changed."""
+        self.stale, self._news = False, 0
+        self._lines = [
+            (a, b, a * uses.beyond + b)
+            for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
+        ]
+        self._pool = self._sorted(len(self._life))
+        self._pool.add(self._unpinned())
+
+    def _sorted(self, objects: int) -> Sorted:
+        """No bound method as key: policies are large, and a cycle would wait for the collector."""
+        return Sorted(objects, partial(_next_uses, self.all_uses, self._lines))
+
+    def at(self, uses: NextUses, step: int) -> int:
+        """Convert a job's step to common time."""
+        if self.stale:
+            self.relist()
+        a, b, _ = self._lines[next(i for i, u in enumerate(self.all_uses) if u is uses)]
+        return int(a * step + b)
+
+    def released(self, ids: Index, *, read: bool = False) -> None:  # noqa: ARG002
+        """Add residents that are no longer pinned (an object may come twice)."""
+        if not self.stale:
+            self._pool.add(unique(ids))
+
+    def victims(self, k: int, step: int) -> Index:
+        """Up to k distinct objects to evict for `step`, all due later than that."""
+        if self.stale:
+            self.relist()
+        out = []
+        while k > 0:
+            ids = self._pool.take(k, step)
+            if not len(ids):
+                break
+            ids = ids[self._leaving(ids)]
+            out.append(ids)
+            k -= len(ids)
+        return joined(out)
+
+
+def _next_uses(
+    jobs: list[NextUses], lines: list[tuple[float, float, float]], ids: Index
+) -> NDArray[np.int64]:
+    """(k,) common time of each object's next use; `lines`: (a, b, time of unknown uses) per job."""
+    out = np.full(len(ids), np.inf)
+    for uses, (a, b, beyond) in zip(jobs, lines, strict=True):
+        due = uses.due[ids]
+        np.minimum(out, np.where(due == NEVER, beyond, a * due + b), out=out)
+    keys: NDArray[np.int64] = np.clip(out, 0, 2**62).astype(np.int64)
+    return keys

@@ -1,0 +1,128 @@
+"""The base of all eviction policies: object states, interface and last resort. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.candidates import Index
+from creel.policies.next_use import NEVER, NextUses
+
+if TYPE_CHECKING:  # circular import
+    from creel.policies.planned_eviction import Outlook
+    from creel.policies.retention import Kept, Turn
+
+# States of an object. Below FETCHING it is not in flight; OVERDUE is in flight, but no reader
+# waits for it any more.
+ABSENT, FAILED, FETCHING, RESIDENT, OVERDUE = range(5)
+
+NOBODY = np.empty(0, np.intp)
+
+
+def joined(parts: list[Index]) -> Index:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NOBODY
+
+
+class EvictionPolicy:
+    """Interface of all eviction policies to the core, with defaults and the last resort.
+
+    Args:
+        life: (n,) states, as above; pins: (n,); both are live views, read only.
+        uses: the next uses of each job that reads the dataset.
+    """
+
+    #: Name in `creel stats`.
+    name = "none"
+    #: Whether `fitting` finds victims by the size of their room.
+    fits = False
+    #: Whether each object fetched far ahead takes the room of one that is read again, so that
+    #: reading ahead must stay short.
+    near = False
+    #: Whether an epoch needs all room until all of it is read or in flight, so that nothing of the
+    #: next epoch is fetched before.
+    by_epoch = False
+
+    def __init__(
+        self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
+    ) -> None:
+        self._life = life
+        self._pins = pins
+        self.all_uses = uses
+
+    # --- what happens ----------------------------------------------------------------------------
+
+    def released(self, ids: Index, *, read: bool = False) -> None:
+        """Residents are no longer pinned (an object may come twice).
+
+        read: whether because a step read them.
+        """
+        raise NotImplementedError
+
+    def told(self, ids: Index, epoch: int) -> None:
+        """A job's plan continues with these reads of `epoch`."""
+
+    def left(self, ids: Index) -> None:
+        """Residents are being evicted."""
+
+    def turn(self, uses: NextUses, epoch: int) -> None:
+        """The job of `uses` read the first object of `epoch`."""
+
+    def replanned(self) -> None:
+        """Plans were rebuilt, or a job ended."""
+
+    def resized(self) -> None:
+        """The dataset's share of the memory may have changed."""
+
+    def question(self, outlook: Outlook) -> Turn | None:  # noqa: ARG002
+        """Return what retention should plan outside the loop, or None."""
+        return None
+
+    def answer(self, turn: Turn, kept: Kept) -> None:
+        """Take the plan for an earlier `question`."""
+
+    # --- who leaves ------------------------------------------------------------------------------
+
+    def victims(self, k: int, step: int) -> Index:
+        """Up to k distinct objects to evict for reads at `step` of the policy's clock."""
+        raise NotImplementedError
+
+    def last(self, k: int, step: int) -> Index:
+        """Up to k unpinned objects, farthest use first: for stalled readers, even against L1."""
+        ids = self._unpinned()
+        due = np.full(len(ids), NEVER, np.int32)
+        for uses in self.all_uses:
+            due = np.minimum(due, uses.due[ids])
+        if len(ids) > k:
+            best = np.argpartition(due, len(ids) - k)[len(ids) - k :]
+            ids, due = ids[best], due[best]
+        return ids[due > step] if len(self.all_uses) == 1 else ids
+
+    def wanted(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether the current epoch reads each again, as far as known."""
+        return np.zeros(len(ids), np.bool_)
+
+    def dispensable(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each may leave as well as any other that may."""
+        return np.zeros(len(ids), np.bool_)
+
+    def fitting(self, wants: NDArray[np.int64], *, stalled: bool) -> Index:
+        """(k,) distinct objects to evict, each with at least the wanted room, or -1.
+
+        wants: (k,) bytes, the most urgent first; stalled: whether a reader waits for them.
+        """
+        raise NotImplementedError
+
+    def at(self, uses: NextUses, step: int) -> int:  # noqa: ARG002  (one job: its own clock)
+        """Convert a job's step to the policy's clock."""
+        return step
+
+    def _unpinned(self) -> Index:
+        return np.flatnonzero((self._life == RESIDENT) & (self._pins == 0))
+
+    def _leaving(self, ids: Index) -> NDArray[np.bool_]:
+        may: NDArray[np.bool_] = (self._life[ids] == RESIDENT) & (self._pins[ids] == 0)
+        return may

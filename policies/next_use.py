@@ -1,0 +1,249 @@
+"""When each object is read next, as far as the plans of one job are known. Pure.
+
+One gather per access (law L4): every known epoch has a table "object -> step of its first read",
+the inverse of the epoch's permutation. Further reads in the same epoch, which only samplers with
+replacement (and padding) have, are kept sorted beside it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.masks import every, some, unique
+
+#: The next use of an object that no known plan reads; later than all others.
+NEVER = int(np.iinfo(np.int32).max)
+_LOW = (1 << 32) - 1
+#: Epochs with a table, 4 bytes per object each: the current one and two ahead are in use, and
+#: one more while ranks are on both sides of a turn.
+MAX_EPOCHS = 4
+_MAX_BLURRED = 64  # epochs remembered as partly unknown
+
+
+class Steps:
+    """(n,) int32 steps, NEVER where none was written; takes memory only where one was.
+
+    Stored as the distance from NEVER, so that zeros mean NEVER: the system allocates zeroed pages
+    on first write, so a new table costs nothing per object.
+
+    >>> steps = Steps(3)
+    >>> steps[np.array([1])] = np.array([7])
+    >>> steps[:].tolist() == [NEVER, 7, NEVER]
+    True
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self, objects: int) -> None:
+        self._left = np.zeros(objects, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def __getitem__(self, ids: NDArray[np.integer] | slice) -> NDArray[np.int32]:
+        out: NDArray[np.int32] = _LAST - self._left[ids]
+        return out
+
+    def __setitem__(
+        self, ids: NDArray[np.integer] | slice, steps: NDArray[np.integer] | int
+    ) -> None:
+        self._left[ids] = _LAST - steps
+
+    def clear(self) -> None:
+        """NEVER everywhere."""
+        self._left = np.zeros(len(self._left), np.int32)
+
+
+_LAST = np.int32(NEVER)
+
+
+class _Epoch:
+    """First reads of one epoch: `first` (n,) steps or NEVER; `repeats` object << 32 | step."""
+
+    __slots__ = ("accesses", "base", "end", "first", "repeats", "twice")
+
+    def __init__(self, objects: int, base: int) -> None:
+        self.first = Steps(objects)
+        self.base = base
+        self.end = base  # one past the last known step
+        self.accesses = 0
+        self.repeats = np.empty(0, np.int64)
+        self.twice = False  # whether an object may come twice, also within one step
+
+    def add(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
+        fresh = not self.accesses or every(self.first[ids] == NEVER)
+        self.accesses += len(ids)
+        self.base = min(self.base, int(steps[0]))
+        self.end = max(self.end, int(steps[-1]) + 1)
+        if fresh:
+            order = np.arange(len(ids), dtype=np.int32)
+            self.first[ids] = order
+            once = every(self.first[ids] == order)
+            self.first[ids] = steps
+            self.twice |= not once
+            if once or every(self.first[ids] == steps):
+                return
+            self.first[ids] = NEVER
+        self.twice = True
+        self._merge(steps, ids)
+
+    def _merge(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
+        """Add reads: the earliest of an object is kept in `first`, the others in `repeats`."""
+        new = (ids << 32) | steps
+        known = np.empty(0, np.int64)
+        if self.accesses > len(ids):
+            known = unique(np.concatenate([ids, self.repeats >> 32]))
+            known = known[self.first[known] != NEVER]
+        old = (known << 32) | self.first[known]
+        keys = np.sort(np.concatenate([self.repeats, old, new]))
+        objects = keys >> 32
+        head = np.ones(len(keys), np.bool_)
+        head[1:] = objects[1:] != objects[:-1]
+        self.first[objects[head]] = keys[head] & _LOW
+        self.repeats = keys[~head]
+
+    def after(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> NDArray[np.int32]:
+        """(k,) step of the first read after `steps`, or NEVER; of repeated objects only."""
+        out = np.full(len(ids), NEVER, np.int32)
+        at = np.searchsorted(self.repeats, (ids << 32) | steps, side="right")
+        found = self.repeats[np.minimum(at, len(self.repeats) - 1)]
+        hit = (at < len(self.repeats)) & (found >> 32 == ids)
+        out[hit] = found[hit] & _LOW
+        return out
+
+
+class NextUses:
+    """The next use of every object by one job, in steps on the job's clock, common to its ranks.
+
+    Attributes:
+        due: (n,) step of the next read, or NEVER.
+
+    >>> uses = NextUses(3)
+    >>> uses.extend(0, np.array([0, 0, 1], np.int32), np.array([2, 0, 1]))
+    >>> uses.extend(1, np.array([2, 2, 3], np.int32), np.array([0, 1, 2]))
+    >>> uses.consume(0, np.array([2, 0]))
+    >>> uses.due[:]
+    array([2, 1, 3], dtype=int32)
+    """
+
+    def __init__(self, objects: int) -> None:
+        self.due = Steps(objects)
+        self._epochs: dict[int, _Epoch] = {}
+        self._blurred: set[int] = set()
+        self._vague = False  # whether more epochs are blurred than are remembered
+        self._forgotten = 0
+
+    def extend(self, epoch: int, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
+        """Add reads of a rank: object ids[i] in step steps[i] (ascending) of `epoch`.
+
+        For an epoch beyond MAX_EPOCHS known ones only `due` is updated.
+        """
+        if not len(ids):
+            return
+        table = self._epochs.get(epoch)
+        if table is None and len(self._epochs) < MAX_EPOCHS:
+            table = _Epoch(len(self.due), int(steps[0]))
+            table.twice = epoch < self._forgotten  # the epoch was known before, with unknown reads
+            self._epochs[epoch] = table
+            self._epochs = dict(sorted(self._epochs.items()))
+        if table is None:
+            self.blur(epoch)
+        else:
+            table.add(steps, ids)
+        # backwards: where an object comes twice, its first read is written last
+        self.due[ids[::-1]] = np.minimum(self.due[ids], steps)[::-1]
+
+    def blur(self, epoch: int) -> None:
+        """Note that `epoch` has reads that are not given here."""
+        if len(self._blurred) < _MAX_BLURRED:
+            self._blurred.add(epoch)
+        elif epoch not in self._blurred:
+            self._vague = True
+
+    def repeated(self, epoch: int) -> bool:
+        """Whether any object is read twice in `epoch`, so that `consume` needs the steps."""
+        known = self._epochs.get(epoch)
+        return known is not None and len(known.repeats) > 0
+
+    def distinct(self, epoch: int) -> bool:
+        """Whether it is known that no object is read twice in `epoch`, not even in one step."""
+        known = self._epochs.get(epoch)
+        told = not self._vague and epoch not in self._blurred
+        return told and known is not None and not known.twice
+
+    def consume(
+        self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None
+    ) -> None:
+        """Note that a rank has read object ids[i] (in step steps[i], ascending) of `epoch`."""
+        due = None
+        if steps is not None and self.repeated(epoch):
+            due = self._epochs[epoch].after(steps, ids)
+        for later, known in self._epochs.items():
+            if later > epoch:
+                if due is None:
+                    due = known.first[ids]
+                    continue
+                unknown = due == NEVER
+                if not some(unknown):
+                    break
+                due[unknown] = known.first[ids[unknown]]
+        self.due[ids] = NEVER if due is None else due
+
+    def forget(self, epoch: int) -> None:
+        """Forget epochs before `epoch`, which no rank reads any more."""
+        self._forgotten = max(self._forgotten, epoch)
+        for old in [e for e in self._epochs if e < epoch]:
+            del self._epochs[old]
+        self._blurred = {e for e in self._blurred if e >= epoch}
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._epochs.clear()
+        self.due.clear()
+
+    def accesses(self, epoch: int) -> int:
+        """Number of known reads of `epoch`."""
+        known = self._epochs.get(epoch)
+        return 0 if known is None else known.accesses
+
+    def knows(self, epoch: int) -> bool:
+        """Whether `epoch` has a table."""
+        return epoch in self._epochs
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all tables, in bytes."""
+        tables = sum(4 * len(self.due) + t.repeats.nbytes for t in self._epochs.values())
+        return 4 * len(self.due) + tables
+
+    def span(self, epoch: int) -> tuple[int, int]:
+        """First step of a known epoch, and one past its last known step."""
+        known = self._epochs[epoch]
+        return known.base, known.end
+
+    def start(self, epoch: int) -> int:
+        """First step of the first known epoch from `epoch` on, or NEVER."""
+        return next((t.base for e, t in self._epochs.items() if e >= epoch), NEVER)
+
+    @property
+    def end(self) -> int:
+        """One past the last known step."""
+        return max((t.end for t in self._epochs.values()), default=0)
+
+    @property
+    def beyond(self) -> float:
+        """Estimated step of a read that no plan knows: the middle of the epoch after the last."""
+        spans = [t.end - t.base for t in self._epochs.values()]
+        return self.end + 0.5 * sum(spans) / max(len(spans), 1)
+
+    @property
+    def per_step(self) -> float:
+        """Reads per step, of all known ranks together."""
+        steps = sum(t.end - t.base for t in self._epochs.values())
+        return sum(t.accesses for t in self._epochs.values()) / max(steps, 1)
+
+    def repeats(self) -> tuple[int, int]:
+        """(reads of objects read before in the same epoch, all reads), over the known epochs."""
+        tables = self._epochs.values()
+        return sum(len(t.repeats) for t in tables), sum(t.accesses for t in tables)

@@ -1,0 +1,213 @@
+"""`creel doctor` and `creel env`: what this machine allows, and what to do if it is too little."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from creel import addresses, limits
+from creel.config import Config, config_files, memory_budget
+from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
+from creel.units import format_size
+from creel.version import VERSION
+
+_SHM = "/dev/shm"  # noqa: S108 - only looked at
+_PACKAGES = ("numpy", "pyarrow", "pyzmq", "msgspec", "torch", "torchvision", "fsspec")
+
+
+class Finding(NamedTuple):
+    """One finding. `level` is ok, warn (slow or risky) or bad (does not work)."""
+
+    name: str
+    level: str
+    found: str
+    remedy: str = ""
+
+
+def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[Finding]:
+    """All checks of this machine; `ask("status")` returns the daemon's answer or raises."""
+    for look in (_system, _python, _torch):
+        yield look()
+    if platform.system() != "Linux":  # the rest is about a daemon, which needs Linux
+        return
+    for look in (_memfd, _files, _locked, _shm, _daemons):
+        yield look()
+    yield _memory(config)
+    yield _address(config.daemon.name)
+    yield _daemon(ask)
+
+
+def _system() -> Finding:
+    name = f"{platform.system()} {platform.release()}"
+    if platform.system() == "Linux":
+        return Finding("system", "ok", name)
+    return Finding(
+        "system", "bad", name, "the daemon needs Linux; here creel is torch's DataLoader"
+    )
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+
+
+def _torch() -> Finding:
+    found = _version("torch")
+    if found == "-":
+        return Finding("torch", "warn", found, "training needs it: pip install 'creel[torch]'")
+    return Finding("torch", "ok", found)
+
+
+def _version(package: str) -> str:
+    """Version of a package, without importing it; "-" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "-"
+
+
+def _memfd() -> Finding:
+    """Check sealed anonymous memory: every kernel since 3.17 has it, some sandboxes forbid it."""
+    try:
+        fd = os.memfd_create("creel-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (AttributeError, OSError) as e:
+        return Finding(
+            "memfd", "bad", str(e), "creel needs memfd_create: Linux 3.17+, not filtered"
+        )
+    os.close(fd)
+    major, minor = (int(n) for n in platform.release().split(".")[:2])
+    if (major, minor) < (5, 1):
+        remedy = (
+            "before Linux 5.1 clients cannot be kept from writing to the cache: update when you can"
+        )
+        return Finding("memfd", "warn", "no F_SEAL_FUTURE_WRITE", remedy)
+    return Finding("memfd", "ok", "sealed, read-only for clients")
+
+
+def _files() -> Finding:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files (hard limit {hard})"
+    if soft < 1024:
+        return Finding("descriptors", "warn", found, f"raise it: ulimit -n {min(hard, 65536)}")
+    return Finding("descriptors", "ok", found)
+
+
+def _locked() -> Finding:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "unlimited")
+    if soft < 64 << 20:
+        remedy = "pinning for a GPU may fail: ulimit -l unlimited"
+        return Finding("locked memory", "warn", format_size(soft), remedy)
+    return Finding("locked memory", "ok", format_size(soft))
+
+
+def _shm() -> Finding:
+    """Check /dev/shm, which torch uses for tensors that creel leaves to it; creel does not."""
+    try:
+        stat = os.statvfs(_SHM)
+    except OSError as e:
+        return Finding(
+            _SHM, "warn", str(e), "torch's own worker transport needs it; creel's does not"
+        )
+    size = stat.f_frsize * stat.f_blocks
+    if size < 1 << 30:
+        remedy = "fine for creel; torch's own workers may fail: docker run --shm-size=8g"
+        return Finding(_SHM, "warn", format_size(size), remedy)
+    return Finding(_SHM, "ok", format_size(size))
+
+
+def _memory(config: Config) -> Finding:
+    have = limits.memory()
+    found = f"{format_size(have.available)} free of {format_size(have.total)}"
+    try:
+        budget = memory_budget(config.memory, total=have.total, available=have.available)
+    except ConfigError as e:
+        return Finding("memory", "bad", found, str(e))
+    found += f"; budget {format_size(budget)}"
+    if budget > have.available:
+        return Finding("memory", "warn", found, "more than is free now: lower memory.budget")
+    return Finding("memory", "ok", found)
+
+
+def _address(name: str) -> Finding:
+    """Check the addresses: another user may hold one, or the daemon may see other files."""
+    try:
+        uid = addresses.held_by_another(name)
+    except UnavailableError as e:
+        return Finding("address", "bad", str(e), "mount /proc as it is for this PID namespace")
+    if uid is not None:
+        second = addresses.runtime_folder() is not None
+        remedy = "a second one is used, with a secret" if second else "choose another daemon.name"
+        return Finding("address", "warn", f"user {uid} holds it", remedy)
+    pids = addresses.elsewhere(name)
+    found = f"; daemons that see other files: {', '.join(map(str, pids))}" if pids else ""
+    return Finding("address", "ok", f"nobody else's{found}")
+
+
+def _daemon(ask: Callable[[str], dict[str, object]]) -> Finding:
+    try:
+        told = ask("status")
+    except NoDaemonError:
+        return Finding("daemon", "ok", "none runs; the first DataLoader will start one")
+    except CreelError as e:
+        remedy = "it may hang or be of another version: creel stop --now, or end its process"
+        return Finding("daemon", "bad", str(e), remedy)
+    found = f"{told['name']} (pid {told['pid']}, creel {told['version']})"
+    if told["version"] != VERSION:
+        remedy = f"this is creel {VERSION}: creel stop, and let a new one start"
+        return Finding("daemon", "warn", found, remedy)
+    return Finding("daemon", "ok", found)
+
+
+def _daemons() -> Finding:
+    """Count this user's daemons: they share nothing, and each has a budget of its own."""
+    pids = list(daemon_pids())
+    if len(pids) > 1:
+        listed = f"{len(pids)} of yours run (pids {', '.join(map(str, pids))})"
+        return Finding(
+            "daemons", "warn", listed, "each has its own budget: use one name, stop the others"
+        )
+    return Finding("daemons", "ok", f"{len(pids)} of yours runs" if pids else "none of yours runs")
+
+
+def daemon_pids() -> Iterator[int]:
+    """Pids of this user's daemons."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile, or may not be inspected
+            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")[:5]
+            ours = any(word == "creel.daemon" or Path(word).name == "creeld" for word in words)
+            if ours and folder.stat().st_uid == os.getuid():
+                yield int(folder.name)
+
+
+def _cpus() -> str:
+    """Number of CPUs that this process may use, where the system can limit that."""
+    have = str(os.cpu_count())
+    if not hasattr(os, "sched_getaffinity"):  # macOS, Windows
+        return have
+    return f"{len(os.sched_getaffinity(0))} of {have}"
+
+
+def environment() -> dict[str, str]:
+    """Return versions and limits, to paste into an issue."""
+    have = limits.memory()
+    told = {
+        "creel": VERSION,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpus": _cpus(),
+        "memory": f"{format_size(have.available)} free of {format_size(have.total)}",
+    }
+    told |= {package: _version(package) for package in _PACKAGES}
+    told["files"] = ", ".join(map(str, config_files())) or "-"
+    return told | {k: v for k, v in sorted(os.environ.items()) if k.startswith("CREEL_")}

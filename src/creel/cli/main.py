@@ -1,0 +1,394 @@
+"""The `creel` command. All but click is imported where it is used, so that --help is instant."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from creel.errors import ConfigError, CreelError, NoDaemonError
+from creel.version import VERSION
+
+if TYPE_CHECKING:
+    from creel.config import Config
+    from creel.loader.client.client import Client
+
+_FAILED, _USAGE, _NO_DAEMON, _INTERRUPTED = 1, 2, 3, 130
+_ELSEWHERE = "the daemon needs Linux; here creel.DataLoader is torch's, and trains without one"
+_WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line and return its exit code (docs/cli.md)."""
+    color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
+    told: dict[str, Any] = {}
+    try:
+        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=told)
+    except click.ClickException as e:
+        e.show()
+        _tell_error(told, e.format_message())
+        return e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return _INTERRUPTED
+    except BrokenPipeError:  # `creel stats | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except CreelError as e:
+        click.secho(f"creel: {e}", err=True, fg="red", color=color)
+        _tell_error(told, str(e))
+        return _exit_code(e)
+    return code if isinstance(code, int) else 0
+
+
+def _tell_error(told: dict[str, Any], why: str) -> None:
+    """Report errors as JSON to callers that asked for JSON and read standard output only."""
+    if told.get("json"):
+        from creel.cli import view
+
+        view.print_json({"error": why}, line=True)
+
+
+def _exit_code(error: CreelError) -> int:
+    if isinstance(error, NoDaemonError):
+        return _NO_DAEMON
+    return _USAGE if isinstance(error, ConfigError) else _FAILED
+
+
+@click.group(context_settings=_WORDS)
+@click.option("--name", help="Which daemon (default: CREEL_SOCKET, or the configuration's).")
+@click.version_option(VERSION, message="%(prog)s %(version)s")
+@click.pass_context
+def creel(context: click.Context, name: str | None) -> None:
+    """Start, watch and check the daemon that keeps training fed.
+
+    Training needs none of this: the first creel.DataLoader starts a daemon by itself.
+    """
+    context.obj["flags"] = {"daemon.name": name}
+
+
+def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
+    context.obj["json"] = value
+    return value
+
+
+class _Seconds(click.FloatRange):
+    """A pause in seconds: neither nan, which passes every range check, nor inf."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return seconds
+
+
+_as_json = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    is_eager=True,
+    callback=_note_json,
+    help="One JSON object (docs/cli.md).",
+)
+_interval = click.option(
+    "--interval",
+    type=_Seconds(0.1, 86_400),
+    default=1.0,
+    show_default=True,
+    help="Seconds between.",
+)
+
+
+def _config(context: click.Context, **flags: object) -> Config:
+    from creel.config import Config
+
+    return Config.load({**context.obj["flags"], **flags})[0]
+
+
+@contextmanager
+def _client(context: click.Context) -> Iterator[Client]:
+    """Return a connection to the daemon, or raise NoDaemonError with what to do about it."""
+    from creel.loader.client.client import Client
+
+    name = _config(context).daemon.name
+    if sys.platform != "linux":
+        raise NoDaemonError(_ELSEWHERE)
+    try:
+        client = Client.connect(name, "cli")
+    except NoDaemonError as e:
+        raise NoDaemonError(_no_daemon(name)) from e
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _no_daemon(name: str) -> str:
+    """Reason why no daemon answers, and what to do about it."""
+    from creel.addresses import elsewhere, held_by_another
+
+    uid = held_by_another(name)
+    if uid is not None:
+        return f"user {uid} holds the address of your daemon {name!r}: choose another daemon.name"
+    if pids := elsewhere(name):
+        return (
+            f"no daemon named {name!r} sees the files that you see here, but one runs elsewhere"
+            f" (process {', '.join(map(str, pids))}, in a container or a job with its own mounts):"
+            " ask from inside of it, as by docker exec, srun --overlap or nsenter -m"
+        )
+    return (
+        f"no daemon named {name!r} runs for you: start one with `creel run`, or just train (the"
+        " first DataLoader starts its own)"
+    )
+
+
+# --- run, stop --------------------------------------------------------------------------------
+
+
+@creel.command(context_settings={"allow_interspersed_args": False})
+@click.option("--memory", metavar="SIZE", help='Budget: "64GiB", "50%" or "auto".')
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def run(context: click.Context, memory: str | None, command: tuple[str, ...]) -> int:
+    """Run COMMAND with a daemon of its own.
+
+    The daemon stops afterwards, and the exit code is COMMAND's. Without COMMAND: serve in the
+    foreground until SIGTERM or Ctrl-C, as creeld does.
+    """
+    from creel.cli import run
+
+    if sys.platform != "linux":
+        raise ConfigError(_ELSEWHERE)
+    if not command:
+        return run.serve(_config(context, **{"memory.budget": memory}))
+    run.check_command(command[0])
+    if context.obj["flags"]["daemon.name"] is None:
+        context.obj["flags"]["daemon.name"] = f"run-{os.getpid()}"
+    return run.around(_config(context, **{"memory.budget": memory}), command)
+
+
+@creel.command()
+@click.option("--now", is_flag=True, help="Do not wait for its clients to leave.")
+@_as_json
+@click.pass_context
+def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
+    """Ask the daemon to end."""
+    from creel.cli import view
+
+    with _client(context) as client:
+        client.ask("stop", now=now)
+    if as_json:
+        view.print_json({"stopping": "now" if now else "once its clients have left"})
+    else:
+        click.echo("stopping" if now else "stopping once its clients have left", err=True)
+
+
+# --- status, stats, top -----------------------------------------------------------------------
+
+
+@creel.command()
+@_as_json
+@click.pass_context
+def status(context: click.Context, *, as_json: bool) -> None:
+    """Is a daemon there, and who uses it."""
+    from creel.cli import view
+
+    with _client(context) as client:
+        told = client.ask("status")
+    if as_json:
+        view.print_json(told)
+    else:
+        view.pairs(view.status_pairs(told))
+
+
+@creel.command()
+@click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@_interval
+@_as_json
+@click.pass_context
+def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool) -> None:
+    """Hits, source reads, evictions, stall by cause."""
+    import time
+
+    with _client(context) as client:
+        _show_stats(client.ask("stats"), as_json=as_json, line=watch)
+        while watch:
+            time.sleep(interval)
+            if not as_json:
+                click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
+            _show_stats(client.ask("stats"), as_json=as_json, line=True)
+
+
+def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
+    from creel.cli import view
+
+    if as_json:
+        view.print_json(told, line=line)
+        return
+    view.pairs(view.summary_pairs(told))
+    if told["sessions"]:
+        rows = [view.session_row(s) for s in told["sessions"]]
+        view.table(view.SESSION_HEADER, rows, drop=view.SESSION_DROP)
+    elif told["ranks"]:
+        click.echo("nobody trains now; until now:")
+        view.table(view.RANK_HEADER, [view.rank_row(r) for r in told["ranks"]])
+    if shown := told["sessions"] or told["ranks"]:
+        click.echo("stall by cause")
+        view.table(*view.stall_table(shown))
+
+
+@creel.command()
+@_interval
+@click.pass_context
+def top(context: click.Context, interval: float) -> None:
+    """What it does, live; q or Ctrl-C ends it."""
+    from creel.cli import top
+
+    if not (sys.stdout.isatty() and sys.stdin.isatty()):
+        raise click.UsageError("top needs a terminal; use `creel stats --watch` in a pipe")
+    with _client(context) as client:
+        top.show(lambda: client.ask("stats"), lambda: client.ask("status"), interval)
+
+
+# --- warm, verify -----------------------------------------------------------------------------
+
+
+@creel.command()
+@click.argument("path")
+@_as_json
+@click.pass_context
+def warm(context: click.Context, path: str, *, as_json: bool) -> None:
+    """Load the folder at PATH (or URL) into memory."""
+    from creel.cli import view, warm
+
+    with _client(context) as client:
+        told = warm.warm(client, path, quiet=as_json)
+    if as_json:
+        view.print_json(told)
+    else:
+        click.echo(warm.sentence(told))
+
+
+@creel.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--steps", type=click.IntRange(1), help="Stop after this many batches.")
+@_as_json
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_json: bool) -> int:
+    """Compare every batch with torch's, bit for bit.
+
+    TARGET is a SCRIPT (with ARGUMENTS), or MODULE:LOADER: a DataLoader or a function that returns
+    one. Options come before it. Both sides run from equal seeds. Ends with 1 at the first
+    difference, and names it.
+    """
+    from creel.cli import view
+
+    if target.endswith(".py") and not Path(target).is_file():  # before seconds of importing torch
+        raise ConfigError(f"there is no script {target}")
+    try:
+        from creel.loader import verify as verification
+    except ModuleNotFoundError as e:
+        if e.name != "torch":
+            raise
+        raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
+
+    told = verification.verify(target, arguments, steps)
+    if as_json:
+        view.print_json(told)
+    else:
+        click.echo(verification.sentence(told))
+    return 0 if told["equal"] else _FAILED
+
+
+# --- doctor, env, config ----------------------------------------------------------------------
+
+
+@creel.command()
+@_as_json
+@click.pass_context
+def doctor(context: click.Context, *, as_json: bool) -> int:
+    """Find what would make creel slow here."""
+    from creel.cli import doctor, view
+
+    def ask(what: str) -> dict[str, object]:
+        with _client(context) as client:
+            return dict(client.ask(what))
+
+    found = list(doctor.checks(_config(context), ask))
+    ok = all(check.level != "bad" for check in found)
+    if as_json:
+        view.print_json({"ok": ok, "checks": [check._asdict() for check in found]})
+    else:
+        for check in found:
+            _show_check(check.name, check.level, check.found, check.remedy)
+    return 0 if ok else _FAILED
+
+
+def _show_check(name: str, level: str, found: str, remedy: str) -> None:
+    colour = {"ok": "green", "warn": "yellow", "bad": "red"}[level]
+    click.echo(f"{click.style(f'{level:<4}', fg=colour)}  {name:<13}  {found}")
+    if remedy:
+        click.echo(f"{'':19}  {click.style('-> ' + remedy, dim=True)}")
+
+
+@creel.command()
+@_as_json
+def env(*, as_json: bool) -> None:
+    """Versions and limits, to paste into an issue."""
+    from creel.cli import doctor, view
+
+    told = doctor.environment()
+    if as_json:
+        view.print_json(told)
+    else:
+        view.pairs(told.items())
+
+
+@creel.group()
+def config() -> None:
+    """The settings."""
+
+
+@config.command()
+@click.option("--origin", is_flag=True, help="Where each value came from.")
+@_as_json
+@click.pass_context
+def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
+    """Every setting with its value."""
+    from creel.cli import view
+    from creel.config import Config
+
+    loaded, origins = Config.load(context.obj["flags"])
+    values = loaded.flat()
+    if as_json:
+        settings = {k: {"value": v, "origin": origins[k]} for k, v in values.items()}
+        view.print_json({"settings": settings})
+    elif origin:
+        rows = [(k, _toml(v), origins[k]) for k, v in values.items()]
+        view.table(("setting", "value", "origin"), rows, left=3)
+    else:
+        _show_toml(values)
+
+
+def _show_toml(values: dict[str, object]) -> None:
+    """As a file that could be saved as creel.toml."""
+    before = ""
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if section != before:
+            click.echo(f"{chr(10) if before else ''}[{section}]")
+            before = section
+        click.echo(f"{name} = {_toml(value)}")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,94 @@
+"""`creel top`: the daemon's activity, as a live table."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from creel.cli.view import (
+    TOP_DROP,
+    TOP_HEADER,
+    Told,
+    fitting,
+    format_seconds,
+    rich_table,
+    summary_pairs,
+    top_row,
+)
+
+#: Seconds that rates cover: a wait is counted at its end, so that shorter rates would flicker
+#: between nothing and all where storage is slow.
+_RATES_S = 10.0
+
+
+def show(stats: Callable[[], Told], status: Callable[[], Told], interval: float) -> None:
+    """Draw until q or Ctrl-C."""
+    past = deque([(time.monotonic(), stats())])
+    console = Console()
+    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+        live.update(screen(status(), past[0][1], {}, console.width), refresh=True)
+        while "q" not in pressed(interval):
+            about, told, now = status(), stats(), time.monotonic()
+            while len(past) > 1 and now - past[1][0] >= _RATES_S:
+                past.popleft()
+            live.update(screen(about, told, starts(past, now), console.width), refresh=True)
+            past.append((now, told))
+
+
+def starts(past: Iterable[tuple[float, Told]], now: float) -> dict[int, tuple[Told, float]]:
+    """Start values of rates: each stream as first reported, and how many seconds ago."""
+    found: dict[int, tuple[Told, float]] = {}
+    for then, told in past:
+        for session in told["sessions"]:
+            found.setdefault(session["session"], (session, now - then))
+    return found
+
+
+def screen(
+    about: Told, told: Told, before: Mapping[int, tuple[Told, float]], width: int
+) -> RenderableType:
+    """Render one screen, `width` places wide: the node, then a row per stream of batches.
+
+    `before`: the result of `starts`.
+    """
+    title = Text.assemble(
+        ("creel ", "bold"),
+        f"{about['name']}  pid {about['pid']}  up {format_seconds(about['uptime_s'])}",
+        ("   q ends", "dim"),
+    )
+    lines = [
+        Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
+        for name, value in summary_pairs(told)
+    ]
+    rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in told["sessions"]]
+    table = fitting(TOP_HEADER, rows, TOP_DROP, width)
+    below = rich_table(*table) if rows else Text("\nno sessions: nobody trains", "dim")
+    return Group(title, *lines, below)
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Return a function for the keys pressed within some seconds, without Enter and echo."""
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([fd], [], [], seconds)
+        return os.read(fd, 1024).decode(errors="replace") if ready else ""
+
+    tty.setcbreak(fd)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

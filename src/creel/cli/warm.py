@@ -1,0 +1,153 @@
+"""`creel warm`: load data into a daemon's memory before training reads it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from creel.cache.storage.retry import public
+from creel.cli.view import Told, format_count, format_seconds
+from creel.errors import ConfigError, NotFoundError
+from creel.units import format_size
+
+if TYPE_CHECKING:
+    from creel.cache.storage.manifest import Manifest
+    from creel.loader.client.client import Client
+
+_POLL_S = 0.1
+_IDLE_S = 10.0  # the source is lost after this time without a new object
+_SETTLED_S = 1.0  # loading is complete after this time with none in flight
+
+
+def warm(client: Client, path: str, *, quiet: bool) -> Told:
+    """Load the folder at `path` and show the progress.
+
+    Returns:
+        dataset, objects, resident, failed, nbytes, seconds.
+    """
+    with _looking(path, quiet=quiet):
+        manifest = folder_manifest(path)
+        dataset = client.register(manifest)
+    start = time.monotonic()
+    client.ask("warm", dataset=dataset)
+    with _bar(len(manifest), quiet=quiet) as advance:
+        told = _follow(client, dataset, len(manifest), advance)
+    return {
+        "dataset": dataset,
+        "objects": len(manifest),
+        "resident": told["resident_objects"],
+        "failed": _failed(client, dataset, len(manifest) - told["resident_objects"]),
+        "nbytes": told["resident_nbytes"],
+        "seconds": time.monotonic() - start,
+    }
+
+
+def folder_manifest(path: str) -> Manifest:
+    """Manifest of an image folder, the same as `creel.ImageFolder` makes, so that both share one
+    copy; of any other folder, all files below it.
+
+    Raises:
+        NotFoundError: there is no such folder, or nothing in it.
+    """
+    try:
+        from creel.loader.datasets.images import ImageFolder
+
+        return ImageFolder(path).manifest
+    except (ImportError, NotFoundError, ConfigError):  # no torch here, or no image folder there
+        return _all_files(path)
+
+
+def _all_files(path: str) -> Manifest:
+    from creel.cache.storage.manifest import Manifest
+    from creel.loader.reading.listing import files_below
+    from creel.loader.reading.storage import absolute, escape
+
+    root = absolute(path)
+    found = files_below(root)
+    if not len(found):
+        raise NotFoundError(f"there are no files below {public(path)}")
+    names = [escape(root, name) for name in found.names]
+    return Manifest.of_files(names, root=root, lengths=found.nbytes)
+
+
+def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Told:
+    """Poll until everything is loaded or nothing more comes."""
+    seen, since = -1, time.monotonic()
+    while True:
+        told = next(d for d in client.ask("datasets")["datasets"] if d["dataset"] == dataset)
+        resident = int(told["resident_objects"])
+        advance(resident)
+        if resident != seen:
+            seen, since = resident, time.monotonic()
+        idle = time.monotonic() - since
+        if resident >= objects or idle > _IDLE_S or (idle > _SETTLED_S and _settled(client)):
+            return dict(told)
+        time.sleep(_POLL_S)
+
+
+def _failed(client: Client, dataset: str, missing: int) -> int:
+    """How many of `missing` objects could not be read; the others found no room."""
+    sources = client.ask("stats")["sources"]
+    errors = sum(int(s["errors"]) for s in sources if s["dataset"] == dataset)
+    return min(errors, missing)
+
+
+def _settled(client: Client) -> bool:
+    """Whether the daemon has no fetch in flight."""
+    return not client.ask("stats")["core"]["memory"]["node"]["inflight_objects"]
+
+
+@contextmanager
+def _looking(path: str, *, quiet: bool) -> Iterator[None]:
+    """Show a message on a terminal while the files are listed, which may take minutes."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    with console.status(f"looking through {escape(public(path))}"):
+        yield
+
+
+@contextmanager
+def _bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal (standard error); otherwise nothing."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("warming", total=total)
+        yield lambda done: progress.update(task, completed=done)
+
+
+def sentence(told: Told) -> str:
+    """Summarize the result in one line."""
+    seconds = max(told["seconds"], 1e-3)
+    line = (
+        f"{format_count(told['resident'])} of {format_count(told['objects'])} files"
+        f" ({format_size(told['nbytes'])}) in memory after {format_seconds(seconds)}"
+    )
+    if told["failed"]:
+        failed = f"  -> {format_count(told['failed'])} failed: `creel stats` says how"
+        return line + click.style(failed, dim=True)
+    if told["resident"] < told["objects"]:
+        return line + click.style("  -> the rest does not fit: raise memory.budget", dim=True)
+    return line

@@ -1,0 +1,77 @@
+"""Classic cache policies on a plain trace, object by object, that creel is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def lru(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
+    """(t,) hits of least recently used.
+
+    >>> lru(np.array([1, 2, 1, 3, 2]), 2).tolist()
+    [False, False, True, False, False]
+    """
+    return _recency(trace, capacity, renew=True)
+
+
+def fifo(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
+    """(t,) hits of first in, first out."""
+    return _recency(trace, capacity, renew=False)
+
+
+def _recency(trace: NDArray[np.integer], capacity: int, *, renew: bool) -> NDArray[np.bool_]:
+    held: OrderedDict[int, None] = OrderedDict()
+    hit = np.zeros(len(trace), np.bool_)
+    for t, x in enumerate(trace.tolist()):
+        if x in held:
+            hit[t] = True
+            if renew:
+                held.move_to_end(x)
+        elif capacity:
+            if len(held) >= capacity:
+                held.popitem(last=False)
+            held[x] = None
+    return hit
+
+
+def pin(trace: NDArray[np.integer], capacity: int) -> NDArray[np.bool_]:
+    """(t,) hits when the first `capacity` objects stay for ever (MinIO in CoorDL, VLDB 2021)."""
+    ids, first = np.unique(trace, return_index=True)
+    kept = ids[first.argsort()[:capacity]]
+    hit = np.isin(trace, kept)
+    hit[first] = False
+    return hit
+
+
+def chance(
+    trace: NDArray[np.integer], capacity: int, rng: np.random.Generator
+) -> NDArray[np.bool_]:
+    """(t,) hits of random eviction."""
+    place: dict[int, int] = {}
+    held: list[int] = []
+    victims = rng.integers(0, max(capacity, 1), len(trace)).tolist()
+    hit = np.zeros(len(trace), np.bool_)
+    for t, x in enumerate(trace.tolist()):
+        if x in place:
+            hit[t] = True
+        elif len(held) < capacity:
+            place[x] = len(held)
+            held.append(x)
+        elif capacity:
+            at = victims[t]
+            del place[held[at]]
+            held[at], place[x] = x, at
+    return hit
+
+
+def lru_hits(f: float) -> float:
+    """Hit ratio of LRU over shuffled epochs, a share f of the dataset held.
+
+    >>> round(lru_hits(0.5), 3)
+    0.153
+    """
+    return f + (1 - f) * math.log(1 - f) if f < 1 else 1.0

@@ -1,0 +1,177 @@
+"""A trainer waits for the daemon where the source is slow, and reads a quick one by itself."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from daemons import Running
+from torch.utils.data import DataLoader, Subset
+
+import creel
+from creel.cache.memory.shared_words import OBJECT_NS
+from kit import daemon_of, stopped, until
+from testbed.http_server import Server
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+FILES, NBYTES, BATCH = 640, 2_000, 16
+DIRECT = {"loader.direct": "auto"}
+
+
+def decode(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    rng = np.random.default_rng(0)
+    paths = [tmp_path / f"{i:04}" for i in range(FILES)]
+    for path in paths:
+        path.write_bytes(rng.bytes(NBYTES))
+    return list(map(str, paths))
+
+
+class Reads(torch.utils.data.Dataset[torch.Tensor]):
+    """A dataset of a person's own, which says what it reads."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.creel_uris = paths
+
+    def __len__(self) -> int:
+        return len(self.creel_uris)
+
+    def objects(self, index: int) -> int:
+        return index
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return decode(creel.read(self.creel_uris[index]))
+
+
+class Silent(Reads):
+    """The same, which does not say it."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return decode(creel.read(self.paths[index]))
+
+
+def batches(kind: Any, data: Any, **more: Any) -> Iterator[Any]:
+    torch.manual_seed(3)
+    return iter(kind(data, batch_size=BATCH, shuffle=True, **more))
+
+
+@pytest.mark.parametrize("kind", ["files", "rows", "own"])
+def test_nobody_waits_for_a_daemon_where_the_page_cache_is_quicker(
+    daemon_name: str, paths: list[str], kind: str
+) -> None:
+    data: Any = creel.FileDataset(paths, nbytes=[NBYTES] * FILES)
+    if kind == "files":
+        data = creel.FileDataset(paths, decode=decode)
+    if kind == "own":
+        data = Reads(paths)
+    near = {"CREEL_WINDOW__MAX_STEPS": "4"}
+    with Running(daemon_name, env=near) as daemon:
+        theirs = list(batches(DataLoader, data))
+        torch.manual_seed(3)
+        ours: Any = creel.DataLoader(data, batch_size=BATCH, shuffle=True, creel=DIRECT)
+        it = iter(ours)
+        mine = [next(it)]
+        daemon.signal(signal.SIGSTOP)
+        until(lambda: stopped(daemon.pid), what="the daemon stands still")
+        it._run.stream.session.words[OBJECT_NS] = 20_000  # however busy the machine was
+        mine += list(it)
+        daemon.signal(signal.SIGCONT)
+        assert all(map(torch.equal, mine, theirs))
+        # Steps that were ready came from memory; for the others nobody waited.
+        assert ours.stats()["stall_seconds"]["daemon"] == 0
+        assert 0 < ours.stats()["direct_reads"] < FILES
+        del it, ours
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_what_is_changed_in_mid_epoch_is_seen_by_who_reads_directly(
+    daemon_name: str, paths: list[str], stop: bool
+) -> None:
+    def changed(loader: Any, daemon: Running | None) -> list[Any]:
+        torch.manual_seed(3)
+        it = iter(loader)
+        seen = [next(it)]
+        if daemon is not None:
+            daemon.signal(signal.SIGSTOP)
+            until(lambda: stopped(daemon.pid), what="the daemon stands still")
+            it._run.stream.session.words[OBJECT_NS] = 20_000
+        loader.dataset.indices.reverse()
+        seen += list(it)
+        if daemon is not None:
+            daemon.signal(signal.SIGCONT)
+        return seen
+
+    def data() -> Any:
+        return Subset(creel.FileDataset(paths, decode=decode), list(range(0, FILES, 2)))
+
+    with Running(daemon_name, env={"CREEL_WINDOW__MAX_STEPS": "4"}) as daemon:
+        theirs = changed(DataLoader(data(), BATCH, shuffle=True), None)
+        ours: Any = creel.DataLoader(data(), BATCH, shuffle=True, creel=DIRECT)
+        mine = changed(ours, daemon if stop else None)
+        assert all(map(torch.equal, mine, theirs))
+        del ours
+
+
+def test_below_torchs_loader_nobody_asks_the_daemon_for_what_is_read_as_quickly(
+    daemon_name: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    theirs = list(batches(DataLoader, Reads(paths)))
+    wrapped = creel.wrap(Reads(paths))
+    with Running(daemon_name) as daemon:
+        it = batches(DataLoader, wrapped)
+        mine = [next(it)]
+        link = object.__getattribute__(wrapped, "_stepwise")._link
+        daemon.signal(signal.SIGSTOP)
+        until(lambda: stopped(daemon.pid), what="the daemon stands still")
+        words = link.session.words
+        words[OBJECT_NS] = 20_000
+        mine += list(it)
+        daemon.signal(signal.SIGCONT)
+        assert all(map(torch.equal, mine, theirs))
+        assert words.counters()["stall_daemon_ns"] == 0
+
+
+@pytest.mark.parametrize("kind", [Reads, Silent])
+def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
+    embedded: str, paths: list[str], monkeypatch: pytest.MonkeyPatch, kind: type[Reads]
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    wrapped = creel.wrap(kind(paths))
+    for epoch in range(3):
+        theirs = list(batches(DataLoader, kind(paths)))
+        assert all(map(torch.equal, batches(DataLoader, wrapped), theirs)), epoch
+    until(lambda: bool(wrapped[0].numel()) and linked(wrapped), what="the daemon is there")
+    assert daemon_of(embedded).is_running()
+
+
+def linked(wrapped: object) -> bool:
+    """Whether its dataset has a session with a daemon in this process."""
+    return object.__getattribute__(wrapped, "_stepwise")._link is not None
+
+
+def test_a_slow_source_is_read_by_the_daemon_alone(daemon_name: str, paths: list[str]) -> None:
+    with Server(Path(paths[0]).parent, latency_s=0.005) as server, Running(daemon_name):
+        uris = [f"{server.url}/{Path(path).name}" for path in paths]
+        ours = creel.DataLoader(Reads(uris), batch_size=BATCH, shuffle=True, creel=DIRECT)
+        for _ in range(2):
+            assert sum(len(batch) for batch in ours) == FILES
+        assert server.stats()["gets"] == FILES
+        assert ours.stats()["direct_reads"] == 0
+        del ours

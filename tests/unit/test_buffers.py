@@ -1,0 +1,104 @@
+"""Memory for batches that this process assembles itself."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import weakref
+from unittest import mock
+
+import pytest
+
+from creel.loader import buffers
+from creel.loader.buffers import Ring
+
+
+def test_memory_comes_back_when_its_last_tensor_is_gone() -> None:
+    ring = Ring()
+    batch = ring.take(10_000)
+    where = batch.data_ptr()
+    view = batch.view(100, 100)[3:]
+    del batch
+    other = ring.take(10_000)
+    assert other.data_ptr() != where
+    del view
+    assert ring.take(9_000).data_ptr() == where
+
+
+def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory() -> None:
+    ring = Ring()
+    tensor = ring.take(1 << 20).fill_(5)
+    seen = tensor[9:].numpy()
+    tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch's
+    assert tensor.data_ptr() != seen.ctypes.data - 9
+    del tensor
+    ring.take(1 << 20).fill_(6)
+    assert (seen == 5).all()
+    where = seen.ctypes.data - 9
+    del seen
+    assert ring.take(1 << 20).data_ptr() == where
+
+
+def test_tensors_outlive_their_ring_and_its_size() -> None:
+    ring = Ring()
+    small = ring.take(4096).fill_(1)
+    large = ring.take(4097).fill_(2)
+    del small  # nowhere to go back to
+    assert ring.take(4096).fill_(3).sum() == 3 * 4096
+    del ring
+    assert large.sum() == 2 * 4097
+
+
+@pytest.mark.parametrize("nbytes, kept", [(4096, 5), (3 * 4096, 1), (6 * 4096, 0)])
+def test_what_is_kept_is_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch, nbytes: int, kept: int
+) -> None:
+    """A loader lives long; a dataset read as one batch must not stay in memory with it."""
+    monkeypatch.setattr(buffers, "_KEEP_NBYTES", 5 * 4096)
+    ring = Ring()
+    lent = [ring.lease(nbytes) for _ in range(7)]
+    memory = [weakref.ref(buffer.memory) for buffer in lent]
+    del lent
+    assert sum(m() is not None for m in memory) == kept
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
+    """As with torch's, though the parent's next batch goes where this one was."""
+    ring = Ring()
+    batch = ring.lease(4096)
+    batch[:3] = b"old"
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.read(read, 1)
+        os._exit(0 if batch[:3] == b"old" else 1)
+    del batch
+    ring.lease(4096)[:3] = b"new"
+    os.write(write, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    os.close(read)
+    os.close(write)
+
+
+def test_a_lease_that_was_interrupted_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between a buffer and its memory: what `__del__` raises is told on standard error."""
+    unraised: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", unraised.append)
+    lent = buffers._lent(64)()
+    del lent
+    gc.collect()
+    assert not unraised
+
+
+def test_without_room_for_a_mapping_torch_gives_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Ring()
+    none = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
+    monkeypatch.setattr(mmap, "mmap", none)
+    memory = ring.take(10_000)
+    assert memory.shape == (10_000,)
+    assert memory.fill_(7).sum() == 70_000

@@ -1,0 +1,44 @@
+"""How many threads read from a source, by what its reads cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from creel.policies.concurrency import Concurrency
+
+CORES = 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cpu", "user", "most"),
+    [
+        (0.002, 0.002, 0.002, 1),  # computes, and holds the interpreter
+        (0.002, 0.002, 0.0002, CORES),  # the system copies: at once, on every core
+        (0.004, 0.002, 0.0002, CORES),  # and waits for others who copy
+        (0.2, 0.001, 0.001, 32),  # a far round trip
+    ],
+)
+def test_no_more_threads_than_are_of_use(
+    seconds: float, cpu: float, user: float, most: int
+) -> None:
+    speed = Concurrency(CORES)
+    for _ in range(2000):
+        speed.measured(10, seconds, cpu, user)
+    assert min(speed.spare(waiting=1 << 20, began=[], now=0.0), 32) == most
+    if most <= CORES:
+        assert speed.spare(waiting=1 << 20, began=[9.9] * most, now=10.0) <= 0
+
+
+def test_threads_that_hang_are_replaced() -> None:
+    speed = Concurrency(CORES)
+    assert speed.spare(waiting=100, began=[9.9], now=10.0) <= 0
+    assert speed.spare(waiting=100, began=[5.0], now=10.0) == 1
+
+
+def test_far_reads_have_their_threads_though_as_many_are_quick() -> None:
+    """Half of the records come from the page cache, half take 5 ms: one by one that is 2.7 each."""
+    speed = Concurrency(CORES)
+    for far in np.random.default_rng(1).permutation([True, False] * 1000).tolist():
+        speed.measured(1, *((0.0053, 0.0003, 0.0002) if far else (0.0001, 0.0001, 0.0001)))
+    assert speed.spare(waiting=1 << 20, began=[], now=0.0) >= 3
