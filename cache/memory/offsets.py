@@ -41,8 +41,11 @@ class Offsets:
         None if an object is absent, or does not begin where a row does.
         """
         if self._record == nbytes:  # rows are what is stored: a third of the time
-            row: NDArray[np.int64] = np.subtract(self._words.take(ids), 1, dtype=np.int64)
-            return None if row.min() < 0 else row
+            words = self._words.take(ids)
+            if np.count_nonzero(words) != len(words):
+                return None
+            places: NDArray[np.int64] = np.subtract(words, 1, dtype=np.int64)
+            return places
         row, rest = np.divmod(self[ids], nbytes)
         return None if np.count_nonzero(rest) or row.min() < 0 else row
 

@@ -68,16 +68,17 @@ class Gather:
         """These samples as default_collate would batch them; a view of `rows` unless it `converts`.
 
         Args:
-            rows: (n, nbytes) uint8, contiguous, aligned to the dtype's size; row i holds the
-                object of sample indices[i] (the order of `Binding.objects`).
+            rows: (n * nbytes,) uint8, contiguous, aligned to the dtype's size: one after the other
+                the objects of the samples `indices` (the order of `Binding.objects`).
             indices: (n,) numbers of the samples.
             memory: returns (nbytes,) uint8 for the converted batch.
         """
         raw = self.raw
-        batch: Any = numbers(rows, raw.dtype, raw.shape)
+        n = len(indices)
+        batch: Any = numbers(rows, n, raw.dtype, raw.shape)
         if raw.batch_transform is not None:
             batch = raw.batch_transform(cast(batch, raw.to))
-            batch = stacked(batch, len(rows), memory)
+            batch = stacked(batch, n, memory)
         elif raw.to is not None:
             batch = cast(batch, raw.to, memory)
         return batch if self.labels is None else [batch, self.labels(indices)]

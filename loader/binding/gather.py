@@ -37,7 +37,7 @@ class Gatherer:
         self._raw = Ring().take if gather.converts else memory
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
-        """(n, nbytes) uint8, the bytes of these objects; None if one is not in the arena.
+        """(n * nbytes,) uint8, the bytes of these objects; None if one is not in the arena.
 
         The objects must be pinned: their step in [DONE, READY), also after the call.
 
@@ -51,8 +51,8 @@ class Gatherer:
         where = self._offset.rows(ids, nbytes)
         if where is None:
             return None
-        rows = self._raw(n * nbytes).view(n, nbytes)
-        self._rows.copy_rows(where, rows.numpy())
+        rows = self._raw(n * nbytes)
+        self._rows.copy_rows(where, rows.numpy().reshape(n, nbytes))
         return rows
 
     def batch(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:

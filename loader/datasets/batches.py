@@ -24,9 +24,10 @@ _CAST_BY_NUMPY = _INTEGERS | {torch.float32, torch.float64}
 Memory = Callable[[int], torch.Tensor]
 
 
-def numbers(rows: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """(n, *shape) view of (n, nbytes) uint8, contiguous and aligned to the dtype's size."""
-    return rows.view(dtype).reshape(len(rows), *shape)
+def numbers(rows: torch.Tensor, n: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """(n, *shape) view of the uint8 bytes of n rows, contiguous and aligned to the dtype's size."""
+    typed = rows if dtype == torch.uint8 else rows.view(dtype)  # a view costs 1 us
+    return typed.view(n, *shape)
 
 
 def cast(batch: torch.Tensor, to: torch.dtype | None, memory: Memory | None = None) -> torch.Tensor:

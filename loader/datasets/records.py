@@ -181,9 +181,9 @@ class RecordDataset(Labelled):
 
     def _numbers(self, ids: Indices) -> torch.Tensor:
         """Records as (n, *shape) of the files' dtype, in memory that nothing else uses."""
-        rows = self._memory(len(ids) * self.nbytes).view(-1, self.nbytes)
-        take_rows(self, ids, rows.numpy(), self._read_rows)
-        return numbers(rows, self.dtype, self.shape)
+        rows = self._memory(len(ids) * self.nbytes)
+        take_rows(self, ids, rows.numpy().reshape(-1, self.nbytes), self._read_rows)
+        return numbers(rows, len(ids), self.dtype, self.shape)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 memory; up to `_TOGETHER_NBYTES` it is reused once no tensor holds it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 _INLINE_NBYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A batch to read: the worker torch would use, the session's step, the index, its objects."""
 
     worker: int

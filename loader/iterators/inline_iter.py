@@ -150,12 +150,12 @@ class BatchReader:
         session = stream.session
         if step < 0:
             return -1
-        if not session.ready(step):
-            if self._direct.choose(len(ids), session.nbytes(ids), session.object_ns):
-                return -1
-            if not self._wait(stream, ids, step):
-                return -1
-        return session.hold(step)
+        stamp = session.hold(step)
+        if stamp >= 0:
+            return stamp
+        if self._direct.choose(len(ids), session.nbytes(ids), session.object_ns):
+            return -1
+        return session.hold(step) if self._wait(stream, ids, step) else -1
 
     def _wait(self, stream: BatchStream, ids: Ids, step: int) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""

@@ -236,7 +236,8 @@ class EpochPlan:
 def same_batch(planned: NDArray[np.integer], batch: object) -> bool:
     """Whether the `planned` samples are exactly `batch`, as an order yields it."""
     if isinstance(batch, np.ndarray):
-        return planned.shape == batch.shape and bool((planned == batch).all())
+        alike = planned.shape == batch.shape
+        return alike and bool(np.count_nonzero(planned == batch) == planned.size)
     try:
         return np.array_equal(planned, np.atleast_1d(np.asarray(batch)))
     except Exception:  # noqa: BLE001  numpy cannot convert it, whatever it raises

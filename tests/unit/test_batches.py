@@ -45,7 +45,7 @@ def test_a_cast_of_a_batch_is_the_cast_of_each_record(dtype: torch.dtype, tmp_pa
         binding = bind(data)
         gather = None if binding is None else binding.gather()
         assert gather is not None
-        raw = torch.from_numpy(bits.reshape(count, -1))
+        raw = torch.from_numpy(bits)
         batch = gather.collate(raw, indices, Ring().take)
         for made in ([data[i] for i in range(count)], many, batch):
             assert [row.dtype for row in made] == [to] * count
@@ -200,7 +200,7 @@ def test_a_batch_transform_gives_a_row_for_each_sample(wrong: Any, tmp_path: Pat
     gather = None if binding is None else binding.gather()
     assert gather is not None
     with pytest.raises(ConfigError, match="batch_transform got 4 samples and gave"):
-        gather.collate(torch.zeros(4, 16, dtype=torch.uint8), np.arange(4), Ring().take)
+        gather.collate(torch.zeros(64, dtype=torch.uint8), np.arange(4), Ring().take)
 
 
 def test_what_is_stacked_is_nobody_elses_memory() -> None:

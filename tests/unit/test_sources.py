@@ -579,7 +579,7 @@ def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
     rows = np.empty((len(ids), gather.nbytes), np.uint8)
     for row, i in zip(rows, ids, strict=True):
         row[:] = np.frombuffer(source.read(int(i)), np.uint8)
-    return gather.collate(torch.from_numpy(rows), indices, Ring().take)
+    return gather.collate(torch.from_numpy(rows.reshape(-1)), indices, Ring().take)
 
 
 @pytest.mark.parametrize(
