@@ -8,6 +8,9 @@ for every 4 KiB, far more than the copy itself, so slots must be reused.
 The policy: a worker keeps at most `max_slots` slots of at most `max_nbytes` together. When all are
 in use, a batch goes into a *one-off* slot, freed with its last tensor: slower, but nothing waits.
 Slots much larger than any recent batch are freed.
+
+The slots of a worker that has ended can serve the next one, if the trainer forks it: a child has
+the same mappings (`SlotReader.spare`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -33,6 +36,7 @@ _MEMORY = 64  # number of recent batches that a slot's size is compared with
 _TOO_LARGE = 4  # a slot of more than this many times the largest of them is freed
 # Windows has neither; it imports this module but makes no slots.
 _POPULATE = getattr(mmap, "MAP_SHARED", 0) | getattr(mmap, "MAP_POPULATE", 0)
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 
 
 #: What tensors and arrays over a slot keep alive, to end with the last of them. Not a numpy array:
@@ -46,7 +50,10 @@ def _buffer(mapping: mmap.mmap | bytearray) -> Buffer:
 
 @dataclass(eq=False)
 class Slot:
-    """A slot as the worker sees it. `address` is where it is mapped in the worker."""
+    """A slot as the worker sees it. `address` is where it is mapped in the worker.
+
+    `fd` is -1 for an inherited slot, which the trainer has already.
+    """
 
     id: int
     fd: int
@@ -54,6 +61,7 @@ class Slot:
     once: bool
     mapping: mmap.mmap
     address: int
+    untouched: bool = False  # inherited: this process's page tables lack it
     filled: int = 0  # bytes used by the current batch
     away: bool = False  # whether the trainer has it
     # The exporter that tensors made here over the slot (by collate) keep alive.
@@ -72,9 +80,16 @@ class Slot:
         """Whether it is unused, by the trainer and by tensors made here."""
         return not self.away and (self.local is None or self.local() is None)
 
+    def touch(self) -> None:
+        """Enter an inherited slot's pages at once: half the time of one fault for each."""
+        self.untouched = False
+        with contextlib.suppress(OSError):  # an older kernel: they come one by one
+            self.mapping.madvise(_MADV_POPULATE_WRITE)
+
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last mapping."""
-        os.close(self.fd)
+        if self.fd >= 0:
+            os.close(self.fd)
         with contextlib.suppress(BufferError):  # a tensor made here still uses it
             self.mapping.close()
 
@@ -86,12 +101,24 @@ class SlotWriter:
     `abandon` instead of `seal` after an error.
     """
 
-    def __init__(self, *, max_slots: int = 8, max_nbytes: int = 1 << 30) -> None:
-        """Keep at most `max_slots` slots, of at most `max_nbytes` together."""
+    def __init__(
+        self,
+        *,
+        max_slots: int = 8,
+        max_nbytes: int = 1 << 30,
+        inherited: Sequence[mmap.mmap] = (),
+    ) -> None:
+        """Keep at most `max_slots` slots, of at most `max_nbytes` together.
+
+        inherited: the first slots, as given to this worker's `SlotReader`, too.
+        """
         self._max_slots = max_slots
         self._max_nbytes = max_nbytes
-        self._ids = itertools.count()
+        self._ids = itertools.count(len(inherited))
         self._slots: dict[int, Slot] = {}
+        for number, mapping in enumerate(inherited[:max_slots]):
+            slot = Slot(number, -1, len(mapping), False, mapping, _address(mapping), untouched=True)
+            self._slots[number] = slot
         self._open: list[Slot] = []  # of the current batch
         self._unsent: list[Slot] = []
         self._spent: list[Slot] = []  # one-offs that were handed over
@@ -126,6 +153,8 @@ class SlotWriter:
         self._close_spent()
         want = max(nbytes, 0 if self._open else self._expected)
         slot = self._found(want) or self._found(nbytes) or self._new(nbytes, once=True)
+        if slot.untouched:
+            slot.touch()
         slot.filled = 0
         self._open.append(slot)
         return slot
@@ -221,8 +250,7 @@ class SlotWriter:
         except BaseException:
             os.close(fd)
             raise
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        slot = Slot(next(self._ids), fd, nbytes, once, mapping, address)
+        slot = Slot(next(self._ids), fd, nbytes, once, mapping, _address(mapping))
         self._unsent.append(slot)
         if not once:
             self._slots[slot.id] = slot
@@ -255,6 +283,10 @@ class SlotWriter:
         self._limit = max(self._limit, _TOO_LARGE * _rounded(self._expected))
 
 
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
 def _rounded(nbytes: int) -> int:
     """Round up by at most a quarter, so that batches of similar sizes share slots.
 
@@ -273,18 +305,23 @@ class SlotReader:
     """
 
     def __init__(
-        self, *, max_leased: int = 4, on_free: Callable[[int], None] | None = None
+        self,
+        *,
+        max_leased: int = 4,
+        on_free: Callable[[int], None] | None = None,
+        inherited: Sequence[mmap.mmap] = (),
     ) -> None:
         """Copy batches out once `max_leased` slots are leased.
 
         Args:
+            inherited: the first slots, from another worker's `spare`.
             on_free: called with the id of each slot that may be used again (~id: that must not be),
                 where the last tensor died; without it ids wait for `returned`.
         """
         self.max_leased = max_leased
         self._free: deque[int] = deque()
         self._on_free = on_free or self._free.append
-        self._maps: dict[int, mmap.mmap | bytearray] = {}
+        self._maps: dict[int, mmap.mmap | bytearray] = dict(enumerate(inherited))
         self._copies: set[int] = set()  # slots copied here instead of mapped: good for one batch
         self._live: dict[int, _Lease] = {}
         self._stained: set[int] = set()
@@ -359,6 +396,17 @@ class SlotReader:
             self._maps.pop(slot_id, None)
             self._copies.discard(slot_id)
 
+    def spare(self, nbytes: int) -> list[mmap.mmap]:
+        """Return slots that nobody uses once the worker has ended, of at most `nbytes` together."""
+        found = []
+        for slot_id, mapping in list(self._maps.items()):
+            if slot_id in self._live or not isinstance(mapping, mmap.mmap):
+                continue
+            if len(mapping) <= nbytes:
+                nbytes -= len(mapping)
+                found.append(mapping)
+        return found
+
     def close(self) -> None:
         """Forget all slots; tensors stay valid, and nothing is given back any more."""
         self._on_free = deque[int](maxlen=0).append
@@ -376,7 +424,9 @@ class SlotReader:
         if self._pid != os.getpid():
             return
         stained = slot_id in self._stained
-        self._stained.discard(slot_id)
+        if stained:
+            self._stained.discard(slot_id)
+            self._maps.pop(slot_id, None)
         self.release(~slot_id if stained else slot_id, once=once)
 
     def stain(self) -> None:

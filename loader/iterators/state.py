@@ -27,6 +27,7 @@ from creel.loader.torch_private import collate
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
+    from creel.loader.workers.pool import Slots
 
 #: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
 _COUNT_S = 0.25
@@ -48,6 +49,7 @@ class LoaderState:
         self.config, self._origins = settings(loader.creel)
         storage.use(self.config.fetch)
         self.ring = Ring()  # kept over epochs: fresh pages for their first batches cost time
+        self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
         self.order: EpochOrder | None = None
         self.epoch = -1

@@ -77,7 +77,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         context: Any = loader.multiprocessing_context or torch.multiprocessing
         args, max_leased = self._worker_args(loader), loader_state.config.loader.max_leased
         start = time.monotonic_ns()
-        self._pool = WorkerPool(context, args, self._num_workers, max_leased)
+        spare, loader_state.spare = loader_state.spare, ()
+        self._pool = WorkerPool(context, args, self._num_workers, max_leased, spare)
         self._tag = self._pool.tag
         self._meter.daemon_ns += time.monotonic_ns() - start
         if self._pin_memory:
@@ -302,7 +303,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         self._meter.workers(self._pool.news())
         self._run.leave()
         self._drop_held()
-        self._pool.close()
+        self._loader_state.spare = self._pool.close()
 
     def _drop_held(self) -> None:
         """Return the slots of batches that arrived out of order and will not be used."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -28,8 +29,8 @@ class Parcel(NamedTuple):
 class Outbox:
     """The worker's side: packs batches into slots."""
 
-    def __init__(self, slots: int) -> None:
-        self._writer = SlotWriter(max_slots=slots if may_keep() else 0)
+    def __init__(self, slots: int, inherited: Sequence[mmap.mmap] = ()) -> None:
+        self._writer = SlotWriter(max_slots=slots if may_keep() else 0, inherited=inherited)
         self.take_back = self._writer.give_back
 
     def collate(self, collate_fn: Collate) -> Collate:
@@ -56,8 +57,8 @@ class Outbox:
 class Inbox:
     """The trainer's side, for one worker. Each parcel must be accepted first, in order."""
 
-    def __init__(self, max_leased: int) -> None:
-        self._reader = SlotReader(max_leased=max_leased)
+    def __init__(self, max_leased: int, inherited: Sequence[mmap.mmap] = ()) -> None:
+        self._reader = SlotReader(max_leased=max_leased, inherited=inherited)
         self.take_freed = self._reader.returned
 
     def accept(self, parcel: Parcel, fds: list[int]) -> Packed:
@@ -82,6 +83,10 @@ class Inbox:
     def discard(self, packed: Packed) -> None:
         """Give back the slots of a batch that is not wanted."""
         discard(packed, self._reader)
+
+    def spare(self, nbytes: int) -> list[mmap.mmap]:
+        """Call `SlotReader.spare`."""
+        return self._reader.spare(nbytes)
 
     def close(self) -> None:
         """Release all slots; tensors over them stay valid."""

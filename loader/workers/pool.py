@@ -5,22 +5,24 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import mmap
 import os
 import select
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from creel.forks import at_fork
+from creel.limits import may_keep
 from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, Event, WorkerDeath
 from creel.loader.workers.parcel import Inbox, Parcel
@@ -50,14 +52,24 @@ _UNPICKLED = (
     "to 'forkserver', which requires the worker Process arguments to be picklable. "
     "You can also try multiprocessing.set_start_method('fork')."
 )
+#: Bytes of slots that a pool leaves to the next one, as they are kept while the loader lives.
+_SPARE_NBYTES = 256 << 20
 #: Errors of a machine or process that is out of descriptors, memory or space.
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC})
+
+
+#: For each worker, the memory of its slots.
+Slots: TypeAlias = "Sequence[Sequence[mmap.mmap]]"
 
 
 class Context(Protocol):
     """The parts of a multiprocessing context that we use."""
 
     Process: Callable[..., BaseProcess]
+
+    def get_start_method(self) -> str:
+        """Return "fork", "spawn" or "forkserver"."""
+        ...
 
 
 @dataclass(eq=False)
@@ -77,8 +89,18 @@ class WorkerPool:
     Only the process that made it (`pid`) may use it. One thread receives; any thread may send.
     """
 
-    def __init__(self, context: Context, args: WorkerArgs, workers: int, max_leased: int) -> None:
-        """Start `workers` processes in `context`, each with `args` and its own worker_id."""
+    def __init__(
+        self,
+        context: Context,
+        args: WorkerArgs,
+        workers: int,
+        max_leased: int,
+        spare: Slots = (),
+    ) -> None:
+        """Start `workers` processes in `context`, each with `args` and its own worker_id.
+
+        spare: the slots of an ended pool, for each worker.
+        """
         self.pid = os.getpid()
         self.tag = 0
         self.members: list[WorkerProcess] = []
@@ -86,6 +108,7 @@ class WorkerPool:
         self.closed = False
         self._workers = workers
         self._max_leased = max_leased
+        self._forks = context.get_start_method() == "fork"
         self._events: deque[Event] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
@@ -94,14 +117,13 @@ class WorkerPool:
         _pools.add(self)
         try:
             for i in range(workers):
-                self.members.append(self._hire(context, i, args))
+                inherited = tuple(spare[i]) if self._forks and i < len(spare) else ()
+                self.members.append(self._hire(context, i, replace(args, inherited=inherited)))
         except BaseException:
             self.close()  # stops those already started, which the caller cannot reach
             raise
 
     def _open_words(self) -> None:
-        import mmap
-
         self._words_fd = os.memfd_create("creel-workers", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._words_fd).atexit = False
         os.ftruncate(self._words_fd, words_nbytes(self._workers))
@@ -129,7 +151,7 @@ class WorkerPool:
         finally:
             theirs.close()
         channel.post(("board",), [self._words_fd])
-        member = WorkerProcess(process, channel, Inbox(self._max_leased))
+        member = WorkerProcess(process, channel, Inbox(self._max_leased, args.inherited))
         for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
             self._watched[fd] = (member, worker, is_sentinel)
             self._poll.register(fd, select.POLLIN)
@@ -140,7 +162,6 @@ class WorkerPool:
         with contextlib.suppress(OSError):
             member.channel.post(("quit",))
         member.channel.close()
-        member.inbox.close()
 
     def _unwatch(self, member: WorkerProcess) -> None:
         for fd in (member.channel.fileno(), member.process.sentinel):
@@ -307,10 +328,14 @@ class WorkerPool:
 
     # --- the end --------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Stop all workers: by message, after 5 s by signals. Does nothing in a forked child."""
+    def close(self) -> Slots:
+        """Stop all workers: by message, after 5 s by signals. Does nothing in a forked child.
+
+        Returns:
+            Slots for another pool.
+        """
         if self.closed or os.getpid() != self.pid:
-            return
+            return ()
         self.closed = True
         self.void(self.tag + 1)
         if self.pinner is not None:
@@ -326,6 +351,15 @@ class WorkerPool:
                 member.process.join(max(deadline - time.monotonic(), 0.0))
             deadline = time.monotonic() + 1
         _pools.discard(self)
+        spare = [self._spare(member) for member in self.members]
+        for member in self.members:
+            member.inbox.close()
+        return spare
+
+    def _spare(self, member: WorkerProcess) -> list[mmap.mmap]:
+        if not self._forks or not may_keep() or member.process.is_alive():
+            return []
+        return member.inbox.spare(_SPARE_NBYTES // self._workers)
 
 
 def _process_state(pid: int | None) -> str:

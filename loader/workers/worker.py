@@ -92,6 +92,7 @@ class WorkerArgs:
     plain: bool = False  # a batch is default_collate of its samples
     wait_s: float = 60.0  # longest wait for the daemon
     slots: int = 8
+    inherited: tuple[mmap.mmap, ...] = ()  # slots from the worker before; only under fork
 
 
 def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
@@ -131,7 +132,7 @@ class _Worker:
         self._num_workers = args.num_workers
         self._flags = (args.auto_collation, args.drop_last)
         self._parent = os.getppid()
-        self._outbox = Outbox(args.slots)
+        self._outbox = Outbox(args.slots, args.inherited)
         self._plain = args.plain
         self._wait_s = args.wait_s
         self._session: Session | None = None

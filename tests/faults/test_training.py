@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import multiprocessing
 import os
 import signal
@@ -178,6 +177,7 @@ TRAINER = """
     while True:
         for batch in loader:
             print(len(batch), flush=True)
+            input()
 """
 
 
@@ -185,6 +185,7 @@ def script(text: str, *args: str, prefix: tuple[str, ...] = (), **env: str) -> A
     command = [*prefix, sys.executable, "-c", textwrap.dedent(text), *args]
     return subprocess.Popen(
         command,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -195,7 +196,9 @@ def script(text: str, *args: str, prefix: tuple[str, ...] = (), **env: str) -> A
 @pytest.mark.parametrize("batches", [1, 45])
 def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, batches: int) -> None:
     trainer = script(TRAINER, str(folder), CREEL_DAEMON__LINGER_S="0.5")
-    for _ in itertools.repeat(None, batches):
+    trainer.stdin.write("go on\n" * (batches - 1))
+    trainer.stdin.flush()
+    for _ in range(batches):
         assert trainer.stdout.readline().strip() == "8"
     family = [daemon_of(embedded), *psutil.Process(trainer.pid).children(recursive=True)]
     assert len(family) >= 3

@@ -61,6 +61,28 @@ def test_workers_live_on_where_torchs_do(persistent: bool) -> None:
     assert len(seen) == (2 if persistent else 6)
 
 
+def slots() -> set[int]:
+    """The slots that this process has mapped, by inode."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {int(line.split()[4]) for line in lines if "creel-slot" in line}
+
+
+def test_the_next_epochs_workers_write_where_the_last_ones_did() -> None:
+    """Except where somebody still holds a batch, which nobody may overwrite."""
+    rows = torch.arange(64 * 5000).view(64, 5000)
+    loader = creel.DataLoader(torch.utils.data.TensorDataset(rows), 4, num_workers=2)
+    held, before = next(iter(loader))[0], set[int]()
+    for _ in range(4):
+        for i, (batch,) in enumerate(loader):
+            assert torch.equal(batch, rows[4 * i : 4 * i + 4])
+        del batch  # held as the workers ended, so its slot was not handed on
+        now = slots()
+        assert len(before - now) <= 1
+        before = now
+    assert len(before) > 1
+    assert torch.equal(held, rows[:4])
+
+
 def test_workers_of_a_left_iterator_end_with_it() -> None:
     loader = creel.DataLoader(Squares(), 4, num_workers=2)
     first = iter(loader)

@@ -188,6 +188,50 @@ def test_a_tensor_alive_at_exit_does_no_harm() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_another_writer_goes_on_with_the_slots_that_nobody_uses() -> None:
+    """As the worker of the next epoch does: nothing is sent, and no slot made."""
+    writer, reader = SlotWriter(), SlotReader()
+    held, first, second = (send(writer, reader, bytes([c]) * MB) for c in b"abc")
+    buffer = reader.lease(held.id)
+    writer.close()
+    spare = reader.spare(16 * MB)
+    reader.close()
+    assert len(spare) == 2
+    heir, after = SlotWriter(inherited=spare), SlotReader(inherited=spare)
+    slots = [heir.take(MB) for _ in range(2)]
+    for slot in slots:
+        slot.mapping[:MB] = b"z" * MB
+    assert heir.seal() == slots
+    assert heir.unsent() == []
+    assert [bytes(after.view(slot.id)[:MB]) for slot in slots] == [b"z" * MB] * 2
+    assert bytes(memoryview(buffer)[:MB]) == b"a" * MB
+    new = send(heir, after, b"n" * MB)
+    assert new.id not in {slot.id for slot in slots}
+    assert after.view(new.id)[:MB] == b"n" * MB
+    heir.close()
+    after.close()
+    assert (first.nbytes, second.nbytes) == (MB, MB)
+
+
+def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
+    writer: SlotWriter, reader: SlotReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for c in b"abc":
+        send(writer, reader, bytes([c]) * MB)
+    assert [len(mapping) for mapping in reader.spare(2 * MB)] == [MB, MB]
+    buffer = reader.lease(0)
+    reader.stain()
+    del buffer
+    assert len(reader.spare(16 * MB)) == 2
+    with monkeypatch.context() as none:
+        none.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.EMFILE, "none left")))
+        fd = os.memfd_create("other")
+        os.ftruncate(fd, MB)
+        reader.adopt(9, fd, MB)
+        os.close(fd)
+    assert len(reader.spare(16 * MB)) == 2
+
+
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_what_a_forked_child_sees_is_never_written_again(
     writer: SlotWriter, reader: SlotReader
