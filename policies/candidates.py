@@ -1,6 +1,6 @@
 """Ordered lists of eviction candidates, as arrays. Pure.
 
-Both work on whole batches; an entry costs a fraction of a microsecond (benchmarks/planning.py
+It works on whole batches; an entry costs a fraction of a microsecond (benchmarks/planning.py
 measures the whole event).
 """
 
@@ -14,61 +14,6 @@ from numpy.typing import NDArray
 Index = NDArray[np.intp]
 
 _NOBODY = np.empty(0, np.intp)
-
-
-class Tray:
-    """Candidates by the room each would free, so that the tightest fits are found at once.
-
-    >>> tray = Tray(np.array([50, 20, 30]))
-    >>> tray.add(np.arange(3))
-    >>> tray.fit(np.array([20, 25, 60])).tolist(), len(tray)
-    ([1, 2, -1], 1)
-    """
-
-    def __init__(self, room: NDArray[np.int64]) -> None:
-        """room: (n,) bytes each object takes up, a live view."""
-        self._room = room
-        self._rooms = np.empty(0, np.int64)  # ascending
-        self._ids = _NOBODY
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes of room of all candidates."""
-        return int(self._rooms.sum())
-
-    def add(self, ids: Index) -> None:
-        """Add candidates."""
-        if len(ids):
-            rooms = np.concatenate([self._rooms, self._room[ids]])
-            order = rooms.argsort(kind="stable")
-            self._rooms, self._ids = rooms[order], np.concatenate([self._ids, ids])[order]
-
-    def fit(self, wants: NDArray[np.int64]) -> Index:
-        """Remove and return (k,) candidates with at least the wanted room, or -1; wants ascend."""
-        out = np.full(len(wants), -1, np.intp)
-        # For each, the smallest that is large enough and comes after the one of the previous want.
-        number = np.arange(len(wants))
-        at = np.maximum.accumulate(self._rooms.searchsorted(wants) - number) + number
-        at = at[: at.searchsorted(len(self._ids))]
-        out[: len(at)] = self._ids[at]
-        self._keep(at)
-        return out
-
-    def take(self, k: int) -> Index:
-        """Remove and return up to k candidates, evenly over all sizes."""
-        k = min(k, len(self._ids))
-        at = np.arange(k) * len(self._ids) // max(k, 1)
-        out = self._ids[at]
-        self._keep(at)
-        return out
-
-    def _keep(self, gone: Index) -> None:
-        keep = np.ones(len(self._ids), np.bool_)
-        keep[gone] = False
-        self._rooms, self._ids = self._rooms[keep], self._ids[keep]
 
 
 class Sorted:

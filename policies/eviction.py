@@ -79,14 +79,10 @@ def choose(
     readers: Readers,
     life: NDArray[np.uint8],
     pins: NDArray[np.int32],
-    room: NDArray[np.int64] | None,
     *,
     opens_dominate: bool,
 ) -> EvictionPolicy:
-    """Return the eviction policy that suits the readers: the present one where it still does.
-
-    room: (n,) bytes each resident takes up, where they differ.
-    """
+    """Return the eviction policy that suits the readers: the present one where it still does."""
     uses = readers.uses
     if readers.blind:
         if isinstance(present, MostRecentFirst):
@@ -96,10 +92,7 @@ def choose(
     if len(uses) == 1 and readers.once:
         if isinstance(present, PlannedEviction) and present.uses is uses[0]:
             return present
-        alike = None if opens_dominate else room
-        return PlannedEviction(
-            life, pins, uses[0], alike, readers.epoch, opens_dominate=opens_dominate
-        )
+        return PlannedEviction(life, pins, uses[0], readers.epoch, opens_dominate=opens_dominate)
     if isinstance(present, FarthestNextUse) and present.all_uses == uses:
         return present
     return FarthestNextUse(life, pins, uses, readers.clock)
@@ -138,7 +131,7 @@ class MostRecentFirst(EvictionPolicy):
         absent[self._log[: self._end]] = False
         self._enter(np.flatnonzero(absent))
 
-    def released(self, ids: Index, *, read: bool = False) -> None:  # noqa: ARG002
+    def released(self, ids: Index) -> None:
         """Add residents that are no longer pinned (an object may come twice)."""
         self._enter(unique(ids))
 
@@ -228,7 +221,7 @@ class FarthestNextUse(EvictionPolicy):
         a, b, _ = self._lines[next(i for i, u in enumerate(self.all_uses) if u is uses)]
         return int(a * step + b)
 
-    def released(self, ids: Index, *, read: bool = False) -> None:  # noqa: ARG002
+    def released(self, ids: Index) -> None:
         """Add residents that are no longer pinned (an object may come twice)."""
         if not self.stale:
             self._pool.add(unique(ids))

@@ -37,8 +37,6 @@ class EvictionPolicy:
 
     #: Name in `creel stats`.
     name = "none"
-    #: Whether `fitting` finds victims by the size of their room.
-    fits = False
     #: Whether each object fetched far ahead takes the room of one that is read again, so that
     #: reading ahead must stay short.
     near = False
@@ -55,18 +53,12 @@ class EvictionPolicy:
 
     # --- what happens ----------------------------------------------------------------------------
 
-    def released(self, ids: Index, *, read: bool = False) -> None:
-        """Residents are no longer pinned (an object may come twice).
-
-        read: whether because a step read them.
-        """
+    def released(self, ids: Index) -> None:
+        """Residents are no longer pinned (an object may come twice)."""
         raise NotImplementedError
 
     def told(self, ids: Index, epoch: int) -> None:
         """A job's plan continues with these reads of `epoch`."""
-
-    def left(self, ids: Index) -> None:
-        """Residents are being evicted."""
 
     def turn(self, uses: NextUses, epoch: int) -> None:
         """The job of `uses` read the first object of `epoch`."""
@@ -104,17 +96,6 @@ class EvictionPolicy:
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether the current epoch reads each again, as far as known."""
         return np.zeros(len(ids), np.bool_)
-
-    def dispensable(self, ids: Index) -> NDArray[np.bool_]:
-        """(k,) whether each may leave as well as any other that may."""
-        return np.zeros(len(ids), np.bool_)
-
-    def fitting(self, wants: NDArray[np.int64], *, stalled: bool) -> Index:
-        """(k,) distinct objects to evict, each with at least the wanted room, or -1.
-
-        wants: (k,) bytes, the most urgent first; stalled: whether a reader waits for them.
-        """
-        raise NotImplementedError
 
     def at(self, uses: NextUses, step: int) -> int:  # noqa: ARG002  (one job: its own clock)
         """Convert a job's step to the policy's clock."""

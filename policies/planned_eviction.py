@@ -7,24 +7,18 @@ the bound on reads; the plan adds an even pace, and epochs that begin with hits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Index, Tray
+from creel.policies.candidates import Index
 from creel.policies.eviction_policy import ABSENT, NOBODY, RESIDENT, EvictionPolicy, joined
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
-from creel.policies.prefetch import affordable
 from creel.policies.retention import Ids, Kept, Turn
 
-#: Candidates among which the tightest fit is sought: sixteen or more for each of a batch of 256.
-_TRAY = 4096
-#: A room larger than wanted by more than 1/2^_LOOSE is kept for others.
-_LOOSE = 4  # else seven epochs at f = .75 lose 2 % (benchmarks/image_sizes.py)
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
 _WAITED = 8
 #: Without the next order, room is kept free for the misses in the next epoch's first two steps, or
@@ -64,8 +58,8 @@ class Outlook(Protocol):
         """As `Turn.size`."""
 
     @property
-    def grain(self) -> tuple[int, int]:
-        """As `Turn.grain`."""
+    def page(self) -> int:
+        """As `Turn.page`."""
 
     @property
     def lead(self) -> tuple[int, int]:
@@ -79,8 +73,6 @@ class PlannedEviction(EvictionPolicy):
     """For epochs that read each object at most once: laws L1 and L2.
 
     Args:
-        room: (n,) bytes each resident takes up, where sizes differ: new objects then take the
-            rooms that fit them.
         opens_dominate: keep small objects rather than an even spread.
     """
 
@@ -92,30 +84,24 @@ class PlannedEviction(EvictionPolicy):
         life: NDArray[np.uint8],
         pins: NDArray[np.int32],
         uses: NextUses,
-        room: NDArray[np.int64] | None = None,
         epoch: int = 0,
         *,
         opens_dominate: bool = False,
     ) -> None:
         super().__init__(life, pins, [uses])
         self.uses = uses
-        self.fits = room is not None
         self.epoch = epoch  # the latest in which anything was read
-        self._room = np.empty(0, np.int64) if room is None else room
         self._opens_dominate = opens_dominate
         self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's turn
-        self._listed = np.zeros(len(life), np.bool_)  # those in `_going` and `_tray`
+        self._listed = np.zeros(len(life), np.bool_)  # those in `_going`
         self._going: list[Ids] = []  # the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, and not needed
-        self._tray = Tray(self._room)
         self._pending: Turn | None = None  # a question without an answer
         self._meanwhile: list[Index] = []  # released since the question
         self._asked = 0  # what the latest answer used: 1 without the next order, 2 with it
         self._capacity = -1  # capacity of the latest plan
         self._roomy = False  # whether all objects fit
         self._hand = 0  # position of `_scan`
-        self._credit = math.inf  # bytes that may leave; only where sizes differ
-        self._lead_until = 0  # objects due before this step begin the next epoch
         self.stale = False
 
     # --- the plan --------------------------------------------------------------------------------
@@ -150,7 +136,7 @@ class PlannedEviction(EvictionPolicy):
             end,
             outlook.size,
             int(outlook.nbytes / len(self._life)),
-            outlook.grain,
+            outlook.page,
             capacity,
             min(lead, _LEAD_OF_MEMORY * (1 - missing)),
             self._opens_dominate,
@@ -178,16 +164,8 @@ class PlannedEviction(EvictionPolicy):
         lost = sum(np.count_nonzero(kept.stays[x] & (self._life[x] == ABSENT)) for x in again)
         if lost > _LOST * len(self._life):
             self.replanned()
-        lead = turn.lead * (turn.end - self.uses.start(self.epoch)) if turn.orders else 0.0
-        self._lead_until = turn.end + int(lead) if lead else 0
-        if not self.fits:
-            for ids in again:
-                self.released(ids[self._leaving(ids)])
-            return
-        self._credit = 0
-        for ids in [*(small.astype(np.intp) for small in kept.surplus), *again]:
-            going = ids[~kept.stays[ids] & (self._life[ids] == RESIDENT)]
-            self._credit += int(self._room[going].sum())
+        for ids in again:
+            self.released(ids[self._leaving(ids)])
 
     # --- what may leave --------------------------------------------------------------------------
 
@@ -197,7 +175,7 @@ class PlannedEviction(EvictionPolicy):
             return
         self.epoch = epoch
         self._stays, self._surplus, self._meanwhile, self._pending = None, [], [], None
-        self._asked, self._credit = 0, math.inf
+        self._asked = 0
 
     def told(self, ids: Index, epoch: int) -> None:
         """A plan continues with these reads of `epoch`."""
@@ -213,31 +191,22 @@ class PlannedEviction(EvictionPolicy):
         """The dataset's share of the memory may have changed."""
         self.stale = True
 
-    def released(self, ids: Index, *, read: bool = False) -> None:
+    def released(self, ids: Index) -> None:
         """Residents are no longer pinned (an object may come twice)."""
         if self._roomy:
             return
         idle = ~self.wanted(ids)
         if not every(idle):
             ids = ids[idle]
-        if self._pending is not None and (read or not self.fits):
+        if self._pending is not None:
             self._meanwhile.append(ids)
         if self._stays is not None:
-            going = ids[~self._stays[ids]]
-            if not self.fits:
-                ids = going
-            elif read:  # once per read: a victim that was kept comes here again
-                self._credit += int(self._room[going].sum())
+            ids = ids[~self._stays[ids]]
         ids = ids[~self._listed[ids]]
         if len(ids):
             ids = unique(ids)
             self._listed[ids] = True
             self._going.append(ids.astype(np.int32))
-
-    def left(self, ids: Index) -> None:
-        """Residents are being evicted."""
-        if self.fits:
-            self._credit -= int(self._room[ids[~self.wanted(ids)]].sum())
 
     @property
     def _limit(self) -> int:
@@ -250,32 +219,21 @@ class PlannedEviction(EvictionPolicy):
 
     def dispensable(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each may leave as well as any other that may."""
-        if self._credit <= 0:
-            return np.zeros(len(ids), np.bool_)
         idle = ~self.wanted(ids)
         if self._stays is not None:
             idle &= ~self._stays[ids]
         return idle
 
-    def _may_go(self, ids: Index) -> NDArray[np.bool_]:
-        """(k,) whether each of these listed objects may still leave."""
-        if self.fits:
-            return ~self.wanted(ids) & (self.uses.due[ids] >= self._lead_until)
-        return self.dispensable(ids)
-
     def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (the plan knows)
         """Up to k distinct objects to evict."""
         out = []
-        credit = self._credit
-        for source in (self._from_surplus, self._from_going, self._from_tray, self._scan):
-            if k <= 0 or credit <= 0:
+        for source in (self._from_surplus, self._from_going, self._scan):
+            if k <= 0:
                 break
             ids = source(k)
             self._listed[ids] = True  # so that no other source returns them, too
             out.append(ids)
             k -= len(ids)
-            if self.fits:
-                credit -= int(self._room[ids].sum())
         found = joined(out)
         self._listed[found] = False
         return found
@@ -305,18 +263,12 @@ class PlannedEviction(EvictionPolicy):
             good = self._listed[ids]
             self._listed[ids] = False
             good &= self._leaving(ids)
-            good &= self._may_go(ids)
+            good &= self.dispensable(ids)
             if not every(good):
                 ids = ids[good]
             out.append(ids)
             k -= len(ids)
         return joined(out)
-
-    def _from_tray(self, k: int) -> Index:
-        ids = self._tray.take(k)
-        ids = ids[self._listed[ids]]
-        self._listed[ids] = False
-        return ids[self._leaving(ids)]
 
     def _scan(self, k: int) -> Index:
         """Where there is no plan: scan all objects in turn (a clock's hand)."""
@@ -337,41 +289,3 @@ class PlannedEviction(EvictionPolicy):
                 break
             self._hand = stop if stop < n else 0
         return joined(out)
-
-    # --- rooms of different sizes ----------------------------------------------------------------
-
-    def fitting(self, wants: NDArray[np.int64], *, stalled: bool) -> Index:
-        """(k,) distinct objects to evict, each with at least the wanted room, or -1."""
-        out = np.full(len(wants), -1, np.intp)
-        credit = math.inf if stalled else self._credit
-        order = np.arange(len(wants))
-        while len(order) and credit > 0:
-            self._fill_tray(len(order))
-            # Where the credit is short of all, serve the most urgent first, whatever their size.
-            order = order[: affordable(wants[order], int(min(self._tray.nbytes, credit)))]
-            order = order[wants[order].argsort(kind="stable")]
-            ids = self._tray.fit(wants[order])
-            order, ids = order[ids >= 0], ids[ids >= 0]
-            tight = self._room[ids] - wants[order] <= wants[order] >> _LOOSE
-            if not every(tight):
-                self._tray.add(ids[~tight])
-                order, ids = order[tight], ids[tight]
-            may = self._listed[ids] & self._leaving(ids) & (self._room[ids] >= wants[order])
-            may &= self._may_go(ids)
-            self._listed[ids] = False
-            out[order[may]] = ids[may]
-            credit -= int(self._room[ids[may]].sum())
-            order = np.sort(order[~may])
-        return out
-
-    def _fill_tray(self, k: int) -> None:
-        """Fill the tray with candidates, up to _TRAY."""
-        for source, enough in (
-            (self._from_surplus, _TRAY),
-            (self._from_going, _TRAY),
-            (self._scan, k),
-        ):
-            if len(self._tray) < enough:
-                ids = source(enough - len(self._tray))
-                self._listed[ids] = True
-                self._tray.add(ids)

@@ -35,6 +35,9 @@ _GOLDEN = 0.6180339887498949
 #: Stretches of this epoch for which inflow is planned: at least 16 objects each, at most 1,024
 #: (a lead of three in a hundred covers ten of them from 300 on).
 _STRETCHES, _LEAST = 1024, 16
+#: The same where sizes differ: with fewer, single large objects decide the share of their stretch,
+#: and 5 % more objects are read in the same bytes.
+_LEAST_UNEQUAL = 64
 #: Kinds of objects, the best to keep first: what the next epoch begins with; then up to 40 sizes,
 #: small ones first, where opens cost more than bytes; then what the next epoch does not read.
 _LEAD, _EVEN, _REST, _KINDS = 0, 1, 41, 42
@@ -59,7 +62,7 @@ class Turn:
         life: (n,) states as in `eviction_policy`.
         clock, end: steps of this epoch yet to be read; objects due from `end` on are not.
         size: (n,) bytes of each object, or (1,) where all are alike; negative: `guess` bytes.
-        grain: rooms are multiples of the first number of bytes, and no less than the second.
+        page: rooms are multiples of it.
         capacity: bytes to be held at the turn.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
         opens_dominate: whether small objects are kept rather than an even spread.
@@ -72,7 +75,7 @@ class Turn:
     end: int
     size: NDArray[np.int64]
     guess: int
-    grain: tuple[int, int]
+    page: int
     capacity: int
     lead: float
     opens_dominate: bool = False
@@ -82,9 +85,8 @@ class Turn:
         if len(self.size) == 1:
             return np.full(len(ids), float(self.size[0]))
         size = self.size[ids]
-        grain, least = self.grain
-        size = -(-np.where(size < 0, self.guess, size) // grain) * grain
-        return np.maximum(size, least).astype(np.float64)
+        size = np.where(size < 0, self.guess, np.maximum(size, 1))
+        return (-(-size // self.page) * self.page).astype(np.float64)
 
 
 class Kept(NamedTuple):
@@ -99,15 +101,16 @@ def plan(turn: Turn) -> Kept:
 
     >>> due, life = np.array([0, 1, 2, 3], np.int32), np.zeros(4, np.uint8)
     >>> order = np.array([3, 2, 1, 0], np.int32)
-    >>> turn = Turn([[order]], due, life, 0, 4, np.array([10]), 10, (1, 1), capacity=20, lead=0.5)
+    >>> turn = Turn([[order]], due, life, 0, 4, np.array([10]), 10, 1, capacity=20, lead=0.5)
     >>> plan(turn).stays.tolist()
     [False, False, True, True]
     """
     seen = np.zeros(len(turn.life), np.bool_)
-    tally = _Tally(max(min(_STRETCHES, len(seen) // _LEAST), 8))
+    alike = len(turn.size) == 1
+    least = _LEAST if alike else _LEAST_UNEQUAL
+    tally = _Tally(max(min(_STRETCHES, len(seen) // least), 8))
     sorted_in = (_sort_in(turn, ids, kind, tally) for ids, kind in _in_order(turn, seen))
     parts = [part for part in sorted_in if len(part.ids)]
-    alike = len(turn.size) == 1
     share = tally.shares(turn, whole=int(turn.size[0]) if alike else 0)
     stays = np.zeros(len(turn.life), np.bool_)
     _choose(parts, share, tally.number, stays)

@@ -3,11 +3,9 @@
 An `Allocator` is shared by one *pool* per dataset. Where all objects of a dataset have one known
 length, its pool is *fixed*: records lie dense in slabs, at multiples of the exact record length, so
 that a reader gathers rows with one `np.take`; alloc and free work on whole batches. Any other pool
-is *paged*: an object takes the smallest free range that holds it (best fit), rounded up to pages.
-
-Under random churn best fit alone leaves up to a sixth of the space in holes that nothing fits;
-`PagedPool.compact` plans the few moves that keep 97 % in use (tests/unit/test_space.py measures
-both).
+is *paged*: an object takes the smallest free range that holds it (best fit), rounded up to pages,
+or several ranges where no single one does (`runs`). So fragmentation loses no room, and nothing
+ever moves; tests/unit/test_space.py has how many runs that makes.
 """
 
 from __future__ import annotations
@@ -17,23 +15,15 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import (
-    ABSENT,
-    FreeRanges,
-    Sizes,
-    cheapest,
-    evacuate,
-    must,
-    slide,
-)
+from creel.cache.memory.free_ranges import ABSENT, FreeRanges, Sizes, must
+from creel.cache.memory.runs import HEADER, Runs, chained
 from creel.errors import IllegalEventError
 from creel.policies.masks import every
 
 _SLAB_NBYTES = 64 << 20  # making a slab takes about 20 us: nothing beside reading 64 MiB
 _SLABS = 64  # at least this many slabs in a space, so that several pools can share a small one
-_PAGE_SHARE = 128  # pages are at most mean / 128, and one cell per page is 0.9 % of it at most
+_PAGE_SHARE = 512  # pages are at most mean / 512: an object wastes half a page, 0.1 %, on average
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
-_GRAINS = 128  # most grains in a page: a cell holds the grain in which an object begins
 
 #: From this many rooms on, join them before freeing: one by one, a million would take seconds.
 _MANY = 4096
@@ -84,41 +74,27 @@ class Lengths(NamedTuple):
 
 
 class ObjectPool(Protocol):
-    """One dataset's part of a space; offsets and sizes are (k,) int64 bytes."""
+    """One dataset's part of a space; places (see `runs`) and sizes are (k,) int64."""
 
-    alike: bool  # whether all rooms have one size, so that none ever needs to be moved
+    alike: bool  # whether all rooms have one size
     used: int  # bytes of all rooms
     record: int  # bytes of a room where all are alike, or 0
-    grain: int  # rooms are multiples of it
-    page: int  # least size of a room
+    page: int  # rooms are multiples of it
 
     def alloc(self, nbytes: Sizes) -> Sizes:
-        """Offsets for objects of these sizes; ABSENT where there is no room."""
-
-    def settle(self, nbytes: Sizes, least: int) -> tuple[Sizes, Sizes]:
-        """Like `alloc`, with the bytes of each room; leaves no hole below `least` bytes."""
+        """Places for objects of these sizes; ABSENT where there is no room."""
 
     def rounded(self, nbytes: Sizes) -> Sizes:
-        """Bytes of the smallest rooms for objects of these sizes."""
+        """Bytes of the rooms for objects of these sizes."""
 
-    def free(self, offsets: Sizes, nbytes: Sizes) -> None:
-        """Free objects; `nbytes` as for `alloc`, or of their rooms."""
+    def free(self, places: Sizes, nbytes: Sizes) -> int:
+        """Free objects of these sizes; bytes of their rooms."""
 
-    def shrink(self, offsets: Sizes, rooms: Sizes, kept: Sizes) -> None:
-        """Free the ends of rooms: only `kept` bytes of each stay."""
+    def runs(self, places: Sizes) -> Runs:
+        """The runs of those objects that are in several."""
 
-    def compact(
-        self, offsets: Sizes, nbytes: Sizes, need: int, most: int = ...
-    ) -> tuple[Sizes, Sizes, Sizes]:
-        """From, to and bytes of moves that make contiguous room for `need` bytes, if any do."""
-
-    def neighbours(
-        self, offsets: Sizes, nbytes: Sizes, need: int, cost: Sizes | None = None
-    ) -> NDArray[np.intp]:
-        """Objects that must leave to make contiguous room for `need` bytes; empty if none do."""
-
-    def starts(self, start: int, stop: int) -> Sizes:
-        """Where rooms begin in [start, stop), ascending; empty where all are alike."""
+    def rooms(self, places: Sizes, nbytes: Sizes) -> tuple[Sizes, Sizes]:
+        """Starts and sizes of all ranges that these objects take up, in any order."""
 
     def ranges(self) -> tuple[Sizes, Sizes]:
         """Starts and sizes of its ranges (-1: up to where the next begins)."""
@@ -197,7 +173,7 @@ class Allocator:
         start, size, owner = start[order], size[order], owner[order]
         end = np.append(start[1:], self.nbytes)
         must(not len(start) or start[0] == 0, "the first bytes have no owner")
-        many = size < 0  # rooms of a paged pool: up to where the next range begins
+        many = size < 0  # runs of a paged pool: up to where the next range begins
         size = np.where(many, end - start, size)
         must((start + size == end).all(), "ranges overlap or leave a gap")
         for i, pool in enumerate(self._pools, 1):
@@ -205,10 +181,10 @@ class Allocator:
 
 
 def page_size(mean: float) -> int:
-    """Page for objects of `mean` bytes: a power of two, about a hundredth of them.
+    """Page for objects of `mean` bytes: a power of two.
 
     >>> page_size(110_000), page_size(0), page_size(1e12)
-    (512, 64, 65536)
+    (128, 64, 65536)
     """
     low, high = _PAGES
     return min(max(1 << max(int(mean / _PAGE_SHARE).bit_length() - 1, 0), low), high)
@@ -218,7 +194,7 @@ class FixedPool:
     """Records of one length, dense in slabs, at offsets that are multiples of that length."""
 
     alike = True
-    grain = page = 1
+    page = 1
 
     def __init__(self, space: Allocator, record: int) -> None:
         self.record = record
@@ -251,55 +227,33 @@ class FixedPool:
             out[where[:k]] = records * self.record
         return out
 
-    def settle(self, nbytes: Sizes, least: int) -> tuple[Sizes, Sizes]:  # noqa: ARG002
-        """Like `alloc`; a room is as long as its object."""
-        return self.alloc(nbytes), nbytes
-
     def rounded(self, nbytes: Sizes) -> Sizes:
         """Return the same sizes: a room is as long as its object."""
         return nbytes
 
-    def shrink(self, offsets: Sizes, rooms: Sizes, kept: Sizes) -> None:
-        """Do nothing: rooms keep their size."""
+    def runs(self, places: Sizes) -> Runs:  # noqa: ARG002
+        """All records are in one piece."""
+        return {}
 
-    def compact(
-        self,
-        offsets: Sizes,  # noqa: ARG002
-        nbytes: Sizes,  # noqa: ARG002
-        need: int,  # noqa: ARG002
-        most: int = 0,  # noqa: ARG002
-    ) -> tuple[Sizes, Sizes, Sizes]:
-        """No object ever needs to be moved."""
-        return _empty(), _empty(), _empty()
+    def rooms(self, places: Sizes, nbytes: Sizes) -> tuple[Sizes, Sizes]:
+        """Return the same: each object takes up its own record."""
+        return places, nbytes
 
-    def neighbours(
-        self,
-        offsets: Sizes,  # noqa: ARG002
-        nbytes: Sizes,  # noqa: ARG002
-        need: int,  # noqa: ARG002
-        cost: Sizes | None = None,  # noqa: ARG002
-    ) -> NDArray[np.intp]:
-        """No object ever needs to leave with others."""
-        return np.empty(0, np.intp)
-
-    def starts(self, start: int, stop: int) -> Sizes:  # noqa: ARG002
-        """Not needed for records."""
-        return _empty()
-
-    def free(self, offsets: Sizes, nbytes: Sizes) -> None:  # noqa: ARG002  (all pools alike)
-        """Free objects.
+    def free(self, places: Sizes, nbytes: Sizes) -> int:  # noqa: ARG002  (all pools alike)
+        """Free objects; bytes of their records.
 
         Raises:
             IllegalEventError: an offset that is not in use (nothing was freed).
         """
-        if len(offsets) >= _MANY:  # the rest is several times as fast in order
-            offsets = np.sort(offsets)
-        records, rest = np.divmod(np.asarray(offsets, np.int64), self.record)
+        if len(places) >= _MANY:  # the rest is several times as fast in order
+            places = np.sort(places)
+        records, rest = np.divmod(np.asarray(places, np.int64), self.record)
         self._refuse_strangers(records, rest)
         self._state[records] = _FREE
         self._busy -= self._per_slab(records)
         self.used -= len(records) * self.record
         self._push(records)
+        return len(records) * self.record
 
     def clear(self) -> bool:
         """Free everything at once: record by record, 14 million take seconds."""
@@ -397,10 +351,9 @@ class FixedPool:
 
 
 class PagedPool:
-    """Objects of any size, each in its own room: whole grains, and no less than a page.
+    """Objects of any size, in whole pages: in one piece, or in several runs where none is left.
 
-    So at most one object begins in each page, and a byte says where. The pool does not store the
-    size of a room, which may be larger than its object: the caller does.
+    The pool does not store the lengths of objects in one piece: the caller does.
     """
 
     alike = False
@@ -408,173 +361,132 @@ class PagedPool:
 
     def __init__(self, space: Allocator, page: int) -> None:
         self.page = page
-        self.grain = max(_PAGES[0], page // _GRAINS)
         self.used = 0  # bytes of all rooms
         self._space = space
         self._shift = page.bit_length() - 1
-        # per page: 0, or 1 + the grain of the page in which an object begins
-        self._cells = np.zeros((space.nbytes >> self._shift) + 1, np.uint8)
+        # One bit per page: whether a run begins there.
+        self._begins = np.zeros((space.nbytes >> self._shift + 3) + 1, np.uint8)
+        self._chains: Runs = {}
 
     def alloc(self, nbytes: Sizes) -> Sizes:
-        """(k,) offsets for objects of these sizes; ABSENT where there is no room.
+        """(k,) places for objects of these sizes; ABSENT where there is no room.
 
-        In order: a large object may find none and a later small one some.
+        Where there is not enough for all, the first ones are served first, and a large object
+        without room does not keep out a small one. Else the largest are: the others fill what these
+        leave.
         """
-        return self.settle(nbytes, 0)[0]
-
-    def settle(self, nbytes: Sizes, least: int) -> tuple[Sizes, Sizes]:
-        """Like `alloc`; with the (k,) bytes of each room, which leave no hole below `least` bytes.
-
-        (A hole too small for any object would be lost until its neighbours leave.)
-        """
-        rooms = self.rounded(nbytes)
-        offsets = np.full(len(rooms), ABSENT, np.int64)
-        self._take(offsets, rooms, least)
-        if self._other_slabs() and not every(offsets != ABSENT):
+        extents, rooms = self._space.extents, self.rounded(nbytes)
+        out = np.full(len(rooms), ABSENT, np.int64)
+        total = int(rooms.sum())
+        if extents.nbytes < total:
             self._space.trim(self)
-            self._take(offsets, rooms, least)
-        self._mark(offsets, rooms)
-        return offsets, rooms
+        order = np.arange(len(rooms))
+        if total <= extents.nbytes:
+            order = (-rooms).argsort(kind="stable")
+        for i, n in zip(order.tolist(), rooms[order].tolist(), strict=True):
+            start = extents.take(n, self.page)
+            out[i] = start if start != ABSENT else self._chain(int(nbytes[i]))
+        got = out != ABSENT
+        at, size = self.rooms(out[got], nbytes[got])
+        np.bitwise_or.at(self._begins, *self._bits(at))
+        self.used += int(size.sum())
+        return out
+
+    def _chain(self, nbytes: int) -> int:
+        """The place of an object in several runs, the largest there are; ABSENT without room."""
+        extents, found = self._space.extents, list[tuple[int, int]]()
+        while nbytes > 0 and extents.nbytes >= nbytes:
+            want = -(-(nbytes + HEADER.size) // self.page) * self.page
+            at, size = extents.take_most(want, self.page)
+            if at == ABSENT:
+                break
+            found.append((at, size))
+            nbytes -= size - HEADER.size
+        if nbytes > 0 or not found:
+            for at, size in found:
+                extents.put(at, size)
+            return ABSENT
+        place = chained(found[0][0])
+        self._chains[place] = np.array(found, np.int64)
+        return place
+
+    def free(self, places: Sizes, nbytes: Sizes) -> int:
+        """Free objects of these sizes; bytes of their rooms.
+
+        Raises:
+            IllegalEventError: a place that no object in use has (nothing was freed).
+        """
+        at, size = self.rooms(np.asarray(places, np.int64), nbytes)
+        self._refuse_strangers(at)
+        for place in places[places < ABSENT].tolist():
+            del self._chains[place]
+        np.bitwise_xor.at(self._begins, *self._bits(at))
+        total = int(size.sum())
+        self.used -= total
+        if len(at) >= _MANY:
+            at, size = _joined(at, size)
+        put = self._space.extents.put
+        for first, n in zip(at.tolist(), size.tolist(), strict=True):
+            put(first, n)
+        return total
+
+    def runs(self, places: Sizes) -> Runs:
+        """The runs of those objects that are in several."""
+        return {place: self._chains[place] for place in places[places < ABSENT].tolist()}
+
+    def rooms(self, places: Sizes, nbytes: Sizes) -> tuple[Sizes, Sizes]:
+        """(m,) starts and (m,) sizes of all ranges that these objects take up, in any order.
+
+        Raises:
+            IllegalEventError: a place in several runs that no object in use has.
+        """
+        if len(places) != len(nbytes):
+            raise IllegalEventError("as many sizes as places are needed")
+        sizes, whole = self.rounded(nbytes), places >= 0
+        if every(whole):
+            return places, sizes
+        chains = [self._chains.get(place) for place in places[~whole].tolist()]
+        found = [chain for chain in chains if chain is not None]
+        must(len(found) == len(chains), "a place of runs that are not in use")
+        at, size = np.concatenate(found).T
+        return np.concatenate([places[whole], at]), np.concatenate([sizes[whole], size])
 
     def clear(self) -> bool:
-        """Possible only when empty: the pool does not know the rooms' sizes."""
+        """Possible only when empty: the pool does not know the objects' lengths."""
         return not self.used
-
-    def _take(self, offsets: Sizes, rooms: Sizes, least: int) -> None:
-        """Allocate room for those that have none yet, as far as there is any."""
-        extents, grain = self._space.extents, self.grain
-        for i in ((offsets == ABSENT) & (rooms <= extents.largest)).nonzero()[0].tolist():
-            nbytes = int(rooms[i])
-            at = extents.take(nbytes, grain)
-            if at != ABSENT:
-                offsets[i] = at
-                if least:
-                    rooms[i] += extents.absorb(at + nbytes, least, grain)
-
-    def shrink(self, offsets: Sizes, rooms: Sizes, kept: Sizes) -> None:
-        """Free the ends of rooms: only `kept` bytes of each, whole grains, stay."""
-        self.used -= int((rooms - kept).sum())
-        ends = (offsets + kept).tolist()
-        for at, n in zip(ends, (rooms - kept).tolist(), strict=True):
-            self._space.extents.put(at, n)
-
-    def free(self, offsets: Sizes, nbytes: Sizes) -> None:
-        """Free objects; `nbytes` as for `alloc`, or of their rooms.
-
-        Raises:
-            IllegalEventError: an offset that no object in use has (nothing was freed).
-        """
-        offsets, sizes = np.asarray(offsets, np.int64), self.rounded(nbytes)
-        self._refuse_strangers(offsets, sizes)
-        self._cells[offsets >> self._shift] = 0
-        self.used -= int(sizes.sum())
-        if len(offsets) >= _MANY:
-            offsets, sizes = _joined(offsets, sizes)
-        put = self._space.extents.put
-        for at, n in zip(offsets.tolist(), sizes.tolist(), strict=True):
-            put(at, n)
-
-    def compact(
-        self, offsets: Sizes, nbytes: Sizes, need: int, most: int = 1 << 62
-    ) -> tuple[Sizes, Sizes, Sizes]:
-        """Plan moves that make room for an object of `need` bytes, with little copying.
-
-        The pool treats the moves as done. The caller copies them in order, each as a `memmove`:
-        source and target of one move may overlap, but no target overlaps a later move's source.
-
-        Args:
-            offsets, nbytes: (n,) rooms of this pool that may move (unpinned), in any order.
-                Neighbours matter: of very many, give those of one stretch of addresses.
-            need: bytes of the object; most: bytes that may be moved for it.
-        Returns:
-            (m,) from, (m,) to, (m,) bytes of each move; empty where it cannot be done.
-        Raises:
-            IllegalEventError: an object that is not in use.
-        """
-        offsets, nbytes = np.asarray(offsets, np.int64), np.asarray(nbytes, np.int64)
-        self._refuse_strangers(offsets, self.rounded(nbytes))
-        order = np.argsort(offsets)
-        offsets, nbytes = offsets[order], nbytes[order]
-        sizes, extents = self.rounded(nbytes), self._space.extents
-        want = int(self.rounded(np.array([need]))[0])
-        plan = evacuate(extents, offsets, sizes, want, self.grain, most)
-        plan = plan or slide(extents, offsets, sizes, want, self.grain, most)
-        if plan is None:
-            return _empty(), _empty(), _empty()
-        moved, target = plan
-        self._cells[offsets[moved] >> self._shift] = 0
-        self.used -= int(sizes[moved].sum())
-        self._mark(target, sizes[moved])
-        far = offsets[moved] != target
-        return offsets[moved][far], target[far], nbytes[moved][far]
-
-    def neighbours(
-        self, offsets: Sizes, nbytes: Sizes, need: int, cost: Sizes | None = None
-    ) -> NDArray[np.intp]:
-        """Which objects must leave so that an object of `need` bytes has room.
-
-        Args:
-            offsets, nbytes: (n,) rooms of this pool that may become free, ascending by address.
-            cost: (n,) of freeing each; by default its bytes.
-        Returns:
-            (m,) indices; empty where all of them together do not make contiguous room.
-        """
-        want = int(self.rounded(np.array([need]))[0])
-        return cheapest(self._space.extents, offsets, self.rounded(nbytes), want, cost)
 
     def trim(self) -> None:
         """Do nothing: a page returns to the space with its object."""
 
-    def starts(self, start: int, stop: int) -> Sizes:
-        """(k,) offsets of the objects that begin in [start, stop), ascending."""
-        first = start >> self._shift
-        cells = self._cells[first : -(-stop // self.page)]
-        pages = cells.nonzero()[0]
-        starts: Sizes = (first + pages) << self._shift
-        starts += (cells[pages].astype(np.int64) - 1) * self.grain
-        return starts
-
     def ranges(self) -> tuple[Sizes, Sizes]:
-        """(n,) starts and (n,) sizes of all rooms: -1, up to where the next range begins."""
-        start = self.starts(0, self._space.nbytes)
+        """(n,) starts and (n,) sizes of all runs: -1, up to where the next range begins."""
+        bits = np.unpackbits(self._begins, bitorder="little")
+        start = bits.nonzero()[0] << self._shift
         return start, np.full(len(start), -1)
 
     def check(self, held: Sizes) -> None:
-        """Raise IllegalEventError unless the sizes `held` (n,) of all rooms add up."""
+        """Raise IllegalEventError unless the sizes `held` (n,) of all runs add up."""
         must(int(held.sum()) == self.used, "used bytes do not add up")
-        must((held >= self.page).all(), "an object has less room than a page")
 
     def rounded(self, nbytes: Sizes) -> Sizes:
-        """(k,) bytes of the smallest rooms for objects of these sizes."""
-        rounded: Sizes = (np.asarray(nbytes, np.int64) + (self.grain - 1)) & -self.grain
-        return np.maximum(rounded, self.page)
+        """(k,) bytes of the rooms for objects of these sizes, in one piece."""
+        return -(-np.maximum(nbytes, 1) // self.page) * self.page
 
-    def _mark(self, offsets: Sizes, sizes: Sizes) -> None:
-        got = offsets != ABSENT
-        if not every(got):
-            offsets, sizes = offsets[got], sizes[got]
-        self._cells[offsets >> self._shift] = self._begin(offsets)
-        self.used += int(sizes.sum())
+    def _bits(self, at: Sizes) -> tuple[Sizes, NDArray[np.uint8]]:
+        """(k,) byte of `_begins` and (k,) bit in it, for the pages at these addresses."""
+        page = at >> self._shift
+        return page >> 3, np.left_shift(1, page & 7).astype(np.uint8)
 
-    def _begin(self, offsets: Sizes) -> Sizes:
-        begin: Sizes = 1 + (offsets & (self.page - 1)) // self.grain
-        return begin
-
-    def _other_slabs(self) -> bool:
-        return self._space.extents.nbytes < self._space.free_bytes
-
-    def _refuse_strangers(self, offsets: Sizes, sizes: Sizes) -> None:
-        if len(offsets) != len(sizes):
-            raise IllegalEventError("as many sizes as offsets are needed")
-        if not len(offsets):
+    def _refuse_strangers(self, at: Sizes) -> None:
+        if not len(at):
             return
-        ordered = np.sort(offsets)
+        ordered = np.sort(at)
         if ordered[0] < 0 or ordered[-1] >= self._space.nbytes:
             raise IllegalEventError("freed bytes outside of the space")
-        cells = self._cells[offsets >> self._shift]
+        byte, bit = self._bits(at)
         if (
-            (offsets & (self.grain - 1)).any()
-            or (cells != self._begin(offsets)).any()
+            (at & (self.page - 1)).any()
+            or not every(self._begins[byte] & bit > 0)
             or (ordered[1:] == ordered[:-1]).any()
         ):
             raise IllegalEventError("freed objects that are not in use")

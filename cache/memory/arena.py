@@ -12,6 +12,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.runs import pieces
 from creel.cache.memory.shared_words import sealed_memfd
 from creel.errors import MalformedError
 
@@ -84,10 +85,10 @@ class Arena:
         pages = np.minimum(first[:, None] + np.arange(1, most), np.maximum(last, first)[:, None])
         return bool(self._written[pages].all())
 
-    def parts(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> list[memoryview]:
-        """Writable views of each [offset, offset + length)."""
-        ranges = zip(offset.tolist(), (offset + length).tolist(), strict=True)
-        return [self.view[start:stop] for start, stop in ranges]
+    def parts(self, place: NDArray[np.int64], length: NDArray[np.int64]) -> list[list[memoryview]]:
+        """Writable views of the objects at these places (see `runs`), whose headers are there."""
+        found = zip(place.tolist(), length.tolist(), strict=True)
+        return [pieces(self.view, at, nbytes) or [] for at, nbytes in found]
 
     def prefault(self, stop: threading.Event) -> int:
         """Have the system reserve and zero all pages, in small pieces, until done or `stop` is set.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ from creel.cache.storage.stores import Filled, LocalStore, Place, Run, Store, To
 from creel.errors import SourceError
 
 T = TypeVar("T")
+
+#: Where an object goes: one buffer, or several to fill one after the other.
+Part: TypeAlias = Sequence[memoryview]
 
 #: From this many objects on, check whether they are records of one local file.
 _MANY = 8
@@ -245,10 +248,10 @@ class Source:
         """`read_parts` into one buffer that holds all objects, one after the other."""
         ends = length.cumsum()
         ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
-        return self.read_parts(ids, length, [buffer[start:stop] for start, stop in ranges])
+        return self.read_parts(ids, length, [[buffer[start:stop]] for start, stop in ranges])
 
     def read_parts(
-        self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: list[memoryview]
+        self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: Sequence[Part]
     ) -> Read:
         """Fill each of `parts` with an object.
 
@@ -259,7 +262,7 @@ class Source:
         Args:
             ids: (k,) objects.
             length: (k,) bytes of each, from the manifest, or from an earlier read.
-            parts: (k,) buffers of these lengths.
+            parts: (k,) buffers, together of these lengths.
         """
         rows = self.manifest.rows(ids)
         offset = self.manifest.ranges(ids, rows)[0]
@@ -269,7 +272,10 @@ class Source:
         done = self._read_files(rows, length, parts, read)
         file = self.manifest.file_of(ids[done:])
         for reads in _files(file, offset[done:], length[done:]):
-            runs = [Run(at, n, [parts[done + i] for i in members]) for at, n, members in reads]
+            runs = [
+                Run(at, n, [buffer for i in members for buffer in parts[done + i]])
+                for at, n, members in reads
+            ]
             place = self._place(int(rows[done + reads[0].members[0]]))
             for one, told in zip(reads, self._fill(place, runs), strict=True):
                 if told is not None:
@@ -284,7 +290,7 @@ class Source:
         rows: NDArray[np.int64],
         offset: NDArray[np.int64],
         length: NDArray[np.int64],
-        parts: list[memoryview],
+        parts: Sequence[Part],
     ) -> Filled | None:
         """Read scattered pieces of one local file, if they are that, by a fast path.
 
@@ -304,8 +310,9 @@ class Source:
             if not isinstance(store, LocalStore):
                 return None
             start = time.perf_counter()
-            pieces = list(zip(at.tolist(), [parts[i] for i in order.tolist()], strict=True))
-            filled = store.pieces(place, pieces)
+            into = [parts[i] for i in order.tolist()]
+            pieces = zip(at.tolist(), length[order].tolist(), into, strict=True)
+            filled = store.pieces(place, list(pieces))
         except OSError:
             return None
         seconds = time.perf_counter() - start
@@ -316,7 +323,7 @@ class Source:
         self,
         rows: NDArray[np.int64],
         length: NDArray[np.int64],
-        parts: list[memoryview],
+        parts: Sequence[Part],
         read: Read,
     ) -> int:
         """Read local files of one object each by a fast path; how many of the first are such."""
@@ -338,15 +345,13 @@ class Source:
         self.counters.count_reads(total, seconds, len(seconds))
         return files
 
-    def _read_file(
-        self, uri: str, row: int, length: int, part: memoryview, read: Read, i: int
-    ) -> bool:
+    def _read_file(self, uri: str, row: int, length: int, part: Part, read: Read, i: int) -> bool:
         """Read a local file of one object; whether one attempt sufficed, and is not counted yet."""
         try:
             self._check_path(uri)
             read.version[i] = self._local.single(uri, length, part)
         except Exception as e:  # noqa: BLE001  as `_fill`
-            filled = self._fill_again(self._place(row), Run(0, length, [part]), e, time.monotonic())
+            filled = self._fill_again(self._place(row), Run(0, length, part), e, time.monotonic())
             if filled is not None:
                 read.nbytes[i], read.version[i] = length, filled.version
             return False

@@ -81,6 +81,7 @@ def wrong_size(uri: str, length: int, size: int) -> SourceError:
 
 
 _PIECE_NBYTES = 1 << 20  # of a file that is not as long as its status says
+_VECTOR = 1024  # most buffers of one read (IOV_MAX)
 _TRIES = 3  # of a copy during which the file changed
 
 
@@ -172,8 +173,10 @@ class LocalStore:
                     raise SourceError(errno.EBUSY, "is written to while it is read", place.uri)
                 yield Filled(file.opens if run is runs[0] else 0, version.of_stat(before, now))
 
-    def pieces(self, place: Place, pieces: Sequence[tuple[int, memoryview]]) -> Filled:
-        """Fill each buffer from an offset in the file.
+    def pieces(
+        self, place: Place, pieces: Sequence[tuple[int, int, Sequence[memoryview]]]
+    ) -> Filled:
+        """Fill buffers from an offset in the file, each time with so many bytes.
 
         Raises:
             OSError: one could not be read, or not completely.
@@ -181,14 +184,14 @@ class LocalStore:
         """
         now = time.time_ns()
         with self._kept.open(path_of(place.uri), keep=place.keep) as file:
-            for offset, part in pieces:
-                if os.preadv(file.fd, [part], offset) != len(part):
-                    raise too_short(place.uri, len(part), 0)
+            for offset, length, buffers in pieces:
+                if os.preadv(file.fd, buffers, offset) != length:
+                    raise too_short(place.uri, length, 0)
             if version.torn(file.status, os.fstat(file.fd)):
                 raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), place.uri)
         return Filled(file.opens, version.of_stat(file.status, now))
 
-    def single(self, uri: str, length: int, part: memoryview) -> int:
+    def single(self, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
         """`fill` for a file that is one object, as a fast path; return the version.
 
         Raises:
@@ -201,11 +204,9 @@ class LocalStore:
             before = os.fstat(fd)
             if before.st_size != length:
                 _check_size(Place(uri, whole=True), before.st_size, length)
-            got = os.preadv(fd, [part], 0)
-            if got < length:  # more than 2 GiB; or the file was shortened
-                got += _preadv(fd, Run(got, length - got, [part[got:]]))
-                if got < length:
-                    raise too_short(uri, length, got)
+            got = _preadv(fd, Run(0, length, buffers))
+            if got < length:
+                raise too_short(uri, length, got)
             if version.torn(before, os.fstat(fd)):
                 raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), uri)
         finally:
@@ -236,9 +237,9 @@ def _check_size(place: Place, size: int, length: int) -> None:
 
 def _preadv(fd: int, run: Run) -> int:
     """Fill all buffers; return bytes read, fewer than requested only at the end of the file."""
-    done = os.preadv(fd, run.buffers, run.offset) if run.length else 0
-    while 0 < done < run.length:
-        more = os.preadv(fd, _after(run.buffers, done), run.offset + done)
+    done = os.preadv(fd, run.buffers[:_VECTOR], run.offset) if run.length else 0
+    while 0 < done < run.length:  # more buffers, or more than 2 GiB
+        more = os.preadv(fd, _after(run.buffers, done)[:_VECTOR], run.offset + done)
         if not more:
             break
         done += more

@@ -9,16 +9,10 @@ import numpy as np
 
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.daemon.core.compactor import Compactor
 from creel.daemon.core.residency import Index, Residency, Sizes
-from creel.policies.masks import some
 
-#: Rounds of eviction for objects that find no contiguous room (paged pools only).
+#: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
 _ROUNDS = 4
-#: Share of the space kept free, so that moving few objects makes contiguous room.
-_SLACK = 0.0075
-#: The same where there is no time to move objects (tests/unit/test_space.py).
-_WIDE_SLACK = 0.03
 
 
 class Admission:
@@ -31,7 +25,6 @@ class Admission:
     def __init__(self, space: Allocator) -> None:
         self.space = space
         self.residencies: dict[str, Residency] = {}
-        self.compactor = Compactor(space)
         self.expected = 0  # bytes in flight whose length is a guess
         #: Offsets and lengths that fetches in flight for a dataset write to; set by `Inflight`.
         self.busy: Callable[[Residency], tuple[Sizes, Sizes]] = _none
@@ -52,83 +45,22 @@ class Admission:
         """Bytes that are neither held nor expected."""
         return self.space.free_bytes - self.expected
 
-    def place(self, h: Residency, ids: Index, sizes: Sizes, need: int, *, stalled: bool) -> Sizes:
-        """(k,) offsets for objects of these sizes; ABSENT (-1) where no room can be made.
+    def place(self, h: Residency, sizes: Sizes, need: int, *, stalled: bool) -> Sizes:
+        """(k,) places for objects of these sizes; ABSENT (-1) where no room can be made.
 
         Evicts as far as retention allows; where `stalled`, also whatever is not pinned.
         """
-        if h.pool.alike:
-            return self._swap(h, sizes, need, stalled=stalled)
-        fits = h.policy is not None and h.policy.fits
-        slack = 0 if fits else int(_SLACK * self.space.nbytes)
-        short = int(sizes.sum()) + slack - self.free_nbytes
-        if short > 0:
-            if fits:
-                self._claim(h, short)
-            else:
-                self._make_room(h, short, need, stalled=stalled)
-        out = h.place(ids, sizes)
-        if fits:
-            self._fit(h, ids, sizes, out, stalled=stalled)
-        for _ in range(_ROUNDS):
-            lack = (out < 0) & (sizes <= self.space.nbytes)
-            if not some(lack):
-                break
-            self._join(h, ids, sizes, out, stalled=stalled)
-            lack &= out < 0
-            if not some(lack) or not self._force(h, sizes[lack], need, stalled=stalled):
-                break
-            out[lack] = h.place(ids[lack], sizes[lack])
-        return out
-
-    def _force(self, h: Residency, sizes: Sizes, need: int, *, stalled: bool) -> int:
-        """Evict more than is short, for objects without contiguous room; return bytes freed."""
-        freed = 0
-        if h.policy is None or not h.policy.fits:
-            # The free pieces are too small: keep enough free for larger ones to appear.
-            wide = max(int(_WIDE_SLACK * self.space.nbytes) - self.free_nbytes, 0)
-            freed = self._make_room(h, int(sizes.sum()) + wide, need, stalled=stalled)
-        if not freed and stalled:
-            freed = h.evict_region(int(sizes.max()), self.busy(h)[0], "stalled")
-        return freed
-
-    def _fit(self, h: Residency, ids: Index, sizes: Sizes, out: Sizes, *, stalled: bool) -> None:
-        """Place new objects where residents are evicted whose rooms fit."""
-        lack = np.flatnonzero(out < 0)
-        if not len(lack) or h.policy is None:
-            return
-        wants = h.pool.rounded(sizes[lack])
-        victims = h.policy.fitting(wants, stalled=stalled)
-        found = victims >= 0
-        lack = lack[found]
-        out[lack] = h.inherit(ids[lack], wants[found], victims[found])
-
-    def _join(self, h: Residency, ids: Index, sizes: Sizes, out: Sizes, *, stalled: bool) -> None:
-        """Move residents for objects without contiguous room, in order, while that pays."""
-        for i in np.flatnonzero(out < 0).tolist():
-            if not self.compactor.gather(h, int(sizes[i]), stalled=stalled):
-                break
-            out[i : i + 1] = h.place(ids[i : i + 1], sizes[i : i + 1])
-
-    def _swap(self, h: Residency, sizes: Sizes, need: int, *, stalled: bool) -> Sizes:
-        """`place` for pools of equal records: new objects take the places of evicted ones."""
         out = np.full(len(sizes), NOWHERE, np.int64)
-        record = max(int(sizes[0]), 1) if len(sizes) else 1
-        k = min(len(sizes), max(self.free_nbytes, 0) // record)
-        if k:
-            out[:k] = h.pool.alloc(sizes[:k])
-            k = len(sizes) - int(np.count_nonzero(out == NOWHERE))
-        if k < len(sizes) and self._claim(h, (len(sizes) - k) * record):
-            out[k:] = h.pool.alloc(sizes[k:])
-            k = len(sizes) - int(np.count_nonzero(out == NOWHERE))
-        while k < len(sizes) and h.policy is not None:
-            ids, why = h.policy.victims(len(sizes) - k, need), "due_later"
-            if stalled and not len(ids):
-                ids, why = h.policy.last(len(sizes) - k, need), "stalled"
-            if not len(ids):
+        lack = np.arange(len(sizes))
+        free = self.free_nbytes
+        for _ in range(_ROUNDS):
+            short = int(h.pool.rounded(sizes[lack]).sum()) - free
+            freed = self._make_room(h, short, need, stalled=stalled) if short > 0 else 0
+            out[lack] = h.pool.alloc(sizes[lack])
+            lack = lack[out[lack] == NOWHERE]
+            if not len(lack) or (short > 0 and not freed):
                 break
-            out[k : k + len(ids)] = h.vacate(ids, why)
-            k += len(ids)
+            free = 0  # what there is lies in other pools' slabs
         return out
 
     def reserve(self, h: Residency, k: int, need: int, *, stalled: bool) -> int:

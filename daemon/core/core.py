@@ -77,6 +77,7 @@ class Core:
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[Action] = []
+        self._stored: list[tuple[Residency, Index]] = []  # pinned until the end of this event
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return what to do about an event, in order; `now` in monotonic seconds.
@@ -91,13 +92,10 @@ class Core:
         if not isinstance(event, Fetched | Tick):
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
-        self._admission.compactor.begin(now)
         _HANDLERS[type(event)](self, event, now)
         for session in self._sessions.values():
             self._prefetcher.settle(session)
-        fetches = self._prefetcher.pump(self._sessions.values(), now)
-        self._out += self._admission.compactor.take()  # before fetches into the places they leave
-        self._out += fetches
+        self._out += self._prefetcher.pump(self._sessions.values(), now)
         for session in self._sessions.values():
             self._out += self._checks.ask(session, now)
         for residency in self._residencies.values():
@@ -108,8 +106,15 @@ class Core:
                 self._out.append(PlanRetention(residency.name, turn))
         for session in self._sessions.values():
             self._announce(session)
-        self._admission.compactor.done()
+        self._let_go()
         return self._out
+
+    def _let_go(self) -> None:
+        """Unpin what was pinned until all actions of this event were decided."""
+        for h, ids in self._stored:
+            h.unpin(ids)
+            h.release(ids)
+        self._stored.clear()
 
     def _announce(self, s: RankStream) -> None:
         if s.ready != s.told:
@@ -279,14 +284,15 @@ class Core:
         h, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
         h.learn(ids, nbytes)
         stalled = any(s.stalling for s in self._sessions.values() if s.residency is h)
-        offset = self._admission.place(h, ids, nbytes, pending.need, stalled=stalled)
-        self._out += self._admission.compactor.take()
-        placed = offset != NOWHERE
+        place = self._admission.place(h, nbytes, pending.need, stalled=stalled)
+        placed = place != NOWHERE
         if some(placed):
-            stored = ids[placed]
-            self._out.append(StoreObjects(fetch, h.name, stored.astype(np.int32), offset[placed]))
-            h.landed(stored, offset[placed], seen=False)
-            self._admission.compactor.copied(h, stored, offset[placed])
+            stored, place = ids[placed], place[placed]
+            small, runs = stored.astype(np.int32), h.pool.runs(place)
+            self._out.append(StoreObjects(fetch, h.name, small, place, runs))
+            h.landed(stored, place, seen=False)
+            h.pin(stored)  # nobody takes their room before the shell publishes them
+            self._stored.append((h, stored))
         if not every(placed):
             self._out.append(DiscardFetch(fetch))
 
@@ -379,7 +385,7 @@ class Core:
             h.unpin(pinned, distinct=uses.distinct(epoch))
             uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
             self._turn(s, epoch)
-            h.release(ids, read=True)
+            h.release(ids)
         if s.front < stop:  # read directly before they could be fetched
             s.front = stop
         s.verified = max(s.verified, stop)
@@ -455,20 +461,21 @@ class Core:
         under_way = sum(len(self._inflight.ids(h)) for h in self._residencies.values())
         must(under_way == self._inflight.objects, "something is under way for nobody")
         must(space.pools == len(self._residencies), "a pool without a dataset")
-        offset, length = [], []
+        at, end = [], []
         for h in self._residencies.values():
             h.check(self._inflight.ids(h))
-            resident = h.offset[:] != NOWHERE
-            held = np.append(np.flatnonzero(resident), self._inflight.placed(h))
-            must(h.pool.alike or h.pool.used == h.room[held].sum(), "lost room")
-            offset += [h.offset[resident], self._inflight.offsets(h)[0]]
-            length += [h.length[resident], self._inflight.offsets(h)[1]]
-        if offset:
-            at, n = np.concatenate(offset), np.concatenate(length)
-            order = at.argsort()
-            end = (at + n)[order]
-            must((end[:-1] <= at[order][1:]).all(), "objects overlap")
-            must(end.max(initial=0) <= space.nbytes, "an object ends beyond the space")
+            resident = np.flatnonzero(h.offset[:] != NOWHERE)
+            coming, length = self._inflight.offsets(h)
+            place = np.append(h.offset[resident], coming)
+            start, size = h.pool.rooms(place, np.append(h.length[resident], length))
+            must(int(size.sum()) == h.pool.used or h.pool.alike, "lost room")
+            at.append(start)
+            end.append(start + size)
+        if at:
+            start, stop = np.concatenate(at), np.concatenate(end)
+            order = start.argsort()
+            must((stop[order][:-1] <= start[order][1:]).all(), "objects overlap")
+            must(stop.max(initial=0) <= space.nbytes, "an object ends beyond the space")
 
 
 # The dispatch table of `Core`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Places
+from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
 from creel.policies.retention import Kept, Turn
 
@@ -188,10 +189,11 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchObjects:
-    """Read these objects from the source: object ids[i] to arena[offset[i]:offset[i]+length[i]].
+    """Read these objects from the source: length[i] bytes of ids[i] to the place offset[i].
 
-    Where offset[i] is ABSENT the length is unknown: read into private memory, report the size.
-    Objects are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
+    `runs` has the runs of those that are in several; their headers are to be written, too. Where
+    offset[i] is ABSENT the length is unknown: read into private memory, report the size. Objects
+    are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
     """
 
     fetch: int
@@ -200,6 +202,7 @@ class FetchObjects:
     offset: Sizes
     length: Sizes
     deadline: float
+    runs: Runs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,13 +219,14 @@ class CheckVersions:
 class StoreObjects:
     """Copy objects `ids` of fetch `fetch` from private memory to the arena, now, then publish them.
 
-    Publishing means table.offset[id] = offset; until then it is ABSENT, as with `MoveObjects`.
+    Publishing means table.offset[id] = offset; until then it is ABSENT. `runs`: see `FetchObjects`.
     """
 
     fetch: int
     dataset: str
     ids: Ids
     offset: Sizes
+    runs: Runs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,21 +234,6 @@ class DiscardFetch:
     """Free all bytes still held in private memory for fetch `fetch`."""
 
     fetch: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MoveObjects:
-    """Move objects `ids` within the arena, now and in this order, then publish their new offsets.
-
-    For each: copy arena[src:src+nbytes] to dst as `memmove` does, then table.offset[id] = dst. The
-    core has already written ABSENT there, so that clients that copy unpinned objects see the move.
-    """
-
-    dataset: str
-    ids: Ids
-    src: Sizes
-    dst: Sizes
-    nbytes: Sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -272,11 +261,5 @@ class SetReady:
 
 
 Action: TypeAlias = (
-    FetchObjects
-    | CheckVersions
-    | StoreObjects
-    | DiscardFetch
-    | MoveObjects
-    | PlanRetention
-    | SetReady
+    FetchObjects | CheckVersions | StoreObjects | DiscardFetch | PlanRetention | SetReady
 )

@@ -96,7 +96,7 @@ class Inflight:
             self.nbytes += total
             self._admission.expected += guessed
             out.append(
-                FetchObjects(self._last, h.name, small[part], pending.offset, pending.length, due)
+                FetchObjects(self._last, h.name, small[part], *room, due, h.pool.runs(room[0]))
             )
         return out
 
@@ -142,7 +142,7 @@ class Inflight:
             length = h.length[ids[:fit]]
             offset = np.full(fit, NOWHERE, np.int64)
             known = length >= 0
-            offset[known] = h.place(ids[:fit][known], length[known])
+            offset[known] = h.pool.alloc(length[known])
             placed = (offset != NOWHERE) | (length < 0)
             chosen = ids[:fit][placed], offset[placed], length[placed]
             out += self.start(h, *chosen, 0, now, now + _WHENEVER_S)
@@ -164,11 +164,6 @@ class Inflight:
     def ids(self, h: Residency) -> Index:
         """(k,) objects of a dataset that are in flight."""
         own = [f.ids for f in self._inflight.values() if f.residency is h]
-        return np.concatenate([np.empty(0, np.intp), *own])
-
-    def placed(self, h: Residency) -> Index:
-        """(k,) objects of a dataset that are in flight and have room."""
-        own = [f.ids[f.offset != NOWHERE] for f in self._inflight.values() if f.residency is h]
         return np.concatenate([np.empty(0, np.intp), *own])
 
     def offsets(self, h: Residency) -> tuple[Sizes, Sizes]:

@@ -187,7 +187,7 @@ class Prefetcher:
             ids, length = ids[:k], length[:k]
         step = s.stream.step_at(s.front)
         need = s.need(step)
-        offset, lack = self._room(h, ids, length, need, stalled=starving)
+        offset, lack = self._room(h, length, need, stalled=starving)
         if some(lack):
             if starving:
                 h.fail(ids[lack])
@@ -203,17 +203,15 @@ class Prefetcher:
         return k
 
     def _room(
-        self, h: Residency, ids: Index, length: Sizes, need: int, *, stalled: bool
+        self, h: Residency, length: Sizes, need: int, *, stalled: bool
     ) -> tuple[Sizes, NDArray[np.bool_]]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
         strange = length < 0
         if not some(strange):
-            offset = self._admission.place(h, ids, length, need, stalled=stalled)
+            offset = self._admission.place(h, length, need, stalled=stalled)
             return offset, offset == NOWHERE
         offset = np.full(len(length), NOWHERE, np.int64)
-        offset[~strange] = self._admission.place(
-            h, ids[~strange], length[~strange], need, stalled=stalled
-        )
+        offset[~strange] = self._admission.place(h, length[~strange], need, stalled=stalled)
         lack = offset == NOWHERE
         where = np.flatnonzero(strange)
         lack[where[: self._admission.reserve(h, len(where), need, stalled=stalled)]] = False

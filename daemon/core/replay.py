@@ -87,6 +87,4 @@ class CoreNode:
             return [Started(action.fetch, len(action.ids), int(action.length.sum()))]
         elif isinstance(action, events.PlanRetention):
             self._plans.append(action)
-        elif isinstance(action, events.MoveObjects):
-            self._offset[action.ids] = action.dst
         return []

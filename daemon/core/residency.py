@@ -15,7 +15,7 @@ from creel.cache.memory.allocator import Allocator, Lengths, ObjectPool
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.cache.memory.offsets import Places
-from creel.daemon.core.address_index import AddressIndex
+from creel.cache.memory.runs import chained
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.eviction import (
@@ -46,8 +46,6 @@ _GUESS_NBYTES = 128 << 10
 #: much.
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
-_SAMPLE = 1 << 14  # objects sampled for a statistic
-_CRUMB = 0.1  # of the mean: with a larger one residents grow, with a smaller one they shrink
 
 
 class Residency:
@@ -77,11 +75,7 @@ class Residency:
         self.space = space
         self.life = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
-        room = np.zeros(n, np.int64)
         self.pool: ObjectPool = space.pool(lengths)
-        # Bytes each object takes up, from its placement until it leaves; a record takes its length.
-        self.room = length if self.pool.alike else room
-        self.address_index = None if self.pool.alike else AddressIndex(space.nbytes, self.pool)
         self.groups: list[JobGroup] = []
         self.policy: EvictionPolicy | None = None
         self.latency = Latency()
@@ -138,12 +132,12 @@ class Residency:
         else:
             np.subtract.at(self.pins, ids, ONE)
 
-    def release(self, ids: Index, *, read: bool = False) -> None:
+    def release(self, ids: Index) -> None:
         """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
         if self.policy is not None:
             loose = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
             if some(loose):
-                self.policy.released(ids if every(loose) else ids[loose], read=read)
+                self.policy.released(ids if every(loose) else ids[loose])
 
     def learn(self, ids: Index, nbytes: Sizes) -> None:
         """Enter lengths that are known now."""
@@ -171,68 +165,29 @@ class Residency:
         found = [a + np.flatnonzero(self.life[a:b] == RESIDENT) for a, b in bounds]
         return np.concatenate([np.empty(0, np.intp), *found])
 
-    def place(self, ids: Index, nbytes: Sizes) -> Sizes:
-        """(k,) offsets for objects of these sizes in free room; NOWHERE where there is none."""
-        offset, rooms = self.pool.settle(nbytes, self.crumb)
-        if not self.pool.alike:  # else rooms are the lengths, which nobody changes
-            self.room[ids] = rooms
-        return offset
-
-    def give_back(self, ids: Index, offset: Sizes) -> None:
-        """Free these places."""
-        self.pool.free(offset, self.room[ids])
-
-    def inherit(self, ids: Index, wants: Sizes, victims: Index) -> Sizes:
-        """(k,) offsets: objects take the rooms of evicted `victims`, or as much as they want.
-
-        wants: (k,) bytes in whole grains, at most the victims' rooms.
-        """
-        rooms = self.room[victims]
-        offset = self.vacate(victims, "due_later")
-        large = rooms - wants >= self.crumb
-        if some(large):
-            self.pool.shrink(offset[large], rooms[large], wants[large])
-            rooms[large] = wants[large]
-        if not self.pool.alike:
-            self.room[ids] = rooms
-        return offset
-
-    def density(self) -> float:
-        """Bytes that residents need over what their rooms take up; from a sample."""
-        ids = np.arange(0, len(self), max(len(self) // _SAMPLE, 1))
-        ids = ids[self.life[ids] == RESIDENT]
-        if self.pool.alike or not len(ids):
-            return 1.0
-        return float(self.pool.rounded(self.length[ids]).sum() / self.room[ids].sum())
-
-    @property
-    def crumb(self) -> int:
-        """Bytes below which a hole is not worth keeping apart (nearly all images are larger)."""
-        return int(self.mean * _CRUMB)
+    def give_back(self, ids: Index, place: Sizes) -> int:
+        """Free these places; bytes of their rooms."""
+        return self.pool.free(place, self.length[ids])
 
     def publish(self, ids: Index, offset: Sizes, *, seen: bool) -> None:
         """Mark objects resident at `offset`; `seen`: also in the table that clients read."""
         if seen:
             self.offset[ids] = offset
-        if self.address_index is not None:
-            self.address_index.put(ids, offset)
         self.life[ids] = RESIDENT
         self.resident += len(ids)
         self.resident_nbytes += int(self.length[ids].sum())
-
-    def hide(self, ids: Index, offset: Sizes) -> None:
-        """Hide residents that are being moved to `offset`, until the shell publishes them there."""
-        self.offset[ids] = NOWHERE
-        if self.address_index is not None:
-            self.address_index.put(ids, offset)
 
     def evict(self, ids: Index, why: str) -> int:
         """Evict objects (distinct, resident, unpinned); return the bytes freed."""
         if not len(ids):
             return 0
-        nbytes = self.room[ids]
-        self.pool.free(self.vacate(ids, why), nbytes)
-        return int(nbytes.sum())
+        place = self.offset[ids]
+        self.offset[ids] = NOWHERE
+        self.life[ids] = ABSENT
+        self.resident -= len(ids)
+        self.resident_nbytes -= int(self.length[ids].sum())
+        self.evicted[why] += len(ids)
+        return self.give_back(ids, place)
 
     def evict_all(self) -> None:
         """Evict everything for good: there are no readers and no fetches in flight."""
@@ -248,18 +203,6 @@ class Residency:
         self.resident_nbytes -= int(self.length[ids].sum())
         self.give_back(ids, offset)
         self.fail(ids)
-
-    def vacate(self, ids: Index, why: str) -> Sizes:
-        """Evict objects but keep their places allocated; (k,) offsets for others."""
-        if self.policy is not None:
-            self.policy.left(ids)
-        offset = self.offset[ids]
-        self.offset[ids] = NOWHERE
-        self.life[ids] = ABSENT
-        self.resident -= len(ids)
-        self.resident_nbytes -= int(self.length[ids].sum())
-        self.evicted[why] += len(ids)
-        return offset
 
     def landed(self, ids: Index, offset: Sizes, *, seen: bool = True) -> bool:
         """Make objects that arrived resident; return whether some are unpinned."""
@@ -309,7 +252,7 @@ class Residency:
             need: bytes wanted; a fixed pool gives a whole slab, which goes back to the space.
             busy: (k,) offsets of fetches in flight, which cannot leave.
         """
-        # Objects being moved have no offset for now.
+        # Objects that the shell still has to store have no place for now.
         ids = np.flatnonzero(self.offset[:] != NOWHERE)
         if not len(ids):
             return 0
@@ -332,7 +275,8 @@ class Residency:
             starts = self.pool.ranges()[0]
             return starts.searchsorted(offset, side="right") - 1, len(starts)
         size = max(need, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
-        return offset // size, self.space.nbytes // size + 1
+        first = np.where(offset < NOWHERE, chained(offset), offset)
+        return first // size, self.space.nbytes // size + 1
 
     def _wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each is read again in the current epoch."""
@@ -383,15 +327,8 @@ class Residency:
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
         )
-        room = None if self.pool.alike else self.room
-        self.policy = choose(
-            self.policy,
-            readers,
-            self.life,
-            self.pins,
-            room,
-            opens_dominate=window.opens_dominate,
-        )
+        held, dominate = (self.life, self.pins), window.opens_dominate
+        self.policy = choose(self.policy, readers, *held, opens_dominate=dominate)
 
     def question(self, admission: Admission, window: Window) -> Turn | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
@@ -423,9 +360,8 @@ class Residency:
         must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
         must(not (self.pins[self.life == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.life == RESIDENT, self.length >= 0
-        must(bool(((self.offset[:] >= 0) == resident).all()), "published is not resident")
+        must(bool(((self.offset[:] != NOWHERE) == resident).all()), "published is not resident")
         must(bool(known[resident].all()), "a resident of unknown length")
-        must(bool((self.room >= self.length)[resident].all()), "a resident without enough room")
         must(int(resident.sum()) == self.resident, "residents are miscounted")
         must(int(self.length[resident].sum()) == self.resident_nbytes, "resident bytes")
         fetching = np.flatnonzero(self.life == FETCHING)
@@ -463,12 +399,10 @@ class _Outlook:
 
     @property
     def capacity(self) -> int:
-        """Bytes of this dataset's share, less the waste in rooms larger than their objects."""
+        """Bytes of this dataset's share."""
         share = min(int(self.admission.share(self.residency)), self.residency.space.nbytes)
         pool = self.residency.pool
-        if pool.alike:
-            return share // pool.record * pool.record
-        return int(share * self.residency.density())
+        return share // pool.record * pool.record if pool.alike else share
 
     @property
     def nbytes(self) -> float:
@@ -480,8 +414,8 @@ class _Outlook:
         return np.array([pool.record]) if pool.alike else self.residency.length
 
     @property
-    def grain(self) -> tuple[int, int]:
-        return self.residency.pool.grain, self.residency.pool.page
+    def page(self) -> int:
+        return self.residency.pool.page
 
     @property
     def lead(self) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.offsets import Places
+from creel.cache.memory.runs import HEADER, Runs, headers
 from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.source import Read, Source
 from creel.cache.storage.version import CHANGING, UNKNOWN
@@ -37,7 +38,6 @@ from creel.daemon.core.events import (
     Fetched,
     FetchObjects,
     Ids,
-    MoveObjects,
     StoreObjects,
 )
 from creel.policies.concurrency import Concurrency
@@ -155,7 +155,7 @@ class Fetcher:
             for first, last in _neighbours(data, action.offset):
                 # one system call for many small objects
                 joined = data[first] if last == first + 1 else b"".join(data[first:last])
-                self._arena.write(int(action.offset[first]), memoryview(joined))
+                self._write(int(action.offset[first]), memoryview(joined), action.runs)
                 stored = last
         except OSError as e:
             self._no_memory(e)
@@ -163,14 +163,6 @@ class Fetcher:
         if not held:
             del self._held[action.fetch]
         return stored
-
-    def move(self, action: MoveObjects, offset: Places) -> None:
-        """Copy within the arena, now, then publish the new offsets in the location table."""
-        arena = self._arena.array
-        places = (action.src.tolist(), action.dst.tolist(), action.nbytes.tolist())
-        for src, dst, nbytes in zip(*places, strict=True):
-            arena[dst : dst + nbytes] = arena[src : src + nbytes]  # numpy handles overlaps
-        offset[action.ids] = action.dst
 
     def discard(self, action: DiscardFetch) -> None:
         """Free what is still held for a fetch."""
@@ -242,6 +234,8 @@ class Fetcher:
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
         nbytes, version = job.nbytes[part], job.version[part]
         known = offset != ABSENT
+        if fetch.runs:
+            self._link(offset, lengths, fetch.runs)
         if known.all():
             nbytes[:], version[:] = self._fill(source, ids, offset, lengths)
             return
@@ -262,7 +256,7 @@ class Fetcher:
         All small ones go the same way, so that neighbours are one read.
         """
         nbytes, version = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.int64)
-        straight = length > _LARGE_NBYTES
+        straight = (length > _LARGE_NBYTES) | (offset < ABSENT)
         straight |= self._arena.written(offset[~straight], length[~straight])
         where = np.flatnonzero(straight)
         if len(where):
@@ -272,6 +266,22 @@ class Fetcher:
             found = self._fill_buffered(source, ids[where], offset[where], length[where])
             nbytes[where], version[where] = found
         return Read(nbytes, version)
+
+    def _link(self, place: NDArray[np.int64], length: NDArray[np.int64], runs: Runs) -> None:
+        """Write the headers of objects in several runs."""
+        for i in (place < ABSENT).nonzero()[0].tolist():
+            for start, header in headers(runs[int(place[i])], int(length[i])):
+                self._arena.write(start, memoryview(header))
+
+    def _write(self, place: int, data: memoryview, runs: Runs) -> None:
+        """Write one object, or neighbours, to its place."""
+        if place >= 0:
+            self._arena.write(place, data)
+            return
+        for start, header in headers(runs[place], len(data)):
+            held = HEADER.unpack(header)[0]
+            self._arena.write(start, memoryview(header + data[:held]))
+            data = data[held:]
 
     def _fill_buffered(
         self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
@@ -315,7 +325,7 @@ def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[
     [(0, 2), (2, 3)]
     """
     ends = offset + np.array([len(d) for d in data])
-    apart = offset[1:] != ends[:-1]
+    apart = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT)
     apart |= np.diff((ends - ends[0]) // _SCRATCH_NBYTES) != 0
     cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(data)]
     yield from pairwise(cuts)

@@ -177,8 +177,6 @@ class Node:
             self.fetcher.submit(action)
         elif isinstance(action, mind.CheckVersions):
             self.fetcher.check(action)
-        elif isinstance(action, mind.MoveObjects):
-            self.fetcher.move(action, self._offset(action))
         elif isinstance(action, mind.PlanRetention):
             self._planner.put(partial(self._plan, action))
         else:
@@ -198,7 +196,7 @@ class Node:
     def _planned(self, event: mind.RetentionPlanned) -> None:
         self.feed(event)
 
-    def _offset(self, action: mind.MoveObjects | mind.StoreObjects) -> Offsets:
+    def _offset(self, action: mind.StoreObjects) -> Offsets:
         return self.registry.datasets[action.dataset].table.offset
 
     def _set_ready(self, action: mind.SetReady) -> None:

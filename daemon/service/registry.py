@@ -41,9 +41,9 @@ DRAINING, CLOSED = 1, 2
 _F_SEAL_FUTURE_WRITE = 0x0010
 _MAX_WAITERS = 4096  # of one session; workers x threads stays far below
 _MAX_NAME = 4096  # characters of a job or a session
-#: Memory per object: in the table, in the core's columns (state, pins, room) and in its eviction
-#: policy's (few except during planning); less where all objects have one length.
-_OBJECT_NBYTES, _RECORD_NBYTES = 16 + 13 + 16, 4 + 5 + 16
+#: Memory per object: in the table (less where all objects have one length), in the core's columns
+#: (state, pins) and in its eviction policy's (few except during planning).
+_OBJECT_NBYTES, _RECORD_NBYTES = 16 + 5 + 16, 4 + 5 + 16
 #: Memory per manifest row beside the row itself: derived columns, a version.
 _ROW_NBYTES = 40
 #: A dataset whose tables take at most this part of the limit is kept for all of `daemon.idle_s`.

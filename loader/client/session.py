@@ -7,6 +7,7 @@ reads the source itself.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory import runs
 from creel.cache.memory.arena import Rows
 from creel.cache.memory.shared_words import (
-    ABSENT,
     DONE,
     HEARTBEAT,
     OBJECT_NS,
@@ -232,21 +233,19 @@ class Session:
         """In a forked child: stop using the session, whose shared words belong to the parent."""
         self._lost = True
 
-    def view(self, object_id: int) -> memoryview | None:
-        """Return the object's bytes, read-only, valid while its step is in [DONE, READY).
+    def pieces(self, object_id: int) -> list[memoryview] | None:
+        """Return the object's bytes, read-only and in order; None if it is absent.
 
-        None if it is absent.
+        Valid while its step is in [DONE, READY).
         """
-        offset = int(self.table.offset[object_id])
-        if offset == ABSENT:
-            return None
+        place, nbytes = int(self.table.offset[object_id]), int(self.table.length[object_id])
         try:
-            return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
+            return runs.pieces(self._client.arena.view, place, nbytes)
         except ValueError:  # another thread has closed the client
             return None
 
     def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Fill row i of (n, nbytes) `out` with the arena's bytes at offset[i], unless it is ABSENT.
+        """Fill row i of (n, nbytes) `out` with the object at place offset[i], unless it is ABSENT.
 
         Returns:
             (n,) True for each row that was filled.
@@ -254,15 +253,15 @@ class Session:
         nbytes = out.shape[1]
         if self._rows is None or self._rows[0] != nbytes:
             self._rows = nbytes, Rows(self._client.arena, nbytes)
-        there: NDArray[np.bool_] = offset != ABSENT
         if self._rows[1].copy(offset, out):
-            return there
-        arena = self._client.arena.array
-        if not len(arena):  # another thread has closed the client
-            return np.zeros(len(offset), np.bool_)
-        for i, at in enumerate(offset.tolist()):
-            if there[i]:
-                out[i] = arena[at : at + nbytes]
+            return np.ones(len(offset), np.bool_)
+        there = np.zeros(len(offset), np.bool_)
+        with contextlib.suppress(ValueError):  # another thread has closed the client
+            for i, place in enumerate(offset.tolist()):
+                found = runs.pieces(self._client.arena.view, place, nbytes)
+                if found is not None:
+                    out[i] = np.frombuffer(b"".join(found), np.uint8)
+                    there[i] = True
         return there
 
     def close(self) -> None:

@@ -41,8 +41,8 @@ class ReadableSession(Protocol):
         """The location table."""
         ...
 
-    def view(self, object_id: int, /) -> memoryview | None:
-        """The bytes of an object in the arena, read-only; None when it is absent."""
+    def pieces(self, object_id: int, /) -> list[memoryview] | None:
+        """The bytes of an object in the arena, read-only and in order; None when it is absent."""
         ...
 
     def stamp(self) -> int:
@@ -50,7 +50,7 @@ class ReadableSession(Protocol):
         ...
 
     def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8], /) -> NDArray[np.bool_]:
-        """Copy the arena's bytes at offset[i] to row i of `out`; (n,) whether each was copied."""
+        """Copy the object at place offset[i] to row i of `out`; (n,) whether each was copied."""
         ...
 
 
@@ -141,16 +141,16 @@ class Lease:
         """Whether it has a session to copy from."""
         return self._session is not None
 
-    def copy(self, object_id: int, kind: Callable[[memoryview], Copied]) -> Copied | None:
+    def copy(self, object_id: int, kind: Callable[..., Copied]) -> Copied | None:
         session = self._session
         if session is None or (self._allowed is not None and object_id not in self._allowed):
             return None
         offset = session.table.offset
         before = offset[object_id]
-        view = session.view(object_id)
-        if view is None:
+        pieces = session.pieces(object_id)
+        if pieces is None:
             return None
-        data = kind(view)
+        data = kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
         whole = offset[object_id] == before and session.stamp() == self._stamp
         return data if whole else None
 

@@ -317,7 +317,7 @@ def test_a_client_is_dead_in_a_forked_child_and_alive_in_its_parent(
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert session.alive
         assert client.ask("status")["sessions"] == 1
-        assert bytes(session.view(3) or b"") == (tmp_path / "0003").read_bytes()
+        assert b"".join(session.pieces(3) or []) == (tmp_path / "0003").read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -353,7 +353,7 @@ session = client.attach(session_id)
 assert "torch" not in sys.modules
 for step in range(first, last):
     assert session.wait(step, 20)
-    print(session.view(step)[0], flush=True)
+    print(session.pieces(step)[0][0], flush=True)
 client.close()
 """
 

@@ -140,7 +140,7 @@ def versions_of(source: Source, n: int) -> tuple[list[int], list[int]]:
     """What the first n files' versions are when asked for, and when they are read."""
     ids = np.arange(n)
     length = source.manifest.ranges(ids)[1]
-    parts = [memoryview(bytearray(k)) for k in length.tolist()]
+    parts = [[memoryview(bytearray(k))] for k in length.tolist()]
     return source.versions(ids).tolist(), source.read_parts(ids, length, parts).version.tolist()
 
 

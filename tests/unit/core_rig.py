@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     Action,
@@ -20,7 +22,6 @@ from creel.daemon.core.events import (
     Fetched,
     FetchObjects,
     Lost,
-    MoveObjects,
     PlanExtended,
     PlanRetention,
     PlanTruncated,
@@ -67,9 +68,11 @@ class Rig:
         self.readers: dict[int, Reader] = {}
         self.fetches: dict[int, FetchObjects] = {}
         self.held: dict[int, tuple[str, dict[int, int]]] = {}  # fetch -> dataset, object -> bytes
-        self.bytes: dict[int, tuple[str, int, int]] = {}  # offset -> dataset, object, length
+        self.bytes: dict[
+            int, tuple[str, int, int]
+        ] = {}  # of a run: start -> dataset, object, bytes
+        self.runs: Runs = {}  # of what was written last to each place
         self.reads = 0
-        self.moves = 0
         self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
         self.lost: list[Lost] = []
         self.plans: list[PlanRetention] = []
@@ -145,10 +148,11 @@ class Rig:
         for i, x in enumerate(fetch.ids.tolist()):
             if x in self.bad[name]:
                 out[i] = -1
-            elif fetch.offset[i] < 0:
+            elif fetch.offset[i] == ABSENT:
                 held[x] = int(out[i])
             else:
-                self.write(int(fetch.offset[i]), name, x, int(fetch.length[i]))
+                self.runs |= fetch.runs
+                self.put(int(fetch.offset[i]), name, x, int(fetch.length[i]))
         if held:
             self.held[number] = name, held
         return self.feed(Fetched(number, out, self.versions(fetch)))
@@ -156,6 +160,14 @@ class Rig:
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Of what was read."""
         return None
+
+    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
+        """Write an object to its place."""
+        for start, size in self.ranges(place, nbytes):
+            self.write(start, name, x, size)
+
+    def ranges(self, place: int, nbytes: int) -> list[list[int]]:
+        return [[place, nbytes]] if place >= 0 else self.runs[place].tolist()
 
     def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
         for at, (_, _, n) in list(self.bytes.items()):
@@ -190,10 +202,11 @@ class Rig:
         elif isinstance(action, StoreObjects):
             name, held = self.held[action.fetch]
             assert name == action.dataset
-            assert (self.offset[name][action.ids] < 0).all(), "seen before its bytes are there"
+            assert absent(self, name, action.ids.tolist()), "seen before its bytes are there"
             k = self.memory(len(action.ids))
+            self.runs |= action.runs
             for x, at in zip(action.ids[:k].tolist(), action.offset[:k].tolist(), strict=True):
-                self.write(at, name, x, held.pop(x))
+                self.put(at, name, x, held.pop(x))
             self.offset[name][action.ids[:k]] = action.offset[:k]
             if k < len(action.ids):
                 self.lost.append(Lost(name, action.ids[k:], action.offset[k:]))
@@ -202,25 +215,12 @@ class Rig:
                 del self.held[action.fetch]
         elif isinstance(action, DiscardFetch):
             self.held.pop(action.fetch, None)
-        elif isinstance(action, MoveObjects):
-            self.move(action)
         elif isinstance(action, PlanRetention):
             self.plans.append(action)
         else:
             assert isinstance(action, SetReady)
             assert action.ready != self.readers[action.session].ready, "not moved"
             self.readers[action.session].ready = action.ready
-
-    def move(self, action: MoveObjects) -> None:
-        """As the shell does: copy in order, then publish."""
-        name = action.dataset
-        assert (self.offset[name][action.ids] < 0).all(), "moved while it can be seen"
-        places = zip(action.ids, action.src, action.dst, action.nbytes, strict=True)
-        for x, src, dst, nbytes in places:
-            assert self.bytes.pop(int(src)) == (name, x, nbytes)
-            self.write(int(dst), name, int(x), int(nbytes))
-        self.offset[name][action.ids] = action.dst
-        self.moves += len(action.ids)
 
     def look(self) -> None:
         """What readers may touch is theirs, and stays where it is until they are done with it."""
@@ -230,8 +230,9 @@ class Rig:
             steps = range(reader.done, reader.ready)
             for step, x in ((s, x) for s in steps for x in reader.objects[s]):
                 at = int(self.offset[reader.dataset][x])
-                if at >= 0:
-                    assert self.bytes[at][:2] == (reader.dataset, x)
+                if at != ABSENT:
+                    ranges = self.ranges(at, int(self.length[reader.dataset][x]))
+                    assert all(self.bytes[a] == (reader.dataset, x, n) for a, n in ranges)
                     seen[number, step, x] = at
                 assert self.seen.get((number, step, x), at) == at, "moved under a reader"
         self.seen = seen
@@ -246,7 +247,7 @@ class Rig:
 
 
 def absent(rig: Rig, name: str, ids: range | list[int]) -> bool:
-    return bool((rig.offset[name][list(ids)] < 0).all())
+    return bool((rig.offset[name][list(ids)] == ABSENT).all())
 
 
 class Chaos:
@@ -376,43 +377,40 @@ class Bytes(Rig):
     def __init__(self, capacity: int, window: Window | None = None) -> None:
         super().__init__(capacity, window)
         self.arena = np.zeros(capacity, np.uint8)
-        self.stored = 0
+        self.stored = self.linked = 0
 
     @staticmethod
     @cache
     def content(name: str, x: int, nbytes: int) -> bytes:
         return np.random.default_rng([ord(name), x]).bytes(nbytes)
 
-    def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
-        self.arena[offset : offset + nbytes] = np.frombuffer(
-            self.content(name, x, nbytes), np.uint8
-        )
-
-    def move(self, action: MoveObjects) -> None:
-        offset = self.offset[action.dataset]
-        assert (offset[action.ids] < 0).all(), "moved while it can be seen"
-        for src, dst, n in zip(action.src, action.dst, action.nbytes, strict=True):
-            self.arena[dst : dst + n] = self.arena[src : src + n].copy()
-        offset[action.ids] = action.dst
-        self.moves += len(action.ids)
+    def put(self, place: int, name: str, x: int, nbytes: int) -> None:
+        arena, data = self.arena.data, self.content(name, x, nbytes)
+        for start, header in headers(self.runs[place], nbytes) if place < ABSENT else []:
+            arena[start : start + HEADER.size] = header
+            self.linked += 1
+        for piece in pieces(arena, place, nbytes) or []:
+            piece[:], data = data[: len(piece)], data[len(piece) :]
+        assert not data
 
     def do(self, action: Action) -> None:
         self.stored += len(action.ids) if isinstance(action, StoreObjects) else 0
         super().do(action)
 
     def look(self) -> None:
-        """Whoever nobody has pinned may move, but is never seen with another's bytes either."""
+        """Whoever nobody has pinned may leave, but is never seen with another's bytes either."""
         for name, offset in self.offset.items():
-            for x in np.flatnonzero(offset >= 0).tolist():
+            for x in np.flatnonzero(offset != ABSENT).tolist():
                 at, n = int(offset[x]), int(self.length[name][x])
                 assert n == self.size[name][x]
-                assert self.arena[at : at + n].tobytes() == self.content(name, x, n)
+                found = pieces(self.arena.data, at, n)
+                assert b"".join(found or []) == self.content(name, x, n)
         seen = {
             (number, step, x): int(self.offset[reader.dataset][x])
             for number, reader in self.readers.items()
             for step in range(reader.done, reader.ready)
             for x in reader.objects[step]
-            if self.offset[reader.dataset][x] >= 0
+            if self.offset[reader.dataset][x] != ABSENT
         }
         assert all(self.seen.get(key, at) == at for key, at in seen.items()), "moved when pinned"
         self.seen = seen

@@ -9,6 +9,7 @@ import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
+from creel.cache.memory.free_ranges import ABSENT
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     Action,
@@ -89,14 +90,16 @@ class Changing(Rig):
 
     def untouched(self, fetch: FetchObjects) -> None:
         """Nothing may be written where somebody may be reading, as the boards say by now."""
-        places = [
-            (at, int(self.length[self.readers[n].dataset][x]))
+        read = [
+            (b, b + k)
             for (n, step, x), at in self.seen.items()
             if n in self.readers and self.readers[n].done <= step < self.readers[n].ready
+            for b, k in self.ranges(at, int(self.length[self.readers[n].dataset][x]))
         ]
-        for at, nbytes in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
-            if at >= 0:
-                assert not any(at < b + k and b < at + nbytes for b, k in places)
+        self.runs |= fetch.runs
+        for place, nbytes in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
+            for a, k in self.ranges(place, nbytes) if place != ABSENT else []:
+                assert not any(a < end and b < a + k for b, end in read)
 
     def land(self, number: int) -> list[Action]:
         """The source answers a fetch with bytes of one moment between its begin and now."""

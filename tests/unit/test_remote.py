@@ -82,7 +82,7 @@ def attempts(source: Source, object_id: int) -> list[bytes | None]:
     ids = np.array([object_id])
     length = source.manifest.ranges(ids)[1]
     part = bytearray(int(length[0]))
-    done = source.read_parts(ids, length, [memoryview(part)])
+    done = source.read_parts(ids, length, [[memoryview(part)]])
     return [direct, bytes(part) if done.nbytes[0] == len(part) else None]
 
 
@@ -265,8 +265,8 @@ def test_the_tag_of_a_read_is_that_of_a_question() -> None:
         source, parts = whole(uri, 100), ten_of_ten(uri)
         (told,) = source.versions(np.array([0])).tolist()
         length = np.array([100]), np.array([10])
-        one = source.read_parts(np.array([0]), length[0], [memoryview(bytearray(100))])
-        other = parts.read_parts(np.array([3]), length[1], [memoryview(bytearray(10))])
+        one = source.read_parts(np.array([0]), length[0], [[memoryview(bytearray(100))]])
+        other = parts.read_parts(np.array([3]), length[1], [[memoryview(bytearray(10))]])
         assert told == one.version[0] == other.version[0] > 0
 
 

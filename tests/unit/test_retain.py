@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Sorted, Tray
+from creel.policies.candidates import Sorted
 from creel.policies.eviction import (
     ABSENT,
     FETCHING,
@@ -36,7 +36,7 @@ class Facts:
     capacity: int
     nbytes: float = 120.0
     size: NDArray[np.int64] = field(default_factory=lambda: np.ones(1, np.int64))
-    grain: tuple[int, int] = (1, 1)
+    page: int = 1
     lead: tuple[int, int] = (2, 4)
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:  # noqa: ARG002
@@ -154,7 +154,7 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
             life[ids] = RESIDENT
             uses.consume(epoch, ids, np.full(batch, now, np.int32))
             policy.turn(uses, epoch)
-            policy.released(ids, read=True)
+            policy.released(ids)
             pins[:] = rng.random(n) < 0.1
             out = policy.victims(int(rng.integers(0, 8)), now)
             assert len(set(out.tolist())) == len(out)
@@ -262,60 +262,9 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
         life[out] = ABSENT
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_tray_gives_the_tightest_fits_there_are(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    room = rng.integers(1, 100, 200)
-    tray, held = Tray(room), list[int]()
-    for _ in range(30):
-        new = [x for x in set(rng.integers(0, 200, 12).tolist()) if x not in held]
-        tray.add(np.array(new, np.intp))
-        held += new
-        wants = np.sort(rng.integers(1, 110, rng.integers(0, 9)))
-        got = tray.fit(wants).tolist()
-        for want, x in zip(wants.tolist(), got, strict=True):  # ascending: greedy is best
-            fits = sorted(int(room[y]) for y in held if room[y] >= want)
-            assert (x >= 0) == bool(fits)
-            if fits:
-                assert room[x] == fits[0]
-                held.remove(x)
-        assert len(tray) == len(held)
-        assert tray.nbytes == sum(int(room[x]) for x in held)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_who_makes_room_for_another_has_it_and_is_read_no_more_in_this_epoch(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    n, steps, batch = 120, 20, 6
-    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), NextUses(n)
-    room = rng.integers(10, 100, n)
-    policy = PlannedEviction(life, pins, uses, room=room)
-    plans = [rng.permutation(n).reshape(steps, batch) for _ in range(4)]
-    for epoch in range(4):
-        numbers = np.repeat(np.arange(steps, dtype=np.int32) + epoch * steps, batch)
-        uses.extend(epoch, numbers, plans[epoch].ravel())
-    for epoch in range(4):
-        for ids in plans[epoch]:
-            life[ids] = RESIDENT
-            uses.consume(epoch, ids)
-            policy.turn(uses, epoch)
-            policy.released(ids, read=True)
-            pins[:] = rng.random(n) < 0.1
-            wants = rng.integers(10, 110, rng.integers(0, 5))
-            out = policy.fitting(wants, stalled=bool(rng.random() < 0.5))
-            got = out[out >= 0]
-            assert len(set(got.tolist())) == len(got)
-            assert (room[got] >= wants[out >= 0]).all()
-            assert ((life[got] == RESIDENT) & (pins[got] == 0)).all()
-            assert (uses.due[got] >= (epoch + 1) * steps).all()  # law L1
-            policy.left(got)
-            life[got] = ABSENT
-            room[got] = rng.integers(10, 100, len(got))
-
-
-@pytest.mark.parametrize(("alike", "most"), [(True, 3), (False, 9)])
-def test_a_plan_and_its_keeper_take_few_bytes_per_object(alike: bool, most: int) -> None:
-    """Beside the state of each object (5 bytes, and 8 for its room where sizes differ)."""
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_plan_and_its_keeper_take_few_bytes_per_object(*, alike: bool) -> None:
+    """Beside the state of each object, 5 bytes."""
     n, batch = 100_000, 100
     rng = np.random.default_rng(0)
     life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), NextUses(n)
@@ -325,21 +274,19 @@ def test_a_plan_and_its_keeper_take_few_bytes_per_object(alike: bool, most: int)
         uses.extend(epoch, steps + np.int32(epoch * n // batch), ids)
     size = np.ones(1 if alike else n, np.int64)
     facts = Facts(uses, 0, 1, orders[1:], n // 2, float(n), size)
-    room = None if alike else np.ones(n, np.int64)
     tracemalloc.start()
     try:
-        policy = PlannedEviction(life, pins, uses, room)
+        policy = PlannedEviction(life, pins, uses)
         turn = policy.question(facts)
         assert turn is not None
         policy.answer(turn, planned(turn))
         del turn  # the session has its orders anyway
         for ids in orders[0].reshape(-1, batch):
             uses.consume(0, ids)
-            policy.released(ids, read=True)
+            policy.released(ids)
             gone = policy.victims(batch // 2, 0)
-            policy.left(gone)
             life[gone] = ABSENT
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert taken <= most * n
+    assert taken <= 3 * n

@@ -50,7 +50,7 @@ class Epochs:
             self.steps,
             np.array([EACH]) if size is None else size,
             EACH,
-            (1, 1),
+            1,
             capacity,
             lead,
             opens_dominate,
@@ -134,7 +134,7 @@ def test_a_plan_made_late_begins_with_what_is_really_held() -> None:
     epochs.held = held
     turn = epochs.turn(0, 2000 * EACH)
     due = np.where(epochs.due(0) < 125, 250 + epochs.due(1), epochs.due(0))
-    turn = Turn(turn.orders, due, turn.life, 125, 250, turn.size, EACH, (1, 1), 2000 * EACH, 0.02)
+    turn = Turn(turn.orders, due, turn.life, 125, 250, turn.size, EACH, 1, 2000 * EACH, 0.02)
     stays, surplus = plan(turn)
     read = epochs.due(0) < 125
     assert stays.sum() == 2000
@@ -172,5 +172,5 @@ def test_two_nodes_that_know_the_same_plan_the_same() -> None:
 
 def test_an_empty_dataset_has_an_empty_plan() -> None:
     none = np.empty(0, np.int32)
-    turn = Turn([[none]], none, np.empty(0, np.uint8), 0, 1, np.array([1]), 1, (1, 1), 10, 0.1)
+    turn = Turn([[none]], none, np.empty(0, np.uint8), 0, 1, np.array([1]), 1, 1, 10, 0.1)
     assert len(plan(turn).stays) == 0

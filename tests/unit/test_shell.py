@@ -20,6 +20,8 @@ import pytest
 
 from creel.cache.memory import shared_words
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.runs import chained, pieces
 from creel.cache.memory.shared_words import (
     BOARD_NBYTES,
     HEARTBEAT,
@@ -33,7 +35,6 @@ from creel.config import Config
 from creel.daemon.core.events import (
     DiscardFetch,
     FetchObjects,
-    MoveObjects,
     StoreObjects,
     Tick,
 )
@@ -92,16 +93,30 @@ def test_a_machine_without_memory_stores_no_more_and_says_so_once(
     assert caplog.text.count("no memory") == 1
 
 
-def test_the_shell_moves_overlapping_bytes_in_order_and_then_publishes() -> None:
-    arena = Arena.create(4096)
-    arena.array[:100] = np.arange(100)
-    fetcher = Fetcher(arena, lambda _: None)
-    offset = np.full(3, -1, np.int64)
-    src, dst, nbytes = np.array([[30, 50], [20, 60], [25, 20]])
-    fetcher.move(MoveObjects("d", np.array([2, 0], np.int32), src, dst, nbytes), offset)
-    assert arena.array[20:45].tolist() == [*range(30, 55)]
-    assert arena.array[60:80].tolist() == [*range(50, 70)]
-    assert offset.tolist() == [60, -1, 20]
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_object_in_several_runs_is_written_as_readers_read_it(
+    tmp_path: Path, *, stored: bool
+) -> None:
+    data = np.random.default_rng(0).bytes(100)
+    (tmp_path / "x").write_bytes(data)
+    arena, done = Arena.create(8192), queue.SimpleQueue[Any]()
+    fetcher = Fetcher(arena, done.put)
+    ids, place = np.array([0], np.int32), np.array([chained(4096)])
+    runs = {chained(4096): np.array([[4096, 64], [0, 32], [640, 128]])}
+    if stored:
+        fetcher._held[7] = {0: data}
+        offset = np.full(1, ABSENT, np.int64)
+        assert fetcher.store(StoreObjects(7, "d", ids, place, runs), offset) == 1
+        assert offset.tolist() == place.tolist()
+    else:
+        fetcher.add("d", Source(Manifest.of_files([str(tmp_path / "x")], lengths=[100])))
+        fetcher.submit(FetchObjects(7, "d", ids, place, np.array([100]), 0.0, runs))
+        assert done.get(timeout=20).nbytes.tolist() == [100]
+    found = pieces(arena.view, chained(4096), 100)
+    assert found is not None
+    assert [len(piece) for piece in found] == [48, 16, 36]
+    assert b"".join(found) == data
+    fetcher.close()
 
 
 @pytest.mark.parametrize("draining", [True, False])
@@ -118,9 +133,8 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
         node.state = "draining"
     ids, at = np.array([1], np.int32), np.array([100])
     node.fetcher._held[3] = {0: b"x" * 50}
-    move = MoveObjects(dataset.key, ids, at * 0, at, at // 2)
     with mock.patch.object(node.core, "handle") as handle:
-        handle.return_value = [move, StoreObjects(3, dataset.key, ids * 0, at * 2)]
+        handle.return_value = [StoreObjects(3, dataset.key, ids * 0, at * 2)]
         node.feed(Tick())
     # Who decides is not asked: what it thought done and was not would put its tables wrong.
     assert handle.called is not draining
@@ -235,12 +249,12 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
         parts: ClassVar[list[int]] = []
 
         def read_into(self, ids: Any, length: Any, buffer: memoryview) -> Any:
-            return self.read_parts(ids, length, [buffer])
+            return self.read_parts(ids, length, [[buffer]])
 
-        def read_parts(self, ids: Any, length: Any, parts: list[memoryview]) -> Any:
+        def read_parts(self, ids: Any, length: Any, parts: list[list[memoryview]]) -> Any:
             self.parts.append(len(ids))
             for part in parts:
-                part[:] = b"x" * len(part)
+                part[0][:] = b"x" * len(part[0])
             return Read(length.copy(), np.ones(len(ids), np.int64))
 
         def close(self) -> None:

@@ -204,11 +204,11 @@ class _Flaky(LocalStore):
             raise self.error
         yield from super().fill(place, runs)
 
-    def single(self, uri: str, length: int, part: memoryview) -> int:
+    def single(self, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
         if self.left:
             self.left -= 1
             raise self.error
-        return super().single(uri, length, part)
+        return super().single(uri, length, buffers)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -64,12 +64,12 @@ class Arena:
             end += len(data)
         self.memory = memoryview(b"".join(parts))
 
-    def view(self, object_id: int) -> memoryview | None:
+    def pieces(self, object_id: int) -> list[memoryview] | None:
         offset = int(self.table.offset[object_id])
         if offset == ABSENT:
             return None
         self.taken.append(object_id)
-        return self.memory[offset : offset + self.lengths[object_id]]
+        return [self.memory[offset : offset + self.lengths[object_id]]]
 
     def stamp(self) -> int:
         return 0
@@ -335,10 +335,10 @@ def test_a_copy_of_an_object_that_moved_meanwhile_is_thrown_away(tmp_path: Path)
     plain = binding.dataset[0]
 
     class Moving(Arena):
-        def view(self, object_id: int) -> memoryview | None:
-            view = super().view(object_id)
+        def pieces(self, object_id: int) -> list[memoryview] | None:
+            pieces = super().pieces(object_id)
             self.table.offset[object_id] = ABSENT
-            return view
+            return pieces
 
     arena = Moving(binding.manifest, flip=255)
     with binding.reading(arena) as lease:

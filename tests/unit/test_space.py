@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, FixedPool, Lengths, PagedPool, page_size
-from creel.cache.memory.free_ranges import ABSENT, FreeRanges, evacuate
+from creel.cache.memory.free_ranges import ABSENT, FreeRanges
+from creel.cache.memory.runs import HEADER, headers, pieces
 from creel.errors import IllegalEventError
 
 Sizes = NDArray[np.int64]
@@ -160,7 +161,7 @@ def test_of_very_many_neighbours_go_back_together() -> None:
 def test_best_fit_takes_the_smallest_hole() -> None:
     space = Allocator(64 * 20)
     pool = space.pool(Lengths.of(sizes(64, 65)))
-    got = pool.alloc(np.array([5, 1, 3, 1, 10]) * 64)
+    got = np.concatenate([pool.alloc(sizes(n * 64)) for n in (5, 1, 3, 1, 10)])
     pool.free(got[[0, 2]], np.array([5, 3]) * 64)
     assert pool.alloc(sizes(3 * 64))[0] == got[2]
     assert pool.alloc(sizes(4 * 64))[0] == got[0]
@@ -182,18 +183,20 @@ def test_random_use_by_three_pools_never_gives_a_byte_to_two(seed: int) -> None:
         i = int(rng.integers(3))
         want = makes[i](int(rng.integers(0, 40)))
         got = pools[i].alloc(want)
-        for at, n in zip(got.tolist(), want.tolist(), strict=True):
-            if at != ABSENT:
-                assert (owner[at : at + n] == -1).all()
-                owner[at : at + n] = i
-                held[i].append((at, n))
+        for place, n in zip(got.tolist(), want.tolist(), strict=True):
+            if place != ABSENT:
+                for at, k in zip(*pools[i].rooms(sizes(place), sizes(n)), strict=True):
+                    assert (owner[at : at + k] == -1).all()
+                    owner[at : at + k] = i
+                held[i].append((place, n))
         j = int(rng.integers(3))
         rng.shuffle(held[j])
         gone, held[j] = held[j][: len(held[j]) // 2], held[j][len(held[j]) // 2 :]
-        offsets = sizes(*(at for at, _ in gone))
-        pools[j].free(offsets, sizes(*(n for _, n in gone)))
-        for at, n in gone:
-            owner[at : at + n] = -1
+        places, lengths = sizes(*(at for at, _ in gone)), sizes(*(n for _, n in gone))
+        for at, k in zip(*pools[j].rooms(places, lengths), strict=True):
+            assert (owner[at : at + k] == j).all()
+            owner[at : at + k] = -1
+        pools[j].free(places, lengths)
         space.check()
     assert space.free_bytes == space.nbytes - sum(pool.used for pool in pools)
 
@@ -205,107 +208,126 @@ def test_check_notices_a_lost_byte() -> None:
         space.check()
 
 
-# --- compaction -------------------------------------------------------------------------------
+# --- objects in several runs ------------------------------------------------------------------
 
 
 class Memory:
-    """An arena of one paged pool that checks the bytes of its objects, and moves them."""
+    """An arena of one paged pool, written and read as the daemon and its clients do."""
 
     def __init__(self, nbytes: int, lengths: Sizes) -> None:
         self.space = Allocator(nbytes)
-        pool = self.space.pool(Lengths.of(lengths))
-        assert isinstance(pool, PagedPool)
-        self.pool = pool
-        self.bytes = np.zeros(nbytes, np.uint8)
-        self.held: dict[int, tuple[int, int]] = {}  # offset -> bytes, mark
-        self.marks = 0
-        self.moved = 0
+        self.pool = self.space.pool(Lengths.of(lengths))
+        self.bytes = bytearray(nbytes)
+        self.held: dict[int, bytes] = {}  # place -> content
 
-    def add(self, nbytes: int) -> bool:
-        at = int(self.pool.alloc(sizes(nbytes))[0])
-        if at == ABSENT:
-            return False
-        self.marks = self.marks % 251 + 1
-        self.held[at] = nbytes, self.marks
-        self.bytes[at : at + nbytes] = self.marks
-        return True
+    def add(self, contents: list[bytes]) -> bool:
+        """Whether there was room for all."""
+        arena = memoryview(self.bytes)
+        places = self.pool.alloc(sizes(*map(len, contents)))
+        runs = self.pool.runs(places)
+        for place, data in zip(places.tolist(), contents, strict=True):
+            if place == ABSENT:
+                continue
+            self.held[place] = data
+            for start, header in headers(runs[place], len(data)) if place in runs else []:
+                arena[start : start + HEADER.size] = header
+            left = data
+            for piece in pieces(arena, place, len(data)) or []:
+                piece[:], left = left[: len(piece)], left[len(piece) :]
+        return bool((places != ABSENT).all())
 
-    def drop(self, at: int) -> None:
-        nbytes, mark = self.held.pop(at)
-        assert (self.bytes[at : at + nbytes] == mark).all()
-        self.pool.free(sizes(at), sizes(nbytes))
+    def drop(self, places: list[int]) -> None:
+        nbytes = sizes(*(len(self.held.pop(place)) for place in places))
+        self.pool.free(sizes(*places), nbytes)
 
-    def compact(self, need: int, pinned: set[int]) -> bool:
-        movable = [at for at in self.held if at not in pinned]
-        nbytes = sizes(*(self.held[at][0] for at in movable))
-        moves = self.pool.compact(sizes(*movable), nbytes, need)
-        for src, dst, n in zip(*(m.tolist() for m in moves), strict=True):
-            assert src not in pinned
-            self.bytes[dst : dst + n] = self.bytes[src : src + n].copy()
-            assert dst not in self.held
-            self.held[dst] = self.held.pop(src)
-            self.moved += n
-        return bool(len(moves[0]))
+    def check(self) -> None:
+        self.space.check()
+        for place, data in self.held.items():
+            assert b"".join(pieces(memoryview(self.bytes), place, len(data)) or []) == data
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_compaction_makes_room_moves_nothing_pinned_and_spoils_nothing(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_in_however_many_runs_every_object_keeps_its_bytes(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(64, 2000, 200)
+    lengths = rng.integers(0, 3000, 200)
     memory = Memory(100_000, lengths)
-    for n in lengths.tolist():
-        memory.add(n)
-    for at in rng.permutation(list(memory.held))[: len(memory.held) // 4].tolist():
-        memory.drop(at)
-    pinned = set(rng.choice(list(memory.held), 2).tolist())
-    need = int(rng.integers(1500, 8000))
-    if memory.compact(need, pinned):
-        assert memory.add(need)
-    memory.space.check()
-    for at in list(memory.held):
-        memory.drop(at)
-    assert memory.space.extents.nbytes == 100_000
-
-
-def test_compaction_without_room_changes_nothing() -> None:
-    memory = Memory(6400, sizes(64, 65))
     for _ in range(100):
-        memory.add(64)
-    memory.drop(0)
-    assert not memory.compact(128, set())
-    memory.space.check()
+        memory.add([rng.bytes(int(n)) for n in rng.choice(lengths, rng.integers(1, 12))])
+        memory.drop(rng.choice(list(memory.held), len(memory.held) // 16, replace=False).tolist())
+        memory.check()
+    assert any(place < ABSENT for place in memory.held)
+    memory.drop(list(memory.held))
+    assert memory.space.extents.largest == 100_000
+
+
+def test_what_finds_no_room_in_pieces_either_takes_none() -> None:
+    memory = Memory(6400, sizes(64, 65))
+    assert memory.add([b"x" * 64] * 100)
+    memory.drop(list(memory.held)[:6:2])
+    free = memory.space.free_bytes
+    assert free == 3 * 64
+    assert not memory.add([b"y" * (3 * 64 - 3 * HEADER.size + 1)])
+    assert memory.space.free_bytes == memory.space.extents.nbytes == free
+    assert memory.add([b"y" * (3 * 64 - 3 * HEADER.size)])
+    memory.check()
+
+
+def test_a_place_of_runs_is_given_back_once() -> None:
+    memory = Memory(6400, sizes(64, 65))
+    memory.add([b"x" * 64] * 100)
+    memory.drop(list(memory.held)[:4:2])
+    memory.add([b"y" * 90])
+    (place,) = (p for p in memory.held if p < ABSENT)
+    for wrong in ([place, place], [place, place - 64]):
+        with pytest.raises(IllegalEventError):
+            memory.pool.free(sizes(*wrong), sizes(90, 90))
+    memory.check()
+    memory.drop([place])
+    with pytest.raises(IllegalEventError):
+        memory.pool.free(sizes(place), sizes(90))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_reader_of_bytes_that_are_no_runs_any_more_stays_within_the_arena(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    arena = bytearray(rng.integers(0, 256, 1000, np.uint8).tobytes())
+    for at in rng.integers(0, 980, 20).tolist():  # what looks like headers, and leads anywhere
+        arena[at : at + 16] = HEADER.pack(*rng.integers(-50, 1100, 2).tolist())
+    for _ in range(100):
+        nbytes = int(rng.integers(-1, 300))
+        found = pieces(memoryview(arena), int(rng.integers(-1100, -1)), nbytes)
+        assert found is None or sum(map(len, found)) == max(nbytes, 0)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_97_percent_stay_usable_under_churn_of_image_sizes(seed: int) -> None:
-    """With 3,000 residents: 97.7 %, 1.1 bytes moved per byte stored; best fit alone: 83 %."""
+def test_all_memory_stays_usable_under_churn_of_image_sizes_in_few_runs(seed: int) -> None:
+    """After 24 times its contents: 99.9 % in use and 16 KB per run of objects of 110 KB.
+
+    Best fit in one piece alone: 83 %. Copying 104 KB takes 8.4 us in one piece, 9.4 in pieces of
+    16 KB, and decoding it 1,000 or more.
+    """
     rng = np.random.default_rng(seed)
-    n = 600
+    n, batch = 1500, 64
     lengths = lognormal(rng, 4000)
-    memory = Memory(n * 110_000, lengths)
-    memory.bytes = np.zeros(0, np.uint8)  # offsets only: this test is about room
-    stored, shares, total, inuse = 0, [], 0, 0
-    live: list[int] = []
-    for i, nbytes in enumerate(rng.choice(lengths, 5 * n).tolist()):
-        while not memory.add(nbytes):
-            if memory.space.free_bytes > max(nbytes + 2048, 0.015 * memory.space.nbytes) and (
-                memory.compact(nbytes, set())
-            ):
-                live = list(memory.held)
-                continue
-            k = int(rng.integers(len(live)))
-            live[k], live[-1] = live[-1], live[k]
-            inuse -= memory.held[live[-1]][0]
-            memory.drop(live.pop())
-        live = live if len(live) == len(memory.held) else [*live, list(memory.held)[-1]]
-        inuse += nbytes
-        stored += nbytes
-        total += 1
-        if i > 2 * n:
-            shares.append(inuse / memory.space.nbytes)
-    memory.space.check()
-    assert np.mean(shares) >= 0.97
-    assert memory.moved <= 10 * stored
+    space = Allocator(n * 110_000)
+    pool = space.pool(Lengths.of(lengths))
+    places, held, shares = np.empty(0, np.int64), np.empty(0, np.int64), []
+    for turn in range(24 * n // batch):
+        new = rng.choice(lengths, batch)
+        got = pool.alloc(new)
+        while (got == ABSENT).any():  # one after the other leaves, until all have room
+            gone = int(rng.integers(len(places)))
+            pool.free(places[gone : gone + 1], held[gone : gone + 1])
+            places, held = np.delete(places, gone), np.delete(held, gone)
+            if pool.rounded(new[got == ABSENT]).sum() <= space.free_bytes:
+                got[got == ABSENT] = pool.alloc(new[got == ABSENT])
+        places, held = np.append(places, got), np.append(held, new)
+        if turn > n // batch:
+            shares.append(held.sum() / space.nbytes)
+    space.check()
+    assert np.mean(shares) >= 0.995
+    runs = len(pool.rooms(places, held)[0])
+    assert held.sum() / runs >= 8_000
 
 
 # --- extents ----------------------------------------------------------------------------------
@@ -327,15 +349,3 @@ def test_carved_records_touch_those_of_the_slab_before() -> None:
     assert extents.carve(700, 3) == (0, 3)
     assert extents.carve(700, 100) == (3, 11)
     assert extents.carve(700, 1) == (0, 0)
-
-
-def test_no_more_is_moved_than_is_allowed() -> None:
-    """A hole, an object of 100 bytes, a hole: 300 in one piece once that object is elsewhere."""
-    for most, moved in ((100, True), (99, False)):
-        extents = FreeRanges(0)
-        for hole in (100, 300, 500):
-            extents.put(hole, 100)
-        plan = evacuate(extents, np.array([200, 400]), np.array([100, 100]), 300, 1, most)
-        assert (plan is not None) == moved
-        extents.check()
-        assert extents.largest == (300 if moved else 100)

@@ -96,7 +96,9 @@ def read(source: Source, *ids: int) -> tuple[Read, list[bytes]]:
     which = np.array(ids)
     length = source.manifest.ranges(which)[1]
     parts = [bytearray(n) for n in length.tolist()]
-    return source.read_parts(which, length, [memoryview(p) for p in parts]), list(map(bytes, parts))
+    return source.read_parts(which, length, [[memoryview(p)] for p in parts]), list(
+        map(bytes, parts)
+    )
 
 
 def files(root: Path, *contents: bytes) -> Source:
