@@ -79,7 +79,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         start = time.monotonic_ns()
         self._pool = WorkerPool(context, args, self._num_workers, max_leased)
         self._tag = self._pool.tag
-        self._meter.daemon_ns += time.monotonic_ns() - start
+        self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         if self._pin_memory:
             self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
         self._reset(loader, first_iter=True)
@@ -184,7 +184,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         except StopIteration:
             return
         finally:
-            self._meter.sampler_ns += time.monotonic_ns() - start
+            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
         self._put(index)
 
     def _put(self, index: Any) -> None:
