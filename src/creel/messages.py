@@ -120,7 +120,6 @@ class Registered(Message, frozen=True):
 
     dataset: str
     objects: int
-    table_nbytes: int
 
 
 class Opened(Message, frozen=True):
