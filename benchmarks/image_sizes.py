@@ -10,15 +10,17 @@ only the CPU time of events depends on the machine. Sizes are log-normal, mean 1
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from measure import report
 
-from creel.daemon.core.replay import CoreNode
-from creel.policies.simulate import Job, Replay, Started
+sys.path.append(str(Path(__file__).parent.parent / "tests/sim"))
+from simulate import CoreNode, Job, Replay, Started
 
 
 class Timed(CoreNode):

@@ -188,7 +188,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 told.append(part)
 
     def stats(self) -> dict[str, object]:
-        """Return this loader's counters in this process: batches, stalls by cause, direct reads."""
+        """Return this loader's counters in this process, as `creel stats --json` names them."""
         return self._loader_state().meter.stats() if MISSING is None else Meter().stats()
 
     def __getstate__(self) -> dict[str, Any]:

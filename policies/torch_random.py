@@ -1,14 +1,9 @@
-"""torch's random numbers reproduced with numpy: permutations, samplers and batches. Pure.
+"""torch's random permutations reproduced with numpy. Pure.
 
-torch draws an order from MT19937, an engine that numpy has, too. The functions below return, bit
-for bit, what torch 2.13 returns on the CPU (tests/unit/test_plan.py compares with torch), without
-torch:
-
-- `torch.empty((), dtype=torch.int64).random_()` is 64 bits without the sign: `draw_seed`;
-- `torch.randperm(n)` is a forward Fisher-Yates shuffle with one 32-bit draw for each entry but the
-  last: entry i is swapped with entry `i + draw % (n - i)`. Its first k entries depend on the
-  first k draws only, and the cost does not depend on n: `permutation_prefix`, `Shuffle`;
-- `torch.randint(n, (k,))` is `draw % n`.
+torch draws an order from MT19937, an engine that numpy has, too. `torch.randperm(n)` is a forward
+Fisher-Yates shuffle with one 32-bit draw for each entry but the last: entry i is swapped with entry
+`i + draw % (n - i)`. Its first k entries depend on the first k draws only, and the cost does not
+depend on n. tests/unit/test_plan.py compares with torch, bit for bit.
 
 All swaps of a permutation are resolved at once instead of one after the other (`_settle`).
 """
@@ -18,14 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-#: "Is not read again": larger than every position in a plan.
-NEVER = int(np.iinfo(np.int64).max)
-
 #: From this n on, torch.randperm shuffles inside-out with 64-bit draws. [TensorFactories.cpp]
 SHUFFLE_LIMIT = (2**32 - 1) // 20
-
-#: From this n on, torch.randint takes 64 bits for each entry. [DistributionsHelper.h of 2.13]
-WIDE_RANGE = 2**28
 
 _TOUCH = 1 << 18  # entries of fresh memory that are touched at a time
 
@@ -35,21 +24,10 @@ _STATE_NBYTES = 5056
 
 
 class TorchRandom:
-    """torch's CPU generator: the same seed gives the same draws.
+    """torch's CPU generator: the same state gives the same draws."""
 
-    >>> TorchRandom(0).random(2)
-    array([2357136044, 2546248239], dtype=uint32)
-    """
-
-    def __init__(self, seed: int) -> None:
-        """`seed` as in `Generator.manual_seed`; the engine uses its lower 32 bits."""
-        self.bits = np.random.MT19937(0)
-        # The legacy seeding of RandomState is torch's (Matsumoto's init_genrand), and frozen.
-        np.random.RandomState(self.bits).seed(seed & 0xFFFFFFFF)
-
-    @classmethod
-    def from_state(cls, state: bytes | memoryview | NDArray[np.uint8]) -> TorchRandom:
-        """Return the generator whose `get_state()` is `state` (5,056 bytes).
+    def __init__(self, state: bytes | memoryview | NDArray[np.uint8]) -> None:
+        """`state`: what `Generator.get_state()` gives (5,056 bytes).
 
         Raises:
             ValueError: `state` is not the state of a CPU generator.
@@ -61,13 +39,11 @@ class TorchRandom:
         if not 0 < left <= _WORDS:
             raise ValueError(f"not a CPU generator's state: {left} words left of {_WORDS}")
         words = np.frombuffer(raw, "<u8", _WORDS, _STATE).astype(np.uint32)
-        made = cls.__new__(cls)
-        made.bits = np.random.MT19937(0)
-        made.bits.state = {
+        self.bits = np.random.MT19937(0)
+        self.bits.state = {
             "bit_generator": "MT19937",
             "state": {"key": words, "pos": _WORDS + 1 - left},
         }
-        return made
 
     def into_state(self, state: bytes | memoryview | NDArray[np.uint8]) -> bytes:
         """Return `state` of a torch generator with its engine replaced by this one (5,056 bytes).
@@ -87,62 +63,10 @@ class TorchRandom:
         """Return the next k draws of 32 bits."""
         return self.bits.random_raw(k).astype(np.uint32)
 
-    def random64(self, k: int) -> NDArray[np.uint64]:
-        """Return the next k draws of 64 bits; each is two of 32, the upper half first."""
-        pairs = self.bits.random_raw(2 * k)
-        return (pairs[0::2] << np.uint64(32)) | pairs[1::2]
-
     def skip(self, k: int) -> None:
         """Discard k draws of 32 bits: 2.6 ns each, GIL released."""
         if k > 0:
             self.bits.random_raw(k, output=False)
-
-    def copy(self) -> TorchRandom:
-        """Return an independent generator in the same state."""
-        made = TorchRandom.__new__(TorchRandom)
-        made.bits = np.random.MT19937(0)
-        made.bits.state = self.bits.state
-        return made
-
-
-def draw_seed(rng: TorchRandom) -> int:
-    """`torch.empty((), dtype=torch.int64).random_().item()`: base seed and sampler seed.
-
-    >>> draw_seed(TorchRandom(0))
-    900450186894289455
-    """
-    return int(rng.random64(1)[0]) & (2**63 - 1)
-
-
-def permutation(n: int, rng: TorchRandom | int) -> NDArray[np.int32]:
-    """`torch.randperm(n)` of the generator, or of a fresh one with that seed; (n,) int32.
-
-    torch itself is faster (14.2 M: 0.4 s against 4 s); this is for code without torch.
-
-    Raises:
-        ValueError: n is negative, or at or above SHUFFLE_LIMIT.
-
-    >>> permutation(5, 0)
-    array([4, 0, 1, 3, 2], dtype=int32)
-    """
-    return permutation_prefix(n, rng, n)
-
-
-def permutation_prefix(n: int, rng: TorchRandom | int, k: int) -> NDArray[np.int32]:
-    """The first k entries of `torch.randperm(n)`, at a cost that depends on k alone.
-
-    Args:
-        n: length of the whole permutation.
-        rng: generator, left after min(k, n - 1) draws, or a seed.
-        k: number of entries; cut to n.
-
-    Returns:
-        (min(k, n),) int32.
-
-    Raises:
-        ValueError: n is negative, or at or above SHUFFLE_LIMIT.
-    """
-    return Shuffle(n, TorchRandom(rng) if isinstance(rng, int) else rng).more(k)
 
 
 class Shuffle:
@@ -157,10 +81,6 @@ class Shuffle:
 
     Raises:
         ValueError: n is negative, or at or above SHUFFLE_LIMIT.
-
-    >>> shuffle = Shuffle(5, TorchRandom(0))
-    >>> shuffle.more(2), shuffle.more(9)
-    (array([4, 0], dtype=int32), array([1, 3, 2], dtype=int32))
     """
 
     def __init__(self, n: int, rng: TorchRandom) -> None:
@@ -248,101 +168,3 @@ def _settle(
     out = there.copy()
     out[order[1:][again]] = found[order[:-1][again]]
     return out, found
-
-
-def with_replacement(n: int, k: int, rng: TorchRandom | int) -> NDArray[np.int32]:
-    """`list(RandomSampler(range(n), replacement=True, num_samples=k))`; (k,) int32.
-
-    torch draws in chunks of 32; on the CPU each entry is drawn by itself, so chunks do not matter.
-    """
-    rng = TorchRandom(rng) if isinstance(rng, int) else rng
-    draws = rng.random64(k) if n >= WIDE_RANGE else rng.random(k).astype(np.uint64)
-    return (draws % np.uint64(n)).astype(np.int32)
-
-
-def sequential(n: int) -> NDArray[np.int32]:
-    """0, 1, ... n-1."""
-    return np.arange(n, dtype=np.int32)
-
-
-def subset_random(indices: NDArray[np.int32], rng: TorchRandom | int) -> NDArray[np.int32]:
-    """`list(SubsetRandomSampler(indices, generator))`; same length as `indices`."""
-    return np.asarray(indices, dtype=np.int32)[permutation(len(indices), rng)]
-
-
-def samples_per_rank(n: int, world: int, drop_last: bool) -> int:
-    """Samples that each rank reads per epoch under a DistributedSampler."""
-    return n // world if drop_last else -(-n // world)
-
-
-def distributed(
-    n: int,
-    seed: int,
-    epoch: int,
-    rank: int,
-    world: int,
-    *,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    order: NDArray[np.int32] | None = None,
-) -> NDArray[np.int32]:
-    """`list(DistributedSampler(...))` of one rank.
-
-    Args:
-        n: samples in the dataset.
-        seed, epoch: their sum seeds the shuffle.
-        rank, world: this rank reads every world-th sample from the rank-th on.
-        drop_last: cut the tail; otherwise the head is repeated, cyclically if needed.
-        order: the whole order where the caller has it (torch.randperm is faster), else drawn.
-
-    Returns:
-        (samples_per_rank(n, world, drop_last),) int32.
-    """
-    slots = rank + world * np.arange(samples_per_rank(n, world, drop_last), dtype=np.int64)
-    slots %= max(n, 1)
-    if not shuffle:
-        return slots.astype(np.int32)
-    whole = permutation(n, seed + epoch) if order is None else order
-    return whole[slots]
-
-
-def rank_slices(order: NDArray[np.int32], world: int, *, drop_last: bool) -> NDArray[np.int32]:
-    """The order of every rank of a DistributedSampler: (world, samples_per_rank) int32.
-
-    >>> rank_slices(np.arange(5, dtype=np.int32), 2, drop_last=False)
-    array([[0, 2, 4],
-           [1, 3, 0]], dtype=int32)
-    """
-    each = samples_per_rank(len(order), world, drop_last)
-    padded = np.resize(order, each * world) if each * world > len(order) else order[: each * world]
-    return np.ascontiguousarray(padded.reshape(each, world).T)
-
-
-def batches(total: int, batch_size: int, *, drop_last: bool) -> NDArray[np.int64]:
-    """End of each batch of `total` samples: (b,) int64; batch i is [ends[i-1], ends[i]).
-
-    >>> batches(10, 4, drop_last=False)
-    array([ 4,  8, 10])
-    """
-    count = total // batch_size if drop_last else -(-total // batch_size)
-    ends = batch_size * np.arange(1, count + 1, dtype=np.int64)
-    return np.minimum(ends, total, out=ends)
-
-
-def next_use(trace: NDArray[np.signedinteger]) -> NDArray[np.int64]:
-    """Position of the next read of the same sample, for each read of `trace`.
-
-    Args:
-        trace: (t,) sample ids in reading order.
-
-    Returns:
-        (t,) index into `trace` of the next read of trace[i], or NEVER.
-
-    >>> next_use(np.array([4, 2, 4]))[:1]
-    array([2])
-    """
-    out = np.full(trace.shape, NEVER, dtype=np.int64)
-    order = np.argsort(trace, kind="stable")
-    same = trace[order[:-1]] == trace[order[1:]]
-    out[order[:-1][same]] = order[1:][same]
-    return out

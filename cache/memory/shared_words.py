@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Offsets
+from creel.counters import OF_RANKS
 
 BOARD_NBYTES = 4096
 #: `LocationTable.offset` of an object that is not in the arena.
@@ -31,7 +32,6 @@ _MOST_RECORDS = 2**31 - 1
 HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
 READY = 1  # all steps < READY are resident (or failed) and pinned; lowered before their bytes go
 STATE = 2  # 0 serving, 1 draining (finish what you have, then read directly), 2 closed
-FAILED = 3  # objects of this session that could not be fetched so far
 TRUNCATED = 4  # Truncate messages handled; until then READY may refer to the old plan
 KNOWN = 5  # steps of the plan that the daemon has taken in
 REVOKED = 6  # how often READY was lowered: check it before and after copying bytes
@@ -39,26 +39,16 @@ OBJECT_NS = 7  # recent time of one read in a fetch thread; 0 before the first
 # words the trainer writes
 DONE = 64  # all steps < DONE have released their bytes
 WANTED = 65  # highest step + 1 that a reader stalls on; the daemon serves it first
-COUNTERS = 128  # first of the counters below
-#: The trainer's counters for `creel stats`; durations in ns, sizes in bytes. Order is the wire.
-COUNTER_NAMES = (
-    "batches",
-    "samples",
-    "nbytes",
-    "direct_reads",
-    "direct_nbytes",
-    "stall_source_ns",
-    "stall_decode_ns",
-    "stall_collate_ns",
-    "stall_daemon_ns",
-    "stall_sampler_ns",
-    "lead_ns",
-    "busy_source_ns",
-    "busy_decode_ns",
-    "busy_collate_ns",
-    "busy_handover_ns",
-)
-COUNTER = {name: COUNTERS + i for i, name in enumerate(COUNTER_NAMES)}
+#: Word of each counter by name, see `creel.counters`: the daemon's from 32 on, the trainer's from
+#: 128 on.
+COUNTER = {
+    name: first + i
+    for first, daemon in ((32, True), (128, False))
+    for i, name in enumerate(
+        w for c in OF_RANKS for w in c.words if (c.writer == "daemon") == daemon
+    )
+}
+FAILED = COUNTER["failed"]  # objects of this session that could not be fetched so far
 
 
 def sealed_memfd(name: str, nbytes: int) -> int:
@@ -90,12 +80,12 @@ class SharedWords:
         self._words[word] = value
 
     def add(self, counter: str, value: int) -> None:
-        """Add to one of COUNTER_NAMES (trainer only)."""
+        """Add to a counter (trainer only)."""
         self._words[COUNTER[counter]] += value
 
     def counters(self) -> dict[str, int]:
         """Return all counters by name."""
-        return {name: self._words[COUNTERS + i] for i, name in enumerate(COUNTER_NAMES)}
+        return {name: self._words[word] for name, word in COUNTER.items()}
 
     def close(self) -> None:
         self._words.release()

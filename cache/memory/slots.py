@@ -304,23 +304,14 @@ class SlotReader:
     child: all that happens then is an append to a deque (and in a child not even that).
     """
 
-    def __init__(
-        self,
-        *,
-        max_leased: int = 4,
-        on_free: Callable[[int], None] | None = None,
-        inherited: Sequence[mmap.mmap] = (),
-    ) -> None:
+    def __init__(self, *, max_leased: int = 4, inherited: Sequence[mmap.mmap] = ()) -> None:
         """Copy batches out once `max_leased` slots are leased.
 
-        Args:
-            inherited: the first slots, from another worker's `spare`.
-            on_free: called with the id of each slot that may be used again (~id: that must not be),
-                where the last tensor died; without it ids wait for `returned`.
+        inherited: the first slots, from another worker's `spare`.
         """
         self.max_leased = max_leased
+        #: Ids of slots that may be used again, and ~id of those that must not be.
         self._free: deque[int] = deque()
-        self._on_free = on_free or self._free.append
         self._maps: dict[int, mmap.mmap | bytearray] = dict(enumerate(inherited))
         self._copies: set[int] = set()  # slots copied here instead of mapped: good for one batch
         self._live: dict[int, _Lease] = {}
@@ -381,7 +372,7 @@ class SlotReader:
             self._maps.pop(known, None)
             self._copies.discard(known)
         if not once:
-            self._on_free(~known if copied else slot_id)
+            self._free.append(~known if copied else slot_id)
 
     def returned(self) -> list[int]:
         """Return ids for `SlotWriter.give_back`, each once."""
@@ -409,7 +400,7 @@ class SlotReader:
 
     def close(self) -> None:
         """Forget all slots; tensors stay valid, and nothing is given back any more."""
-        self._on_free = deque[int](maxlen=0).append
+        self._free = deque(maxlen=0)
         self._maps.clear()
 
     def _map(self, slot_id: int) -> mmap.mmap | bytearray:

@@ -9,9 +9,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from creel.cache.memory.shared_words import COUNTER_NAMES, DONE, FAILED, READY
+from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.retry import public
 from creel.cache.storage.source import SECONDS
+from creel.counters import COUNTERS, Counter, report
 from creel.daemon.reporting.page import PageServer
 from creel.errors import ConfigError
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from creel.daemon.service.node import Node
     from creel.daemon.service.registry import DatasetRecord, SessionRecord
 
-_CAUSES = tuple(n[len("stall_") : -len("_ns")] for n in COUNTER_NAMES if n.startswith("stall_"))
-_STAGES = tuple(n[len("busy_") : -len("_ns")] for n in COUNTER_NAMES if n.startswith("busy_"))
 _MAX_RANKS = 1024  # most ranks reported
 _PAGE_S = 2.0  # how long a scrape waits for the loop
 
@@ -94,7 +93,6 @@ def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
 
     `step_s` is the recent mean time of a step, in seconds.
     """
-    counters = one.words.counters()
     ahead = max(one.words[READY] - one.words[DONE], 0)
     return {
         "session": one.id,
@@ -107,22 +105,10 @@ def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
         "known": one.steps,
         "ready": one.words[READY],
         "done": one.words[DONE],
-        "failed": one.words[FAILED],
         "waiting": len(one.waiters),
-        "lead_s": counters["lead_ns"] / 1e9 / max(counters["batches"], 1),
+        "ahead": ahead,
         "lead_now_s": ahead * step_s,
-        **counted(counters),
-    }
-
-
-def counted(counters: dict[str, int]) -> dict[str, Any]:
-    """Trainers' counters, from shared words, in the form of `creel stats`."""
-    busy_s = {stage: counters[f"busy_{stage}_ns"] / 1e9 for stage in _STAGES}
-    return {
-        "stall_s": {cause: counters[f"stall_{cause}_ns"] / 1e9 for cause in _CAUSES},
-        "busy_s": busy_s,
-        "worker_busy_s": sum(busy_s.values()),
-        **{k: n for k, n in counters.items() if not k.endswith("_ns")},
+        **report(one.words.counters()),
     }
 
 
@@ -147,7 +133,7 @@ class Ranks:
         for one in sessions:
             _add(sums, one)
         latest = list(sums.items())[-_MAX_RANKS:]
-        return [{"job": job, "rank": rank, **counted(n)} for (job, rank), n in latest]
+        return [{"job": job, "rank": rank, **report(n)} for (job, rank), n in latest]
 
 
 def _add(sums: dict[tuple[str, int], dict[str, int]], one: SessionRecord) -> None:
@@ -228,10 +214,14 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         told = self._take()
         yield _build_info(told)
-        yield from _of_tiers(told)
-        yield from _of_sources(told)
-        yield from _of_ranks(told)
-        yield from _of_sessions(told)
+        tiers = [([name], {**told["memory"], **tier}) for name, tier in told["tiers"].items()]
+        yield from _families("tier", ["tier"], tiers)
+        # The key stands for the source: a root may contain a bucket's name and would grow without
+        # bound.
+        sources = [([one["dataset"][:12]], one) for one in told["sources"]]
+        yield from _families("source", ["source"], sources)
+        yield from _families("node", [], [([], {"errors": _errors(told)})])
+        yield from _families("rank", ["job", "rank"], _ranks(told))
 
 
 def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], Any]) -> Any:
@@ -257,52 +247,42 @@ def _build_info(told: dict[str, Any]) -> Metric:
     return build
 
 
-def _of_tiers(told: dict[str, Any]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    hits = CounterMetricFamily("creel_cache_hits", "Objects found in a tier.", labels=["tier"])
-    misses = CounterMetricFamily(
-        "creel_cache_misses", "Objects not found in a tier.", labels=["tier"]
-    )
-    gone = CounterMetricFamily(
-        "creel_cache_evictions", "Objects that left a tier.", labels=["tier", "reason"]
-    )
-    for name, tier in told["tiers"].items():
-        hits.add_metric([name], tier.get("hits", 0))
-        misses.add_metric([name], tier.get("misses", 0))
-        for reason, count in tier.get("evictions", {}).items():
-            gone.add_metric([name, reason], count)
-    used = GaugeMetricFamily("creel_cache_bytes", "Bytes of samples in a tier.", labels=["tier"])
-    used.add_metric(["memory"], told["memory"]["used_nbytes"])
-    budget = GaugeMetricFamily(
-        "creel_cache_budget_bytes", "Bytes that a tier may hold.", labels=["tier"]
-    )
-    budget.add_metric(["memory"], told["memory"]["budget_nbytes"])
-    yield from (hits, misses, gone, used, budget)
+def _families(
+    of: str, who: list[str], rows: list[tuple[list[str], dict[str, Any]]]
+) -> Iterator[Metric]:
+    """One family for each counter of `of`; `rows`: values of the labels, and counts."""
+    for one in COUNTERS:
+        if one.of == of:
+            family = _kind(one)(one.metric, one.help, labels=[*who, *filter(None, [one.label])])
+            for label, counts in rows:
+                if one.key in counts:
+                    _add_metric(family, one, label, counts[one.key])
+            yield family
 
 
-def _of_sources(told: dict[str, Any]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+def _kind(one: Counter) -> Any:
+    from prometheus_client import core
 
-    # The key stands for the source: a root may contain a bucket's name and would grow without
-    # bound.
-    seconds = HistogramMetricFamily("creel_read_seconds", "Time of a read.", labels=["source"])
-    nbytes = CounterMetricFamily("creel_read_bytes", "Bytes read.", labels=["source"])
-    opens = CounterMetricFamily("creel_opens", "Files and objects opened.", labels=["source"])
-    retries = CounterMetricFamily("creel_retries", "Reads tried again.", labels=["source"])
-    errors = CounterMetricFamily("creel_errors", "Failures by kind.", labels=["kind"])
-    kinds: dict[str, int] = {"bug": told["fetch"]["bugs"], **told["fetch"].get("past_errors", {})}
-    for one in told["sources"]:
-        label = [one["dataset"][:12]]
-        seconds.add_metric(label, *_buckets(one["seconds"]))
-        nbytes.add_metric(label, one["nbytes"])
-        opens.add_metric(label, one["opens"])
-        retries.add_metric(label, one["retries"])
-        for kind, count in one["errors_by_kind"].items():
+    return getattr(core, f"{one.kind.capitalize()}MetricFamily")
+
+
+def _add_metric(family: Any, one: Counter, label: list[str], count: Any) -> None:
+    if one.kind == "histogram":
+        family.add_metric(label, *_buckets(count))
+    elif one.label:
+        for member, value in count.items():
+            family.add_metric([*label, member], value)
+    else:
+        family.add_metric(label, count)
+
+
+def _errors(told: dict[str, Any]) -> dict[str, int]:
+    """Failures by kind, of all sources and of the daemon itself."""
+    kinds: dict[str, int] = {"bug": told["fetch"]["bugs"]}
+    for some in (told["fetch"]["past_errors"], *(s["errors_by_kind"] for s in told["sources"])):
+        for kind, count in some.items():
             kinds[kind] = kinds.get(kind, 0) + count
-    for kind, count in kinds.items():
-        errors.add_metric([kind], count)
-    yield from (seconds, nbytes, opens, retries, errors)
+    return kinds
 
 
 def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
@@ -314,56 +294,12 @@ def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     return buckets, seconds["sum"]
 
 
-def _of_ranks(told: dict[str, Any]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily
-
-    who = ["job", "rank"]
-    stall = CounterMetricFamily(
-        "creel_stall_seconds", "Time a training process waited.", labels=[*who, "cause"]
-    )
-    counters = {
-        "samples": CounterMetricFamily("creel_samples", "Samples delivered.", labels=who),
-        "nbytes": CounterMetricFamily(
-            "creel_sample_bytes", "Bytes of samples delivered.", labels=who
-        ),
-        "direct_reads": CounterMetricFamily(
-            "creel_direct_reads", "Objects that a training process read itself.", labels=who
-        ),
-        "direct_nbytes": CounterMetricFamily(
-            "creel_direct_read_bytes", "Bytes that a training process read itself.", labels=who
-        ),
-    }
-    busy = CounterMetricFamily(
-        "creel_worker_busy_seconds", "Time workers spent on batches.", labels=[*who, "stage"]
-    )
-    for one in told["ranks"]:
-        label = [one["job"], str(one["rank"])]
-        for name, family in counters.items():
-            family.add_metric(label, one[name])
-        for cause, seconds in one["stall_s"].items():
-            stall.add_metric([*label, cause], seconds)
-        for stage, seconds in one["busy_s"].items():
-            busy.add_metric([*label, stage], seconds)
-    yield from (stall, busy, *counters.values())
-
-
-def _of_sessions(told: dict[str, Any]) -> Iterator[Metric]:
-    from prometheus_client.core import GaugeMetricFamily
-
-    who = ["job", "rank"]
-    ahead = GaugeMetricFamily("creel_ready_steps", "Steps ready and not yet read.", labels=who)
-    lead = GaugeMetricFamily(
-        "creel_prefetch_lead_seconds", "How far ahead of use samples are ready.", labels=who
-    )
-    for (job, rank), ones in _by_rank(told["sessions"]).items():
-        ahead.add_metric([job, rank], sum(max(s["ready"] - s["done"], 0) for s in ones))
-        lead.add_metric([job, rank], min(s["lead_now_s"] for s in ones))
-    yield from (ahead, lead)
-
-
-def _by_rank(sessions: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """Group sessions by rank: a rank with several loaders is one series."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in sessions:
-        found.setdefault((one["job"], str(one["rank"])), []).append(one)
-    return found
+def _ranks(told: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Counters of each rank; what its open sessions have ready: all steps, the shortest lead."""
+    found = {(one["job"], one["rank"]): dict(one) for one in told["ranks"]}
+    for one in told["sessions"]:
+        rank = found.get((one["job"], one["rank"]))
+        if rank is not None:
+            rank["ahead"] = rank.get("ahead", 0) + one["ahead"]
+            rank["lead_now_s"] = min(rank.get("lead_now_s", one["lead_now_s"]), one["lead_now_s"])
+    return [([job, str(rank)], counts) for (job, rank), counts in found.items()]

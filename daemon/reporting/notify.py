@@ -9,19 +9,17 @@ from collections.abc import Mapping
 
 
 class Notify:
-    """The service manager's notification socket, if there is one.
+    """The service manager's notification socket; without one every call does nothing.
 
-    Args:
-        env: NOTIFY_SOCKET (path, or "@name" for an abstract one) and WATCHDOG_USEC are looked up
-            here; without the first every call does nothing.
+    The environment has NOTIFY_SOCKET (path, or "@name" for an abstract one) and WATCHDOG_USEC.
     """
 
-    def __init__(self, env: Mapping[str, str] = os.environ) -> None:
-        address = env.get("NOTIFY_SOCKET", "")
+    def __init__(self) -> None:
+        address = os.environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
         #: Seconds between two WATCHDOG=1, half of what systemd allows; 0 without a watchdog.
-        self.watchdog_s = _watchdog_s(env) if address else 0.0
+        self.watchdog_s = _watchdog_s(os.environ) if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)

@@ -80,8 +80,6 @@ class ControlSocket:
         self._connections: dict[int, _Connection] = {}
         self._address_index: dict[str, _Connection] = {}
         self.patrons = KeepAlive(epoll)
-        self.refused = 0
-        self.malformed = 0
         self._deaf = False
         kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         self._listener = socket.socket(socket.AF_UNIX, kind)
@@ -141,7 +139,6 @@ class ControlSocket:
         connection = self._address_index.get(token)
         if connection is not None:
             log.warning("dropping client %d: %s", connection.pid, why)
-            self.malformed += 1
             self._end(connection)
 
     def stop_listening(self) -> None:
@@ -181,7 +178,6 @@ class ControlSocket:
         # Refused connections do not count against the limit: other users may connect, too.
         waiting = sum(c.refusal is not None for c in self._connections.values())
         refusal = self._refusal(sock, uid, len(self._connections) - waiting)
-        self.refused += refusal is not None
         if refusal is not None and waiting >= _REFUSALS:
             sock.close()
             return
@@ -233,7 +229,6 @@ class ControlSocket:
             after = getattr(e, "retry_after", 0.0)
             self._send(connection, Answer(Refused(str(e), retry_after=after)))
         except (MalformedError, OSError) as e:
-            self.malformed += isinstance(e, MalformedError)
             log.info("closing the connection of process %d: %s", connection.pid, e)
             self._end(connection)
         except Exception:  # our bug, or no memory: only the sender loses its connection

@@ -339,7 +339,7 @@ class Node:
         if token not in self.pids():  # it left meanwhile
             dataset.unclaim(token)
         objects = len(dataset.manifest)
-        message = Registered(dataset.key, objects, LocationTable.nbytes(objects, dataset.record))
+        message = Registered(dataset.key, objects)
         return Answer(message, (dataset.table_fd,))
 
     def open(self, token: str, request: Open) -> SessionRecord:

@@ -2,7 +2,7 @@
 
 What reaches the core is well-formed and belongs to its sender: every message carries its client's
 token, and arrays are checked against the dataset. A client that sends an impossible plan loses its
-control connection; messages without a valid token are counted and dropped.
+control connection; messages without a valid token are dropped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ class RequestSocket:
         self._socket.setsockopt(zmq.SNDHWM, 4096)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
         _only_own_uid(self._socket)
-        self.malformed = 0
         self.address = line_address(os.getuid(), secrets.token_hex(16))
         self._socket.bind(self.address)
         self.fd = int(self._socket.getsockopt(zmq.FD))
@@ -98,7 +97,6 @@ class RequestSocket:
             arrays = decode_frames(type(message), [f.buffer for f in frames[1:]])
             self._request(who, message, arrays)
         except MalformedError as e:
-            self.malformed += 1
             if token:
                 self._control_socket.drop(token, str(e))
         except Exception:  # our bug, or no memory: only the sender loses its connection

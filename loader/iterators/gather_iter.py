@@ -130,8 +130,13 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], An
 
 
 def _spent(meter: Meter) -> tuple[int, int, int, int, int, int]:
-    waits = (meter.source_ns, meter.decode_ns, meter.collate_ns, meter.daemon_ns)
-    return *waits, meter.direct_reads, meter.direct_nbytes
+    waits = (
+        meter["stall_source_ns"],
+        meter["stall_decode_ns"],
+        meter["stall_collate_ns"],
+        meter["stall_daemon_ns"],
+    )
+    return *waits, meter["direct_reads"], meter["direct_nbytes"]
 
 
 def _pin_for(device: str | None) -> Callable[[Any], Any]:
@@ -206,7 +211,7 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
     def _pull(self) -> None:
         start = time.monotonic_ns()
         index = next(self._sampler_iter, self)
-        self._meter.sampler_ns += time.monotonic_ns() - start
+        self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
         if index is self:
             return
         run, i = self._run, self._pulled

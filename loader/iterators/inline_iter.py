@@ -114,7 +114,7 @@ class BatchReader:
             rows = gatherer.rows(ids, indices)
             whole = stream.session.held(step, stamp)
             data = gatherer.batch(rows, indices) if whole and rows is not None else None
-            self._meter.collate_ns += time.monotonic_ns() - start
+            self._meter["stall_collate_ns"] += time.monotonic_ns() - start
             if not whole:
                 return self._fetch(index, binding.counting())
             if rows is not None:
@@ -169,9 +169,9 @@ class BatchReader:
             ready = left_s > 0 and session.wait(step, left_s)
             waited = time.monotonic_ns() - start
         if ready or session.alive:
-            self._meter.source_ns += waited
+            self._meter["stall_source_ns"] += waited
         else:
-            self._meter.daemon_ns += waited
+            self._meter["stall_daemon_ns"] += waited
         return ready
 
     def _tell(self, stream: BatchStream, ids: Ids, waited_s: float, left_s: float) -> None:
@@ -199,9 +199,9 @@ class BatchReader:
             end = time.monotonic_ns()
             collating = self._collating[0] or end
             direct_ns = 0 if lease is None else lease.direct_ns
-            self._meter.source_ns += direct_ns
-            self._meter.decode_ns += collating - start - direct_ns
-            self._meter.collate_ns += end - collating
+            self._meter["stall_source_ns"] += direct_ns
+            self._meter["stall_decode_ns"] += collating - start - direct_ns
+            self._meter["stall_collate_ns"] += end - collating
             if lease is not None:
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
                 seen = lease.direct_reads, lease.direct_nbytes, direct_ns
@@ -249,7 +249,7 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
             run.finish()
             raise
         finally:
-            self._meter.sampler_ns += time.monotonic_ns() - start
+            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
         i = self._given
         self._given = i + 1
         try:

@@ -3,91 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
+from creel.counters import OF_RANKS, STAGES, report
 from creel.loader.workers.stages import CAUSE_OF, Times, divide
 
+_NAMES = ("batches", *(word for c in OF_RANKS if c.writer == "meter" for word in c.words))
 
-@dataclass
-class Meter:
-    """Counters of one loader; a name ends with its unit.
 
-    `source_ns` to `sampler_ns` are stall times of the training process, by cause.
-    """
+class Meter(dict[str, int]):
+    """Counters of one loader, by the names of `creel.counters` that a meter writes, and batches."""
 
-    batches: int = 0
-    source_ns: int = 0
-    decode_ns: int = 0
-    collate_ns: int = 0
-    daemon_ns: int = 0
-    sampler_ns: int = 0
-    direct_reads: int = 0
-    direct_nbytes: int = 0
-    #: ns that workers spent on batches: reading the source, decoding, collating, handing over
-    busy_ns: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
-    _told: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(_NAMES, 0))
+        self._told = dict(self)
 
     def awaited(self, times: Times, since: int, until: int) -> None:
         """Count a wait for a worker's batch, from `since` until `until` (monotonic ns)."""
         if times[3] <= since:  # it was finished: only the transfer through the socket was left
-            self.daemon_ns += until - since
+            self["stall_daemon_ns"] += until - since
             return
-        source, decode, collate, daemon = divide(times, since, until)
-        self.source_ns += source
-        self.decode_ns += decode
-        self.collate_ns += collate
-        self.daemon_ns += daemon
+        causes = ("source", "decode", "collate", "daemon")
+        for cause, ns in zip(causes, divide(times, since, until), strict=True):
+            self[f"stall_{cause}_ns"] += ns
 
     def gave_up(self, stage: int, ns: int) -> None:
         """Count a wait of `ns` for a worker in `stage` that ended without a batch."""
-        name = f"{CAUSE_OF.get(stage, 'daemon')}_ns"
-        setattr(self, name, getattr(self, name) + ns)
+        self[f"stall_{CAUSE_OF.get(stage, 'daemon')}_ns"] += ns
 
     def direct(self, reads: int, nbytes: int) -> None:
         """Count direct reads and their bytes."""
-        self.direct_reads += reads
-        self.direct_nbytes += nbytes
+        self["direct_reads"] += reads
+        self["direct_nbytes"] += nbytes
 
     def workers(self, news: Sequence[int]) -> None:
-        """Add worker counters: 4 busy times in ns, direct reads and bytes (`WorkerPool.news`)."""
+        """Add worker counters: busy ns by stage, direct reads and bytes (`WorkerPool.news`)."""
         *busy, reads, nbytes = news
-        self.busy_ns = [a + b for a, b in zip(self.busy_ns, busy, strict=True)]
+        for stage, ns in zip(STAGES, busy, strict=True):
+            self[f"busy_{stage}_ns"] += ns
         self.direct(reads, nbytes)
 
-    def _stall_ns(self) -> dict[str, int]:
-        return {
-            "source": self.source_ns,
-            "decode": self.decode_ns,
-            "collate": self.collate_ns,
-            "daemon": self.daemon_ns,
-            "sampler": self.sampler_ns,
-        }
-
-    def _busy_ns(self) -> dict[str, int]:
-        stages = ("source", "decode", "collate", "handover")
-        return dict(zip(stages, self.busy_ns, strict=True))
-
     def unsaid(self) -> dict[str, int]:
-        """Return the nonzero increments since the last call, by `shared_words.COUNTER_NAMES`."""
-        now = {
-            "direct_reads": self.direct_reads,
-            "direct_nbytes": self.direct_nbytes,
-            **{f"stall_{cause}_ns": ns for cause, ns in self._stall_ns().items()},
-            **{f"busy_{stage}_ns": ns for stage, ns in self._busy_ns().items()},
-        }
-        news = {k: n - self._told.get(k, 0) for k, n in now.items() if n != self._told.get(k, 0)}
-        self._told = now
-        return news
+        """Return the nonzero increments since the last call, except for batches."""
+        then, self._told = self._told, dict(self)
+        return {k: n - then[k] for k, n in self.items() if n != then[k] and k != "batches"}
 
-    def stats(self) -> dict[str, object]:
-        """Return all counters as plain values under stable names."""
-        stall_ns, busy_ns = self._stall_ns(), self._busy_ns()
-        return {
-            "batches": self.batches,
-            "stall_seconds": {cause: ns / 1e9 for cause, ns in stall_ns.items()},
-            "stall_seconds_total": sum(stall_ns.values()) / 1e9,
-            "worker_busy_seconds": sum(busy_ns.values()) / 1e9,
-            "worker_stage_seconds": {stage: ns / 1e9 for stage, ns in busy_ns.items()},
-            "direct_reads": self.direct_reads,
-            "direct_bytes": self.direct_nbytes,
-        }
+    def stats(self) -> dict[str, Any]:
+        """Return all counters under the names of `creel stats --json`."""
+        return report(self)

@@ -156,7 +156,7 @@ class EpochRun:
         if self.stream is not None:
             start = time.monotonic_ns()
             foreseen(order, 0)  # may run a copy of the sampler; the order caches the result
-            loader_state.meter.sampler_ns += time.monotonic_ns() - start
+            loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
             self.stream.begin(order, self.skipped)
         if self.skipped:
             order.skip(self.skipped)
@@ -184,11 +184,11 @@ class EpochRun:
             self._foreseen = True
             start = time.monotonic_ns()
             stream.foresee(self.order)
-            self._loader_state.meter.sampler_ns += time.monotonic_ns() - start
+            self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
 
     def deliver(self) -> None:
         """Count a batch that is returned to the caller."""
-        self._loader_state.meter.batches += 1
+        self._loader_state.meter["batches"] += 1
         self.delivered += 1
         if self.due():
             self._count()

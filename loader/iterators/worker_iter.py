@@ -80,7 +80,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         spare, loader_state.spare = loader_state.spare, ()
         self._pool = WorkerPool(context, args, self._num_workers, max_leased, spare)
         self._tag = self._pool.tag
-        self._meter.daemon_ns += time.monotonic_ns() - start
+        self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         if self._pin_memory:
             self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
         self._reset(loader, first_iter=True)
@@ -185,7 +185,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         except StopIteration:
             return
         finally:
-            self._meter.sampler_ns += time.monotonic_ns() - start
+            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
         self._put(index)
 
     def _put(self, index: Any) -> None:

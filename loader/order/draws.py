@@ -150,7 +150,7 @@ class Permutation:
             return  # `drawn`: the generator has moved already
         after = self._after.get(self._start)
         if after is None:
-            rng = torch_random.TorchRandom.from_state(self._start)
+            rng = torch_random.TorchRandom(self._start)
             rng.skip(self._n - 1)
             after = self._remember(rng.into_state(self._start))
         set_state(generator, after)
@@ -203,7 +203,7 @@ class Permutation:
 
     def _begin_anew(self, k: int) -> None:
         """Compute the first k entries at once, without memory of the size of the whole."""
-        shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom.from_state(self._start))
+        shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
         self._head = shuffle.more(k)
         self._shuffle = shuffle
         self._have = len(self._head)

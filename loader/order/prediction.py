@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from creel.loader.order.drain import DrainedSampler
 from creel.loader.order.streams import SamplerStream, indices_of
-from creel.policies import torch_random
 
 _log = logging.getLogger("creel.loader")
 
@@ -32,8 +31,13 @@ class Shape(NamedTuple):
     drop_last: bool
 
     def ends(self, total: int) -> NDArray[np.int64]:
-        """Return the (b,) int64 ends of the steps of `total` items."""
-        return torch_random.batches(total, self.size or 1, drop_last=self.drop_last)
+        """Return the (b,) int64 ends of the steps of `total` items.
+
+        >>> Shape(4, drop_last=False).ends(10)
+        array([ 4,  8, 10])
+        """
+        ends = (self.size or 1) * np.arange(1, self.steps(total) + 1, dtype=np.int64)
+        return np.minimum(ends, total, out=ends)
 
     def steps(self, total: int) -> int:
         """Return the number of steps of `total` items."""
@@ -179,13 +183,6 @@ class EpochPlan:
                 return keys[0] == keys[1]
             return self._begins_as(other)
         return np.array_equal(self.ends, other.ends) and np.array_equal(self.indices, other.indices)
-
-    def matches(self, step: int, batch: object) -> bool:
-        """Whether step `step` reads exactly `batch`, as an order yields it."""
-        indices, ends = self._computed()
-        if not 0 <= step < len(ends):
-            return False
-        return same_batch(indices[ends[step - 1] if step else 0 : ends[step]], batch)
 
     def _begins_as(self, other: EpochPlan) -> bool:
         """Whether both plans have equally many steps and the same first ones.

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import creel
-from creel.cache.memory.shared_words import COUNTER, COUNTER_NAMES, DONE, READY, TRUNCATED, WANTED
+from creel.cache.memory.shared_words import COUNTER, DONE, READY, TRUNCATED, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError, SourceError, UnavailableError
 from creel.loader.client.client import Client
@@ -251,7 +251,7 @@ def session(paths: list[str], embedded: str) -> Iterator[Session]:
 def test_no_word_on_the_board_ends_the_daemon(session: Session, embedded: str) -> None:
     daemon = daemon_of(embedded)
     for value in (2**63 - 1, -(2**63)):
-        for word in (DONE, WANTED, READY, TRUNCATED, *(COUNTER[n] for n in COUNTER_NAMES)):
+        for word in (DONE, WANTED, READY, TRUNCATED, *COUNTER.values()):
             session.words[word] = value
         with Client.connect(embedded, "cli") as client:
             client.ask("stats")

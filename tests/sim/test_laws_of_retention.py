@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from classics import chance, fifo, lru, lru_hits, pin
 from numpy.typing import NDArray
-
-from creel.daemon.core.replay import CoreNode
-from creel.policies.simulate import Job, Outcome, Replay
+from simulate import CoreNode, Job, Outcome, Replay
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -42,6 +42,7 @@ SESSION: dict[str, Any] = {
     "dataset": "d",
     "done": 100,
     "ready": 164,
+    "ahead": 64,
     "known": 5000,
     "batches": 100,
     "samples": 25600,
@@ -49,7 +50,9 @@ SESSION: dict[str, Any] = {
     "direct_reads": 2,
     "direct_nbytes": 300_000,
     "stall_s": {"source": 0.5, "decode": 12.0, "collate": 0.0, "daemon": 0.0, "sampler": 0.0},
-    "lead_s": 3.0,
+    "busy_s": {"source": 1.0, "decode": 30.0, "collate": 2.0, "handover": 0.5},
+    "failed": 1,
+    "lead_s": 300.0,
     "lead_now_s": 4.0,
 }
 STATS: dict[str, Any] = {
@@ -187,26 +190,16 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
     assert main.main(["stats"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert max(map(len, out.splitlines())) <= 80
     assert "16.0 GiB of 64.0 GiB used (25 %)" in out
     assert "hits in memory       900 of 1,000 (90.0 %)" in out
     assert "read from            /data: 100 reads, 100 opens, 10.0 MiB\n" in out
     assert "  trouble there      3 retries\n" in out
-    row, title, header, stalls = (line.split() for line in out.splitlines()[-4:])
-    assert row == [
-        "resnet",
-        "3",
-        "100",
-        "64",
-        "4.0",
-        "s",
-        "25,600",
-        "3.58",
-        "GiB",
-        "2",
-        "12.5",
-        "s",
-    ]
+    row, *by_stage, title, header, stalls = (line.split() for line in out.splitlines()[-7:])
+    said = "resnet 3 100 64 4.0 s 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 12.5 s"
+    assert " ".join(row) == said
+    assert by_stage[0] == ["busy", "by", "stage"]
+    assert by_stage[1] == ["job", "rank", *SESSION["busy_s"]]
+    assert by_stage[2] == ["resnet", "3", "1.0", "s", "30.0", "s", "2.0", "s", "0.5", "s"]
     assert title == ["stall", "by", "cause"]
     assert header == ["job", "rank", *SESSION["stall_s"]]
     assert stalls == ["resnet", "3", "0.5", "s", "12.0", "s", "0.0", "s", "0.0", "s", "0.0", "s"]
@@ -216,14 +209,15 @@ def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFix
 def test_what_was_counted_is_shown_when_training_is_over(
     daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted = ("samples", "nbytes", "direct_reads", "stall_s")
+    counted = ("batches", "samples", "nbytes", "direct_reads", "stall_s")
     over = {"job": "", "rank": 3} | {k: SESSION[k] for k in counted}
     monkeypatch.setitem(STATS, "sessions", [])
     monkeypatch.setitem(STATS, "ranks", [over])
     assert main.main(["stats"]) == 0
-    lines = capsys.readouterr().out.splitlines()[-5:]
-    assert lines[1].split() == ["-", "3", "25,600", "3.58", "GiB", "2", "12.5", "s"]
-    assert lines[4].split()[:4] == ["-", "3", "0.5", "s"]
+    lines = capsys.readouterr().out.splitlines()[-8:]
+    row = " ".join(lines[1].split())
+    assert row == "- 3 100 25,600 3.58 GiB 2 0 B 0 0.0 s 0.0 s 12.5 s"
+    assert lines[7].split()[:4] == ["-", "3", "0.5", "s"]
     assert daemon.closed
 
 
@@ -257,10 +251,14 @@ def test_rates_are_differences_over_time() -> None:
     later = SESSION | {
         "samples": SESSION["samples"] + 5000,
         "nbytes": SESSION["nbytes"] + (50 << 20),
+        "batches": SESSION["batches"] + 50,
+        "lead_s": SESSION["lead_s"] + 100,
         "stall_s": SESSION["stall_s"] | {"source": 1.0},
+        "busy_s": SESSION["busy_s"] | {"decode": 33.0},
     }
     row = view.top_row(later, SESSION, 2.0)
-    assert row[5:] == ("2,500", "25.0 MiB", "2", "25 %", "source", "25 %", *["0 %"] * 4)
+    rates = ("25", "2,500", "25.0 MiB", "2", "293 KiB", "1", "2.0 s", "150 %", "25 %")
+    assert row[5:] == (*rates, "source", "25 %", *["0 %"] * 4)
 
 
 def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +286,7 @@ def test_rates_begin_where_a_stream_was_first_told_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (160, "sampler")]
+    ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (190, "sampler")]
 )
 def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None:
     from io import StringIO

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from creel.loader.order import recipes, samplers
 from creel.loader.order.samplers import adopt, observe
+from kit import matches
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,7 +124,7 @@ def test_a_foreign_sampler_is_foreseen_where_that_is_asked_for(name: str, worker
         if foreseen is not None:
             assert foreseen.same(now)
         pulled = list(order)
-        assert all(now.matches(i, b) for i, b in enumerate(pulled))
+        assert all(matches(now, i, b) for i, b in enumerate(pulled))
         assert len(now.ends) == len(pulled)
         seen = states(mine)
         foreseen = order.predict(1)

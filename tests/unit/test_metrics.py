@@ -40,8 +40,8 @@ TOLD: dict[str, Any] = {
     "tiers": {"memory": {"hits": 3, "misses": 2, "evictions": {"room": 1}}},
     "memory": {"used_nbytes": 7, "budget_nbytes": 9},
     "sources": [SOURCE | {"errors_by_kind": {"EIO": 4}}],
-    "fetch": {"bugs": 0},
-    "sessions": [{"job": "a", "rank": 0, "ready": 7, "done": 5, "lead_now_s": 0.5}],
+    "fetch": {"bugs": 0, "past_errors": {"EIO": 1}},
+    "sessions": [{"job": "a", "rank": 0, "ahead": 2, "lead_now_s": t} for t in (0.5, 0.7)],
     "ranks": [
         {
             "job": "a",
@@ -153,6 +153,8 @@ def test_a_page_has_every_cause_and_every_stage(page: str) -> None:
         assert told in page
     assert 'creel_read_seconds_bucket{le="+Inf",source="dddddddddddd"} 6.0' in page
     assert 'creel_prefetch_lead_seconds{job="a",rank="0"} 0.5' in page
+    assert 'creel_ready_steps{job="a",rank="0"} 4.0' in page
+    assert 'creel_errors_total{kind="EIO"} 5.0' in page
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Prometheus' promtool")

@@ -32,6 +32,7 @@ from creel.errors import ConfigError
 from creel.loader.order import draws, samplers
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.samplers import EpochOrder, observe, restore
+from kit import matches
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]
@@ -238,7 +239,7 @@ def test_a_prediction_is_what_comes(case: int) -> None:
         assert now.same(again)
         pulled += [plain(b) for b in order]
         assert len(now.ends) == len(pulled)
-        assert all(now.matches(i, b) for i, b in enumerate(pulled))
+        assert all(matches(now, i, b) for i, b in enumerate(pulled))
         flat = [int(i) for b in pulled for i in (b if isinstance(b, list) else [b])]
         assert now.indices.tolist() == flat
         assert now.indices.dtype == np.int32
@@ -255,9 +256,9 @@ def test_a_wrong_prediction_is_noticed() -> None:
     actual = now.predict(0)
     assert actual is not None
     assert not foreseen.same(actual)
-    assert not foreseen.matches(0, next(now))
-    assert not foreseen.matches(99, [1])
-    assert not foreseen.matches(0, ["a", object()])
+    assert not matches(foreseen, 0, next(now))
+    assert not matches(foreseen, 99, [1])
+    assert not matches(foreseen, 0, ["a", object()])
 
 
 @pytest.mark.parametrize("case", [3, 11, 17, 29, 42, 58])
@@ -316,7 +317,7 @@ def test_the_first_batches_of_a_large_epoch_do_not_wait_for_the_whole(
     assert np.array_equal(np.concatenate(first), whole.indices[:2048])
     order.skip(_LARGE // BATCH // (16 if kind == "distributed" else 2))
     k = order.pulled
-    assert whole.matches(k, next(order))
+    assert matches(whole, k, next(order))
 
 
 @pytest.mark.parametrize("n", [10_000, _LARGE])

@@ -228,6 +228,7 @@ def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool
 
 def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
     from creel.cli import view
+    from creel.counters import OF_RANKS
 
     if as_json:
         view.print_json(told, line=line)
@@ -235,13 +236,15 @@ def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
     view.pairs(view.summary_pairs(told))
     if told["sessions"]:
         rows = [view.session_row(s) for s in told["sessions"]]
-        view.table(view.SESSION_HEADER, rows, drop=view.SESSION_DROP)
+        view.table(view.SESSION_HEADER, rows, drop=view.DROP)
     elif told["ranks"]:
         click.echo("nobody trains now; until now:")
-        view.table(view.RANK_HEADER, [view.rank_row(r) for r in told["ranks"]])
+        rows = [view.rank_row(r) for r in told["ranks"]]
+        view.table(view.RANK_HEADER, rows, drop=view.DROP)
     if shown := told["sessions"] or told["ranks"]:
-        click.echo("stall by cause")
-        view.table(*view.stall_table(shown))
+        for one in filter(lambda c: c.members, OF_RANKS):
+            click.echo(f"{one.name} by {one.label}")
+            view.table(*view.by_member(one, shown))
 
 
 @creel.command()

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from creel.cli.view import (
-    TOP_DROP,
+    DROP,
     TOP_HEADER,
     Told,
     fitting,
@@ -72,7 +72,7 @@ def screen(
         for name, value in summary_pairs(told)
     ]
     rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in told["sessions"]]
-    table = fitting(TOP_HEADER, rows, TOP_DROP, width)
+    table = fitting(TOP_HEADER, rows, DROP, width)
     below = rich_table(*table) if rows else Text("\nno sessions: nobody trains", "dim")
     return Group(title, *lines, below)
 

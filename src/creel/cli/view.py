@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from creel.counters import CAUSES, OF_RANKS, Counter
 from creel.units import format_size
 
 if TYPE_CHECKING:
@@ -193,73 +195,82 @@ def _source_rows(source: Told) -> Iterator[tuple[str, str]]:
         yield "  trouble there", ", ".join(trouble) + (f"; last: {last}" if last else "")
 
 
-SESSION_HEADER = ("job", "rank", "step", "ahead", "lead", "samples", "bytes", "direct", "stall")
-RANK_HEADER = ("job", "rank", "samples", "bytes", "direct", "stall")
-SESSION_DROP = (("lead",), ("bytes",), ("ahead",), ("direct",), ("step",))
-#: Causes of stall in the order of a byte's way; newer daemons may have more.
-CAUSES = ("source", "decode", "collate", "daemon", "sampler")
-TOP_HEADER = (
-    *("job", "rank", "step", "ahead", "lead", "samples/s", "bytes/s", "direct"),
-    *("stall", "mostly", *CAUSES),
-)
-TOP_DROP = (CAUSES, ("lead",), ("direct",), ("ahead",), ("step",), ("bytes/s",))
+_COLUMNS = tuple(c for c in OF_RANKS if c.column)
+#: In `creel top`: what is delivered is a rate, a duration is a share of the time.
+_RATES = tuple(c for c in _COLUMNS if c.writer == "delivery" and c.unit != "s")
+_STREAM = ("job", "rank", "step", "ahead", "lead")
+SESSION_HEADER = (*_STREAM, *(c.column for c in _COLUMNS))
+RANK_HEADER = ("job", "rank", *SESSION_HEADER[len(_STREAM) :])
+TOP_HEADER = (*_STREAM, *(c.column + "/s" * (c in _RATES) for c in _COLUMNS), "mostly", *CAUSES)
+_DROP = ("direct bytes", "mean lead", "batches", "busy", "lead", "failed", "bytes", "ahead")
+DROP = (CAUSES, *((name, f"{name}/s") for name in (*_DROP, "direct", "step")))
 
 
 def session_row(session: Told) -> tuple[str, ...]:
     """A row for one stream of batches since its start."""
-    return (
-        *_whose(session),
-        short_seconds(session["lead_now_s"]),
-        format_count(session["samples"]),
-        format_size(session["nbytes"]),
-        format_count(session["direct_reads"]),
-        short_seconds(sum(session["stall_s"].values())),
-    )
+    return *_whose(session), *_counts(session)
 
 
 def rank_row(rank: Told) -> tuple[str, ...]:
     """A row for all streams of batches of one rank since the daemon's start."""
-    return (
-        _job(rank),
-        str(rank["rank"]),
-        format_count(rank["samples"]),
-        format_size(rank["nbytes"]),
-        format_count(rank["direct_reads"]),
-        short_seconds(sum(rank["stall_s"].values())),
-    )
+    return _job(rank), str(rank["rank"]), *_counts(rank)
 
 
-def stall_table(sessions: Sequence[Told]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows: seconds waited for each stream of batches, by cause.
+def _counts(told: Told) -> Iterator[str]:
+    """The columns of all counters."""
+    for one in _COLUMNS:
+        count = _total(told, one) / (max(told.get(one.per, 0), 1) if one.per else 1)
+        yield _FORMAT[one.unit](count)
 
-    >>> one = {"job": "a", "name": "", "pid": 7, "rank": 3, "stall_s": {"source": 0.5, "decode": 2}}
-    >>> stall_table([one])
-    (('job', 'rank', 'source', 'decode'), [('a', '3', '0.5 s', '2.0 s')])
+
+_FORMAT: dict[str, Callable[[float], str]] = {
+    "": format_count,
+    "bytes": lambda n: format_size(int(n)),
+    "s": short_seconds,
+}
+
+
+def _total(told: Told, one: Counter) -> float:
+    """A counter, its members together; 0 where a daemon does not have it."""
+    count = told.get(one.key, 0)
+    return sum(count.values()) if isinstance(count, Mapping) else float(count)
+
+
+def by_member(one: Counter, rows: Sequence[Told]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows: seconds of a counter by its members, for each stream of batches.
+
+    >>> stall = next(c for c in OF_RANKS if c.name == "stall")
+    >>> told = {"job": "a", "name": "", "pid": 7, "rank": 3, "stall_s": {"source": 0.5}}
+    >>> by_member(stall, [told])[1]
+    [('a', '3', '0.5 s', '0.0 s', '0.0 s', '0.0 s', '0.0 s')]
     """
-    known = {cause for s in sessions for cause in s["stall_s"]}
-    causes = [c for c in CAUSES if c in known] + sorted(known.difference(CAUSES))
-    rows = [
-        (_job(s), str(s["rank"]), *(short_seconds(s["stall_s"].get(c, 0.0)) for c in causes))
-        for s in sessions
+    return ("job", "rank", *one.members), [
+        (
+            _job(s),
+            str(s["rank"]),
+            *(short_seconds(s.get(one.key, {}).get(m, 0.0)) for m in one.members),
+        )
+        for s in rows
     ]
-    return ("job", "rank", *causes), rows
 
 
 def top_row(session: Told, before: Told | None, seconds: float) -> tuple[str, ...]:
-    """A row for one stream of batches over the last `seconds`; stalls are shares of that time."""
-    old = before or {"samples": 0, "nbytes": 0, "stall_s": {}}
-    stall = {c: s - old["stall_s"].get(c, 0) for c, s in session["stall_s"].items()}
-    share = {c: f"{min(100 * s / seconds, 100):.0f} %" for c, s in stall.items()}
-    return (
-        *_whose(session),
-        short_seconds(session["lead_now_s"]),
-        format_count((session["samples"] - old["samples"]) / seconds),
-        format_size((session["nbytes"] - old["nbytes"]) / seconds),
-        format_count(session["direct_reads"]),
-        f"{min(100 * sum(stall.values()) / seconds, 100):.0f} %",
-        worst_cause(stall),
-        *(share.get(c, "-") for c in CAUSES),
-    )
+    """A row for one stream of batches over the last `seconds`; durations are shares of it."""
+    old = before or {}
+    row = list(_whose(session))
+    for one in _COLUMNS:
+        news = _total(session, one) - _total(old, one)
+        if one.per:
+            row.append(short_seconds(news / max(session[one.per] - old.get(one.per, 0), 1)))
+        elif one.unit == "s":
+            most = math.inf if one.label == "stage" else 100.0  # there are several workers
+            row.append(f"{min(100 * news / seconds, most):.0f} %")
+        else:
+            row.append(_FORMAT[one.unit](news / seconds if one in _RATES else _total(session, one)))
+    was = old.get("stall_s", {})
+    stall = {cause: session["stall_s"].get(cause, 0) - was.get(cause, 0) for cause in CAUSES}
+    shares = (f"{min(100 * s / seconds, 100):.0f} %" for s in stall.values())
+    return *row, worst_cause(stall), *shares
 
 
 def worst_cause(stall_s: Mapping[str, float]) -> str:
@@ -277,7 +288,8 @@ def _whose(session: Told) -> tuple[str, ...]:
         _job(session),
         str(session["rank"]),
         format_count(session["done"]),
-        str(max(session["ready"] - session["done"], 0)),
+        str(session["ahead"]),
+        short_seconds(session["lead_now_s"]),
     )
 
 

@@ -1,0 +1,151 @@
+"""Counters: one table of what is counted, from which all that shows a number is made.
+
+From a row follow the shared word that trainers count in (`cache/memory/shared_words.py`), the
+loader's `Meter`, the answer of `creel stats`, the columns of `creel stats` and `creel top`, and the
+Prometheus page. tests/unit/test_counters.py looks for every row in each of them and in the docs.
+Durations are ns in shared words, seconds elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+
+class Counter(NamedTuple):
+    """One counter, or one for each of `members`.
+
+    Args:
+        of: what is counted for: a row of `tiers`, `sources`, `ranks`, or `fetch` of `creel stats`.
+        name: its key there, with "_s" behind a duration.
+        writer: "meter", the loader's `Meter`; "delivery", `BatchStream.count`; "daemon", for a
+            session or for its own; the first two have shared words, and so has "failed".
+        unit: "s", "bytes" or "" (a number).
+        metric: its Prometheus family.
+        help: one sentence for that family.
+        column: its heading in `creel stats` and `creel top`; "": it is not a column.
+        kind: of the Prometheus family. A gauge of a rank is of its open sessions only.
+        label, members: what there is one counter for each of, and their names ((): any).
+        per: columns show it divided by this counter.
+    """
+
+    of: Literal["tier", "source", "node", "rank"]
+    name: str
+    writer: Literal["meter", "delivery", "daemon"]
+    unit: Literal["", "bytes", "s"]
+    metric: str
+    help: str
+    column: str = ""
+    kind: Literal["counter", "gauge", "histogram"] = "counter"
+    label: str = ""
+    members: tuple[str, ...] = ()
+    per: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its key in `creel stats --json`."""
+        return f"{self.name}_s" if self.unit == "s" else self.name
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Names of its shared words."""
+        if self.of != "rank" or self.kind == "gauge":
+            return ()
+        ns = "_ns" if self.unit == "s" else ""
+        return tuple(f"{self.name}_{m}{ns}" for m in self.members) or (self.name + ns,)
+
+
+COUNTERS = (
+    Counter("tier", "hits", "daemon", "", "creel_cache_hits", "Objects found in a tier."),
+    Counter("tier", "misses", "daemon", "", "creel_cache_misses", "Objects not found in a tier."),
+    Counter(
+        *("tier", "evictions", "daemon", "", "creel_cache_evictions", "Objects that left a tier."),
+        label="reason",
+    ),
+    Counter(
+        *("tier", "used_nbytes", "daemon", "bytes", "creel_cache_bytes"),
+        "Bytes of samples in a tier.",
+        kind="gauge",
+    ),
+    Counter(
+        *("tier", "budget_nbytes", "daemon", "bytes", "creel_cache_budget_bytes"),
+        "Bytes that a tier may hold.",
+        kind="gauge",
+    ),
+    Counter(
+        *("source", "seconds", "daemon", "", "creel_read_seconds", "Time of a read."),
+        kind="histogram",
+    ),
+    Counter("source", "nbytes", "daemon", "bytes", "creel_read_bytes", "Bytes read."),
+    Counter("source", "opens", "daemon", "", "creel_opens", "Files and objects opened."),
+    Counter("source", "retries", "daemon", "", "creel_retries", "Reads tried again."),
+    Counter("node", "errors", "daemon", "", "creel_errors", "Failures by kind.", label="kind"),
+    Counter("rank", "batches", "delivery", "", "creel_batches", "Batches delivered.", "batches"),
+    Counter("rank", "samples", "delivery", "", "creel_samples", "Samples delivered.", "samples"),
+    Counter(
+        *("rank", "nbytes", "delivery", "bytes", "creel_sample_bytes"),
+        *("Bytes of samples delivered.", "bytes"),
+    ),
+    Counter(
+        *("rank", "direct_reads", "meter", "", "creel_direct_reads"),
+        *("Objects that a training process read itself.", "direct"),
+    ),
+    Counter(
+        *("rank", "direct_nbytes", "meter", "bytes", "creel_direct_read_bytes"),
+        *("Bytes that a training process read itself.", "direct bytes"),
+    ),
+    Counter(
+        *("rank", "failed", "daemon", "", "creel_failed_objects"),
+        *("Objects that the daemon could not read.", "failed"),
+    ),
+    Counter(
+        *("rank", "lead", "delivery", "s", "creel_lead_seconds"),
+        *("Time that batches lay ready until they were taken.", "mean lead"),
+        per="batches",
+    ),
+    Counter(
+        *("rank", "busy", "meter", "s", "creel_worker_busy_seconds"),
+        *("Time workers spent on batches.", "busy"),
+        label="stage",
+        members=("source", "decode", "collate", "handover"),
+    ),
+    Counter(
+        *("rank", "stall", "meter", "s", "creel_stall_seconds"),
+        *("Time a training process waited.", "stall"),
+        label="cause",
+        members=("source", "decode", "collate", "daemon", "sampler"),
+    ),
+    Counter(
+        *("rank", "ahead", "daemon", "", "creel_ready_steps"),
+        *("Steps ready and not yet read.", "ahead"),
+        kind="gauge",
+    ),
+    Counter(
+        *("rank", "lead_now", "daemon", "s", "creel_prefetch_lead_seconds"),
+        *("How far ahead of use samples are ready.", "lead"),
+        kind="gauge",
+    ),
+)
+
+#: The counters of a rank, which have shared words.
+OF_RANKS = tuple(c for c in COUNTERS if c.words)
+CAUSES, STAGES = (next(c.members for c in OF_RANKS if c.name == n) for n in ("stall", "busy"))
+
+
+def report(counts: Mapping[str, int]) -> dict[str, Any]:
+    """Counters of a rank as `creel stats` and `DataLoader.stats()` give them, in seconds.
+
+    Args:
+        counts: by the names of shared words; counters that are not there are left out.
+
+    >>> report({"batches": 2, "lead_ns": 3_000_000_000})
+    {'batches': 2, 'lead_s': 3.0}
+    """
+    told: dict[str, Any] = {}
+    for one in OF_RANKS:
+        found = [
+            counts[w] / 1e9 if one.unit == "s" else counts[w] for w in one.words if w in counts
+        ]
+        if found:
+            told[one.key] = dict(zip(one.members, found, strict=True)) if one.members else found[0]
+    return told

@@ -1,0 +1,114 @@
+"""What is counted is a table; each row is found wherever a person or a machine looks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+from urllib.request import urlopen
+
+import pytest
+
+from creel.cache.memory.shared_words import BOARD_NBYTES, COUNTER, SharedWords, sealed_memfd
+from creel.cli import view
+from creel.counters import CAUSES, COUNTERS, OF_RANKS, STAGES, Counter, report
+from creel.daemon.reporting.metrics import Page
+from creel.loader.iterators.meter import Meter
+from creel.loader.workers.stages import CAUSE_OF
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture
+def words() -> Iterator[SharedWords]:
+    fd = sealed_memfd("board", BOARD_NBYTES)
+    one = SharedWords(fd)
+    os.close(fd)
+    yield one
+    one.close()
+
+
+def each(one: Counter) -> dict[str, float] | float:
+    """What is told of a counter when all its words say 3 (seconds or a number)."""
+    return dict.fromkeys(one.members, 3.0) if one.members else 3
+
+
+def told(of: str) -> dict[str, Any]:
+    """As much of `creel stats` as the Prometheus page reads, with a count in each row of `of`."""
+    histogram = {"le": [1.0], "counts": [3, 0], "sum": 3.0}
+    row: dict[str, Any] = {c.key: each(c) for c in COUNTERS if c.of == of}
+    row |= {"evictions": {"due_later": 3}, "errors_by_kind": {"EIO": 3}, "seconds": histogram}
+    return {
+        "version": "1",
+        "tiers": {"memory": row} if of == "tier" else {},
+        "memory": {},
+        "sources": [row | {"dataset": "d"}] if of == "source" else [],
+        "fetch": {"bugs": 3, "past_errors": {}},
+        "sessions": [],
+        "ranks": [row | {"job": "", "rank": 0}] if of == "rank" else [],
+    }
+
+
+@pytest.mark.parametrize("of", ["tier", "source", "node", "rank"])
+def test_the_prometheus_page_has_every_counter_with_its_kind_and_help(of: str) -> None:
+    pytest.importorskip("prometheus_client")
+    page = Page("127.0.0.1:0", lambda: told(of))
+    try:
+        with urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    finally:
+        page.close()
+    for one in (c for c in COUNTERS if c.of == of):
+        name = one.metric + "_total" * (one.kind == "counter")
+        assert f"# TYPE {name} {one.kind}" in lines
+        assert f"# HELP {name} {one.help}" in lines
+        series = [line for line in lines if line.startswith(name) and line.endswith(" 3.0")]
+        assert len(series) >= max(len(one.members), 1)
+        for member in one.members:
+            assert any(f'{one.label}="{member}"' in line for line in series)
+
+
+def test_every_counter_of_a_rank_is_a_word_of_its_own_and_told(words: SharedWords) -> None:
+    names = [name for one in OF_RANKS for name in one.words]
+    assert len(set(names)) == len(names) == len(COUNTER) == len(set(COUNTER.values()))
+    for one in OF_RANKS:
+        for name in one.words:
+            words.add(name, 3 * 10**9 if one.unit == "s" else 3)
+    assert report(words.counters()) == {one.key: each(one) for one in OF_RANKS}
+
+
+def test_a_loaders_meter_counts_what_the_table_says_it_writes() -> None:
+    counted = set(Meter()) - {"batches"}
+    assert counted == {name for one in OF_RANKS if one.writer == "meter" for name in one.words}
+    assert set(Meter().stats()) == {"batches", *(c.key for c in OF_RANKS if c.writer == "meter")}
+    assert set(CAUSE_OF.values()) <= set(CAUSES)
+
+
+def test_every_counter_of_a_rank_is_a_column() -> None:
+    columns = [one.column for one in COUNTERS if one.of == "rank"]
+    assert "" not in columns
+    assert set(columns) <= set(view.SESSION_HEADER)
+    assert {c.column for c in OF_RANKS} <= set(view.RANK_HEADER)
+    assert set(columns) <= {name.removesuffix("/s") for name in view.TOP_HEADER}
+    assert set(CAUSES) <= set(view.TOP_HEADER)
+    session = {c.key: each(c) for c in OF_RANKS} | {"job": "a", "rank": 0, "done": 1}
+    session |= {"ahead": 0, "lead_now_s": 0.0}
+    assert len(view.session_row(session)) == len(view.SESSION_HEADER)
+    assert len(view.rank_row(session)) == len(view.RANK_HEADER)
+    assert len(view.top_row(session, None, 1.0)) == len(view.TOP_HEADER)
+
+
+@pytest.mark.parametrize("one", COUNTERS, ids=lambda c: cast(Counter, c).metric)
+def test_the_docs_name_every_counter(one: Counter) -> None:
+    operations = (DOCS / "operations.md").read_text()
+    name = one.metric + "_total" * (one.kind == "counter")
+    (row,) = (line for line in operations.splitlines() if f"`{name}`" in line and line[0] == "|")
+    labels = {"rank": ["job", "rank"], "node": []}.get(one.of, [one.of])
+    assert [f"`{label}`" in row for label in (*labels, *one.members)].count(False) == 0
+    assert f"`{one.key}`" in (DOCS / "cli.md").read_text()
+
+
+def test_no_cause_and_no_stage_is_named_twice() -> None:
+    assert len(set(CAUSES)) == len(CAUSES)
+    assert len(set(STAGES)) == len(STAGES)
