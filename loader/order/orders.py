@@ -250,7 +250,7 @@ class KnownOrder(EpochOrder):
             if isinstance(sampler, DistributedSampler):
                 sampler.epoch = stream.facts()["epoch"] + self._stride
             stream = opened(sampler, shadow, self.memo)
-        return PredictedEpoch(base_seed, shape, stream=stream)
+        return PredictedEpoch(base_seed, shape, stream)
 
     def _predict_listed(self, epochs_ahead: int) -> EpochPlan:
         """Predict a sequence of indices or batches, which is iterated as it is."""
@@ -260,7 +260,10 @@ class KnownOrder(EpochOrder):
 
         def work() -> PredictedEpoch:
             seed = self.base_seed if keep else shadow.seed(self._loader.generator)
-            return PredictedEpoch(seed, Shape(None, False), drained=gather(iter(listed)))  # type: ignore[call-overload]  # a sequence
+            found = gather(iter(listed))  # type: ignore[call-overload]  # a sequence
+            if found is None:
+                raise ValueError("the sequence is too long to predict")
+            return PredictedEpoch.of_drained(seed, found)
 
         return EpochPlan(work)
 
@@ -345,7 +348,7 @@ class ForeignOrder(EpochOrder):
             self.hopeless = True
             return None
         seed = self.base_seed if found.base_seed is None else found.base_seed
-        made = EpochPlan(lambda: PredictedEpoch(seed, Shape(None, False), drained=found))
+        made = EpochPlan(lambda: PredictedEpoch.of_drained(seed, found))
         if not epochs_ahead:
             self._first = made
         return made

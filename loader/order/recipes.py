@@ -35,6 +35,7 @@ from creel.loader.order.streams import (
     ShuffledList,
     Weighted,
     WithReplacement,
+    indices_of,
 )
 
 _Recipe: TypeAlias = "Callable[[object, RandomSource, PermutationCache, Facts], SamplerStream]"
@@ -186,7 +187,8 @@ def _agrees(make: Callable[[torch.Generator | None], Iterable[int]], own: bool) 
     sampler = make(generator)
     shadow = GeneratorCopies(generator)
     stream = opened(sampler, shadow, PermutationCache())
-    ours = stream.everything().tolist()
+    stream.need(stream.total)
+    ours = indices_of(stream.items(0, stream.total)).tolist()
     with torch.random.fork_rng(devices=[]):
         theirs = list(sampler)
         after = torch.default_generator, *([generator] if generator else [])

@@ -14,6 +14,7 @@ from typing import TypeAlias, TypedDict
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
@@ -119,15 +120,6 @@ class SamplerStream:
         """Return what `opened` needs to reopen this stream in another process."""
         return {}
 
-    def everything(self) -> NDArray[np.int32]:
-        """Return all items, (total,) int32, drawing what is not drawn yet.
-
-        Raises:
-            ValueError: an item is not an index or does not fit.
-        """
-        self.need(self.total)
-        return indices_of(self.items(0, self.total))
-
 
 class Sequential(SamplerStream):
     """The items 0, 1, 2, ..."""
@@ -138,6 +130,18 @@ class Sequential(SamplerStream):
 
     def items(self, start: int, stop: int) -> Items:
         return np.arange(start, stop)
+
+
+class FromArray(SamplerStream):
+    """Indices that a copy of a sampler gave, (total,) int32."""
+
+    def __init__(self, indices: NDArray[np.int32]) -> None:
+        self._indices = indices
+        self.total = len(indices)
+        self.key = ("drained", xxhash.xxh3_128_digest(indices.tobytes()))
+
+    def items(self, start: int, stop: int) -> Items:
+        return self._indices[start:stop]
 
 
 class FromList(SamplerStream):
@@ -152,9 +156,6 @@ class FromList(SamplerStream):
 
     def items(self, start: int, stop: int) -> Items:
         return list(self._listed[start:stop])
-
-    def everything(self) -> NDArray[np.int32]:
-        return indices_of(self._listed)
 
 
 class Drawing(SamplerStream):
@@ -272,9 +273,6 @@ class ShuffledList(SamplerStream):
     def items(self, start: int, stop: int) -> Items:
         places = np.asarray(self._order.items(start, stop))
         return [self._listed[i] for i in places.tolist()]
-
-    def everything(self) -> NDArray[np.int32]:
-        return indices_of(self._listed)[self._order.everything()]
 
     def rebase(self, dice: RandomSource) -> None:
         self._order = self._order.fork(dice)

@@ -14,6 +14,7 @@ from test_samplers import Echo, Loader, Make, same, states
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
 
 from creel.loader.order import recipes, samplers
+from creel.loader.order.prediction import same_batch
 from creel.loader.order.samplers import adopt, observe
 
 pytestmark = pytest.mark.timeout(60)
@@ -123,8 +124,8 @@ def test_a_foreign_sampler_is_foreseen_where_that_is_asked_for(name: str, worker
         if foreseen is not None:
             assert foreseen.same(now)
         pulled = list(order)
-        assert all(now.matches(i, b) for i, b in enumerate(pulled))
-        assert len(now.ends) == len(pulled)
+        assert now.steps == len(pulled)
+        assert all(same_batch(now.cut(i, i + 1)[0], b) for i, b in enumerate(pulled))
         seen = states(mine)
         foreseen = order.predict(1)
         assert states(mine) == seen
@@ -227,7 +228,7 @@ class Endless(Sampler[int]):
 def test_what_cannot_be_foreseen_is_said_to_be_so(sampler: Any) -> None:
     order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
     foreseen = order.predict(0, budget_s=0.3)  # the endless one comes back too
-    assert foreseen is None or len(foreseen.ends) == 0
+    assert foreseen is None or foreseen.steps == 0
     assert next(order) in (0, 1, 2, 3, [1])
 
 
@@ -259,5 +260,6 @@ def test_batches_in_a_list_are_the_user_s_own_objects() -> None:
     foreseen = order.predict(0)
     assert all(a is b for a, b in zip(order, listed, strict=True))
     assert foreseen is not None
-    assert foreseen.indices.tolist() == [3, 1, 2, 0, 4]
-    assert foreseen.ends.tolist() == [2, 3, 5]
+    indices, ends = foreseen.cut(0, foreseen.steps)
+    assert indices.tolist() == [3, 1, 2, 0, 4]
+    assert ends.tolist() == [2, 3, 5]

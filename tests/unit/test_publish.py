@@ -95,11 +95,11 @@ def publisher_of(daemon: Daemon, *, apart: bool = True, objects: Any = pairs) ->
 
 def drained(order: list[int], ends: list[int]) -> EpochPlan:
     found = DrainedSampler(None, np.array(order, np.int32), np.array(ends, np.int64))
-    return EpochPlan(lambda: PredictedEpoch(0, Shape(None, False), drained=found))
+    return EpochPlan(lambda: PredictedEpoch.of_drained(0, found))
 
 
 def counted(size: int, total: int = N) -> EpochPlan:
-    return EpochPlan(lambda: PredictedEpoch(0, Shape(size, False), stream=Sequential(total)))
+    return EpochPlan(lambda: PredictedEpoch(0, Shape(size, False), Sequential(total)))
 
 
 def any_plan(rng: random.Random) -> tuple[EpochPlan, list[list[int]]]:
