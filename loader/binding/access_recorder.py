@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch.utils.data import Dataset, StackDataset, Subset
 
+from creel.forks import forget_in_child
 from creel.loader.binding.access_trace import AccessTrace, Item, by_sample, parts_of
 from creel.loader.binding.tree import unchanged
 from creel.loader.binding.wrap import Wrapped, unwrap
@@ -60,10 +61,11 @@ class AccessRecorder:
         self.fd = _new_journal() if journal is None else os.dup(journal)
         weakref.finalize(self, os.close, self.fd)
         self._noted: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
-        self._renew()
+        self.forget()
+        forget_in_child(self)
 
-    def _renew(self) -> None:
-        self._pid = os.getpid()
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
         self._lock = threading.Lock()
         self._known = np.zeros(self._size, np.bool_)
         self._count = 0  # known samples
@@ -103,7 +105,7 @@ class AccessRecorder:
 
     def trace(self) -> AccessTrace | None:
         """The complete trace, returned once; None while recording, or if nothing was read."""
-        with self._here():
+        with self._lock:
             self._catch_up()
             if not self._sealed or self._given:
                 return None
@@ -124,11 +126,6 @@ class AccessRecorder:
                 for index, *items in json.loads(line)[1:]:
                     yield index, items
 
-    def _here(self) -> threading.Lock:
-        if self._pid != os.getpid():
-            self._renew()
-        return self._lock
-
     def _note(self, index: int, items: list[Item]) -> None:
         if self._known[index]:
             self._met += 1
@@ -147,7 +144,7 @@ class AccessRecorder:
 
     def write(self) -> None:
         """Append the reads of a batch to the journal, and take in those of other processes."""
-        with self._here():
+        with self._lock:
             while self._noted:  # also those of other threads
                 self._note_wishes(*self._noted.popleft())
             if (self._heard or self._met) and not self._sealed:

@@ -14,7 +14,6 @@ import logging
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.reduction
-import os
 import threading
 import time
 import weakref
@@ -27,7 +26,7 @@ from torch.utils.data import get_worker_info
 
 from creel.config import Config
 from creel.errors import UnavailableError
-from creel.forks import at_fork
+from creel.forks import at_fork, forget_in_child
 from creel.loader.client.batch_stream import client_of, on_its_way
 from creel.loader.client.ranks import job_name, rank_and_world
 from creel.loader.client.unmet_settings import warn_of_unmet
@@ -181,19 +180,15 @@ class WrappedReads:
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
         self._trace: AccessTrace | None = None
         self._token = ""  # of the journal of the process that spawned this one
-        self._renew()
+        self.forget()
+        forget_in_child(self)
         _alive.add(self)
 
-    def _renew(self) -> None:
-        """Set up the state that belongs to one process."""
-        self._pid = os.getpid()
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
         self._lock = threading.RLock()
         self._link: DaemonLink | None = None
         self._not_before = 0.0
-
-    def _renew_if_forked(self) -> None:
-        if self._pid != os.getpid():
-            self._renew()
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -227,7 +222,6 @@ class WrappedReads:
         """
         from creel.loader.binding.bind import bindable  # it imports wrap, which imports this module
 
-        self._renew_if_forked()
         with self._lock:
             if not self._bound and bindable(self._dataset):
                 return None
@@ -263,7 +257,6 @@ class WrappedReads:
 
     def prepare(self) -> None:
         """Bind before workers are made, so that each need not; does not contact a daemon."""
-        self._renew_if_forked()
         link = self._link
         if link is not None and not link.binding.current():
             self._unbind(link)
@@ -273,7 +266,6 @@ class WrappedReads:
                 _ = binding.manifest.key  # cached in the manifest
 
     def _linked(self) -> DaemonLink | None:
-        self._renew_if_forked()
         link = self._link
         if link is not None and link.session.alive:
             return link

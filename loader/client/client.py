@@ -34,7 +34,7 @@ from creel.errors import (
     NoDaemonError,
     UnavailableError,
 )
-from creel.forks import at_fork
+from creel.forks import forget_in_child
 from creel.loader.client.packets import (
     M,
     check_owner,
@@ -100,7 +100,7 @@ class Client:
         self.calls = itertools.count(1)
         self._answers: dict[int, CommandReply | Failed] = {}
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        _clients.add(self)
+        forget_in_child(self)
 
     @classmethod
     def connect(
@@ -257,7 +257,6 @@ class Client:
             self._ring()
         self._control_socket.close()
         self.arena.close()
-        _clients.discard(self)
 
     def __enter__(self) -> Client:
         return self
@@ -494,15 +493,3 @@ def _knock(control_socket: socket.socket, where: str, timeout_s: float) -> None:
             )
         asked = True
         time.sleep(0.005)
-
-
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for client in list(_clients):
-        client.forget()
-    _clients.clear()
-
-
-at_fork(after_in_child=_after_fork_in_child)

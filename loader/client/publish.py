@@ -12,7 +12,6 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import KNOWN
-from creel.forks import at_fork
+from creel.forks import forget_in_child
 from creel.loader.client.session import Session
 from creel.loader.order.prediction import EpochPlan, same_batch
 
@@ -230,22 +229,17 @@ class PlanPublisher:
         self._apart = apart
         self._threads = self._few = False  # publish the current epoch in a thread, or at once
         self._end = 0  # the next step to publish
-        self._epochs: list[PublishedEpoch] = []  # not completely published, in order
         self._version = 0
-        self._renew()
-        _publishers.add(self)
+        self._alone = False  # no planner thread: the trainer publishes the whole plan
+        self.forget()
+        forget_in_child(self)
 
-    def _renew(self) -> None:
-        """Create the state that belongs to one process."""
+    def forget(self) -> None:
+        """Create the state that belongs to one process: a forked child publishes nothing."""
         # Reentrant: a finaliser may end an epoch while this thread holds it.
         self._lock = threading.RLock()
         self._saying = False
         self._thread: threading.Thread | None = None
-        self._alone = False  # no planner thread: the trainer publishes the whole plan
-
-    def forget(self) -> None:
-        """In a forked child: publish nothing."""
-        self._renew()
         self._drop()
 
     # --- called by the trainer ----------------------------------------------------------------
@@ -351,7 +345,7 @@ class PlanPublisher:
 
     def _drop(self) -> None:
         self._version += 1
-        self._epochs = []
+        self._epochs: list[PublishedEpoch] = []  # not completely published, in order
         self._alone = False
 
     def _say(self, message: Callable[[], bool]) -> bool:
@@ -500,14 +494,3 @@ class PlanPublisher:
         if not urgent and not plan.ready(plan.reach(known, _PIECE)):
             plan.draw()
         return True
-
-
-_publishers: weakref.WeakSet[PlanPublisher] = weakref.WeakSet()
-
-
-def _forget_inherited() -> None:
-    for publisher in list(_publishers):
-        publisher.forget()
-
-
-at_fork(after_in_child=_forget_inherited)

@@ -8,7 +8,6 @@ reads the source itself.
 from __future__ import annotations
 
 import time
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from creel.cache.memory.shared_words import (
     SharedWords,
 )
 from creel.errors import DaemonLostError
-from creel.forks import at_fork
+from creel.forks import forget_in_child
 from creel.messages import Begin, Close, Extend, Opened, RequestMessage, Truncate, Wait
 
 if TYPE_CHECKING:  # the two modules import each other
@@ -77,7 +76,7 @@ class Session:
         self._void_from = 0  # READY may mean the old plan until all truncates are processed
         self._doubted = (0, 0)  # a stale heartbeat, and when it was first seen stale
         self._rows: tuple[int, Rows] | None = None  # bytes of an object, and its row copier
-        _sessions.add(self)
+        forget_in_child(self)
 
     @property
     def token(self) -> str:
@@ -282,15 +281,3 @@ class Session:
         except DaemonLostError:
             return False
         return True
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _forget_inherited() -> None:
-    for session in list(_sessions):
-        session.forget()
-    _sessions.clear()
-
-
-at_fork(after_in_child=_forget_inherited)

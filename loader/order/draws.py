@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import threading
 import zlib
 from weakref import WeakValueDictionary
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from creel.forks import forget_in_child
 from creel.policies import torch_random
 
 #: Below this torch draws the whole in under a millisecond, so it is drawn at once.
@@ -125,12 +125,12 @@ class Permutation:
         self._n = n
         self._start = start
         self._after = {} if after is None else after
-        self._renew()
         self._whole: NDArray[np.int32] | None = None
+        self.forget()
+        forget_in_child(self)
 
-    def _renew(self) -> None:
+    def forget(self) -> None:
         """Create the state that belongs to one process: a fork loses threads and keeps locks."""
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._head_lock = threading.Lock()
         self._shuffle: torch_random.Shuffle | None = None
@@ -168,8 +168,6 @@ class Permutation:
 
     def first(self, k: int) -> NDArray[np.int32]:
         """Return an array that holds at least the first k <= n entries."""
-        if self._whole is None and self._pid != os.getpid():
-            self._renew()
         while self._whole is None and k <= self._have + _LEAP:
             if k <= self._have:
                 return self._head  # always assigned before `_have` is raised
@@ -212,8 +210,6 @@ class Permutation:
         """Return all n entries; waits while another thread draws them."""
         if self._whole is not None:
             return self._whole
-        if self._pid != os.getpid():
-            self._renew()
         with self._lock:
             if self._whole is None:
                 generator = torch.Generator()
