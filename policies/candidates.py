@@ -13,23 +13,23 @@ from numpy.typing import NDArray
 
 Index = NDArray[np.intp]
 
-_NOBODY = np.empty(0, np.intp)
+_EMPTY = np.empty(0, np.intp)
 
 
-class Tray:
+class SizedCandidates:
     """Candidates by the room each would free, so that the tightest fits are found at once.
 
-    >>> tray = Tray(np.array([50, 20, 30]))
-    >>> tray.add(np.arange(3))
-    >>> tray.fit(np.array([20, 25, 60])).tolist(), len(tray)
+    >>> candidates = SizedCandidates(np.array([50, 20, 30]))
+    >>> candidates.add(np.arange(3))
+    >>> candidates.fit(np.array([20, 25, 60])).tolist(), len(candidates)
     ([1, 2, -1], 1)
     """
 
     def __init__(self, room: NDArray[np.int64]) -> None:
         """room: (n,) bytes each object takes up, a live view."""
         self._room = room
-        self._rooms = np.empty(0, np.int64)  # ascending
-        self._ids = _NOBODY
+        self._sorted_sizes = np.empty(0, np.int64)  # ascending
+        self._ids = _EMPTY
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -37,21 +37,21 @@ class Tray:
     @property
     def nbytes(self) -> int:
         """Total bytes of room of all candidates."""
-        return int(self._rooms.sum())
+        return int(self._sorted_sizes.sum())
 
     def add(self, ids: Index) -> None:
         """Add candidates."""
         if len(ids):
-            rooms = np.concatenate([self._rooms, self._room[ids]])
+            rooms = np.concatenate([self._sorted_sizes, self._room[ids]])
             order = rooms.argsort(kind="stable")
-            self._rooms, self._ids = rooms[order], np.concatenate([self._ids, ids])[order]
+            self._sorted_sizes, self._ids = rooms[order], np.concatenate([self._ids, ids])[order]
 
     def fit(self, wants: NDArray[np.int64]) -> Index:
         """Remove and return (k,) candidates with at least the wanted room, or -1; wants ascend."""
         out = np.full(len(wants), -1, np.intp)
         # For each, the smallest that is large enough and comes after the one of the previous want.
         number = np.arange(len(wants))
-        at = np.maximum.accumulate(self._rooms.searchsorted(wants) - number) + number
+        at = np.maximum.accumulate(self._sorted_sizes.searchsorted(wants) - number) + number
         at = at[: at.searchsorted(len(self._ids))]
         out[: len(at)] = self._ids[at]
         self._keep(at)
@@ -68,7 +68,7 @@ class Tray:
     def _keep(self, gone: Index) -> None:
         keep = np.ones(len(self._ids), np.bool_)
         keep[gone] = False
-        self._rooms, self._ids = self._rooms[keep], self._ids[keep]
+        self._sorted_sizes, self._ids = self._sorted_sizes[keep], self._ids[keep]
 
 
 class Sorted:
@@ -95,28 +95,28 @@ class Sorted:
         new = self._listed[ids] != keys
         keys, ids = keys[new], ids[new]
         if not len(ids):
-            return _NOBODY
+            return _EMPTY
         self._listed[ids] = keys
         order = keys.argsort()
         run = keys[order], ids[order]
         while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
             run = self._merged(self._runs.pop(), run)
         self._runs.append(run)
-        return _NOBODY
+        return _EMPTY
 
     def take(self, k: int, above: int = -1) -> Index:
         """Remove and return up to k candidates, largest key first, only keys > `above`."""
         out = []
         while k > 0:
             keys, ids, more = self._pop(k, above)
-            ids = self._once(ids[self._listed[ids] == keys])
+            ids = self._distinct(ids[self._listed[ids] == keys])
             out.append(ids)
             k -= len(ids)
             if not more:
                 break
-        return np.concatenate(out) if out else _NOBODY
+        return np.concatenate(out) if out else _EMPTY
 
-    def _once(self, ids: Index) -> Index:
+    def _distinct(self, ids: Index) -> Index:
         """Remove and return distinct ids; a key that came back may have two valid entries."""
         mark = np.arange(-2, -2 - len(ids), -1)
         self._listed[ids] = mark
@@ -127,7 +127,7 @@ class Sorted:
     def _pop(self, k: int, above: int) -> tuple[NDArray[np.int64], Index, bool]:
         """Remove the k entries with the largest keys > above; and whether there may be more."""
         if not self._runs:
-            return np.empty(0, np.int64), _NOBODY, False
+            return np.empty(0, np.int64), _EMPTY, False
         heads = [(keys[-k:], ids[-k:]) for keys, ids in self._runs]
         keys = np.concatenate([h[0] for h in heads])
         ids = np.concatenate([h[1] for h in heads])

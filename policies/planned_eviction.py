@@ -14,33 +14,33 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Index, Tray
-from creel.policies.eviction_policy import ABSENT, NOBODY, RESIDENT, EvictionPolicy, joined
+from creel.policies.candidates import Index, SizedCandidates
+from creel.policies.eviction_policy import ABSENT, NONE, RESIDENT, EvictionPolicy, joined
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import affordable
 from creel.policies.retention import Ids, Kept, Turn
 
 #: Candidates among which the tightest fit is sought: sixteen or more for each of a batch of 256.
-_TRAY = 4096
+_MAX_SORTED = 4096
 #: A room larger than wanted by more than 1/2^_LOOSE is kept for others.
-_LOOSE = 4  # else seven epochs at f = .75 lose 2 % (benchmarks/image_sizes.py)
+_LOOSE_FIT_SHIFT = 4  # else seven epochs at f = .75 lose 2 % (benchmarks/image_sizes.py)
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
-_WAITED = 8
+_WAIT_PART = 8
 #: Without the next order, room is kept free for the misses in the next epoch's first two steps, or
 #: in this part of it: nothing that stays would make room for them.
-_BLIND = 0.0025
+_UNKNOWN_ORDER_FREE = 0.0025
 #: Limits of the lead: part of an epoch, as the source is idle for as long, and of the memory.
-_LEAD, _LEAD_OF_MEMORY = 0.03, 0.5
+_MAX_LEAD, _MAX_LEAD_OF_MEMORY = 0.03, 0.5
 #: Factor on the lead: hits and misses do not alternate evenly, and room may be in pieces.
-_ROOMY = 1.5
+_LEAD_MARGIN = 1.5
 #: If more than this part of the objects to keep left during planning, plan again.
-_LOST = 0.0005
+_MAX_LOST = 0.0005
 #: Objects scanned at once, and scans in one call, where no candidates are listed.
-_SCAN, _SCANS = 1 << 16, 4
+_SCAN_OBJECTS, _MAX_SCANS = 1 << 16, 4
 
 
-class Outlook(Protocol):
+class PlanningContext(Protocol):
     """What the policy asks about its job when it may need a plan."""
 
     @property
@@ -104,79 +104,81 @@ class PlannedEviction(EvictionPolicy):
         self._room = np.empty(0, np.int64) if room is None else room
         self._opens_dominate = opens_dominate
         self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's turn
-        self._listed = np.zeros(len(life), np.bool_)  # those in `_going` and `_tray`
+        self._listed = np.zeros(len(life), np.bool_)  # those in `_going` and `_by_size`
         self._going: list[Ids] = []  # the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, and not needed
-        self._tray = Tray(self._room)
+        self._by_size = SizedCandidates(self._room)
         self._pending: Turn | None = None  # a question without an answer
-        self._meanwhile: list[Index] = []  # released since the question
+        self._released_since: list[Index] = []  # released since the question
         self._asked = 0  # what the latest answer used: 1 without the next order, 2 with it
         self._capacity = -1  # capacity of the latest plan
-        self._roomy = False  # whether all objects fit
-        self._hand = 0  # position of `_scan`
+        self._all_fits = False  # whether all objects fit
+        self._clock_hand = 0  # position of `_scan`
         self._credit = math.inf  # bytes that may leave; only where sizes differ
         self._lead_until = 0  # objects due before this step begin the next epoch
         self.stale = False
 
     # --- the plan --------------------------------------------------------------------------------
 
-    def question(self, outlook: Outlook) -> Turn | None:
+    def question(self, context: PlanningContext) -> Turn | None:
         """Return what to plan now, if anything; the next question comes after its `answer`."""
         if self._pending is not None or (self._asked == 2 and not self.stale):
             return None
-        capacity = outlook.capacity
-        self._roomy = capacity >= outlook.nbytes
-        clock, level = outlook.clock, self._known(outlook)
-        if self._roomy or not level or (level <= self._asked and not self.stale):
-            self.stale = self.stale and not self._roomy
+        capacity = context.capacity
+        self._all_fits = capacity >= context.nbytes
+        clock, level = context.clock, self._known(context)
+        if self._all_fits or not level or (level <= self._asked and not self.stale):
+            self.stale = self.stale and not self._all_fits
             return None
         if level <= self._asked and self._stays is not None and capacity == self._capacity:
             self.stale = False
             return None
         self._asked, self._capacity, self.stale = level, capacity, False
         first, end = self.uses.span(self.epoch)
-        missing = 1 - capacity / outlook.nbytes
+        missing = 1 - capacity / context.nbytes
         known = level == 2
         if not known:
-            each = outlook.nbytes / max(end - first, 1)
-            capacity -= int(missing * max(2 * each, _BLIND * outlook.nbytes))
-        least, steps = outlook.lead
-        lead = max(min(_ROOMY * steps / max(end - first, 1), _LEAD), least / max(end - first, 1))
+            each = context.nbytes / max(end - first, 1)
+            capacity -= int(missing * max(2 * each, _UNKNOWN_ORDER_FREE * context.nbytes))
+        least, steps = context.lead
+        lead = max(
+            min(_LEAD_MARGIN * steps / max(end - first, 1), _MAX_LEAD), least / max(end - first, 1)
+        )
         self._pending = Turn(
-            outlook.orders(self.epoch + 1) if known else [],
+            context.orders(self.epoch + 1) if known else [],
             self.uses.due,
             self._life,
             min(max(clock, first), end - 1),
             end,
-            outlook.size,
-            int(outlook.nbytes / len(self._life)),
-            outlook.grain,
+            context.size,
+            int(context.nbytes / len(self._life)),
+            context.grain,
             capacity,
-            min(lead, _LEAD_OF_MEMORY * (1 - missing)),
+            min(lead, _MAX_LEAD_OF_MEMORY * (1 - missing)),
             self._opens_dominate,
         )
         return self._pending
 
-    def _known(self, outlook: Outlook) -> int:
+    def _known(self, context: PlanningContext) -> int:
         """Whether to plan with the next epoch's order (2), without it (1), or not yet (0)."""
         e, uses = self.epoch, self.uses
         if not uses.knows(e):
             return 0
-        if outlook.known > e + 1 or (
-            outlook.known == e + 1 and uses.accesses(e + 1) >= uses.accesses(e)
+        if context.known > e + 1 or (
+            context.known == e + 1 and uses.accesses(e + 1) >= uses.accesses(e)
         ):
             return 2 if uses.knows(e + 1) else 1
         first, end = uses.span(e)
-        return int(_WAITED * (outlook.clock - first) >= end - first)
+        return int(_WAIT_PART * (context.clock - first) >= end - first)
 
     def answer(self, turn: Turn, kept: Kept) -> None:
         """Take a plan, if it answers the latest question."""
         if turn is not self._pending:
             return
-        again, self._meanwhile = self._meanwhile, []
+        again, self._released_since = self._released_since, []
         self._pending, self._stays, self._surplus = None, kept.stays, kept.surplus
         lost = sum(np.count_nonzero(kept.stays[x] & (self._life[x] == ABSENT)) for x in again)
-        if lost > _LOST * len(self._life):
+        if lost > _MAX_LOST * len(self._life):
             self.replanned()
         lead = turn.lead * (turn.end - self.uses.start(self.epoch)) if turn.orders else 0.0
         self._lead_until = turn.end + int(lead) if lead else 0
@@ -196,10 +198,10 @@ class PlannedEviction(EvictionPolicy):
         if uses is not self.uses or epoch <= self.epoch:
             return
         self.epoch = epoch
-        self._stays, self._surplus, self._meanwhile, self._pending = None, [], [], None
+        self._stays, self._surplus, self._released_since, self._pending = None, [], [], None
         self._asked, self._credit = 0, math.inf
 
-    def told(self, ids: Index, epoch: int) -> None:
+    def plan_extended(self, ids: Index, epoch: int) -> None:
         """A plan continues with these reads of `epoch`."""
         if epoch <= self.epoch:
             self._listed[ids[self.uses.due[ids] < self._limit]] = False
@@ -215,13 +217,13 @@ class PlannedEviction(EvictionPolicy):
 
     def released(self, ids: Index, *, read: bool = False) -> None:
         """Residents are no longer pinned (an object may come twice)."""
-        if self._roomy:
+        if self._all_fits:
             return
         idle = ~self.wanted(ids)
         if not every(idle):
             ids = ids[idle]
         if self._pending is not None and (read or not self.fits):
-            self._meanwhile.append(ids)
+            self._released_since.append(ids)
         if self._stays is not None:
             going = ids[~self._stays[ids]]
             if not self.fits:
@@ -234,7 +236,7 @@ class PlannedEviction(EvictionPolicy):
             self._listed[ids] = True
             self._going.append(ids.astype(np.int32))
 
-    def left(self, ids: Index) -> None:
+    def evicted(self, ids: Index) -> None:
         """Residents are being evicted."""
         if self.fits:
             self._credit -= int(self._room[ids[~self.wanted(ids)]].sum())
@@ -267,7 +269,7 @@ class PlannedEviction(EvictionPolicy):
         """Up to k distinct objects to evict."""
         out = []
         credit = self._credit
-        for source in (self._from_surplus, self._from_going, self._from_tray, self._scan):
+        for source in (self._from_surplus, self._from_going, self._take_any_size, self._scan):
             if k <= 0 or credit <= 0:
                 break
             ids = source(k)
@@ -312,8 +314,8 @@ class PlannedEviction(EvictionPolicy):
             k -= len(ids)
         return joined(out)
 
-    def _from_tray(self, k: int) -> Index:
-        ids = self._tray.take(k)
+    def _take_any_size(self, k: int) -> Index:
+        ids = self._by_size.take(k)
         ids = ids[self._listed[ids]]
         self._listed[ids] = False
         return ids[self._leaving(ids)]
@@ -322,12 +324,12 @@ class PlannedEviction(EvictionPolicy):
         """Where there is no plan: scan all objects in turn (a clock's hand)."""
         n = len(self._life)
         if self._stays is not None or not n:
-            return NOBODY
+            return NONE
         out = []
-        for _ in range(min(_SCANS, -(-n // _SCAN))):
-            stop = min(self._hand + _SCAN, n)
-            here = slice(self._hand, stop)
-            ids = self._hand + np.flatnonzero(
+        for _ in range(min(_MAX_SCANS, -(-n // _SCAN_OBJECTS))):
+            stop = min(self._clock_hand + _SCAN_OBJECTS, n)
+            here = slice(self._clock_hand, stop)
+            ids = self._clock_hand + np.flatnonzero(
                 (self._life[here] == RESIDENT) & (self._pins[here] == 0) & ~self._listed[here]
             )
             ids = ids[~self.wanted(ids)]
@@ -335,7 +337,7 @@ class PlannedEviction(EvictionPolicy):
             k -= len(out[-1])
             if k <= 0:
                 break
-            self._hand = stop if stop < n else 0
+            self._clock_hand = stop if stop < n else 0
         return joined(out)
 
     # --- rooms of different sizes ----------------------------------------------------------------
@@ -346,15 +348,15 @@ class PlannedEviction(EvictionPolicy):
         credit = math.inf if stalled else self._credit
         order = np.arange(len(wants))
         while len(order) and credit > 0:
-            self._fill_tray(len(order))
+            self._fill_by_size(len(order))
             # Where the credit is short of all, serve the most urgent first, whatever their size.
-            order = order[: affordable(wants[order], int(min(self._tray.nbytes, credit)))]
+            order = order[: affordable(wants[order], int(min(self._by_size.nbytes, credit)))]
             order = order[wants[order].argsort(kind="stable")]
-            ids = self._tray.fit(wants[order])
+            ids = self._by_size.fit(wants[order])
             order, ids = order[ids >= 0], ids[ids >= 0]
-            tight = self._room[ids] - wants[order] <= wants[order] >> _LOOSE
+            tight = self._room[ids] - wants[order] <= wants[order] >> _LOOSE_FIT_SHIFT
             if not every(tight):
-                self._tray.add(ids[~tight])
+                self._by_size.add(ids[~tight])
                 order, ids = order[tight], ids[tight]
             may = self._listed[ids] & self._leaving(ids) & (self._room[ids] >= wants[order])
             may &= self._may_go(ids)
@@ -364,14 +366,14 @@ class PlannedEviction(EvictionPolicy):
             order = np.sort(order[~may])
         return out
 
-    def _fill_tray(self, k: int) -> None:
+    def _fill_by_size(self, k: int) -> None:
         """Fill the tray with candidates, up to _TRAY."""
         for source, enough in (
-            (self._from_surplus, _TRAY),
-            (self._from_going, _TRAY),
+            (self._from_surplus, _MAX_SORTED),
+            (self._from_going, _MAX_SORTED),
             (self._scan, k),
         ):
-            if len(self._tray) < enough:
-                ids = source(enough - len(self._tray))
+            if len(self._by_size) < enough:
+                ids = source(enough - len(self._by_size))
                 self._listed[ids] = True
-                self._tray.add(ids)
+                self._by_size.add(ids)

@@ -88,7 +88,7 @@ class Node:
         self.stop: Callable[[bool], None] = lambda now: None  # noqa: ARG005  set by the loop
         self.clients: Callable[[], int] = lambda: 0
         self.pids: Callable[[], dict[str, int]] = dict
-        self.line_address = ""
+        self.request_address = ""
         self.arena = Arena.create(
             memory_budget(config.memory, total=memory.total, available=memory.available)
         )
@@ -242,7 +242,7 @@ class Node:
 
     def welcome(self, token: str) -> tuple[Welcome, int]:
         """Return the greeting and the arena's descriptor."""
-        welcome = Welcome(PROTOCOL, token, self.line_address, self.arena.nbytes, os.getpid())
+        welcome = Welcome(PROTOCOL, token, self.request_address, self.arena.nbytes, os.getpid())
         return welcome, self.arena.fd
 
     def expect(self) -> None:
@@ -420,7 +420,7 @@ class Node:
         """
         objects, ends = arrays
         nbytes = objects.nbytes + ends.nbytes
-        blind = message.blind
+        blind = message.unplanned
         try:
             if message.epoch != session.epoch and not blind:
                 blind = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))

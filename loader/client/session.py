@@ -8,6 +8,7 @@ reads the source itself.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,18 +39,32 @@ if TYPE_CHECKING:  # the two modules import each other
 STALE_NS = 2_000_000_000
 #: A heartbeat must look stale for this long before the daemon counts as lost: the whole machine or
 #: job may have been suspended (Slurm). A daemon that resumes beats again much sooner.
-DOUBT_NS = 500_000_000
+STALE_CONFIRM_NS = 500_000_000
 #: Longest delay with which a waiting thread notices a stale heartbeat.
-SLICE_S = 0.05
-#: Objects in one Extend: the daemon handles it in 3 ms, and serves nobody meanwhile.
-_PIECE = 1 << 14
-#: The same at the start of an epoch: for nearly each object the daemon touches fresh memory, a page
-#: of a thousand objects in each of its columns (10 ms, benchmarks/planning.py).
-_FRESH = 1 << 10
-#: That start ends once the plan has 2**-7 of all objects: eight for each page.
-_TOUCHED = 7
-#: Maximum messages for one plan: libzmq queues 1,000 that the daemon has not received.
-_PIECES = 256
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """Objects in one `Extend`.
+
+    Attributes:
+        limit: the daemon handles it in 3 ms, and serves nobody meanwhile.
+        fresh: the same at the start of an epoch: for nearly each object the daemon touches fresh
+            memory, a page of a thousand objects in each of its columns (10 ms,
+            benchmarks/planning.py).
+        fresh_part: that start ends once the plan has this part (1/n) of all objects: eight for each
+            page.
+        messages: maximum number for one plan: libzmq queues 1,000 that the daemon has not received.
+    """
+
+    limit: int = 1 << 14
+    fresh: int = 1 << 10
+    fresh_part: int = 128
+    messages: int = 256
+
+
+SIZES = MessageSizes()
 
 
 class Session:
@@ -71,10 +86,10 @@ class Session:
         self._trainer = trainer
         self._closed = False
         self._lost = False
-        self._epoch, self._told = -1, 0  # epoch of the last plan, and objects sent of it
+        self._epoch, self._sent = -1, 0  # epoch of the last plan, and objects sent of it
         self._truncates = 0
         self._void_from = 0  # READY may mean the old plan until all truncates are processed
-        self._doubted = (0, 0)  # a stale heartbeat, and when it was first seen stale
+        self._stale_beat = (0, 0)  # a stale heartbeat, and when it was first seen stale
         self._rows: tuple[int, Rows] | None = None  # bytes of an object, and its row copier
         forget_in_child(self)
 
@@ -91,11 +106,11 @@ class Session:
         now, beat = time.monotonic_ns(), self.words[HEARTBEAT]
         if now - beat < STALE_NS:
             return True
-        if self._doubted[0] != beat:
-            self._doubted = (beat, now)
-        return now - self._doubted[1] < DOUBT_NS
+        if self._stale_beat[0] != beat:
+            self._stale_beat = (beat, now)
+        return now - self._stale_beat[1] < STALE_CONFIRM_NS
 
-    def _gone(self) -> bool:
+    def _dead(self) -> bool:
         return not self.alive
 
     def extend(
@@ -105,7 +120,7 @@ class Session:
         objects: NDArray[np.integer],
         ends: NDArray[np.integer],
         *,
-        blind: bool = False,
+        unplanned: bool = False,
     ) -> bool:
         """Add the plan of steps `step, step+1, ...`; see `messages.Extend`.
 
@@ -120,19 +135,19 @@ class Session:
         objects = np.asarray(objects, np.dtype("<i4"))
         ends = np.asarray(ends, np.dtype("<i8"))
         if epoch != self._epoch:
-            self._epoch, self._told = epoch, 0
-        first, least = 0, len(objects) // _PIECES
+            self._epoch, self._sent = epoch, 0
+        first, min_objects = 0, len(objects) // SIZES.messages
         while first < len(ends):
             start = int(ends[first - 1]) if first else 0
-            fresh = self._told < len(self.table.offset) >> _TOUCHED
-            most = max(min(_FRESH, _PIECE) if fresh else _PIECE, least)
-            last = max(int(np.searchsorted(ends, start + most, side="right")), first + 1)
-            message = Extend(self.token, self.id, epoch, step + first, blind)
+            fresh = self._sent < len(self.table.offset) // SIZES.fresh_part
+            max_objects = max(min(SIZES.fresh, SIZES.limit) if fresh else SIZES.limit, min_objects)
+            last = max(int(np.searchsorted(ends, start + max_objects, side="right")), first + 1)
+            message = Extend(self.token, self.id, epoch, step + first, unplanned)
             piece = objects[start : int(ends[last - 1])]
-            if not self._say(message, piece, ends[first:last] - start):
+            if not self._send(message, piece, ends[first:last] - start):
                 self._lost |= first > 0  # the daemon has an incomplete plan
                 return False
-            self._told += len(piece)
+            self._sent += len(piece)
             first = last
         return True
 
@@ -146,7 +161,7 @@ class Session:
         self._void_from = step if self._settled() else min(step, self._void_from)
         self._truncates += 1
         self.words[WANTED] = min(self.words[WANTED], step)  # it was of the cancelled plan
-        if not self._say(Truncate(self.token, self.id, step)):
+        if not self._send(Truncate(self.token, self.id, step)):
             self._lost = True  # READY would still mean the old plan
             return False
         return True
@@ -158,7 +173,7 @@ class Session:
         """
         pause = 2e-5
         while not self._settled():
-            if self._gone():
+            if self._dead():
                 self._lost = True
                 return False
             time.sleep(pause)
@@ -170,7 +185,7 @@ class Session:
 
     def begin(self, epoch: int) -> bool:
         """Begin an epoch: the daemon checks its files' versions before its steps are ready."""
-        return self._say(Begin(self.token, self.id, epoch))
+        return self._send(Begin(self.token, self.id, epoch))
 
     def stamp(self) -> int:
         """Return how often READY was revoked; bytes copied while this changes may be torn."""
@@ -210,17 +225,17 @@ class Session:
             self.words[WANTED] = max(self.words[WANTED], step + 1)
         client = self._client
         call = next(client.calls)
-        if not self._say(Wait(self.token, call, self.id, step)):
+        if not self._send(Wait(self.token, call, self.id, step)):
             return False
         deadline = time.monotonic() + timeout_s
         while True:
-            heard = client.heard
+            received = client.received
             if self.ready(step):
                 return True
             left = deadline - time.monotonic()
-            if left <= 0 or self._gone() or client.refused(call):
+            if left <= 0 or self._dead() or client.refused(call):
                 return self.ready(step)
-            client.listen(min(left, SLICE_S), heard)
+            client.listen(min(left, POLL_S), received)
 
     def done(self, step: int) -> None:
         """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""
@@ -270,10 +285,10 @@ class Session:
             return
         self._closed = True
         if self._trainer:
-            self._client.tell(Close(self.id))
+            self._client.notify(Close(self.id))
         # Words and table stay mapped until the session is freed: other threads may be reading.
 
-    def _say(self, message: RequestMessage, *arrays: NDArray[Any]) -> bool:
+    def _send(self, message: RequestMessage, *arrays: NDArray[Any]) -> bool:
         if self._closed or self._lost:
             return False
         try:

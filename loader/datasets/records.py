@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError
-from creel.loader.buffers import Ring
+from creel.loader.buffers import BufferPool
 from creel.loader.datasets.base import (
     Indices,
     Labelled,
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _MAGIC = b"\x93NUMPY"
 #: Bytes read at once of a batch whose samples are transformed one by one (samples may be small
 #: parts of large records), and the largest buffer that is kept for the next batch.
-_TOGETHER_NBYTES = 4 << 20
+_MAX_BUFFER_NBYTES = 4 << 20
 #: Longer .npy headers belong to structured types, which no tensor can hold.
 _HEADER_NBYTES = 1 << 16
 
@@ -92,8 +92,8 @@ class RecordDataset(Labelled):
         NotFoundError: a missing file.
     """
 
-    volatile = (*Labelled.volatile, "_ring")
-    _ring: Ring | None = None
+    volatile = (*Labelled.volatile, "_buffers")
+    _buffers: BufferPool | None = None
 
     def __init__(
         self,
@@ -168,12 +168,12 @@ class RecordDataset(Labelled):
         return np.array([position(i, self._size) for i in indices], np.int64)
 
     def _samples(self, ids: Indices) -> list[Sample]:
-        """Samples without labels, read at most `_TOGETHER_NBYTES` at a time."""
+        """Samples without labels, read at most `_MAX_BUFFER_NBYTES` at a time."""
         if self.batch_transform is not None and len(ids):
             batch = cast(self._numbers(ids), self.to)
             return unstacked(self.batch_transform(batch), len(ids))
         samples: list[Sample] = []
-        step = max(_TOGETHER_NBYTES // self.nbytes, 1)
+        step = max(_MAX_BUFFER_NBYTES // self.nbytes, 1)
         for start in range(0, len(ids), step):
             rows = rows_of(cast(self._numbers(ids[start : start + step]), self.to, self._memory))
             samples += rows if self.transform is None else map(self.transform, rows)
@@ -186,12 +186,12 @@ class RecordDataset(Labelled):
         return numbers(rows, self.dtype, self.shape)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 memory; up to `_TOGETHER_NBYTES` it is reused once no tensor holds it."""
-        if nbytes > _TOGETHER_NBYTES:
+        """(nbytes,) uint8 memory; reused once no tensor holds it, up to `_MAX_BUFFER_NBYTES`."""
+        if nbytes > _MAX_BUFFER_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if self._ring is None:
-            self._ring = Ring()
-        return self._ring.take(nbytes)
+        if self._buffers is None:
+            self._buffers = BufferPool()
+        return self._buffers.take(nbytes)
 
     def _read_rows(self, ids: Indices, out: NDArray[np.uint8]) -> None:
         """Fill `out`, (n, nbytes), from the source, opening each file once per batch.

@@ -259,8 +259,8 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
             raise ConfigError(f"index='beside' writes next to {shards[0]}: use 'user' or a path")
         return Path(shards[0]).parent / name
     if index == "user":
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(home).expanduser() / "creel" / name
+        cache_folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(cache_folder).expanduser() / "creel" / name
     return Path(index).expanduser()
 
 
@@ -287,12 +287,12 @@ def _load(path: Path, stamp: bytes) -> pa.Table | None:
 
 def _save(path: Path, table: pa.Table) -> None:
     """Write to a temporary file, then rename, so that no reader sees half an index."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with pa.ipc.new_file(str(aside), table.schema) as writer:
+        with pa.ipc.new_file(str(draft), table.schema) as writer:
             writer.write_table(table)
-        aside.replace(path)
+        draft.replace(path)
     except OSError as e:
-        aside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise ConfigError(f"the index cannot be kept at {path}: {e.strerror}") from e

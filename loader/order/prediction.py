@@ -97,7 +97,7 @@ class EpochPlan:
     def __init__(self, work: Callable[[], PredictedEpoch]) -> None:
         self._work = work
         self._lock = threading.RLock()
-        self._foreseen: PredictedEpoch | None = None
+        self._predicted: PredictedEpoch | None = None
 
     @property
     def base_seed(self) -> int:
@@ -107,8 +107,8 @@ class EpochPlan:
     @property
     def steps(self) -> int:
         """The number of steps, if all can be computed."""
-        foreseen = self._opened()
-        return foreseen.shape.steps(foreseen.stream.total)
+        predicted = self._opened()
+        return predicted.shape.steps(predicted.stream.total)
 
     @property
     def samples(self) -> int:
@@ -126,12 +126,12 @@ class EpochPlan:
     @property
     def opened(self) -> bool:
         """Whether the plan is opened; until then any method or property may be slow."""
-        return self._foreseen is not None
+        return self._predicted is not None
 
     @property
-    def apart(self) -> bool:
+    def thread_safe(self) -> bool:
         """Whether another thread may compute it: no user code runs."""
-        return self._opened().stream.apart
+        return self._opened().stream.thread_safe
 
     @property
     def at_once(self) -> bool:
@@ -145,8 +145,8 @@ class EpochPlan:
 
     def ready(self, step: int) -> bool:
         """Whether steps [0, step) are drawn already, so that computing them is cheap."""
-        foreseen = self._opened()
-        return foreseen.stream.ready >= min(foreseen.shape.start(step), foreseen.stream.total)
+        predicted = self._opened()
+        return predicted.stream.ready >= min(predicted.shape.start(step), predicted.stream.total)
 
     def draw(self) -> None:
         """Draw the whole plan in the cheapest way, so that all steps are ready; may be slow."""
@@ -164,8 +164,8 @@ class EpochPlan:
         Raises:
             Exception: the computation fails; a sampler that raises does so again when pulled.
         """
-        foreseen = self._opened()
-        stream, shape = foreseen.stream, foreseen.shape
+        predicted = self._opened()
+        stream, shape = predicted.stream, predicted.shape
         start, stop = shape.start(first), min(shape.start(last), stream.total)
         with self._lock:
             stream.need(stop - 1)
@@ -195,16 +195,16 @@ class EpochPlan:
             return False
 
     def _opened(self) -> PredictedEpoch:
-        if self._foreseen is not None:
-            return self._foreseen
+        if self._predicted is not None:
+            return self._predicted
         with self._lock:
-            if self._foreseen is None:
+            if self._predicted is None:
                 try:
-                    self._foreseen = self._work()
+                    self._predicted = self._work()
                 except Exception:  # noqa: BLE001  (a sampler that raises does so again when pulled)
                     _log.debug("cannot foresee an epoch", exc_info=True)
-                    self._foreseen = PredictedEpoch(-1, Shape(None, False), Sequential(0))
-            return self._foreseen
+                    self._predicted = PredictedEpoch(-1, Shape(None, False), Sequential(0))
+            return self._predicted
 
 
 def same_batch(planned: NDArray[np.integer], batch: object) -> bool:

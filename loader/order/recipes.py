@@ -42,7 +42,10 @@ _Recipe: TypeAlias = "Callable[[object, RandomSource, PermutationCache, Facts], 
 
 
 def opened(
-    sampler: object, dice: RandomSource, memo: PermutationCache, given: Facts | None = None
+    sampler: object,
+    source: RandomSource,
+    permutations: PermutationCache,
+    given: Facts | None = None,
 ) -> SamplerStream:
     """Begin an epoch of `sampler`, as torch does when it asks the sampler for its first item.
 
@@ -56,7 +59,7 @@ def opened(
     if is_sequence(sampler):
         return FromList(sampler)  # type: ignore[arg-type]  # is_sequence says so
     recipe: _Recipe = _RECIPES[type(sampler)]  # type: ignore[assignment]  # each takes its own type
-    return recipe(sampler, dice, memo, given or {})
+    return recipe(sampler, source, permutations, given or {})
 
 
 def is_sequence(sampler: object) -> bool:
@@ -67,56 +70,59 @@ def is_sequence(sampler: object) -> bool:
 
 
 def _open_sequential(
-    s: SequentialSampler, _dice: RandomSource, _memo: PermutationCache, _given: Facts
+    s: SequentialSampler, _source: RandomSource, _permutations: PermutationCache, _given: Facts
 ) -> SamplerStream:
     return Sequential(len(s.data_source))
 
 
 def _open_random(
-    s: RandomSampler, dice: RandomSource, memo: PermutationCache, given: Facts
+    s: RandomSampler, source: RandomSource, permutations: PermutationCache, given: Facts
 ) -> SamplerStream:
     n = len(s.data_source)
     if s.generator is None:
-        kept: Facts = {"seed": given["seed"] if "seed" in given else dice.seed(None)}
+        kept: Facts = {"seed": given["seed"] if "seed" in given else source.seed(None)}
         generator = seeded(kept["seed"])
     else:
-        generator, kept = _direct(s.generator, dice, given)
+        generator, kept = _direct(s.generator, source, given)
     if s.replacement:
         return WithReplacement(n, s.num_samples, generator, s.generator, kept)
-    return Shuffled(n, s.num_samples, memo, generator, s.generator, kept, spare=True)
+    return Shuffled(n, s.num_samples, permutations, generator, s.generator, kept, spare=True)
 
 
 def _open_subset(
-    s: SubsetRandomSampler, dice: RandomSource, memo: PermutationCache, given: Facts
+    s: SubsetRandomSampler, source: RandomSource, permutations: PermutationCache, given: Facts
 ) -> SamplerStream:
-    generator, kept = _direct(s.generator, dice, given)
+    generator, kept = _direct(s.generator, source, given)
     n = len(s.indices)
-    return ShuffledList(s.indices, Shuffled(n, n, memo, generator, s.generator, kept))
+    return ShuffledList(s.indices, Shuffled(n, n, permutations, generator, s.generator, kept))
 
 
 def _open_weighted(
-    s: WeightedRandomSampler, dice: RandomSource, _memo: PermutationCache, given: Facts
+    s: WeightedRandomSampler, source: RandomSource, _permutations: PermutationCache, given: Facts
 ) -> SamplerStream:
-    generator, kept = _direct(s.generator, dice, given)
+    generator, kept = _direct(s.generator, source, given)
     return Weighted(s, generator, s.generator, kept)
 
 
 def _open_distributed(
-    s: DistributedSampler[object], _dice: RandomSource, memo: PermutationCache, given: Facts
+    s: DistributedSampler[object],
+    _source: RandomSource,
+    permutations: PermutationCache,
+    given: Facts,
 ) -> SamplerStream:
     epoch = given.get("epoch", s.epoch)
     n = len(s.dataset)  # type: ignore[arg-type]  # as torch: TypeError if it has none
     if not s.shuffle:
         return Distributed(Sequential(n), s, epoch)
     seed = s.seed + epoch
-    return Distributed(Shuffled(n, n, memo, seeded(seed), None, {"seed": seed}), s, epoch)
+    return Distributed(Shuffled(n, n, permutations, seeded(seed), None, {"seed": seed}), s, epoch)
 
 
 def _direct(
-    outer: torch.Generator | None, dice: RandomSource, given: Facts
+    outer: torch.Generator | None, source: RandomSource, given: Facts
 ) -> tuple[torch.Generator, Facts]:
     """Return the generator that a sampler draws from directly, and the facts known of it."""
-    generator = dice.of(outer)
+    generator = source.of(outer)
     if "rng" not in given:
         return generator, {}
     start = unpack(given["rng"])

@@ -138,10 +138,10 @@ def bound(prefix: str, suffix: str) -> list[str]:
 
     [] where unknown.
     """
-    least = len(prefix) + len(suffix)
+    min_length = len(prefix) + len(suffix)
     with suppress(OSError, ValueError):
         found = (a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
-        return sorted(a for a in found if len(a) > least)
+        return sorted(a for a in found if len(a) > min_length)
     return []
 
 

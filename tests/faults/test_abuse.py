@@ -313,7 +313,7 @@ def _noise(name: str, stop: threading.Event) -> None:
     context = zmq.Context()
     with Client.connect(name, "trainer") as client, context.socket(zmq.DEALER) as line:
         line.linger = 0
-        line.connect(client._line_address)
+        line.connect(client.request_address)
         while not stop.is_set():
             with contextlib.suppress(OSError):
                 _talk_nonsense(where, rng)

@@ -137,7 +137,7 @@ def test_below_torchs_loader_nobody_asks_the_daemon_for_what_is_read_as_quickly(
     with Running(daemon_name) as daemon:
         it = batches(DataLoader, wrapped)
         mine = [next(it)]
-        link = object.__getattribute__(wrapped, "_stepwise")._link
+        link = object.__getattribute__(wrapped, "_reads")._link
         daemon.signal(signal.SIGSTOP)
         until(lambda: stopped(daemon.pid), what="the daemon stands still")
         words = link.session.words
@@ -163,7 +163,7 @@ def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
 
 def linked(wrapped: object) -> bool:
     """Whether its dataset has a session with a daemon in this process."""
-    return object.__getattribute__(wrapped, "_stepwise")._link is not None
+    return object.__getattribute__(wrapped, "_reads")._link is not None
 
 
 def test_a_slow_source_is_read_by_the_daemon_alone(daemon_name: str, paths: list[str]) -> None:

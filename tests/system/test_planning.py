@@ -18,7 +18,7 @@ from daemons import Running
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.client import batch_stream, publish
+from creel.loader.client import connections, publish
 from creel.loader.client.publish import PlanPublisher
 from creel.loader.order import draws
 from kit import until
@@ -35,9 +35,7 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     with Running(daemon_name) as running:
         yield running
-    client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
-    if client is not None:
-        client.close()
+    connections.disconnect(daemon_name)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +48,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with which a small epoch is told as a large one is."""
-    for name, size in {"_SMALL": 100, "_HERE": 64, "_OWN": 32, "_PIECE": 500}.items():
-        monkeypatch.setattr(publish, name, size)
+    sizes = publish.PieceSizes(whole=100, trainer=64, user_code=32, thread=500)
+    monkeypatch.setattr(publish, "SIZES", sizes)
 
 
 def loader(cls: Any, data: Any, kind: str, **more: Any) -> Any:
@@ -192,7 +190,7 @@ def test_the_first_batches_do_not_wait_for_the_plan(
 def test_a_loader_dropped_amid_its_plan_leaves_nothing(
     rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, inside, go_on = PlanPublisher._made, threading.Event(), threading.Event()
+    made, inside, go_on = PlanPublisher._computed, threading.Event(), threading.Event()
 
     def slow(self: PlanPublisher, *args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -200,7 +198,7 @@ def test_a_loader_dropped_amid_its_plan_leaves_nothing(
             assert go_on.wait(120)
         return made(self, *args)
 
-    monkeypatch.setattr(PlanPublisher, "_made", slow)
+    monkeypatch.setattr(PlanPublisher, "_computed", slow)
     ours = loader(creel.DataLoader, rows, "seeded")
     iterator = iter(ours)
     next(iterator)
@@ -214,7 +212,7 @@ def test_a_loader_dropped_amid_its_plan_leaves_nothing(
 def test_a_daemon_that_dies_amid_the_plan_costs_no_batch(
     daemon: Running, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, inside, go_on = PlanPublisher._made, threading.Event(), threading.Event()
+    made, inside, go_on = PlanPublisher._computed, threading.Event(), threading.Event()
 
     def slow(self: PlanPublisher, *args: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -222,7 +220,7 @@ def test_a_daemon_that_dies_amid_the_plan_costs_no_batch(
             assert go_on.wait(120)
         return made(self, *args)
 
-    monkeypatch.setattr(PlanPublisher, "_made", slow)
+    monkeypatch.setattr(PlanPublisher, "_computed", slow)
     ours, theirs = loader(creel.DataLoader, rows, "seeded"), loader(DataLoader, rows, "seeded")
     torch.manual_seed(6)
     got = []

@@ -190,7 +190,7 @@ def test_a_declared_sampler_that_went_another_way_is_run_ahead_no_more(
     loader: Loader = DataLoader(Echo(9), sampler=Declared(), batch_size=2)
     order = observe(loader)
     assert order.predict(0) is not None
-    order.judge(wrong=True)
+    order.record_outcome(wrong=True)
     assert "Declared gave other samples" in caplog.text
     order = observe(loader, previous=order)
     assert order.predict(0) is order.predict(1) is None

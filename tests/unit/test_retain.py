@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Sorted, Tray
+from creel.policies.candidates import SizedCandidates, Sorted
 from creel.policies.eviction import (
     ABSENT,
     FETCHING,
@@ -266,7 +266,7 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
 def test_a_tray_gives_the_tightest_fits_there_are(seed: int) -> None:
     rng = np.random.default_rng(seed)
     room = rng.integers(1, 100, 200)
-    tray, held = Tray(room), list[int]()
+    tray, held = SizedCandidates(room), list[int]()
     for _ in range(30):
         new = [x for x in set(rng.integers(0, 200, 12).tolist()) if x not in held]
         tray.add(np.array(new, np.intp))
@@ -308,7 +308,7 @@ def test_who_makes_room_for_another_has_it_and_is_read_no_more_in_this_epoch(see
             assert (room[got] >= wants[out >= 0]).all()
             assert ((life[got] == RESIDENT) & (pins[got] == 0)).all()
             assert (uses.due[got] >= (epoch + 1) * steps).all()  # law L1
-            policy.left(got)
+            policy.evicted(got)
             life[got] = ABSENT
             room[got] = rng.integers(10, 100, len(got))
 
@@ -337,7 +337,7 @@ def test_a_plan_and_its_keeper_take_few_bytes_per_object(alike: bool, most: int)
             uses.consume(0, ids)
             policy.released(ids, read=True)
             gone = policy.victims(batch // 2, 0)
-            policy.left(gone)
+            policy.evicted(gone)
             life[gone] = ABSENT
         taken = tracemalloc.get_traced_memory()[0]
     finally:
