@@ -183,9 +183,9 @@ def _connect(name: str, trainer_pid: int, deadline: float, report: str, log_fd: 
         except NoDaemonError as e:
             if time.monotonic() > retry:
                 reason = report[1:] or _last_log(log_fd)
-                raise NoDaemonError(f"a daemon could not be started: {reason or e}") from e
+                raise NoDaemonError(f"the daemon did not start: {reason or e}") from e
             if report.startswith("0") and "already" not in report:
-                raise NoDaemonError(f"a daemon could not be started: {report[1:]}") from e
+                raise NoDaemonError(f"the daemon did not start: {report[1:]}") from e
         time.sleep(_RETRY_S)
 
 

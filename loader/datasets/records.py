@@ -286,7 +286,7 @@ def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
         if isinstance(found, torch.dtype):
             return found
-        raise ConfigError(f"no tensor can have the type {dtype!r}") from e
+        raise ConfigError(f"torch has no dtype for {dtype!r}") from e
 
 
 def _check_offset(offset: object) -> None:
@@ -311,7 +311,7 @@ def _dtype_of(path: str, header: _Npy | None, wanted: torch.dtype | None) -> tor
         # .npy files store bfloat16 and the like as plain bytes ("|V2")
         own = wanted if wanted.itemsize == header.itemsize else None
     if own is None:
-        raise ConfigError(f"{path} does not tell what its numbers are: give dtype=")
+        raise ConfigError(f"{path} does not say of what type its numbers are: give dtype=")
     if wanted is not None and own != wanted:
         raise ConfigError(f"{path} holds {own}, not {wanted}")
     return own
@@ -321,7 +321,7 @@ def _shape_of(path: str, header: _Npy | None, wanted: tuple[int, ...] | None) ->
     if wanted is None:
         own = () if header is None else _shape(header.shape[1:])
         if not own:
-            raise ConfigError(f"{path} does not tell the shape of a record: give shape=")
+            raise ConfigError(f"{path} does not say what shape a record has: give shape=")
         return own
     if header is not None and math.prod(header.shape) % math.prod(wanted):
         raise ConfigError(f"{path} has shape {header.shape}: no whole records of {wanted}")
@@ -340,7 +340,9 @@ def _run(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Run:
     size = nbytes_of(path)
     if header is not None:
         if offset:
-            raise ConfigError(f"{path} says itself where its rows begin: leave out offset={offset}")
+            raise ConfigError(
+                f"{path} has a header that says where its rows begin: leave out offset={offset}"
+            )
         used = math.prod(header.shape) * header.itemsize
         if header.offset + used > size:
             raise ConfigError(
@@ -365,7 +367,7 @@ def _npy(path: str) -> _Npy:
     """
     data = read_range(path, 0, min(_HEADER_NBYTES, nbytes_of(path)))
     if data[:6] != _MAGIC or len(data) < 12:
-        raise ConfigError(f"{path} is no .npy file")
+        raise ConfigError(f"{path} is not a .npy file")
     wide = 2 if data[6] == 1 else 4
     start = 8 + wide
     offset = start + int.from_bytes(data[8:start], "little")

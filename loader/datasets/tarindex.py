@@ -77,8 +77,8 @@ def _refuse_compressed(path: str, head: bytes) -> None:
     for magic, name in _COMPRESSED:
         if head.startswith(magic):
             raise ConfigError(
-                f"{path} is compressed with {name}: its members have no place of their own to be "
-                "read from; decompress it first"
+                f"{path} is compressed with {name}: creel cannot read single members of it;"
+                " decompress it first"
             )
 
 
@@ -111,7 +111,7 @@ def _walk(path: str, read: _Window) -> Iterator[TarMember]:
         at = body + (_padded(nbytes) if kind not in b"123456" else 0)
         extended = {}
     if at < read.nbytes or at == 0:
-        raise ConfigError(f"{path} is no tar file, or is cut short at byte {at}")
+        raise ConfigError(f"{path} is not a tar file, or is cut short at byte {at}")
 
 
 def _check(path: str, at: int, head: bytes) -> None:
@@ -121,7 +121,7 @@ def _check(path: str, at: int, head: bytes) -> None:
     except ValueError:
         right = False
     if not right:
-        raise ConfigError(f"{path} is no tar file, or is damaged at byte {at}")
+        raise ConfigError(f"{path} is not a tar file, or is damaged at byte {at}")
 
 
 def _extend(kind: bytes, body: bytes, extended: dict[str, str], common: dict[str, str]) -> None:

@@ -101,7 +101,7 @@ class TarDataset(CreelDataset):
         self._index = _index(table, extensions)
         if not len(self):
             what = "" if extensions is None else f" with {' or '.join(extensions)}"
-            raise ConfigError(f"no samples{what} in {self.shards[0]} and its fellows")
+            raise ConfigError(f"no samples{what} in {self.shards[0]} and the other shards")
 
     def __len__(self) -> int:
         return len(self._index.start) - 1

@@ -318,7 +318,8 @@ class ForeignOrder(EpochOrder):
         if wrong:
             self.unpredictable = True
             _log.warning(
-                "a copy of %s gave other samples than itself: it is run ahead no more",
+                "a copy of %s yielded other samples than itself: creel runs it ahead no more, and"
+                " reads ahead only what torch has pulled from it",
                 kind_of(self._sampler),
             )
 

@@ -202,7 +202,7 @@ class EpochPlan:
                 try:
                     self._predicted = self._work()
                 except Exception:  # noqa: BLE001  (a sampler that raises does so again when pulled)
-                    _log.debug("cannot foresee an epoch", exc_info=True)
+                    _log.debug("an epoch cannot be predicted", exc_info=True)
                     self._predicted = PredictedEpoch(-1, Shape(None, False), Sequential(0))
             return self._predicted
 

@@ -208,11 +208,15 @@ def _check(loader: DataLoader[object], state: State, given: Facts | None) -> Non
     """Raise ConfigError unless `state` fits this loader."""
     sampler = index_sampler(loader)
     if kind_of(sampler) != state["kind"]:
-        raise ConfigError(f"saved order is of {state['kind']}, this loader has {kind_of(sampler)}")
+        raise ConfigError(
+            f"the saved state is of a {state['kind']}, this loader has a {kind_of(sampler)}"
+        )
     if given is None:
         return
     inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
     total = opened(inner, shadow, PermutationCache(), given).total
     if total != state["total"]:
-        raise ConfigError(f"saved order is of {state['total']} samples, this loader has {total}")
+        raise ConfigError(
+            f"the saved state is of {state['total']} samples, this loader has {total}"
+        )

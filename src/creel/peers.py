@@ -92,7 +92,7 @@ def why_apart(connection: socket.socket) -> str:
             if pidfd >= 0:
                 os.close(pidfd)
     except OSError as e:
-        return f"process {pid} cannot be looked at: {e.strerror}"
+        return f"process {pid} cannot be inspected: {e.strerror}"
     if ended:
         return f"process {pid} has ended"
     return "" if same else f"process {pid} has another mount or user namespace, or root directory"
