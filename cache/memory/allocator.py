@@ -6,7 +6,7 @@ that a reader gathers rows with one `np.take`; alloc and free work on whole batc
 is *paged*: an object takes the smallest free range that holds it (best fit), rounded up to pages.
 
 Under random churn best fit alone leaves up to a sixth of the space in holes that nothing fits;
-`PagedPool.compact` plans the few moves that keep 97 % in use (tests/unit/test_space.py measures
+`PagedPool.compact` plans the few moves that keep 97 % in use (tests/unit/test_allocator.py measures
 both).
 """
 

@@ -17,7 +17,7 @@ from creel.policies.masks import some
 _ROUNDS = 4
 #: Share of the space kept free, so that moving few objects makes contiguous room.
 _SLACK = 0.0075
-#: The same where there is no time to move objects (tests/unit/test_space.py).
+#: The same where there is no time to move objects (tests/unit/test_allocator.py).
 _WIDE_SLACK = 0.03
 
 

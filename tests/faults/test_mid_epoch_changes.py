@@ -1,4 +1,4 @@
-"""Who changes a sampler or a dataset in an epoch, or after it, gets torch's batches."""
+"""A sampler or dataset changed within an epoch, or after it, gives torch's batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers of one's own: run as by torch, their batches cached all the same; ahead if asked."""
+"""Custom samplers: run as by torch, their batches cached; run ahead only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders and the daemon they share: wrong predictions, two trainers, a restart, large batches."""
+"""Loaders that share a daemon: wrong predictions, two trainers, a restart, large batches."""
 
 from __future__ import annotations
 

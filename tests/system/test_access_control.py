@@ -1,4 +1,4 @@
-"""Strangers at the daemon: nobody can hurt it, or see and change what is not theirs."""
+"""No client can harm the daemon, or see or change what belongs to another user or client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset that declares nothing: what it reads is learnt in the first epoch."""
+"""A dataset that declares nothing: its reads are recorded in the first epoch."""
 
 from __future__ import annotations
 
