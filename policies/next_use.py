@@ -237,12 +237,6 @@ class NextUses:
         spans = [t.end - t.base for t in self._epochs.values()]
         return self.end + 0.5 * sum(spans) / max(len(spans), 1)
 
-    @property
-    def per_step(self) -> float:
-        """Reads per step, of all known ranks together."""
-        steps = sum(t.end - t.base for t in self._epochs.values())
-        return sum(t.accesses for t in self._epochs.values()) / max(steps, 1)
-
     def repeats(self) -> tuple[int, int]:
         """(reads of objects read before in the same epoch, all reads), over the known epochs."""
         tables = self._epochs.values()

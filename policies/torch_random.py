@@ -1,7 +1,8 @@
 """torch's random numbers reproduced with numpy: permutations, samplers and batches. Pure.
 
 torch draws an order from MT19937, an engine that numpy has, too. The functions below return, bit
-for bit, what torch 2.13 returns on the CPU (compared in tests/unit/test_torch_random.py), without torch:
+for bit, what torch 2.13 returns on the CPU, as tests/unit/test_torch_random.py checks, without
+torch:
 
 - `torch.empty((), dtype=torch.int64).random_()` is 64 bits without the sign: `draw_seed`;
 - `torch.randperm(n)` is a forward Fisher-Yates shuffle with one 32-bit draw for each entry but the

@@ -90,9 +90,6 @@ class FolderLeaf(CreelDataset):
     def _build_manifest(self) -> Manifest:
         return Manifest.of_files(self._names)
 
-    def callables(self) -> list[object]:
-        return [self.folder.transform, self.folder.target_transform]
-
     def view(self) -> Dataset[Sample]:
         """The same folder (same class and shared attributes), reading through the lease."""
         folder = cast("Dataset[Sample]", self.folder)

@@ -85,9 +85,6 @@ class TreeNode:
         """A function from (n,) sample numbers to their labels, collated as by default_collate."""
         raise NotImplementedError
 
-    def callables(self) -> list[object]:
-        return [code for child in self.children() for code in child.callables()]
-
     def _with(self, name: str, value: object) -> Dataset[Sample]:
         """A shallow copy of the dataset with one attribute replaced."""
         copied = copy.copy(self.dataset)
@@ -123,9 +120,6 @@ class LeafNode(TreeNode):
 
     def labels(self) -> Callable[[Indices], torch.Tensor]:
         return self._leaf.collated_labels()
-
-    def callables(self) -> list[object]:
-        return self._leaf.callables()
 
 
 class PassNode(TreeNode):
@@ -170,10 +164,6 @@ class PassNode(TreeNode):
 
     def labels(self) -> Callable[[Indices], torch.Tensor]:
         return self._child.labels()
-
-    def callables(self) -> list[object]:
-        own = [self.dataset.fn] if type(self.dataset) is Transformed else []
-        return own + super().callables()
 
 
 class SubsetNode(TreeNode):

@@ -189,10 +189,6 @@ class CreelDataset(Dataset[Sample]):
         """
         raise NotImplementedError
 
-    def callables(self) -> list[object]:
-        """User functions that samples pass through, None for each that is not given."""
-        return []
-
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in self.volatile}
 

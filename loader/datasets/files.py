@@ -136,9 +136,6 @@ class FileDataset(Labelled):
             return None
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
 
-    def callables(self) -> list[object]:
-        return [self.decode, self.transform]
-
 
 def _common_size(sizes: NDArray[np.int64] | None) -> int:
     """The size of each file, or -1 where sizes differ or are not known."""

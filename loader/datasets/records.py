@@ -226,9 +226,6 @@ class RecordDataset(Labelled):
             return None
         return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, self.batch_transform)
 
-    def callables(self) -> list[object]:
-        return [self.transform, self.batch_transform]
-
 
 def _read_run(
     run: _Run, nbytes: int, records: Indices, out: NDArray[np.uint8], where: NDArray[np.intp]

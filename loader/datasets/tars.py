@@ -154,9 +154,6 @@ class TarDataset(CreelDataset):
         ones = np.ones(len(table.offset), np.int64)
         return Manifest.of_runs(uris.cast(pa.large_string()), table.offset, table.length, ones)
 
-    def callables(self) -> list[object]:
-        return [self.transform, *self.decode.values()]
-
 
 def _state(path: str) -> tuple[int, ...] | None:
     """A value that changes when a local file may have changed; None if stat fails."""
