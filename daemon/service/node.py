@@ -340,9 +340,7 @@ class Node:
         dataset.claim(token)
         if token not in self.pids():  # it left meanwhile
             dataset.unclaim(token)
-        objects = len(dataset.manifest)
-        message = Registered(dataset.key, objects, LocationTable.nbytes(objects, dataset.record))
-        return Answer(message, (dataset.table_fd,))
+        return Answer(Registered(dataset.key))
 
     def open(self, token: str, request: Open) -> SessionRecord:
         """Open a session.

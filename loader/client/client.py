@@ -191,10 +191,9 @@ class Client:
         data = manifest.to_arrow()
         fd = sealed_copy(data)
         try:
-            reply, fds = self._call(Register(len(data)), Registered, (fd,), _REGISTER_TIMEOUT_S)
+            reply, _ = self._call(Register(len(data)), Registered, (fd,), _REGISTER_TIMEOUT_S)
         finally:
             os.close(fd)
-        close_all(fds)
         return reply.dataset
 
     def open(
