@@ -50,7 +50,7 @@ class _FreeList:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._kind = _buffer_class(size)
+        self._kind = buffer_class(size)
         self._free: deque[mmap.mmap] = deque(maxlen=min(_MAX_KEPT, MAX_KEPT_NBYTES // max(size, 1)))
         self._back = weakref.ref(self._free)
 
@@ -67,7 +67,7 @@ class _FreeList:
 
 
 @functools.cache
-def _buffer_class(size: int) -> Any:
+def buffer_class(size: int) -> Any:
     """Return the buffer class of this size; cached for good, as ctypes caches its array types.
 
     An mmap cannot report when its last view ends; a ctypes array with `__del__` can.

@@ -101,7 +101,7 @@ class Client:
         self._wakeups: set[int] = set()  # eventfds of listening threads, to wake them up
         self.calls = itertools.count(1)
         self._answers: dict[int, CommandReply | Failed] = {}
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         forget_in_child(self)
 
     @classmethod
@@ -249,7 +249,7 @@ class Client:
     def close(self) -> None:
         """Close the connection; the daemon then releases everything it held for this client."""
         self._lost = True
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.close()
         with self._request_lock:
             if self._request_socket is not None:
@@ -324,7 +324,7 @@ class Client:
             raise
         finally:
             close_all(fds)
-        self._sessions.add(session)
+        self.sessions.add(session)
         return session
 
     def _mapped(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:

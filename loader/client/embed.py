@@ -93,7 +93,7 @@ def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
     """Connect to the daemon that `start` brings up, or to another that won the address."""
     try:
         deadline = time.monotonic() + _START_S
-        return _connect(name, trainer_pid, deadline, start.report(deadline), start.log_fd)
+        return connect_started(name, trainer_pid, deadline, start.report(deadline), start.log_fd)
     finally:
         start.close()
 
@@ -172,7 +172,9 @@ def start_early(config: Config) -> DaemonStart | None:
         return None  # `connect_or_start` warns with the reason
 
 
-def _connect(name: str, trainer_pid: int, deadline: float, report: str, log_fd: int) -> Client:
+def connect_started(
+    name: str, trainer_pid: int, deadline: float, report: str, log_fd: int
+) -> Client:
     """Connect to our daemon, or to the one that won the address."""
     # "0..." may mean that another daemon won and does not listen yet, or has just ended. Ours
     # listened when it reported "1": if it does not now, it was stopped.

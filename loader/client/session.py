@@ -82,7 +82,7 @@ class Session:
         self.dataset = opened.dataset
         self.words = words
         self.table = table
-        self._client = client
+        self.client = client
         self._trainer = trainer
         self._closed = False
         self._lost = False
@@ -96,12 +96,12 @@ class Session:
     @property
     def token(self) -> str:
         """The token a worker needs, besides `id`, to attach to this session."""
-        return self._client.token
+        return self.client.token
 
     @property
     def alive(self) -> bool:
         """Whether the daemon serves: connected, beating, not draining."""
-        if self._closed or self._lost or not self._client.alive or self.words[STATE] != 0:
+        if self._closed or self._lost or not self.client.alive or self.words[STATE] != 0:
             return False
         now, beat = time.monotonic_ns(), self.words[HEARTBEAT]
         if now - beat < STALE_NS:
@@ -223,7 +223,7 @@ class Session:
             return False
         if self._trainer:
             self.words[WANTED] = max(self.words[WANTED], step + 1)
-        client = self._client
+        client = self.client
         call = next(client.calls)
         if not self._send(Wait(self.token, call, self.id, step)):
             return False
@@ -255,7 +255,7 @@ class Session:
         if offset == ABSENT:
             return None
         try:
-            return self._client.arena.view[offset : offset + int(self.table.length[object_id])]
+            return self.client.arena.view[offset : offset + int(self.table.length[object_id])]
         except ValueError:  # another thread has closed the client
             return None
 
@@ -267,11 +267,11 @@ class Session:
         """
         nbytes = out.shape[1]
         if self._rows is None or self._rows[0] != nbytes:
-            self._rows = nbytes, Rows(self._client.arena, nbytes)
+            self._rows = nbytes, Rows(self.client.arena, nbytes)
         there: NDArray[np.bool_] = offset != ABSENT
         if self._rows[1].copy(offset, out):
             return there
-        arena = self._client.arena.array
+        arena = self.client.arena.array
         if not len(arena):  # another thread has closed the client
             return np.zeros(len(offset), np.bool_)
         for i, at in enumerate(offset.tolist()):
@@ -285,14 +285,14 @@ class Session:
             return
         self._closed = True
         if self._trainer:
-            self._client.notify(Close(self.id))
+            self.client.notify(Close(self.id))
         # Words and table stay mapped until the session is freed: other threads may be reading.
 
     def _send(self, message: RequestMessage, *arrays: NDArray[Any]) -> bool:
         if self._closed or self._lost:
             return False
         try:
-            self._client.send(message, *arrays)
+            self.client.send(message, *arrays)
         except DaemonLostError:
             return False
         return True

@@ -141,7 +141,7 @@ class Permutation:
     def drawn(cls, n: int, generator: torch.Generator) -> Permutation:
         """Draw the whole from `generator` now."""
         made = cls(n, b"")
-        made._whole = _randperm(n, generator)
+        made._whole = randperm(n, generator)
         return made
 
     def leave(self, generator: torch.Generator) -> None:
@@ -214,7 +214,7 @@ class Permutation:
             if self._whole is None:
                 generator = torch.Generator()
                 set_state(generator, self._start)
-                drawn = _randperm(self._n, generator)
+                drawn = randperm(self._n, generator)
                 self._remember(state_of(generator))
                 self._whole = drawn
                 with self._head_lock:
@@ -244,7 +244,7 @@ class Permutation:
             self.whole()
 
 
-def _randperm(n: int, generator: torch.Generator) -> NDArray[np.int32]:
+def randperm(n: int, generator: torch.Generator) -> NDArray[np.int32]:
     """Draw in int32 if n fits: the same draws as torch's int64, and half the memory."""
     kind = torch.int32 if n <= np.iinfo(np.int32).max else torch.int64
     drawn: NDArray[np.int32] = torch.randperm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -164,23 +165,18 @@ def _trials(kind: type) -> Iterable[Callable[[torch.Generator | None], Iterable[
             yield lambda _, args=args: DistributedSampler(seven, *args)  # type: ignore[arg-type, misc]  # sized; bound
 
 
-_TRUST: dict[type, bool] = {}
-
-
 def trusted(kind: type) -> bool:
-    """Whether streams reproduce samplers of exactly this class; tested once against this torch.
+    """Whether streams reproduce samplers of exactly this class."""
+    return (kind in _RECIPES or kind is BatchSampler) and agrees_with_torch(kind)
 
-    If a future or patched torch draws differently, its samplers are treated as custom ones:
-    iterated and drained. Takes about a millisecond; leaves the generators unchanged.
+
+@cache
+def agrees_with_torch(kind: type) -> bool:
+    """Whether streams draw as this torch does, tested once on small samplers of the class.
+
+    If a future or patched torch draws differently, its samplers are treated as custom ones. Takes
+    about a millisecond; leaves the generators unchanged.
     """
-    if kind not in _RECIPES and kind is not BatchSampler:
-        return False
-    if kind not in _TRUST:
-        _TRUST[kind] = _tried(kind)
-    return _TRUST[kind]
-
-
-def _tried(kind: type) -> bool:
     if kind is BatchSampler:
         sizes = [[len(b) for b in BatchSampler(range(7), 3, d)] for d in (False, True)]
         return sizes == [[3, 3, 1], [3, 3]]

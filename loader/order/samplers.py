@@ -71,7 +71,11 @@ def before(loader: DataLoader[object]) -> Moment:
 
 
 def observe(
-    loader: DataLoader[object], *, previous: EpochOrder | None = None, keep_seed: bool = False
+    loader: DataLoader[object],
+    *,
+    previous: EpochOrder | None = None,
+    keep_seed: bool = False,
+    foresee: bool = False,
 ) -> EpochOrder:
     """Begin an epoch: the calls and draws that torch's iterator makes before it pulls indices.
 
@@ -79,9 +83,10 @@ def observe(
         loader: a map-style loader.
         previous: the order of this loader's last epoch; its findings and caches are reused.
         keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
+        foresee: see `adopt`.
     """
     seed = previous.base_seed if previous is not None and keep_seed else None
-    return adopt(loader, _begin(loader, seed), previous=previous)
+    return adopt(loader, _begin(loader, seed), previous=previous, foresee=foresee)
 
 
 def restore(

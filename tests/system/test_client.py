@@ -33,7 +33,7 @@ from creel.errors import DaemonLostError, NoDaemonError
 from creel.loader.client import client as client_module
 from creel.loader.client import embed
 from creel.loader.client.client import Client
-from creel.loader.client.embed import _connect, connect_or_start
+from creel.loader.client.embed import connect_or_start, connect_started
 from creel.loader.client.packets import resolve
 from creel.loader.client.session import MessageSizes
 from kit import descriptors, gone, until
@@ -204,7 +204,7 @@ def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(daemon_name:
         tempfile.TemporaryFile() as log,
         pytest.raises(NoDaemonError, match="could not be started"),
     ):
-        _connect(daemon_name, 0, time.monotonic() + 10_000, "1", log.fileno())
+        connect_started(daemon_name, 0, time.monotonic() + 10_000, "1", log.fileno())
 
 
 def test_a_daemon_that_does_not_answer_is_not_waited_for_twice(
@@ -254,10 +254,10 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
     with daemon.client() as client:
         session = client.open(client.register(manifest))
         assert client.ask("status")  # the line is made
-        received = client.received
+        received, before = client.received, len(descriptors())
         listening = threading.Thread(target=client.listen, args=(100.0, received))
         listening.start()
-        until(lambda: bool(client._wakeups), what="it listens")
+        until(lambda: len(descriptors()) > before, what="it listens")
         sending = threading.Thread(target=plan, args=(session, np.arange(40), 5))  # no answer
         sending.start()
         sending.join(20)
@@ -266,7 +266,7 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
         assert client.ask("status")  # an answer, taken in by whoever: all who listen look again
         listening.join(20)
         assert not listening.is_alive()
-        assert not client._wakeups
+        assert len(descriptors()) == before
 
 
 def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_path: Path) -> None:
@@ -289,7 +289,6 @@ def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_pa
             plan(session, np.arange(40), 5)
             assert all(one.result(60) for one in waiting)
         assert len(descriptors()) <= before
-        assert not client._wakeups
 
 
 # --- fork and workers -------------------------------------------------------------------------

@@ -421,10 +421,7 @@ def test_what_is_copied_while_the_session_closes_is_read_anew(
     batches = iter(loader)
     ours = numbers(itertools.islice(batches, 3))
     until(gate.arrived.exists, what="the batch is being made")
-    client = connections.connected(tight.name)
-    assert client is not None
-    client._lost = True  # an answer at the desk came too late; then another loader begins
-    connections.client_of(loader._creel_state.config)
+    connections.disconnect(tight.name)  # as after a reply that came too late
     until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
     write_over(tight, rows)
     gate.let_through()
@@ -442,10 +439,7 @@ def test_a_thread_that_hangs_up_costs_the_others_no_batch(
     def hear(thing: Any) -> Any:
         """In the midst of the fourth batch, something else happens in this process."""
         if next(heard) == (3 if kind == "rows" else 3 * FEW + 1):
-            client = connections.connected(tight.name)
-            assert client is not None
-            client._lost = True
-            connections.client_of(loader._creel_state.config)
+            connections.disconnect(tight.name)
             until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
             write_over(tight, rows)
         return thing

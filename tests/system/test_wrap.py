@@ -347,7 +347,7 @@ def test_a_stopped_daemon_that_goes_on_serves_again(node: Node, daemon_name: str
     node.daemon.signal(signal.SIGSTOP)
     client = connections.connected(daemon_name)
     assert client is not None
-    (session,) = client._sessions
+    (session,) = client.sessions
     until(lambda: not session.alive, what="it counts as lost")
     assert files[2] == (node.path / "002.raw").read_bytes()
     assert node.direct() == 1

@@ -87,7 +87,7 @@ def test_a_lease_that_was_interrupted_says_nothing(monkeypatch: pytest.MonkeyPat
     """Ctrl-C between a buffer and its memory: what `__del__` raises is told on standard error."""
     unraised: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", unraised.append)
-    lent = buffers._buffer_class(64)()
+    lent = buffers.buffer_class(64)()
     del lent
     gc.collect()
     assert not unraised

@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 import torch
 from test_samplers import Echo, Loader, Make, same, states
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from creel.loader.order import recipes, samplers
+from creel.loader.order import recipes
 from creel.loader.order.prediction import same_batch
-from creel.loader.order.samplers import adopt, observe
+from creel.loader.order.samplers import observe
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -143,7 +152,7 @@ def test_a_foreign_sampler_is_pulled_one_batch_at_a_time() -> None:
 
 def of_the_persons(loader: Loader, previous: Any = None) -> Any:
     """Its order, begun, where the person has said that a copy may be run ahead."""
-    return adopt(loader, samplers._begin(loader, None), previous=previous, foresee=True)
+    return observe(loader, previous=previous, foresee=True)
 
 
 class Logged(Sampler[int]):
@@ -239,18 +248,20 @@ def test_a_subclass_or_a_patched_torch_is_not_taken_for_known(
     assert not observe(loader).known
     plain_loader: Loader = DataLoader(Echo(9), shuffle=True, batch_size=2)
     assert observe(plain_loader).known
-    monkeypatch.setattr(recipes, "_TRUST", {})
+    monkeypatch.setattr(recipes, "agrees_with_torch", recipes.agrees_with_torch.__wrapped__)
     monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter(range(len(self))))
     order = observe(plain_loader)
     assert not order.known
     assert list(order) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
 
 
-def test_trying_torch_out_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "_TRUST", {})
+def test_trying_torch_out_leaves_no_trace() -> None:
     state = torch.get_rng_state()
-    kinds = [*recipes._RECIPES, BatchSampler]
-    assert all(recipes.trusted(k) for k in kinds)
+    kinds = [
+        *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
+        *(DistributedSampler, BatchSampler),
+    ]
+    assert all(recipes.agrees_with_torch.__wrapped__(k) for k in kinds)
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import KNOWN
 from creel.loader.client import publish
-from creel.loader.client.publish import PlanPublisher, PublishedEpoch
+from creel.loader.client.publish import PlanPublisher
 from creel.loader.client.session import Session
 from creel.loader.order.drain import DrainedSampler
 from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
@@ -174,19 +174,15 @@ def scarce(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_who_is_quicker_than_the_thread_tells_what_he_needs(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, made = threading.Event(), PlanPublisher._computed
+def test_a_trainer_that_is_faster_than_the_thread_publishes_what_it_needs(daemon: Daemon) -> None:
+    gate = threading.Event()
 
-    def slow(self: PlanPublisher, told: PublishedEpoch, first: int, samples: int) -> Any:
-        piece = made(self, told, first, samples)
+    def slow(indices: NDArray[np.int64]) -> Any:
         if threading.current_thread().name == "creel-planner":
             assert gate.wait(30)
-        return piece
+        return pairs(indices)
 
-    monkeypatch.setattr(PlanPublisher, "_computed", slow)
-    publisher = publisher_of(daemon)
+    publisher = publisher_of(daemon, objects=slow)
     told = publisher.begin(counted(8), 0, 0)
     assert told is not None
     for i in range(N // 8 // 2):

@@ -304,13 +304,13 @@ def large(kind: str, n: int = _LARGE) -> Loader:
 def test_the_first_batches_of_a_large_epoch_do_not_wait_for_the_whole(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    randperm, go_on = draws._randperm, threading.Event()
+    randperm, go_on = draws.randperm, threading.Event()
 
     def late(n: int, generator: torch.Generator) -> Any:
         assert n < _LARGE or go_on.wait(30)
         return randperm(n, generator)
 
-    monkeypatch.setattr(draws, "_randperm", late)
+    monkeypatch.setattr(draws, "randperm", late)
     order = observe(large(kind))
     first: list[Any] = [next(order) for _ in range(8)]
     go_on.set()
@@ -473,14 +473,14 @@ def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, gate, drawing = draws._randperm, threading.Event(), threading.Event()
+    real, gate, drawing = draws.randperm, threading.Event(), threading.Event()
 
     def slow(n: int, generator: torch.Generator) -> Any:
         drawing.set()
         gate.wait()
         return real(n, generator)
 
-    monkeypatch.setattr(draws, "_randperm", slow)
+    monkeypatch.setattr(draws, "randperm", slow)
     n = 1 << 18
     permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
     permutation.first(10)
@@ -491,7 +491,7 @@ def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.Mo
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
             torch.set_num_threads(1)  # OpenMP's threads did not come along
-            draws._randperm = real
+            draws.randperm = real
             os._exit(0 if len(permutation.whole()) == n else 1)
         finally:
             os._exit(2)  # whatever was raised: the tests are the parent's
@@ -507,6 +507,6 @@ def test_a_permutation_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", scarce)
     n = 1 << 18
     permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
-    want = draws._randperm(n, draws.seeded(5))
+    want = draws.randperm(n, draws.seeded(5))
     assert (permutation.first(10)[:10] == want[:10]).all()
     assert (permutation.whole() == want).all()
