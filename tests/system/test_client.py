@@ -202,7 +202,7 @@ def test_a_daemon_that_cannot_start_says_why_once(
 def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(daemon_name: str) -> None:
     with (
         tempfile.TemporaryFile() as log,
-        pytest.raises(NoDaemonError, match="could not be started"),
+        pytest.raises(NoDaemonError, match="did not start"),
     ):
         connect_started(daemon_name, 0, time.monotonic() + 10_000, "1", log.fileno())
 
