@@ -182,12 +182,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
         inner = getattr(self.batch_sampler, "sampler", None)
-        told: list[object] = []
+        called: list[object] = []
         for part in (self.sampler, self.batch_sampler, inner, self.dataset):
-            tell: Callable[[int], object] | None = getattr(part, "set_epoch", None)
-            if tell is not None and not any(part is t for t in told):
-                tell(epoch)
-                told.append(part)
+            set_epoch: Callable[[int], object] | None = getattr(part, "set_epoch", None)
+            if set_epoch is not None and not any(part is c for c in called):
+                set_epoch(epoch)
+                called.append(part)
 
     def stats(self) -> dict[str, object]:
         """Return this loader's counters in this process: batches, stalls by cause, direct reads."""

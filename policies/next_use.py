@@ -169,8 +169,8 @@ class NextUses:
     def distinct(self, epoch: int) -> bool:
         """Whether it is known that no object is read twice in `epoch`, not even in one step."""
         known = self._epochs.get(epoch)
-        told = not self._many_incomplete and epoch not in self._incomplete
-        return told and known is not None and not known.twice
+        complete = not self._many_incomplete and epoch not in self._incomplete
+        return complete and known is not None and not known.twice
 
     def consume(
         self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None

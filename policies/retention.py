@@ -58,7 +58,7 @@ class Turn:
         due: (n,) step of each object's next read.
         life: (n,) states as in `eviction_policy`.
         clock, end: steps of this epoch yet to be read; objects due from `end` on are not.
-        size: (n,) bytes of each object, or (1,) where all are alike; negative: `guess` bytes.
+        size: (n,) bytes of each object, or (1,) where all are equal; negative: `guess` bytes.
         grain: rooms are multiples of the first number of bytes, and no less than the second.
         capacity: bytes to be held at the turn.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
@@ -164,7 +164,7 @@ class _Tally:
     def kept_shares(self, turn: Turn, *, whole: int) -> Floats:
         """Share of each cell that stays.
 
-        whole: bytes of each object where all are alike: then shares are whole objects.
+        whole: bytes of each object where all are equal: then shares are whole objects.
         """
         have = self.nbytes.reshape(_KINDS, -1)
         got = np.zeros_like(have)
@@ -277,7 +277,7 @@ def _choose(
 ) -> None:
     """Take its share of each cell, evenly along the next epoch (systematic sampling)."""
     phase = np.arange(len(share)) * _GOLDEN % 1.0 * 0.98 + 0.01  # no sum ends at a whole number
-    wanted = np.rint(share * number)  # exact counts, where all are alike
+    wanted = np.rint(share * number)  # exact counts, where all sizes are equal
     same_size = np.abs(share * number - wanted) < 1e-6
     share = np.where(same_size & (number > 0), wanted / np.maximum(number, 1), share)
     past = np.zeros(len(share), np.int64)

@@ -246,7 +246,7 @@ def _is_utf8(address: str) -> bool:
 
 
 def recorder_of(dataset: Dataset[Sample], journal: int | None = None) -> AccessRecorder | None:
-    """A recorder; None for a dataset whose reads cannot be told apart by sample, or too large."""
+    """A recorder; None for a dataset whose reads are not known by sample, or too large."""
     try:
         fits = by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
         return AccessRecorder(dataset, journal) if fits else None

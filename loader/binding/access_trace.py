@@ -31,7 +31,7 @@ class AccessTrace:
 
     Args:
         size: number of samples of the dataset.
-        heard: (sample, items it reads in order); the first entry of a sample counts.
+        recorded: (sample, items it reads in order); the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
     """
 
@@ -117,7 +117,7 @@ def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[n
 
 
 def by_sample(dataset: object) -> bool:
-    """Whether samples are read one by one, so that the reads of each can be told apart."""
+    """Whether samples are read one by one, so that the reads of each are known."""
     if type(dataset) is Wrapped:
         return by_sample(unwrap(dataset))
     if unchanged(dataset, Subset) or type(dataset) is Transformed:

@@ -482,7 +482,7 @@ def _connect_socket(control_socket: socket.socket, where: str, timeout_s: float)
     """Connect, waiting while the daemon's backlog is full.
 
     Raises:
-        OSError: nobody listens, or the backlog stays full for `timeout_s`.
+        OSError: no process listens, or the backlog stays full for `timeout_s`.
         NoDaemonError: another user holds the address, with a full backlog.
     """
     deadline = time.monotonic() + timeout_s

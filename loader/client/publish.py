@@ -1,4 +1,4 @@
-"""PlanPublisher: tells the daemon which objects the steps of an epoch read, in the background.
+"""PlanPublisher: sends the daemon which objects the steps of an epoch read, in the background.
 
 The trainer's thread publishes the first steps at once; a planner thread computes and publishes the
 rest piece by piece, first of this epoch, then of the next ones. A trainer that is faster, or whose
@@ -492,7 +492,7 @@ class PlanPublisher:
             while (published := self._next_or_end()) is not None:
                 if self._may_publish(published, marks) and self._publish(SIZES.thread):
                     marks.append(self._end)
-        except Exception:  # noqa: BLE001  the trainer publishes the rest, or nobody does
+        except Exception:  # noqa: BLE001  the trainer publishes the rest
             _log.debug("a plan cannot be published in the background", exc_info=True)
             with self._lock:
                 self._thread = None

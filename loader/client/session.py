@@ -49,7 +49,7 @@ class MessageSizes:
     """Objects in one `Extend`.
 
     Attributes:
-        limit: the daemon handles it in 3 ms, and serves nobody meanwhile.
+        limit: the daemon handles it in 3 ms, and serves no other client meanwhile.
         fresh: the same at the start of an epoch: for nearly each object the daemon touches fresh
             memory, a page of a thousand objects in each of its columns (10 ms,
             benchmarks/planning.py).

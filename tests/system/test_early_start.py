@@ -82,7 +82,7 @@ def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
     assert client is not None
     pid = client.daemon_pid
     assert client.ask("status")["clients"] == 1
-    connections.disconnect(daemon_name)
+    client.close()
     until(lambda: gone(pid), what="the daemon ends")
 
 
@@ -93,7 +93,7 @@ def test_none_is_started_where_one_serves_or_none_is_wanted(daemon_name: str) ->
     assert client is not None
     assert start_early(config(daemon_name)) is None
     pid = client.daemon_pid
-    connections.disconnect(daemon_name)
+    client.close()
     until(lambda: gone(pid), what="the daemon ends")
 
 

@@ -228,7 +228,7 @@ def test_an_address_of_another_user_is_final_and_named(
         assert start_early(config(daemon_name)) is None
         assert connect_or_start(config(daemon_name)) is None
         if how != "bound":
-            with pytest.raises(NoDaemonError, match="user 65534 sits"):
+            with pytest.raises(NoDaemonError, match="of user 65534"):
                 Client.connect()
         doctors = doctor._address(daemon_name)
     (said,) = caplog.messages
