@@ -98,7 +98,7 @@ def map_arena(fds: list[int], nbytes: int) -> ArenaView:
 
 
 def check_owner(control_socket: socket.socket, where: str) -> None:
-    """Check that the peer is our user's and sees our files: any process may bind abstract addresses.
+    """Check that the peer is our user's and sees our files: any process may bind the address.
 
     If this process may not inspect the daemon, the daemon's check of this process suffices: it
     refuses clients that it cannot inspect.
