@@ -31,7 +31,7 @@ from measure import Comparison, Round, measured, report
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 from creel.loader.client.embed import connect_or_start
 
 
@@ -197,9 +197,7 @@ def fresh_name() -> Iterator[None]:
     try:
         yield
     finally:
-        client = batch_stream._clients.pop((os.getpid(), name), None)  # noqa: SLF001  it would stay
-        if client is not None:
-            client.close()
+        connections.disconnect(name)
         for key, value in before.items():
             os.environ.pop(key)
             if value is not None:

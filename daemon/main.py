@@ -97,7 +97,7 @@ class Daemon:
             raise
         self.line = RequestSocket(self.node, self.control_socket, self._context)
         self._epoll.register(self.line.fd, select.EPOLLIN)
-        self.node.line_address = self.line.address
+        self.node.request_address = self.line.address
         self.node.stop = self.stop
         self.node.clients = lambda: self.control_socket.clients
         self.node.pids = self.control_socket.pids

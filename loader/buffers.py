@@ -14,28 +14,28 @@ import torch
 from creel.loader.overlay import over
 
 #: Free buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
-_KEEP = 8
+_MAX_KEPT = 8
 #: Upper bound in bytes on the same, since they are kept while the loader lives. Memory beyond it
 #: (a dataset read as one batch, many batches held) is freed with its batches.
-_KEEP_NBYTES = 256 << 20
+MAX_KEPT_NBYTES = 256 << 20
 _ALIGN = 4096
 
 
-class Ring:
+class BufferPool:
     """Memory for batches, reused when the last tensor over it is gone. Thread-safe.
 
     The first write to a page costs the kernel several times the copy that goes into it.
     """
 
     def __init__(self) -> None:
-        self._shelf = _Shelf(0)
+        self._free_list = _FreeList(0)
 
     def lease(self, nbytes: int) -> Any:
         """Return a writable buffer of at least `nbytes`; its memory is reused after it dies."""
-        shelf = self._shelf
-        if nbytes > shelf.size:
-            shelf = self._shelf = _Shelf(-(-nbytes // _ALIGN) * _ALIGN)
-        return shelf.lease()
+        free_list = self._free_list
+        if nbytes > free_list.size:
+            free_list = self._free_list = _FreeList(-(-nbytes // _ALIGN) * _ALIGN)
+        return free_list.lease()
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return a (nbytes,) uint8 tensor over a lease, or over torch's memory if mmap fails."""
@@ -45,13 +45,13 @@ class Ring:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
-class _Shelf:
+class _FreeList:
     """Free buffers of one size; a buffer that returns after its shelf is gone is freed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._kind = _lent(size)
-        self._free: deque[mmap.mmap] = deque(maxlen=min(_KEEP, _KEEP_NBYTES // max(size, 1)))
+        self._kind = buffer_class(size)
+        self._free: deque[mmap.mmap] = deque(maxlen=min(_MAX_KEPT, MAX_KEPT_NBYTES // max(size, 1)))
         self._back = weakref.ref(self._free)
 
     def lease(self) -> Any:
@@ -67,7 +67,7 @@ class _Shelf:
 
 
 @functools.cache
-def _lent(size: int) -> Any:
+def buffer_class(size: int) -> Any:
     """Return the buffer class of this size; cached for good, as ctypes caches its array types.
 
     An mmap cannot report when its last view ends; a ctypes array with `__del__` can.

@@ -154,7 +154,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if delivered is not None and delivered < 0:
             raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
         if not _may_take(self):
-            warnings.warn(f"{_TORCHS}: from this state_dict the epoch begins anew", stacklevel=2)
+            warnings.warn(
+                f"{_TORCHS}: the epoch of this state_dict begins from its start", stacklevel=2
+            )
             return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
         loader_state = self._loader_state()
         if loader_state.resume is not None:
@@ -173,19 +175,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ConfigError: the state is of another version or kind of loader, or incomplete.
         """
         if not _may_take(self):
-            warnings.warn(f"{_TORCHS}: it begins the epoch anew", stacklevel=2)
+            warnings.warn(f"{_TORCHS}: it begins the epoch from its start", stacklevel=2)
             return
         prepare_resume(self._loader_state(), self, state)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""
         inner = getattr(self.batch_sampler, "sampler", None)
-        told: list[object] = []
+        called: list[object] = []
         for part in (self.sampler, self.batch_sampler, inner, self.dataset):
-            tell: Callable[[int], object] | None = getattr(part, "set_epoch", None)
-            if tell is not None and not any(part is t for t in told):
-                tell(epoch)
-                told.append(part)
+            set_epoch: Callable[[int], object] | None = getattr(part, "set_epoch", None)
+            if set_epoch is not None and not any(part is c for c in called):
+                set_epoch(epoch)
+                called.append(part)
 
     def stats(self) -> dict[str, object]:
         """Return this loader's counters in this process, as `creel stats --json` names them."""
@@ -200,10 +202,12 @@ def _may_take(loader: DataLoader[Any]) -> bool:
     if os.environ.get("CREEL_DISABLE") == "1":  # first: it must work with broken settings, too
         return False
     if sys.platform != "linux":
-        _warn_once("creel needs Linux; this DataLoader is torch's")
+        _warn_once("creel needs Linux: this DataLoader behaves as torch's")
         return False
     if MISSING is not None:
-        _warn_once(f"this torch is not one creel knows ({MISSING}); this DataLoader is torch's")
+        _warn_once(
+            f"this torch lacks what creel needs ({MISSING}): this DataLoader behaves as torch's"
+        )
         return False
     is_map = loader._dataset_kind == DatasetKind.Map  # noqa: SLF001  torch's
     if not is_map or isinstance(loader.dataset, MapDataPipe):

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 Index = NDArray[np.intp]
 
-_NOBODY = np.empty(0, np.intp)
+_EMPTY = np.empty(0, np.intp)
 
 
 class Sorted:
@@ -40,28 +40,28 @@ class Sorted:
         new = self._listed[ids] != keys
         keys, ids = keys[new], ids[new]
         if not len(ids):
-            return _NOBODY
+            return _EMPTY
         self._listed[ids] = keys
         order = keys.argsort()
         run = keys[order], ids[order]
         while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
             run = self._merged(self._runs.pop(), run)
         self._runs.append(run)
-        return _NOBODY
+        return _EMPTY
 
     def take(self, k: int, above: int = -1) -> Index:
         """Remove and return up to k candidates, largest key first, only keys > `above`."""
         out = []
         while k > 0:
             keys, ids, more = self._pop(k, above)
-            ids = self._once(ids[self._listed[ids] == keys])
+            ids = self._distinct(ids[self._listed[ids] == keys])
             out.append(ids)
             k -= len(ids)
             if not more:
                 break
-        return np.concatenate(out) if out else _NOBODY
+        return np.concatenate(out) if out else _EMPTY
 
-    def _once(self, ids: Index) -> Index:
+    def _distinct(self, ids: Index) -> Index:
         """Remove and return distinct ids; a key that came back may have two valid entries."""
         mark = np.arange(-2, -2 - len(ids), -1)
         self._listed[ids] = mark
@@ -72,7 +72,7 @@ class Sorted:
     def _pop(self, k: int, above: int) -> tuple[NDArray[np.int64], Index, bool]:
         """Remove the k entries with the largest keys > above; and whether there may be more."""
         if not self._runs:
-            return np.empty(0, np.int64), _NOBODY, False
+            return np.empty(0, np.int64), _EMPTY, False
         heads = [(keys[-k:], ids[-k:]) for keys, ids in self._runs]
         keys = np.concatenate([h[0] for h in heads])
         ids = np.concatenate([h[1] for h in heads])

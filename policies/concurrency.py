@@ -16,11 +16,13 @@ PART_S = 0.002
 _PART_OBJECTS = 256
 _FIRST_GUESS_S = 0.001  # per object, before any measurement
 _FIRST_CPU_S = 0.0001
-_FORGET = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
-_TICKS = 0.3  # error of their ratio
-_OF_WAIT = 0.7  # share of a thread's waiting that other threads' computing may fill
-_FADE = 1.02  # growth of the least time per part, so that a source that became slow is noticed
-_HUNG_S = 1.0  # a thread in a longer part does not count as reading
+_CPU_DECAY = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
+_TICK_ERROR = 0.3  # error of their ratio
+_WAIT_FILLED_PART = 0.7  # share of a thread's waiting that other threads' computing may fill
+_MIN_GROWTH = (
+    1.02  # growth of the least time per part, so that a source that became slow is noticed
+)
+_MAX_READING_S = 1.0  # a thread in a longer part does not count as reading
 
 
 class Concurrency:
@@ -39,7 +41,7 @@ class Concurrency:
     def __init__(self, cores: int) -> None:
         self._cores = cores
         self._object_s = _FIRST_GUESS_S
-        self._least_s = 0.0  # the least time: a busy machine does not make a slow source
+        self._min_s = 0.0  # the least time: a busy machine does not make a slow source
         # Few threads until reads are seen to wait: many threads on a quick source make each other
         # wait for the interpreter, which looks like a slow source and would keep them all.
         self._wait_s = 0.0
@@ -49,7 +51,7 @@ class Concurrency:
     @property
     def object_ns(self) -> int:
         """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
-        return int(self._least_s * 1e9)
+        return int(self._min_s * 1e9)
 
     @property
     def part_objects(self) -> int:
@@ -63,18 +65,20 @@ class Concurrency:
             waiting: number of objects not yet being read.
             began: when each reading thread began its part; `now`: the same clock, in seconds.
         """
-        busy = sum(start > now - _HUNG_S for start in began)
+        busy = sum(start > now - _MAX_READING_S for start in began)
         # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
-        at_once = self._total_s / self._user_s - _TICKS
-        useful = max(int(_OF_WAIT * self._wait_s / self._cpu_s), min(int(at_once), self._cores))
+        at_once = self._total_s / self._user_s - _TICK_ERROR
+        useful = max(
+            int(_WAIT_FILLED_PART * self._wait_s / self._cpu_s), min(int(at_once), self._cores)
+        )
         return min(-(-waiting // self.part_objects), max(useful, 1) - busy)
 
     def measured(self, objects: int, seconds: float, cpu: float, user: float) -> None:
         """Enter a part's wall time and CPU time (in all, and in user mode), in seconds."""
-        self._user_s += user - _FORGET * self._user_s
-        self._total_s += cpu - _FORGET * self._total_s
+        self._user_s += user - _CPU_DECAY * self._user_s
+        self._total_s += cpu - _CPU_DECAY * self._total_s
         self._object_s += (seconds / objects - self._object_s) * 0.3
-        self._least_s = min(self._least_s * _FADE or math.inf, seconds / objects)
+        self._min_s = min(self._min_s * _MIN_GROWTH or math.inf, seconds / objects)
         self._cpu_s += (cpu / objects - self._cpu_s) * 0.1
         wait = max(seconds - cpu, 0.0) / objects
         # Below the mean, as a thread that waits for the interpreter must not look like a slow disk.

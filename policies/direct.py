@@ -17,12 +17,16 @@ from collections import deque
 #: source_reads.py, 2 cores of an Intel Xeon, 2026-11-22).
 _DAEMONS_NS, _DAEMONS_BYTE_NS = 45_000, 2
 _OWN_NS, _OWN_BYTE_NS = 35_000, 1
-_OFTEN = 8  # readers that sleep in less than every eighth read are disturbed by others only
-_LATEST = 3  # batches of which one may be slow: its reader may just have been interrupted
+_MIN_SLEEPS_PART = (
+    8  # readers that sleep in less than every eighth read are disturbed by others only
+)
+_REMEMBERED_BATCHES = (
+    3  # batches of which one may be slow: its reader may just have been interrupted
+)
 #: Batches to wait for before a slow source is tried again, at first; a cold file system may be
 #: warm by then.
-_PAUSE = 256
-_LONGER = 4  # factor for each further time
+_PAUSE_BATCHES = 256
+_PAUSE_FACTOR = 4  # factor for each further time
 
 
 class DirectReads:
@@ -30,9 +34,9 @@ class DirectReads:
 
     def __init__(self, *, allowed: bool) -> None:
         self._allowed = allowed
-        self._slow: deque[bool] = deque(maxlen=_LATEST)
-        self._left = 0  # number of batches to wait for
-        self._pause = _PAUSE
+        self._slow: deque[bool] = deque(maxlen=_REMEMBERED_BATCHES)
+        self._pause_left = 0  # number of batches to wait for
+        self._pause = _PAUSE_BATCHES
 
     def choose(self, reads: int, nbytes: int, object_ns: int) -> bool:
         """Whether to read a batch directly that is not ready.
@@ -43,8 +47,8 @@ class DirectReads:
         """
         if not self._allowed or not object_ns:
             return False
-        if self._left:
-            self._left -= 1
+        if self._pause_left:
+            self._pause_left -= 1
             return False
         return reads * object_ns <= reads * _DAEMONS_NS + nbytes * _DAEMONS_BYTE_NS
 
@@ -53,8 +57,8 @@ class DirectReads:
         if not reads:
             return
         slow = ns > reads * _OWN_NS + nbytes * _OWN_BYTE_NS
-        self._slow.append(slow and blocked * _OFTEN > reads)
+        self._slow.append(slow and blocked * _MIN_SLEEPS_PART > reads)
         if sum(self._slow) > 1:
             self._slow.clear()
-            self._left = self._pause
-            self._pause *= _LONGER
+            self._pause_left = self._pause
+            self._pause *= _PAUSE_FACTOR

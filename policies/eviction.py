@@ -52,7 +52,7 @@ __all__ = [
 
 
 #: All residents are sorted again after plans for this part of the dataset (1/n).
-_NEWS = 16
+_SORT_AGAIN_PART = 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Readers:
 
     uses: list[NextUses]
     clock: Callable[[], list[tuple[float, float]]]
-    blind: bool
+    unplanned: bool
     once: bool
     epoch: int
 
@@ -84,7 +84,7 @@ def choose(
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
     uses = readers.uses
-    if readers.blind:
+    if readers.unplanned:
         if isinstance(present, MostRecentFirst):
             present.all_uses = uses
             return present
@@ -182,28 +182,28 @@ class FarthestNextUse(EvictionPolicy):
         """clock: for each of `uses`, (a, b): its step s is at common time a * s + b."""
         super().__init__(life, pins, uses)
         self.stale = True  # evictable residents may be missing from the list
-        self._news = 0  # planned reads since all residents were sorted
+        self._unsorted_reads = 0  # planned reads since all residents were sorted
         self._clock = clock
-        self._lines: list[tuple[float, float, float]] = []
+        self._job_clocks: list[tuple[float, float, float]] = []
         self._pool = self._sorted(0)
 
     def replanned(self) -> None:
         """Plans were rebuilt, or a job ended."""
         self.stale = True
 
-    def told(self, ids: Index, epoch: int) -> None:  # noqa: ARG002
+    def plan_extended(self, ids: Index, epoch: int) -> None:  # noqa: ARG002
         """A job's plan continues with these reads of `epoch`."""
         loose = ids[self._leaving(ids)]
         if len(loose):
             self.released(loose)
-        self._news += len(ids)
-        if self._news * _NEWS >= len(self._life):
+        self._unsorted_reads += len(ids)
+        if self._unsorted_reads * _SORT_AGAIN_PART >= len(self._life):
             self.stale = True
 
     def relist(self) -> None:
         """Sort all residents again: plans or the jobs' speeds have changed."""
-        self.stale, self._news = False, 0
-        self._lines = [
+        self.stale, self._unsorted_reads = False, 0
+        self._job_clocks = [
             (a, b, a * uses.beyond + b)
             for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
         ]
@@ -212,13 +212,13 @@ class FarthestNextUse(EvictionPolicy):
 
     def _sorted(self, objects: int) -> Sorted:
         """No bound method as key: policies are large, and a cycle would wait for the collector."""
-        return Sorted(objects, partial(_next_uses, self.all_uses, self._lines))
+        return Sorted(objects, partial(_next_uses, self.all_uses, self._job_clocks))
 
     def at(self, uses: NextUses, step: int) -> int:
         """Convert a job's step to common time."""
         if self.stale:
             self.relist()
-        a, b, _ = self._lines[next(i for i, u in enumerate(self.all_uses) if u is uses)]
+        a, b, _ = self._job_clocks[next(i for i, u in enumerate(self.all_uses) if u is uses)]
         return int(a * step + b)
 
     def released(self, ids: Index) -> None:

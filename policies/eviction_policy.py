@@ -11,20 +11,20 @@ from creel.policies.candidates import Index
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.planned_eviction import Outlook
+    from creel.policies.planned_eviction import PlanningContext
     from creel.policies.retention import Kept, Turn
 
 # States of an object. Below FETCHING it is not in flight; OVERDUE is in flight, but no reader
 # waits for it any more.
 ABSENT, FAILED, FETCHING, RESIDENT, OVERDUE = range(5)
 
-NOBODY = np.empty(0, np.intp)
+NONE = np.empty(0, np.intp)
 
 
 def joined(parts: list[Index]) -> Index:
     if len(parts) == 1:
         return parts[0]
-    return np.concatenate(parts) if parts else NOBODY
+    return np.concatenate(parts) if parts else NONE
 
 
 class EvictionPolicy:
@@ -57,7 +57,7 @@ class EvictionPolicy:
         """Residents are no longer pinned (an object may come twice)."""
         raise NotImplementedError
 
-    def told(self, ids: Index, epoch: int) -> None:
+    def plan_extended(self, ids: Index, epoch: int) -> None:
         """A job's plan continues with these reads of `epoch`."""
 
     def turn(self, uses: NextUses, epoch: int) -> None:
@@ -69,7 +69,7 @@ class EvictionPolicy:
     def resized(self) -> None:
         """The dataset's share of the memory may have changed."""
 
-    def question(self, outlook: Outlook) -> Turn | None:  # noqa: ARG002
+    def question(self, context: PlanningContext) -> Turn | None:  # noqa: ARG002
         """Return what retention should plan outside the loop, or None."""
         return None
 

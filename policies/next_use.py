@@ -18,7 +18,7 @@ _LOW = (1 << 32) - 1
 #: Epochs with a table, 4 bytes per object each: the current one and two ahead are in use, and
 #: one more while ranks are on both sides of a turn.
 MAX_EPOCHS = 4
-_MAX_BLURRED = 64  # epochs remembered as partly unknown
+_MAX_INCOMPLETE = 64  # epochs remembered as partly unknown
 
 
 class Steps:
@@ -130,8 +130,8 @@ class NextUses:
     def __init__(self, objects: int) -> None:
         self.due = Steps(objects)
         self._epochs: dict[int, _Epoch] = {}
-        self._blurred: set[int] = set()
-        self._vague = False  # whether more epochs are blurred than are remembered
+        self._incomplete: set[int] = set()
+        self._many_incomplete = False  # whether more epochs are blurred than are remembered
         self._forgotten = 0
 
     def extend(self, epoch: int, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
@@ -148,18 +148,18 @@ class NextUses:
             self._epochs[epoch] = table
             self._epochs = dict(sorted(self._epochs.items()))
         if table is None:
-            self.blur(epoch)
+            self.mark_incomplete(epoch)
         else:
             table.add(steps, ids)
         # backwards: where an object comes twice, its first read is written last
         self.due[ids[::-1]] = np.minimum(self.due[ids], steps)[::-1]
 
-    def blur(self, epoch: int) -> None:
+    def mark_incomplete(self, epoch: int) -> None:
         """Note that `epoch` has reads that are not given here."""
-        if len(self._blurred) < _MAX_BLURRED:
-            self._blurred.add(epoch)
-        elif epoch not in self._blurred:
-            self._vague = True
+        if len(self._incomplete) < _MAX_INCOMPLETE:
+            self._incomplete.add(epoch)
+        elif epoch not in self._incomplete:
+            self._many_incomplete = True
 
     def repeated(self, epoch: int) -> bool:
         """Whether any object is read twice in `epoch`, so that `consume` needs the steps."""
@@ -169,8 +169,8 @@ class NextUses:
     def distinct(self, epoch: int) -> bool:
         """Whether it is known that no object is read twice in `epoch`, not even in one step."""
         known = self._epochs.get(epoch)
-        told = not self._vague and epoch not in self._blurred
-        return told and known is not None and not known.twice
+        complete = not self._many_incomplete and epoch not in self._incomplete
+        return complete and known is not None and not known.twice
 
     def consume(
         self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None
@@ -195,7 +195,7 @@ class NextUses:
         self._forgotten = max(self._forgotten, epoch)
         for old in [e for e in self._epochs if e < epoch]:
             del self._epochs[old]
-        self._blurred = {e for e in self._blurred if e >= epoch}
+        self._incomplete = {e for e in self._incomplete if e >= epoch}
 
     def clear(self) -> None:
         """Forget all plans."""

@@ -14,27 +14,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.candidates import Index
-from creel.policies.eviction_policy import ABSENT, NOBODY, RESIDENT, EvictionPolicy, joined
+from creel.policies.eviction_policy import ABSENT, NONE, RESIDENT, EvictionPolicy, joined
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 from creel.policies.retention import Ids, Kept, Turn
 
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
-_WAITED = 8
+_WAIT_PART = 8
 #: Without the next order, room is kept free for the misses in the next epoch's first two steps, or
 #: in this part of it: nothing that stays would make room for them.
-_BLIND = 0.0025
+_UNKNOWN_ORDER_FREE = 0.0025
 #: Limits of the lead: part of an epoch, as the source is idle for as long, and of the memory.
-_LEAD, _LEAD_OF_MEMORY = 0.03, 0.5
+_MAX_LEAD, _MAX_LEAD_OF_MEMORY = 0.03, 0.5
 #: Factor on the lead: hits and misses do not alternate evenly, and room may be in pieces.
-_ROOMY = 1.5
+_LEAD_MARGIN = 1.5
 #: If more than this part of the objects to keep left during planning, plan again.
-_LOST = 0.0005
+_MAX_LOST = 0.0005
 #: Objects scanned at once, and scans in one call, where no candidates are listed.
-_SCAN, _SCANS = 1 << 16, 4
+_SCAN_OBJECTS, _MAX_SCANS = 1 << 16, 4
 
 
-class Outlook(Protocol):
+class PlanningContext(Protocol):
     """What the policy asks about its job when it may need a plan."""
 
     @property
@@ -97,72 +97,74 @@ class PlannedEviction(EvictionPolicy):
         self._going: list[Ids] = []  # the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, and not needed
         self._pending: Turn | None = None  # a question without an answer
-        self._meanwhile: list[Index] = []  # released since the question
+        self._released_since: list[Index] = []  # released since the question
         self._asked = 0  # what the latest answer used: 1 without the next order, 2 with it
         self._capacity = -1  # capacity of the latest plan
-        self._roomy = False  # whether all objects fit
-        self._hand = 0  # position of `_scan`
+        self._all_fits = False  # whether all objects fit
+        self._clock_hand = 0  # position of `_scan`
         self.stale = False
 
     # --- the plan --------------------------------------------------------------------------------
 
-    def question(self, outlook: Outlook) -> Turn | None:
+    def question(self, context: PlanningContext) -> Turn | None:
         """Return what to plan now, if anything; the next question comes after its `answer`."""
         if self._pending is not None or (self._asked == 2 and not self.stale):
             return None
-        capacity = outlook.capacity
-        self._roomy = capacity >= outlook.nbytes
-        clock, level = outlook.clock, self._known(outlook)
-        if self._roomy or not level or (level <= self._asked and not self.stale):
-            self.stale = self.stale and not self._roomy
+        capacity = context.capacity
+        self._all_fits = capacity >= context.nbytes
+        clock, level = context.clock, self._known(context)
+        if self._all_fits or not level or (level <= self._asked and not self.stale):
+            self.stale = self.stale and not self._all_fits
             return None
         if level <= self._asked and self._stays is not None and capacity == self._capacity:
             self.stale = False
             return None
         self._asked, self._capacity, self.stale = level, capacity, False
         first, end = self.uses.span(self.epoch)
-        missing = 1 - capacity / outlook.nbytes
+        missing = 1 - capacity / context.nbytes
         known = level == 2
         if not known:
-            each = outlook.nbytes / max(end - first, 1)
-            capacity -= int(missing * max(2 * each, _BLIND * outlook.nbytes))
-        least, steps = outlook.lead
-        lead = max(min(_ROOMY * steps / max(end - first, 1), _LEAD), least / max(end - first, 1))
+            each = context.nbytes / max(end - first, 1)
+            capacity -= int(missing * max(2 * each, _UNKNOWN_ORDER_FREE * context.nbytes))
+        least, steps = context.lead
+        lead = max(
+            min(_LEAD_MARGIN * steps / max(end - first, 1), _MAX_LEAD), least / max(end - first, 1)
+        )
         self._pending = Turn(
-            outlook.orders(self.epoch + 1) if known else [],
+            context.orders(self.epoch + 1) if known else [],
             self.uses.due,
             self._life,
             min(max(clock, first), end - 1),
             end,
-            outlook.size,
-            int(outlook.nbytes / len(self._life)),
-            outlook.page,
+            context.size,
+            int(context.nbytes / len(self._life)),
+            context.page,
             capacity,
-            min(lead, _LEAD_OF_MEMORY * (1 - missing)),
+            min(lead, _MAX_LEAD_OF_MEMORY * (1 - missing)),
             self._opens_dominate,
         )
         return self._pending
 
-    def _known(self, outlook: Outlook) -> int:
+    def _known(self, context: PlanningContext) -> int:
         """Whether to plan with the next epoch's order (2), without it (1), or not yet (0)."""
         e, uses = self.epoch, self.uses
         if not uses.knows(e):
             return 0
-        if outlook.known > e + 1 or (
-            outlook.known == e + 1 and uses.accesses(e + 1) >= uses.accesses(e)
+        if context.known > e + 1 or (
+            context.known == e + 1 and uses.accesses(e + 1) >= uses.accesses(e)
         ):
             return 2 if uses.knows(e + 1) else 1
         first, end = uses.span(e)
-        return int(_WAITED * (outlook.clock - first) >= end - first)
+        return int(_WAIT_PART * (context.clock - first) >= end - first)
 
     def answer(self, turn: Turn, kept: Kept) -> None:
         """Take a plan, if it answers the latest question."""
         if turn is not self._pending:
             return
-        again, self._meanwhile = self._meanwhile, []
+        again, self._released_since = self._released_since, []
         self._pending, self._stays, self._surplus = None, kept.stays, kept.surplus
         lost = sum(np.count_nonzero(kept.stays[x] & (self._life[x] == ABSENT)) for x in again)
-        if lost > _LOST * len(self._life):
+        if lost > _MAX_LOST * len(self._life):
             self.replanned()
         for ids in again:
             self.released(ids[self._leaving(ids)])
@@ -174,10 +176,10 @@ class PlannedEviction(EvictionPolicy):
         if uses is not self.uses or epoch <= self.epoch:
             return
         self.epoch = epoch
-        self._stays, self._surplus, self._meanwhile, self._pending = None, [], [], None
+        self._stays, self._surplus, self._released_since, self._pending = None, [], [], None
         self._asked = 0
 
-    def told(self, ids: Index, epoch: int) -> None:
+    def plan_extended(self, ids: Index, epoch: int) -> None:
         """A plan continues with these reads of `epoch`."""
         if epoch <= self.epoch:
             self._listed[ids[self.uses.due[ids] < self._limit]] = False
@@ -193,13 +195,13 @@ class PlannedEviction(EvictionPolicy):
 
     def released(self, ids: Index) -> None:
         """Residents are no longer pinned (an object may come twice)."""
-        if self._roomy:
+        if self._all_fits:
             return
         idle = ~self.wanted(ids)
         if not every(idle):
             ids = ids[idle]
         if self._pending is not None:
-            self._meanwhile.append(ids)
+            self._released_since.append(ids)
         if self._stays is not None:
             ids = ids[~self._stays[ids]]
         ids = ids[~self._listed[ids]]
@@ -274,12 +276,12 @@ class PlannedEviction(EvictionPolicy):
         """Where there is no plan: scan all objects in turn (a clock's hand)."""
         n = len(self._life)
         if self._stays is not None or not n:
-            return NOBODY
+            return NONE
         out = []
-        for _ in range(min(_SCANS, -(-n // _SCAN))):
-            stop = min(self._hand + _SCAN, n)
-            here = slice(self._hand, stop)
-            ids = self._hand + np.flatnonzero(
+        for _ in range(min(_MAX_SCANS, -(-n // _SCAN_OBJECTS))):
+            stop = min(self._clock_hand + _SCAN_OBJECTS, n)
+            here = slice(self._clock_hand, stop)
+            ids = self._clock_hand + np.flatnonzero(
                 (self._life[here] == RESIDENT) & (self._pins[here] == 0) & ~self._listed[here]
             )
             ids = ids[~self.wanted(ids)]
@@ -287,5 +289,5 @@ class PlannedEviction(EvictionPolicy):
             k -= len(out[-1])
             if k <= 0:
                 break
-            self._hand = stop if stop < n else 0
+            self._clock_hand = stop if stop < n else 0
         return joined(out)

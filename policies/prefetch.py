@@ -47,7 +47,7 @@ class Window:
 
 _NONE = np.empty(0, np.int32)
 #: Pieces of a plan that are published step by step are joined up to this many objects.
-_CRUMBS = 4096
+_MAX_JOINED = 4096
 
 
 class SessionPlan:
@@ -104,7 +104,7 @@ class SessionPlan:
         self._steps += b
 
     def _append(self, objects: NDArray[np.int32]) -> None:
-        if self._pieces and len(self._pieces[-1]) + len(objects) <= _CRUMBS:
+        if self._pieces and len(self._pieces[-1]) + len(objects) <= _MAX_JOINED:
             self._pieces[-1] = np.concatenate([self._pieces[-1], objects])
         elif len(objects):
             self._pieces.append(objects)
@@ -231,10 +231,10 @@ class Pace:
         steps = window.min_steps
         if self.step_s:
             steps += min(int(2 * latency_s / self.step_s), window.max_steps)
-        return max(min(int(steps * self.boost), window.max_steps), self.least)
+        return max(min(int(steps * self.boost), window.max_steps), self.min_ahead)
 
     @property
-    def least(self) -> int:
+    def min_ahead(self) -> int:
         """Steps ahead that readers need: one more than they ask for, and the one being read."""
         return self.depth + 2
 
@@ -276,7 +276,7 @@ class Service:
         self._busy_s += busy_s - self._busy_s / 16
         self._objects += objects - self._objects / 16
 
-    def most(self, seconds: float) -> float:
+    def deliverable(self, seconds: float) -> float:
         """Objects the source delivers in `seconds` at its recent rate."""
         return seconds * self._objects / self._busy_s if self._busy_s else math.inf
 

@@ -34,15 +34,15 @@ _PIECE = 1 << 16
 _GOLDEN = 0.6180339887498949
 #: Stretches of this epoch for which inflow is planned: at least 16 objects each, at most 1,024
 #: (a lead of three in a hundred covers ten of them from 300 on).
-_STRETCHES, _LEAST = 1024, 16
+_STRETCHES, _MIN_PER_STRETCH = 1024, 16
 #: The same where sizes differ: with fewer, single large objects decide the share of their stretch,
 #: and 5 % more objects are read in the same bytes.
-_LEAST_UNEQUAL = 64
+_MIN_PER_UNEQUAL_STRETCH = 64
 #: Kinds of objects, the best to keep first: what the next epoch begins with; then up to 40 sizes,
 #: small ones first, where opens cost more than bytes; then what the next epoch does not read.
 _LEAD, _EVEN, _REST, _KINDS = 0, 1, 41, 42
 #: Objects of each piece that may be swapped to fill the memory exactly, where sizes differ.
-_SPARE = 256
+_MAX_SWAPPED = 256
 
 
 class StepsOf(Protocol):
@@ -61,7 +61,7 @@ class Turn:
         due: (n,) step of each object's next read.
         life: (n,) states as in `eviction_policy`.
         clock, end: steps of this epoch yet to be read; objects due from `end` on are not.
-        size: (n,) bytes of each object, or (1,) where all are alike; negative: `guess` bytes.
+        size: (n,) bytes of each object, or (1,) where all are equal; negative: `guess` bytes.
         page: rooms are multiples of it.
         capacity: bytes to be held at the turn.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
@@ -106,15 +106,15 @@ def plan(turn: Turn) -> Kept:
     [False, False, True, True]
     """
     seen = np.zeros(len(turn.life), np.bool_)
-    alike = len(turn.size) == 1
-    least = _LEAST if alike else _LEAST_UNEQUAL
+    same_size = len(turn.size) == 1
+    least = _MIN_PER_STRETCH if same_size else _MIN_PER_UNEQUAL_STRETCH
     tally = _Tally(max(min(_STRETCHES, len(seen) // least), 8))
     sorted_in = (_sort_in(turn, ids, kind, tally) for ids, kind in _in_order(turn, seen))
     parts = [part for part in sorted_in if len(part.ids)]
-    share = tally.shares(turn, whole=int(turn.size[0]) if alike else 0)
+    share = tally.kept_shares(turn, whole=int(turn.size[0]) if same_size else 0)
     stays = np.zeros(len(turn.life), np.bool_)
     _choose(parts, share, tally.number, stays)
-    if not alike:
+    if not same_size:
         _fill(turn, parts, stays, tally)
     read = [ids[cell % tally.width == 0] for ids, cell in parts]
     return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
@@ -164,10 +164,10 @@ class _Tally:
         limit[-1] = turn.capacity
         return limit
 
-    def shares(self, turn: Turn, *, whole: int) -> Floats:
+    def kept_shares(self, turn: Turn, *, whole: int) -> Floats:
         """Share of each cell that stays.
 
-        whole: bytes of each object where all are alike: then shares are whole objects.
+        whole: bytes of each object where all are equal: then shares are whole objects.
         """
         have = self.nbytes.reshape(_KINDS, -1)
         got = np.zeros_like(have)
@@ -197,13 +197,13 @@ class _Tally:
 
 def _taken(have: Floats, limit: Floats, whole: int) -> Floats:
     """Bytes taken of each stretch, as early as the limits allow."""
-    most = np.maximum(np.minimum.accumulate(limit[::-1])[::-1], 0.0)
+    may_keep = np.maximum(np.minimum.accumulate(limit[::-1])[::-1], 0.0)
     got = np.zeros_like(have)
-    owed = 0.0
-    for b, more in enumerate(np.diff(most, prepend=0.0).tolist()):
-        owed += more  # what one stretch lacks is taken from the next
-        got[b] = min(float(have[b]), _rounded(owed, whole))
-        owed -= got[b]
+    debt = 0.0
+    for b, more in enumerate(np.diff(may_keep, prepend=0.0).tolist()):
+        debt += more  # what one stretch lacks is taken from the next
+        got[b] = min(float(have[b]), _rounded(debt, whole))
+        debt -= got[b]
     return got
 
 
@@ -280,9 +280,9 @@ def _choose(
 ) -> None:
     """Take its share of each cell, evenly along the next epoch (systematic sampling)."""
     phase = np.arange(len(share)) * _GOLDEN % 1.0 * 0.98 + 0.01  # no sum ends at a whole number
-    wanted = np.rint(share * number)  # exact counts, where all are alike
-    alike = np.abs(share * number - wanted) < 1e-6
-    share = np.where(alike & (number > 0), wanted / np.maximum(number, 1), share)
+    wanted = np.rint(share * number)  # exact counts, where all sizes are equal
+    same_size = np.abs(share * number - wanted) < 1e-6
+    share = np.where(same_size & (number > 0), wanted / np.maximum(number, 1), share)
     past = np.zeros(len(share), np.int64)
     for ids, cell in parts:
         order = cell.argsort(kind="stable")  # 16 bits: a radix sort
@@ -303,7 +303,7 @@ def _fill(turn: Turn, parts: Sequence[_Part], stays: NDArray[np.bool_], tally: _
     found = []
     for ids, cell in parts:
         may = (stays[ids] == (lack < 0)) & (cell >= tally.width)  # the lead stays complete
-        found.append(np.flatnonzero(may)[:: max(np.count_nonzero(may) // _SPARE, 1)])
+        found.append(np.flatnonzero(may)[:: max(np.count_nonzero(may) // _MAX_SWAPPED, 1)])
     ids = np.concatenate([part.ids[at] for part, at in zip(parts, found, strict=True)])
     kind = np.concatenate([part.cell[at] for part, at in zip(parts, found, strict=True)])
     order = np.argsort(kind // tally.width, kind="stable")

@@ -5,7 +5,7 @@ length, its pool is *fixed*: records lie dense in slabs, at multiples of the exa
 that a reader gathers rows with one `np.take`; alloc and free work on whole batches. Any other pool
 is *paged*: an object takes the smallest free range that holds it (best fit), rounded up to pages,
 or several ranges where no single one does (`runs`). So fragmentation loses no room, and nothing
-ever moves; tests/unit/test_space.py has how many runs that makes.
+ever moves; tests/unit/test_allocator.py has how many runs that makes.
 """
 
 from __future__ import annotations

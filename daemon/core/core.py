@@ -362,7 +362,7 @@ class Core:
         h = s.residency
         h.choose_keeper(self._window)
         if h.policy is not None:
-            h.policy.told(ids, epoch)
+            h.policy.plan_extended(ids, epoch)
 
     def _unplanned(self, h: Residency, loose: Index) -> None:
         """Handle the end of a plan or session; `loose` are the objects that were pinned for it."""

@@ -147,7 +147,7 @@ class Prefetcher:
         All objects of a fetch land together, whichever of them is due first.
         """
         stream = s.stream
-        most = s.residency.service.most(max(s.pace.step_s, _GRAIN_S))
+        most = s.residency.service.deliverable(max(s.pace.step_s, _GRAIN_S))
         if len(absent) > most:
             beyond = stream.step_at(s.front + int(absent[int(most)]))
             stop = min(stop, stream.start(max(beyond, stream.step_at(s.front) + 1)))
@@ -198,7 +198,7 @@ class Prefetcher:
         # The queue of a quick source is short. Ordered by due time, it would wake the reader for
         # every
         # step: small records from the page cache are slower then.
-        due = s.due(step, now, in_turn=h.service.most(_GRAIN_S) < _CHUNK)
+        due = s.due(step, now, in_turn=h.service.deliverable(_GRAIN_S) < _CHUNK)
         out += self._inflight.start(h, ids, offset, length, need, now, due)
         return k
 

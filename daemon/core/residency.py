@@ -323,7 +323,7 @@ class Residency:
         readers = Readers(
             [g.uses for g in groups],
             lambda: _clocks(groups),
-            blind=all(s.blind for g in groups for s in g.sessions.values()),
+            unplanned=all(s.blind for g in groups for s in g.sessions.values()),
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
         )
@@ -334,7 +334,7 @@ class Residency:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
         if self.policy is None or not self.groups:
             return None
-        return self.policy.question(_Outlook(self, self.groups[0], admission, window))
+        return self.policy.question(_PlanningContext(self, self.groups[0], admission, window))
 
     def rebuild(self, under_way: Index, window: Window) -> None:
         """Rebuild pins, states, eviction policy and next uses from plans and fetches in flight."""
@@ -381,8 +381,8 @@ def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outlook:
-    """What an eviction policy asks about its job; implements `planned_eviction.Outlook`."""
+class _PlanningContext:
+    """What an eviction policy asks about its job; implements `planned_eviction.PlanningContext`."""
 
     residency: Residency
     group: JobGroup
@@ -422,7 +422,7 @@ class _Outlook:
         paces = [s.pace for s in self.group.sessions.values()]
         latency_s = self.residency.latency.seconds
         steps = max((p.horizon(latency_s, self.window) for p in paces), default=0)
-        return max((p.least for p in paces), default=0), steps
+        return max((p.min_ahead for p in paces), default=0), steps
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:
         return self.group.orders(epoch)

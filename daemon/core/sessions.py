@@ -230,7 +230,7 @@ class RankStream:
         while step < self.stream.end:
             epoch, stop = self.stream.epoch(step)
             if self.blind:
-                self.group.uses.blur(epoch + self.epoch_shift)
+                self.group.uses.mark_incomplete(epoch + self.epoch_shift)
             else:
                 self._foretell(epoch + self.epoch_shift, step, stop)
             step = stop

@@ -30,7 +30,7 @@ from creel.messages import (
     PROTOCOL,
     Attach,
     Close,
-    DeskRequest,
+    ControlRequest,
     Hello,
     Open,
     Opened,
@@ -315,7 +315,7 @@ class ControlSocket:
 def _whole(body: bytes, flags: int) -> Any:
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise MalformedError("a packet too long, or too many descriptors")
-    return decode(body, DeskRequest)
+    return decode(body, ControlRequest)
 
 
 def _opened(session: SessionRecord) -> Answer:

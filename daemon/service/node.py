@@ -88,7 +88,7 @@ class Node:
         self.stop: Callable[[bool], None] = lambda now: None  # noqa: ARG005  set by the loop
         self.clients: Callable[[], int] = lambda: 0
         self.pids: Callable[[], dict[str, int]] = dict
-        self.line_address = ""
+        self.request_address = ""
         self.arena = Arena.create(
             memory_budget(config.memory, total=memory.total, available=memory.available)
         )
@@ -240,7 +240,7 @@ class Node:
 
     def welcome(self, token: str) -> tuple[Welcome, int]:
         """Return the greeting and the arena's descriptor."""
-        welcome = Welcome(PROTOCOL, token, self.line_address, self.arena.nbytes, os.getpid())
+        welcome = Welcome(PROTOCOL, token, self.request_address, self.arena.nbytes, os.getpid())
         return welcome, self.arena.fd
 
     def expect(self) -> None:
@@ -338,9 +338,7 @@ class Node:
         dataset.claim(token)
         if token not in self.pids():  # it left meanwhile
             dataset.unclaim(token)
-        objects = len(dataset.manifest)
-        message = Registered(dataset.key, objects)
-        return Answer(message, (dataset.table_fd,))
+        return Answer(Registered(dataset.key))
 
     def open(self, token: str, request: Open) -> SessionRecord:
         """Open a session.
@@ -418,7 +416,7 @@ class Node:
         """
         objects, ends = arrays
         nbytes = objects.nbytes + ends.nbytes
-        blind = message.blind
+        blind = message.unplanned
         try:
             if message.epoch != session.epoch and not blind:
                 blind = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))

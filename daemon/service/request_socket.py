@@ -34,7 +34,7 @@ from creel.messages import (
     decode,
     decode_frames,
     encode,
-    line_address,
+    request_address,
 )
 
 log = logging.getLogger("creel.line")
@@ -59,7 +59,7 @@ class RequestSocket:
         self._socket.setsockopt(zmq.SNDHWM, 4096)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
         _only_own_uid(self._socket)
-        self.address = line_address(os.getuid(), secrets.token_hex(16))
+        self.address = request_address(os.getuid(), secrets.token_hex(16))
         self._socket.bind(self.address)
         self.fd = int(self._socket.getsockopt(zmq.FD))
 

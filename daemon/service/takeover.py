@@ -18,9 +18,9 @@ from creel.messages import (
     PROTOCOL,
     Command,
     CommandReply,
-    DeskReply,
+    ControlReply,
     Hello,
-    LineReply,
+    RequestReply,
     Welcome,
     decode,
     encode,
@@ -55,7 +55,7 @@ def _greet(control_socket: socket.socket, address: str) -> Welcome | None:
     body, fds, _, _ = socket.recv_fds(control_socket, MAX_BODY, 4, socket.MSG_CMSG_CLOEXEC)
     for fd in fds:
         os.close(fd)
-    reply = decode(body, DeskReply)
+    reply = decode(body, ControlReply)
     return reply if isinstance(reply, Welcome) else None
 
 
@@ -63,7 +63,7 @@ def _asked(welcome: Welcome) -> bool:
     with zmq.Context() as context, context.socket(zmq.DEALER) as line:
         line.linger = 0
         line.rcvtimeo = int(_PATIENCE_S * 1000)
-        line.connect(welcome.line)
+        line.connect(welcome.request_address)
         status = _answer(line, Command(welcome.token, 1, "status", {}))
         if status is None or not status.get("embedded"):
             return False
@@ -73,7 +73,7 @@ def _asked(welcome: Welcome) -> bool:
 def _answer(line: zmq.Socket[bytes], ask: Command) -> dict[str, Any] | None:
     try:
         line.send(encode(ask))
-        reply = decode(line.recv_multipart()[0], LineReply)
+        reply = decode(line.recv_multipart()[0], RequestReply)
     except zmq.ZMQError:
         return None
     return reply.body if isinstance(reply, CommandReply) else None

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch.utils.data import Dataset, StackDataset, Subset
 
+from creel.forks import forget_in_child
 from creel.loader.binding.access_trace import AccessTrace, Item, by_sample, parts_of
 from creel.loader.binding.tree import unchanged
 from creel.loader.binding.wrap import Wrapped, unwrap
@@ -35,14 +36,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 #: What each sample of a batch reads.
-Wishes = list[list[Asked]]
+BatchReads = list[list[Asked]]
 
 #: The first epoch is over when no sample was new for 1/16 of the number recorded.
-_AGAIN = 16
+_END_SHARE = 16
 #: Larger datasets must declare their objects.
-_MOST_SAMPLES = 10_000_000
+_MAX_SAMPLES = 10_000_000
 #: Recording ends at this many bytes of journal; a sample that reads one file takes some 100.
-_MOST_NBYTES = 1 << 29
+MAX_JOURNAL_NBYTES = 1 << 29
 _PIECE = 1 << 20  # bytes of the journal per read
 _SEAL = b"[]"
 
@@ -59,28 +60,29 @@ class AccessRecorder:
         self.token = uuid.uuid4().hex  # names the journal to other processes
         self.fd = _new_journal() if journal is None else os.dup(journal)
         weakref.finalize(self, os.close, self.fd)
-        self._noted: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
-        self._renew()
+        self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
+        self.forget()
+        forget_in_child(self)
 
-    def _renew(self) -> None:
-        self._pid = os.getpid()
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
         self._lock = threading.Lock()
         self._known = np.zeros(self._size, np.bool_)
         self._count = 0  # known samples
-        self._heard: list[list[int | Item]] = []  # since the last `write`
-        self._met = 0  # samples since then that were known
+        self._unwritten: list[list[int | Item]] = []  # since the last `write`
+        self._repeated = 0  # samples since then that were known
         self._at = 0
         self._rest = b""
         self._again = 0  # samples since the last new one
-        self._sealed = self._given = False
+        self._sealed = self._returned = False
 
     def __getitem__(self, index: int) -> Sample:
         """The dataset's sample; its reads are kept until `write`."""
         if self._sealed:
             return self.dataset[index]
-        with ObservedReads() as hearing:
+        with ObservedReads() as observed:
             sample = self.dataset[index]
-        self._noted.append((index, hearing.wanted()))
+        self._observed.append((index, observed.wanted()))
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
@@ -89,25 +91,25 @@ class AccessRecorder:
             return fetch_many(self.dataset, indices)
         if not hasattr(self.dataset, "__getitems__"):
             return [self[i] for i in indices]
-        wishes: Wishes = [[] for _ in indices]
-        samples = _batch(self.dataset, indices, wishes)
-        self._noted += zip(indices, wishes, strict=True)
+        reads: BatchReads = [[] for _ in indices]
+        samples = _batch(self.dataset, indices, reads)
+        self._observed += zip(indices, reads, strict=True)
         return samples
 
-    def _note_wishes(self, index: int, wishes: list[Asked]) -> None:
+    def _note_reads(self, index: int, reads: list[Asked]) -> None:
         """Note what a sample read; the caller holds the lock."""
-        items = [i for what in dict.fromkeys(wishes) if (i := self._item(what)) is not None]
+        items = [i for what in dict.fromkeys(reads) if (i := self._item(what)) is not None]
         if isinstance(index, (int, np.integer)):
             with suppress(IndexError):  # a dataset may give more samples than its length says
                 self._note(position(index, self._size), items)
 
     def trace(self) -> AccessTrace | None:
         """The complete trace, returned once; None while recording, or if nothing was read."""
-        with self._here():
+        with self._lock:
             self._catch_up()
-            if not self._sealed or self._given:
+            if not self._sealed or self._returned:
                 return None
-            self._given = True
+            self._returned = True
         trace = AccessTrace(self._size, self._all(), self._parts)
         return trace if trace.leaves else None
 
@@ -124,35 +126,30 @@ class AccessRecorder:
                 for index, *items in json.loads(line)[1:]:
                     yield index, items
 
-    def _here(self) -> threading.Lock:
-        if self._pid != os.getpid():
-            self._renew()
-        return self._lock
-
     def _note(self, index: int, items: list[Item]) -> None:
         if self._known[index]:
-            self._met += 1
+            self._repeated += 1
         else:
-            self._heard.append([index, *items])
+            self._unwritten.append([index, *items])
 
-    def _item(self, asked: Asked) -> Item | None:
+    def _item(self, read: Asked) -> Item | None:
         """A read as the journal writes it; None if the daemon cannot fetch it.
 
         That is an address that is not UTF-8, or an object of a dataset that is not a known part.
         """
-        if isinstance(asked, str):
-            return asked if _tellable(asked) else None
-        part = self._number.get(asked[0])
-        return None if part is None else (part, asked[1])
+        if isinstance(read, str):
+            return read if _is_utf8(read) else None
+        part = self._number.get(read[0])
+        return None if part is None else (part, read[1])
 
     def write(self) -> None:
         """Append the reads of a batch to the journal, and take in those of other processes."""
-        with self._here():
-            while self._noted:  # also those of other threads
-                self._note_wishes(*self._noted.popleft())
-            if (self._heard or self._met) and not self._sealed:
-                self._append(json.dumps([self._met, *self._heard]).encode())
-            self._heard, self._met = [], 0
+        with self._lock:
+            while self._observed:  # also those of other threads
+                self._note_reads(*self._observed.popleft())
+            if (self._unwritten or self._repeated) and not self._sealed:
+                self._append(json.dumps([self._repeated, *self._unwritten]).encode())
+            self._unwritten, self._repeated = [], 0
             self._catch_up()
             if self._over() and not self._sealed:
                 self._append(_SEAL)
@@ -164,14 +161,14 @@ class AccessRecorder:
         except OSError:
             whole = False
         if not whole:
-            self._sealed = self._given = True
+            self._sealed = self._returned = True
 
     def _over(self) -> bool:
         """Whether the first epoch is over; reading the same few samples often does not end it."""
         known, again, size = self._count, self._again, self._size
-        if known == size or self._at >= _MOST_NBYTES:
+        if known == size or self._at >= MAX_JOURNAL_NBYTES:
             return True
-        return again * _AGAIN > known and max(2 * known, again) >= size
+        return again * _END_SHARE > known and max(2 * known, again) >= size
 
     def _catch_up(self) -> None:
         """Take in what other processes have recorded."""
@@ -185,7 +182,7 @@ class AccessRecorder:
                 try:
                     again, *new = json.loads(line)
                 except ValueError:  # a line cut short for lack of memory
-                    self._sealed = self._given = True
+                    self._sealed = self._returned = True
                     return
                 self._again = 0 if new else self._again + again
                 for index, *_ in new:
@@ -193,42 +190,42 @@ class AccessRecorder:
                     self._known[index] = True
 
 
-def _heard(wishes: list[Asked], act: Callable[[], T]) -> T:
-    """Call `act` and return its result; its reads are added to `wishes`."""
-    with ObservedReads() as hearing:
+def _unwritten(reads: list[Asked], act: Callable[[], T]) -> T:
+    """Call `act` and return its result; its reads are added to `reads`."""
+    with ObservedReads() as observed:
         result = act()
-    wishes += hearing.wanted()
+    reads += observed.wanted()
     return result
 
 
-def _batch(dataset: object, indices: Iterable[int], wishes: Wishes) -> list[Sample]:
+def _batch(dataset: object, indices: Iterable[int], reads: BatchReads) -> list[Sample]:
     """`fetch_many` of a dataset that `by_sample` allows, recording the reads of each sample.
 
     Calls are made in torch's order: a StackDataset takes all samples of its first part before those
     of the second, and `Transformed` calls its function after all samples were taken.
     """
     if type(dataset) is Wrapped:
-        return _batch(unwrap(dataset), indices, wishes)
+        return _batch(unwrap(dataset), indices, reads)
     if unchanged(dataset, Subset):
         below: Iterable[int] = map(dataset.indices.__getitem__, indices)
         if hasattr(dataset.dataset, "__getitems__"):
             below = list(below)
-        return _batch(dataset.dataset, below, wishes)
+        return _batch(dataset.dataset, below, reads)
     if type(dataset) is Transformed:
         return [
-            _heard(asked, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
-            for sample, asked in zip(_batch(dataset.dataset, indices, wishes), wishes, strict=True)
+            _unwritten(read, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
+            for sample, read in zip(_batch(dataset.dataset, indices, reads), reads, strict=True)
         ]
     if unchanged(dataset, StackDataset):
         parts = dataset.datasets
         if isinstance(parts, dict):
-            columns = [_batch(part, indices, wishes) for part in parts.values()]
+            columns = [_batch(part, indices, reads) for part in parts.values()]
             return [dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)]
-        return list(zip(*(_batch(part, indices, wishes) for part in parts), strict=True))
+        return list(zip(*(_batch(part, indices, reads) for part in parts), strict=True))
     leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # anything else is one
     return [
-        _heard(asked, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
-        for i, asked in zip(indices, wishes, strict=True)
+        _unwritten(read, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
+        for i, read in zip(indices, reads, strict=True)
     ]
 
 
@@ -240,7 +237,7 @@ def _new_journal() -> int:
     return journal
 
 
-def _tellable(address: str) -> bool:
+def _is_utf8(address: str) -> bool:
     """Whether an address can be sent to the daemon: a file name may not be UTF-8."""
     try:
         return "\0" not in address and (address.isascii() or bool(address.encode()))
@@ -248,10 +245,10 @@ def _tellable(address: str) -> bool:
         return False
 
 
-def learner_of(dataset: Dataset[Sample], journal: int | None = None) -> AccessRecorder | None:
-    """A recorder; None for a dataset whose reads cannot be told apart by sample, or too large."""
+def recorder_of(dataset: Dataset[Sample], journal: int | None = None) -> AccessRecorder | None:
+    """A recorder; None for a dataset whose reads are not known by sample, or too large."""
     try:
-        fit = by_sample(dataset) and len(dataset) <= _MOST_SAMPLES  # type: ignore[arg-type]
-        return AccessRecorder(dataset, journal) if fit else None
+        fits = by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
+        return AccessRecorder(dataset, journal) if fits else None
     except Exception:  # noqa: BLE001  a user's __len__ may raise anything
         return None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Item = str | tuple[int, int]
 Column = NDArray[np.int64]
 #: Most values examined in search of parts, and longest list or dict searched.
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
 
 
 class AccessTrace:
@@ -31,14 +31,14 @@ class AccessTrace:
 
     Args:
         size: number of samples of the dataset.
-        heard: (sample, items it reads in order); the first entry of a sample counts.
+        recorded: (sample, items it reads in order); the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
     """
 
     def __init__(
-        self, size: int, heard: Iterable[tuple[int, Sequence[Item]]], parts: list[CreelDataset]
+        self, size: int, recorded: Iterable[tuple[int, Sequence[Item]]], parts: list[CreelDataset]
     ) -> None:
-        samples, counts, leaf, place, addresses = _columns(heard, len(parts))
+        samples, counts, leaf, place, addresses = _columns(recorded, len(parts))
         which, first = np.unique(samples, return_index=True)
         self.counts = np.zeros(size, np.int64)
         self.counts[which] = counts[first]
@@ -48,7 +48,7 @@ class AccessTrace:
         everything = [*parts, Addressed(addresses)]
         self.leaves = [everything[i] for i in read.tolist()]
 
-    def plant(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> TreeNode:
+    def build(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> TreeNode:
         """The node of the dataset; `place` adds a leaf to the tree and returns its first id."""
         bases = np.array([place(leaf) for leaf in self.leaves], np.int64)
         return _TracedNode(dataset, self, (bases[self._leaf] + self._object).astype(np.int32))
@@ -79,21 +79,21 @@ class _TracedNode(TreeNode):
 
 
 def _columns(
-    heard: Iterable[tuple[int, Sequence[Item]]], named: int
+    recorded: Iterable[tuple[int, Sequence[Item]]], address_leaf: int
 ) -> tuple[Column, Column, Column, Column, list[str]]:
     """(n,) samples, (n,) item counts; (k,) leaf and (k,) object of each item; the addresses.
 
-    Addresses are the objects of leaf `named`, numbered in sorted order, so that the result does not
-    depend on the order of recording.
+    Addresses are the objects of leaf `address_leaf`, numbered in sorted order, so that the result
+    does not depend on the order of recording.
     """
     number: dict[str, int] = {}
     samples, counts, leaf, place = array("q"), array("q"), array("q"), array("q")
-    for sample, items in heard:
+    for sample, items in recorded:
         samples.append(sample)
         counts.append(len(items))
         for item in items:
             if isinstance(item, str):
-                leaf.append(named)
+                leaf.append(address_leaf)
                 place.append(number.setdefault(item, len(number)))
             else:
                 leaf.append(item[0])
@@ -102,7 +102,7 @@ def _columns(
     rank = np.empty(len(addresses), np.int64)
     rank[[number[address] for address in addresses]] = np.arange(len(addresses))
     leaves, objects = np.array(leaf), np.array(place)
-    objects[leaves == named] = rank[objects[leaves == named]]
+    objects[leaves == address_leaf] = rank[objects[leaves == address_leaf]]
     return np.array(samples), np.array(counts), leaves, objects, addresses
 
 
@@ -117,7 +117,7 @@ def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[n
 
 
 def by_sample(dataset: object) -> bool:
-    """Whether samples are read one by one, so that the reads of each can be told apart."""
+    """Whether samples are read one by one, so that the reads of each are known."""
     if type(dataset) is Wrapped:
         return by_sample(unwrap(dataset))
     if unchanged(dataset, Subset) or type(dataset) is Transformed:
@@ -133,7 +133,7 @@ def parts_of(dataset: object) -> list[CreelDataset]:
     parts: list[CreelDataset] = []
     seen: set[int] = set()
     queue = deque([dataset])  # what is held directly comes before what is in long lists
-    while queue and len(seen) < _MOST_PARTS:
+    while queue and len(seen) < _MAX_PARTS:
         one = queue.popleft()
         if id(one) in seen:
             continue
@@ -153,9 +153,9 @@ def _inside(one: object) -> list[object]:
     if isinstance(one, Dataset):
         held = list(vars(one).values())
     elif isinstance(one, dict):
-        held = list(one.values()) if len(one) <= _MOST_PARTS else []
+        held = list(one.values()) if len(one) <= _MAX_PARTS else []
     elif isinstance(one, (list, tuple)):
-        held = list(one) if len(one) <= _MOST_PARTS else []
+        held = list(one) if len(one) <= _MAX_PARTS else []
     else:
         held = []
     return [x for x in held if isinstance(x, (Dataset, list, tuple, dict))]

@@ -90,16 +90,13 @@ class FolderLeaf(CreelDataset):
     def _build_manifest(self) -> Manifest:
         return Manifest.of_files(self._names)
 
-    def callables(self) -> list[object]:
-        return [self.folder.transform, self.folder.target_transform]
-
     def view(self) -> Dataset[Sample]:
         """The same folder (same class and shared attributes), reading through the lease."""
         folder = cast("Dataset[Sample]", self.folder)
-        twin = object.__new__(_leased_class(type(self.folder)))
-        object.__setattr__(twin, "__dict__", folder.__dict__)
-        twin._creel_leaf = self
-        return cast("Dataset[Sample]", twin)
+        view = object.__new__(_leased_class(type(self.folder)))
+        object.__setattr__(view, "__dict__", folder.__dict__)
+        view._creel_leaf = self
+        return cast("Dataset[Sample]", view)
 
     def image(self, index: int, path: str) -> Sample:
         """The image of sample `index`, whose file is now `path`."""
@@ -157,7 +154,7 @@ class Addressed(CreelDataset):
     def __init__(self, uris: Sequence[str]) -> None:
         """`uris`: addresses as `absolute` returns them."""
         self._uris = strings(uris)
-        self._places = _Places(self._uris)
+        self._index = _StringIndex(self._uris)
 
     @property
     def object_count(self) -> int:
@@ -165,7 +162,7 @@ class Addressed(CreelDataset):
 
     def find(self, address: str) -> int | None:
         """Object number of an address (as `absolute` returns it), or None."""
-        return self._places.find(address)
+        return self._index.find(address)
 
     def _build_manifest(self) -> Manifest:
         return Manifest.of_files(self._uris)
@@ -216,7 +213,7 @@ class Declared(Addressed):
         return number
 
 
-class _Places:
+class _StringIndex:
     """Index from strings to rows of a column: sorted hashes, 12 bytes per string, no objects."""
 
     def __init__(self, column: pa.Array) -> None:
@@ -228,9 +225,9 @@ class _Places:
         )
         order = np.argsort(hashes, kind="stable")
         self._sorted = hashes[order], order.astype(np.int32)
-        self._look()
+        self._make_views()
 
-    def _look(self) -> None:
+    def _make_views(self) -> None:
         # Memory views: reading single entries is 3 times as fast as from arrays.
         self._hashes: memoryview[int] = memoryview(self._sorted[0])  # type: ignore[arg-type]  # numpy's
         self._order: memoryview[int] = memoryview(self._sorted[1])  # type: ignore[arg-type]
@@ -240,7 +237,7 @@ class _Places:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._look()
+        self._make_views()
 
     def find(self, text: str) -> int | None:
         """The first row with `text`, or None."""

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
-from creel.loader.binding.tree import Scout, Tree, TreeNode
+from creel.loader.binding.tree import LeafProbe, Tree, TreeNode
 from creel.loader.datasets.base import CreelDataset, Ids, Indices, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, stacked
 from creel.loader.reading.lease import Lease, ReadableSession
@@ -165,7 +165,7 @@ class Binding:
     def frozen(self) -> Binding:
         """A binding of a private copy of the dataset; only where `gather` is not None."""
         tree = Tree()
-        root = tree.plant(self._root.frozen({}))
+        root = tree.build(self._root.frozen({}))
         return Binding(root, tree.leaves)
 
     def labels(self) -> list[object]:
@@ -187,7 +187,7 @@ class Binding:
         return gather.raw.same(self._root.raw())
 
     @property
-    def apart(self) -> bool:
+    def thread_safe(self) -> bool:
         """Whether another thread may call `objects`: no user code runs in it."""
         return not any(
             isinstance(leaf, Declared) or not type(leaf).__module__.startswith("creel.")
@@ -200,7 +200,7 @@ def bind(dataset: object) -> Binding | None:
     if not bindable(dataset):
         return None  # before reading indices of Subsets, of which there may be millions
     tree = Tree()
-    root = tree.plant(dataset)
+    root = tree.build(dataset)
     if not tree.leaves:
         return None
     return Binding(root, tree.leaves)
@@ -209,7 +209,7 @@ def bind(dataset: object) -> Binding | None:
 def bound(dataset: Dataset[Sample], trace: AccessTrace) -> Binding:
     """A binding of a dataset that declares nothing, from its trace."""
     tree = Tree()
-    return Binding(trace.plant(dataset, tree.place), tree.leaves)
+    return Binding(trace.build(dataset, tree.place), tree.leaves)
 
 
 def bindable(dataset: object) -> bool:
@@ -217,16 +217,16 @@ def bindable(dataset: object) -> bool:
 
     Indices of Subsets are not read, so `bind` may still find nothing where they are unsuitable.
     """
-    return _scouted(dataset).found
+    return _probed(dataset).found
 
 
-def promising(dataset: object) -> bool:
+def maybe_bindable(dataset: object) -> bool:
     """Whether `bind` finds something, or may find it later from a trace below `creel.wrap`."""
-    scout = _scouted(dataset)
-    return scout.found or scout.listens
+    probe = _probed(dataset)
+    return probe.found or probe.may_record
 
 
-def _scouted(dataset: object) -> Scout:
-    scout = Scout()
-    scout.plant(dataset)
-    return scout
+def _probed(dataset: object) -> LeafProbe:
+    probe = LeafProbe()
+    probe.build(dataset)
+    return probe

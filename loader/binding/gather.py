@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Rows
-from creel.loader.buffers import Ring
+from creel.loader.buffers import BufferPool
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Gather
@@ -34,7 +34,7 @@ class Gatherer:
         self._rows = Rows(client.arena, gather.nbytes)
         self._memory = memory
         # Memory for rows; where they are converted they do not stay in the batch.
-        self._raw = Ring().take if gather.converts else memory
+        self._raw = BufferPool().take if gather.converts else memory
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
         """(n * nbytes,) uint8, the bytes of these objects; None if one is not in the arena.

@@ -33,14 +33,14 @@ Objects = tuple[Ids, NDArray[np.int64]]
 class TreeNode:
     """A dataset in the tree; this base class is one without known objects."""
 
-    _twin: tuple[Dataset[Sample], str] | None = None
+    _copied: tuple[Dataset[Sample], str] | None = None
 
     def __init__(self, dataset: Dataset[Sample]) -> None:
         self.dataset = dataset
 
     def __getstate__(self) -> dict[str, object]:
         # What `current` compares with is not pickled.
-        return {k: v for k, v in self.__dict__.items() if k not in {"_twin", "_was", "_trace"}}
+        return {k: v for k, v in self.__dict__.items() if k not in {"_copied", "_was", "_trace"}}
 
     def children(self) -> Sequence[TreeNode]:
         return ()
@@ -58,10 +58,10 @@ class TreeNode:
 
     def _same(self) -> bool:
         """`current` for the dataset without its children, in a time independent of its length."""
-        if self._twin is None:
+        if self._copied is None:
             return True
-        twin, name = vars(self._twin[0]), self._twin[1]
-        return all(twin.get(k) is v for k, v in vars(self.dataset).items() if k != name)
+        copied, name = vars(self._copied[0]), self._copied[1]
+        return all(copied.get(k) is v for k, v in vars(self.dataset).items() if k != name)
 
     def objects(self, indices: Indices) -> Objects:
         """(k,) ids in the manifest, sample by sample; (n,) number of ids per sample."""
@@ -85,15 +85,12 @@ class TreeNode:
         """A function from (n,) sample numbers to their labels, collated as by default_collate."""
         raise NotImplementedError
 
-    def callables(self) -> list[object]:
-        return [code for child in self.children() for code in child.callables()]
-
     def _with(self, name: str, value: object) -> Dataset[Sample]:
         """A shallow copy of the dataset with one attribute replaced."""
-        twin = copy.copy(self.dataset)
-        setattr(twin, name, value)
-        self._twin = twin, name
-        return twin
+        copied = copy.copy(self.dataset)
+        setattr(copied, name, value)
+        self._copied = copied, name
+        return copied
 
 
 class LeafNode(TreeNode):
@@ -124,9 +121,6 @@ class LeafNode(TreeNode):
     def labels(self) -> Callable[[Indices], torch.Tensor]:
         return self._leaf.collated_labels()
 
-    def callables(self) -> list[object]:
-        return self._leaf.callables()
-
 
 class PassNode(TreeNode):
     """A wrapper that keeps sample numbers: Transformed, creel.wrap."""
@@ -143,8 +137,8 @@ class PassNode(TreeNode):
         return (self._child,)
 
     def current(self) -> bool:
-        known = trace(self.dataset) if type(self.dataset) is Wrapped else None
-        return known is self._trace and super().current()
+        traced = trace(self.dataset) if type(self.dataset) is Wrapped else None
+        return traced is self._trace and super().current()
 
     def _same(self) -> bool:
         if type(self.dataset) is Wrapped:
@@ -170,10 +164,6 @@ class PassNode(TreeNode):
 
     def labels(self) -> Callable[[Indices], torch.Tensor]:
         return self._child.labels()
-
-    def callables(self) -> list[object]:
-        own = [self.dataset.fn] if type(self.dataset) is Transformed else []
-        return own + super().callables()
 
 
 class SubsetNode(TreeNode):
@@ -382,23 +372,23 @@ class Tree:
         self._bases: dict[int, int] = {}
         self._total = 0
 
-    def plant(self, dataset: object) -> TreeNode:
+    def build(self, dataset: object) -> TreeNode:
         """The node of a dataset, with all nodes below it."""
         whole = cast("Dataset[Sample]", dataset)
         if type(dataset) is Wrapped:
-            known = trace(dataset)
-            return PassNode(whole, self._wrapped(dataset, known), known)
+            traced = trace(dataset)
+            return PassNode(whole, self._wrapped(dataset, traced), traced)
         if type(dataset) is Transformed:
-            return PassNode(whole, self.plant(dataset.dataset))
+            return PassNode(whole, self.build(dataset.dataset))
         if isinstance(dataset, IterableDataset):
             return TreeNode(whole)
         return self._torch(whole) or self._leaf(whole)
 
-    def _wrapped(self, proxy: Wrapped, known: AccessTrace | None) -> TreeNode:
+    def _wrapped(self, proxy: Wrapped, traced: AccessTrace | None) -> TreeNode:
         inner = unwrap(proxy)
-        if known is None:
-            return self.plant(inner)
-        return known.plant(cast("Dataset[Sample]", inner), self.place)
+        if traced is None:
+            return self.build(inner)
+        return traced.build(cast("Dataset[Sample]", inner), self.place)
 
     def place(self, leaf: CreelDataset) -> int:
         """Add a leaf to the tree, if it is new, and return its first object id."""
@@ -413,11 +403,11 @@ class Tree:
         if unchanged(dataset, Subset):
             return self._subset(dataset)
         if unchanged(dataset, ConcatDataset):
-            children = [self.plant(d) for d in dataset.datasets]
+            children = [self.build(d) for d in dataset.datasets]
             return ConcatNode(dataset, children, np.array(dataset.cumulative_sizes, np.int64))
         if unchanged(dataset, StackDataset):
             named = _named(dataset)
-            return StackNode(dataset, {key: self.plant(d) for key, d in named.items()})
+            return StackNode(dataset, {key: self.build(d) for key, d in named.items()})
         return None
 
     def _subset(self, dataset: Subset[Sample]) -> TreeNode:
@@ -427,7 +417,7 @@ class Tree:
             return TreeNode(dataset)
         if indices.dtype.kind not in "iu" and indices.size:
             return TreeNode(dataset)  # keys, not numbers: the dataset is a mapping
-        return SubsetNode(dataset, self.plant(dataset.dataset), indices.astype(np.int64))
+        return SubsetNode(dataset, self.build(dataset.dataset), indices.astype(np.int64))
 
     def _leaf(self, dataset: Dataset[Sample]) -> TreeNode:
         if id(dataset) in self._nodes:
@@ -439,21 +429,21 @@ class Tree:
         return node
 
 
-class Scout(Tree):
+class LeafProbe(Tree):
     """Finds whether there are leaves without making them, which takes time per sample."""
 
     found = False
-    listens = False  # whether a trace may give leaves later
+    may_record = False  # whether a trace may give leaves later
 
-    def _wrapped(self, proxy: Wrapped, known: AccessTrace | None) -> TreeNode:
-        self.listens = True
-        if known is None:
-            return super()._wrapped(proxy, known)
+    def _wrapped(self, proxy: Wrapped, traced: AccessTrace | None) -> TreeNode:
+        self.may_record = True
+        if traced is None:
+            return super()._wrapped(proxy, traced)
         self.found = True
         return TreeNode(cast("Dataset[Sample]", proxy))
 
     def _subset(self, dataset: Subset[Sample]) -> TreeNode:
-        self.plant(dataset.dataset)  # without reading indices, of which there may be millions
+        self.build(dataset.dataset)  # without reading indices, of which there may be millions
         return TreeNode(dataset)
 
     def _leaf(self, dataset: Dataset[Sample]) -> TreeNode:

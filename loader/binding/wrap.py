@@ -26,20 +26,20 @@ class Wrapped(Dataset[Sample]):
     """A proxy with the length, samples, attributes and (for isinstance) class of a dataset."""
 
     _wrapped: Dataset[Sample]
-    _stepwise: WrappedReads
+    _reads: WrappedReads
 
     def __init__(self, dataset: Dataset[Sample]) -> None:
         object.__setattr__(self, "_wrapped", dataset)
-        object.__setattr__(self, "_stepwise", WrappedReads(dataset))
+        object.__setattr__(self, "_reads", WrappedReads(dataset))
 
     def __len__(self) -> int:
         return len(self._wrapped)  # type: ignore[arg-type]  # torch's Dataset promises no length
 
     def __getitem__(self, index: int) -> Sample:
-        return self._stepwise.read([index], lambda dataset: dataset[index])
+        return self._reads.read([index], lambda dataset: dataset[index])
 
     def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
-        return self._stepwise.read(indices, lambda dataset: fetch_many(dataset, indices))
+        return self._reads.read(indices, lambda dataset: fetch_many(dataset, indices))
 
     @property  # type: ignore[misc]  # object has a plain attribute here; this is intended
     def __class__(self) -> type:
@@ -47,7 +47,7 @@ class Wrapped(Dataset[Sample]):
 
     def __getattr__(self, name: str) -> Sample:
         # Called for what the proxy lacks; while a copy is being made it lacks these two.
-        if name in {"_wrapped", "_stepwise"}:
+        if name in {"_wrapped", "_reads"}:
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
@@ -59,8 +59,8 @@ class Wrapped(Dataset[Sample]):
 
     def __reduce__(self) -> tuple[object, ...]:
         if spawning():
-            self._stepwise.prepare()
-        return _wrapped_again, (self._wrapped, self._stepwise.journal())
+            self._reads.prepare()
+        return _wrapped_again, (self._wrapped, self._reads.journal())
 
     def __repr__(self) -> str:
         return f"creel.wrap({self._wrapped!r})"
@@ -70,8 +70,8 @@ def _wrapped_again(dataset: Dataset[Sample], journal: Journal | None) -> Wrapped
     """Unpickle a proxy; in a spawned worker it goes on recording for its trainer."""
     proxy = Wrapped(dataset)
     if journal is not None:
-        stepwise: WrappedReads = object.__getattribute__(proxy, "_stepwise")
-        stepwise.goes_on(journal)
+        reads: WrappedReads = object.__getattribute__(proxy, "_reads")
+        reads.resume_journal(journal)
     return proxy
 
 
@@ -95,8 +95,8 @@ def wrap(dataset: D) -> D:
 
 def trace(dataset: Wrapped) -> AccessTrace | None:
     """The trace of a proxy's dataset, or None if there is none so far."""
-    stepwise: WrappedReads = object.__getattribute__(dataset, "_stepwise")
-    return stepwise.trace()
+    reads: WrappedReads = object.__getattribute__(dataset, "_reads")
+    return reads.trace()
 
 
 def unwrap(dataset: object) -> object:

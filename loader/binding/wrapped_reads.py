@@ -14,7 +14,6 @@ import logging
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.reduction
-import os
 import threading
 import time
 import weakref
@@ -27,8 +26,8 @@ from torch.utils.data import get_worker_info
 
 from creel.config import Config
 from creel.errors import UnavailableError
-from creel.forks import at_fork
-from creel.loader.client.batch_stream import client_of, on_its_way
+from creel.forks import at_fork, forget_in_child
+from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.ranks import job_name, rank_and_world
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.reading.lease import hearing, leasing
@@ -91,7 +90,7 @@ class DaemonLink:
         self._next = 0
         self._open: set[int] = set()
         self._epoch = 0
-        self._told = np.zeros(len(session.table.offset), np.bool_)  # read in this epoch
+        self._read_ids = np.zeros(len(session.table.offset), np.bool_)  # read in this epoch
 
     def begin(self, indices: Sequence[int]) -> tuple[int, Pinned | None]:
         """Request the objects of these samples and wait until they are pinned in the arena.
@@ -107,10 +106,12 @@ class DaemonLink:
         except Exception:  # noqa: BLE001  the read itself raises what is wrong with them
             return -1, None
         with self._lock:
-            self._turn(ids)
+            self._begin_epoch_on_repeat(ids)
             self._object_nbytes = self.session.nbytes(ids) // max(len(ids), 1)
             step = self._next
-            if not self.session.extend(self._epoch, step, ids, np.array([len(ids)]), blind=True):
+            if not self.session.extend(
+                self._epoch, step, ids, np.array([len(ids)]), unplanned=True
+            ):
                 return -1, None
             self._next += 1
             self._open.add(step)
@@ -154,12 +155,12 @@ class DaemonLink:
             direct_nbytes=lease.direct_nbytes,
         )
 
-    def _turn(self, ids: NDArray[np.int32]) -> None:
+    def _begin_epoch_on_repeat(self, ids: NDArray[np.int32]) -> None:
         """Begin an epoch when an object is read again: the loader's own epochs are unknown."""
-        if self._told[ids].any():
+        if self._read_ids[ids].any():
             self._epoch += 1
-            self._told[:] = False
-        self._told[ids] = True
+            self._read_ids[:] = False
+        self._read_ids[ids] = True
 
     def end(self, step: int) -> None:
         """Mark a step as read. The daemon may unpin all steps below the first open one."""
@@ -181,32 +182,28 @@ class WrappedReads:
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
         self._trace: AccessTrace | None = None
         self._token = ""  # of the journal of the process that spawned this one
-        self._renew()
+        self.forget()
+        forget_in_child(self)
         _alive.add(self)
 
-    def _renew(self) -> None:
-        """Set up the state that belongs to one process."""
-        self._pid = os.getpid()
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
         self._lock = threading.RLock()
         self._link: DaemonLink | None = None
         self._not_before = 0.0
-
-    def _renew_if_forked(self) -> None:
-        if self._pid != os.getpid():
-            self._renew()
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
         if hearing() is not None:  # inside another proxy, which records what is read here
             return fetch(self._dataset)
         if leasing():  # inside creel's own loader, which decides
-            return self._listened(fetch)
-        link = self._linked()
+            return self._fetch_recorded(fetch)
+        link = self._usable_link()
         if link is not None and not _still(link.binding, indices):
             self._unbind(link)
-            link = self._linked()
+            link = self._usable_link()
         if link is None:
-            return self._listened(fetch)
+            return self._fetch_recorded(fetch)
         step, pinned = link.begin(indices)
         binding, lengths = link.binding, None
         lease = binding.counting(aside=pinned is None)
@@ -227,14 +224,13 @@ class WrappedReads:
         """
         from creel.loader.binding.bind import bindable  # it imports wrap, which imports this module
 
-        self._renew_if_forked()
         with self._lock:
             if not self._bound and bindable(self._dataset):
                 return None
             self._bind()
             return self._trace
 
-    def _listened(self, fetch: Callable[[Dataset[Sample]], T]) -> T:
+    def _fetch_recorded(self, fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, recording its reads while there is a recorder."""
         recorder = self._recorder
         if recorder is None:
@@ -251,7 +247,7 @@ class WrappedReads:
         handle = multiprocessing.reduction.DupFd(self._recorder.fd) if spawning() else None
         return self._recorder.token, handle
 
-    def goes_on(self, journal: Journal) -> None:
+    def resume_journal(self, journal: Journal) -> None:
         """Record into the journal of the process that spawned this one.
 
         A copy within one process has no handle and records anew. A worker that is sent its dataset
@@ -263,7 +259,6 @@ class WrappedReads:
 
     def prepare(self) -> None:
         """Bind before workers are made, so that each need not; does not contact a daemon."""
-        self._renew_if_forked()
         link = self._link
         if link is not None and not link.binding.current():
             self._unbind(link)
@@ -272,8 +267,7 @@ class WrappedReads:
             if binding is not None:
                 _ = binding.manifest.key  # cached in the manifest
 
-    def _linked(self) -> DaemonLink | None:
-        self._renew_if_forked()
+    def _usable_link(self) -> DaemonLink | None:
         link = self._link
         if link is not None and link.session.alive:
             return link
@@ -285,7 +279,7 @@ class WrappedReads:
             self._link = None
             if time.monotonic() < self._not_before or self._bind() is None:
                 return None
-            if self._is_trainer() and on_its_way(self._settings()):
+            if self._is_trainer() and daemon_starting(self._settings()):
                 return None
             self._link = self._connected()
             if self._link is None:
@@ -326,14 +320,14 @@ class WrappedReads:
         return client.open(client.register(binding.manifest), *who, recheck=recheck)
 
     def _bind(self) -> Binding | None:
-        from creel.loader.binding.access_recorder import learner_of  # these import wrap, too
+        from creel.loader.binding.access_recorder import recorder_of  # these import wrap, too
         from creel.loader.binding.bind import bind, bound
 
         if not self._bound and not self._settings().loader.disable:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
-                self._recorder = learner_of(self._dataset, _journals.get(self._token))
+                self._recorder = recorder_of(self._dataset, _journals.get(self._token))
         if self._binding is None and self._recorder is not None:
             self._trace = self._recorder.trace()
             if self._trace is not None:
@@ -352,8 +346,8 @@ class WrappedReads:
         # An embedded daemon ends with its last client. torch's workers end with their epoch, so
         # they ask it to stay as long as the process that will make the next ones.
         trainer = multiprocessing.parent_process() if get_worker_info() is not None else None
-        patron = trainer.pid if trainer is not None else None
-        client = client_of(self._settings(), patron=patron or 0)
+        trainer_pid = trainer.pid if trainer is not None else None
+        client = client_of(self._settings(), trainer_pid=trainer_pid or 0)
         if client is not None and trainer is None and self._config is not None:
             warn_of_unmet(client, *self._config)
         return client
@@ -383,8 +377,8 @@ def spawning() -> bool:
 def _before_fork() -> None:
     """Prepare all datasets: torch's loader forks workers without notifying them."""
     try:
-        for stepwise in list(_alive):
-            stepwise.prepare()
+        for reads in list(_alive):
+            reads.prepare()
     except Exception:  # noqa: BLE001  a fork must go on; the first read raises the error
         _log.debug("cannot prepare for workers", exc_info=True)
 

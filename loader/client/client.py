@@ -34,7 +34,7 @@ from creel.errors import (
     NoDaemonError,
     UnavailableError,
 )
-from creel.forks import at_fork
+from creel.forks import forget_in_child
 from creel.loader.client.packets import (
     M,
     check_owner,
@@ -46,22 +46,22 @@ from creel.loader.client.packets import (
     resolve,
     sealed_copy,
 )
-from creel.loader.client.session import SLICE_S, Session
+from creel.loader.client.session import POLL_S, Session
 from creel.messages import (
     PROTOCOL,
     Attach,
     Close,
     Command,
     CommandReply,
-    DeskRequest,
+    ControlRequest,
     Failed,
     Hello,
-    LineReply,
     Open,
     Opened,
     Register,
     Registered,
     RequestMessage,
+    RequestReply,
     Welcome,
     decode,
     encode,
@@ -71,10 +71,12 @@ from creel.peers import holder
 if TYPE_CHECKING:
     import zmq
 
-_DESK_S = 10.0  # a reply takes well below 10 ms; the daemon may be starting on a busy node
-_REGISTER_S = 120.0  # checking a manifest of 10 million files takes seconds
-_LINE_FDS = 16  # a context and a DEALER take 8 (libzmq 4.3); other threads may open some meanwhile
-_LINE_THREADS = 4  # a context starts 2 (libzmq 4.3); other code may start some meanwhile
+_REPLY_TIMEOUT_S = 10.0  # a reply takes well below 10 ms; the daemon may be starting on a busy node
+_REGISTER_TIMEOUT_S = 120.0  # checking a manifest of 10 million files takes seconds
+_MIN_FREE_FDS = (
+    16  # a context and a DEALER take 8 (libzmq 4.3); other threads may open some meanwhile
+)
+_MIN_FREE_THREADS = 4  # a context starts 2 (libzmq 4.3); other code may start some meanwhile
 
 
 class Client:
@@ -84,23 +86,23 @@ class Client:
         self.token = welcome.token
         self.daemon_pid = welcome.pid
         self.arena = arena
-        self._line_address = welcome.line
+        self.request_address = welcome.request_address
         self._control_socket = control_socket
         self._pid = os.getpid()
         self._lost = False
         # Reentrant: a finaliser may end a session while this thread holds either lock.
         self._control_lock = threading.RLock()
-        self._line_lock = threading.RLock()
+        self._request_lock = threading.RLock()
         self._sending = False
-        self._line: zmq.Socket[bytes] | None = None
+        self._request_socket: zmq.Socket[bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._line_fd = -1
-        self.heard = 0  # messages received so far
-        self._bells: set[int] = set()  # eventfds of listening threads, to wake them up
+        self._request_fd = -1
+        self.received = 0  # messages received so far
+        self._wakeups: set[int] = set()  # eventfds of listening threads, to wake them up
         self.calls = itertools.count(1)
         self._answers: dict[int, CommandReply | Failed] = {}
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        _clients.add(self)
+        self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        forget_in_child(self)
 
     @classmethod
     def connect(
@@ -109,15 +111,15 @@ class Client:
         role: str = "trainer",
         token: str = "",
         *,
-        patron: int = 0,
-        timeout_s: float = _DESK_S,
+        trainer_pid: int = 0,
+        timeout_s: float = _REPLY_TIMEOUT_S,
     ) -> Client:
         """Connect to the daemon at `address` (a name, "@abstract", or "" for the default).
 
         Args:
             role: "trainer", "worker" (with its trainer's token) or "cli".
-            patron: pid of a process that this one works for: an embedded daemon stays until that
-                process ends, not only until this one does.
+            trainer_pid: of the process that this one works for: an embedded daemon stays until
+                that process ends, not only until this one does.
 
         Raises:
             NoDaemonError: no process listens there, or one of another user or with other files.
@@ -126,7 +128,7 @@ class Client:
         """
         where = resolve(address)
         try:
-            return cls._connect(where, role, token, patron, timeout_s)
+            return cls._connect(where, role, token, trainer_pid, timeout_s)
         except NoDaemonError:
             # Another user may hold the first address, or held it when our daemon started.
             named = not address.startswith(("@", "\0"))
@@ -134,19 +136,21 @@ class Client:
             if second is None:
                 raise
             with contextlib.suppress(NoDaemonError):
-                return cls._connect(second, role, token, patron, timeout_s)
+                return cls._connect(second, role, token, trainer_pid, timeout_s)
             raise
 
     @classmethod
-    def _connect(cls, where: str, role: str, token: str, patron: int, timeout_s: float) -> Client:
+    def _connect(
+        cls, where: str, role: str, token: str, trainer_pid: int, timeout_s: float
+    ) -> Client:
         shown = where.replace(chr(0), "@")
         control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             control_socket.settimeout(timeout_s)
-            _knock(control_socket, where, timeout_s)
+            _connect_socket(control_socket, where, timeout_s)
             check_owner(control_socket, where)
             hello = Hello(PROTOCOL, role, os.getpid(), token)
-            with pidfd_of(patron) as along:
+            with pidfd_of(trainer_pid) as along:
                 welcome, fds = exchange(control_socket, hello, Welcome, along)
             arena = map_arena(fds, welcome.arena_nbytes)
         except TimeoutError as e:
@@ -161,7 +165,7 @@ class Client:
         except MalformedError as e:
             control_socket.close()
             raise UnavailableError(
-                f"who sits at {shown} is no daemon of this version of creel: end it, or choose"
+                f"the process at {shown} is no daemon of this version of creel: end it, or choose"
                 f" another daemon.name ({e})"
             ) from e
         except BaseException:
@@ -187,10 +191,9 @@ class Client:
         data = manifest.to_arrow()
         fd = sealed_copy(data)
         try:
-            reply, fds = self._call(Register(len(data)), Registered, (fd,), _REGISTER_S)
+            reply, _ = self._call(Register(len(data)), Registered, (fd,), _REGISTER_TIMEOUT_S)
         finally:
             os.close(fd)
-        close_all(fds)
         return reply.dataset
 
     def open(
@@ -231,14 +234,14 @@ class Client:
         self.send(Command(self.token, call, what, args))
         deadline = time.monotonic() + timeout_s
         while True:
-            heard = self.heard
+            received = self.received
             answer = self._answers.pop(call, None)
             if answer is not None:
                 break
             left = deadline - time.monotonic()
             if left <= 0 or not self.alive:
                 raise DaemonLostError(f"the daemon did not answer {what!r} within {timeout_s:g} s")
-            self.listen(min(left, SLICE_S), heard)
+            self.listen(min(left, POLL_S), received)
         if isinstance(answer, Failed):
             raise ConfigError(answer.reason)
         return answer.body
@@ -246,18 +249,17 @@ class Client:
     def close(self) -> None:
         """Close the connection; the daemon then releases everything it held for this client."""
         self._lost = True
-        for session in list(self._sessions):
+        for session in list(self.sessions):
             session.close()
-        with self._line_lock:
-            if self._line is not None:
-                self._line.close(linger=0)
+        with self._request_lock:
+            if self._request_socket is not None:
+                self._request_socket.close(linger=0)
             if self._context is not None:
                 self._context.term()
-            self._line = self._context = None
-            self._ring()
+            self._request_socket = self._context = None
+            self._wake_listeners()
         self._control_socket.close()
         self.arena.close()
-        _clients.discard(self)
 
     def __enter__(self) -> Client:
         return self
@@ -269,9 +271,9 @@ class Client:
         """In a forked child: close inherited descriptors without notifying the daemon."""
         self._lost = True
         self._control_socket.close()
-        self._line = self._context = None
-        close_all(list(self._bells))
-        self._bells.clear()
+        self._request_socket = self._context = None
+        close_all(list(self._wakeups))
+        self._wakeups.clear()
 
     def _hung_up(self) -> bool:
         poll = select.poll()  # a new one: two threads may not poll the same
@@ -285,14 +287,14 @@ class Client:
 
     def _call(
         self,
-        request: DeskRequest,
+        request: ControlRequest,
         kind: type[M],
         fds: tuple[int, ...] = (),
-        timeout_s: float = _DESK_S,
+        timeout_s: float = _REPLY_TIMEOUT_S,
     ) -> tuple[M, list[int]]:
         with self._control_lock:
             if not self.alive:
-                raise DaemonLostError("the daemon is gone")
+                raise DaemonLostError("the daemon has ended")
             try:
                 self._control_socket.settimeout(timeout_s)
                 return exchange(self._control_socket, request, kind, fds)
@@ -305,7 +307,7 @@ class Client:
                 self._lost = True
                 raise
 
-    def tell(self, request: Close) -> None:
+    def notify(self, request: Close) -> None:
         with self._control_lock:
             if self.alive:
                 try:
@@ -318,16 +320,16 @@ class Client:
             session = self._mapped(reply, fds, trainer=trainer)
         except BaseException:  # e.g. no room for a mapping: the session will not be used
             if trainer:
-                self.tell(Close(reply.session))
+                self.notify(Close(reply.session))
             raise
         finally:
             close_all(fds)
-        self._sessions.add(session)
+        self.sessions.add(session)
         return session
 
     def _mapped(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
         if len(fds) != 2:
-            raise DaemonLostError(f"a session comes with 2 descriptors, not {len(fds)}")
+            raise DaemonLostError(f"the daemon sent {len(fds)} descriptors with a session, not 2")
         table = LocationTable(fds[1], reply.objects, reply.record)
         return Session(self, reply, SharedWords(fds[0]), table, trainer)
 
@@ -339,98 +341,98 @@ class Client:
         Raises:
             DaemonLostError: it cannot be sent.
         """
-        if self._line is None:
+        if self._request_socket is None:
             _check_descriptors()
             _check_threads()
         import zmq
 
         frames = [encode(message), *(a.tobytes() for a in arrays)]
-        with self._line_lock:
+        with self._request_lock:
             if not self.alive:
-                raise DaemonLostError("the daemon is gone")
+                raise DaemonLostError("the daemon has ended")
             if self._sending:  # called by a finaliser: its frames would mix with this message's
-                raise DaemonLostError("the line is busy")
+                raise DaemonLostError("another message is being sent")
             self._sending = True
             try:
                 self._connected().send_multipart(frames, zmq.DONTWAIT)
             except zmq.ZMQError as e:
-                raise DaemonLostError(f"the daemon takes no messages: {e}") from e
+                raise DaemonLostError(f"the daemon accepts no messages: {e}") from e
             finally:
                 self._sending = False
-            self._drain()  # sending may consume libzmq's one signal that messages arrived
+            self._receive_all()  # sending may consume libzmq's one signal that messages arrived
 
     def _connected(self) -> zmq.Socket[bytes]:
         """Return the DEALER, made at first use: a process that only forks workers never pays."""
-        if self._line is None:
+        if self._request_socket is None:
             import zmq
 
             self._context = zmq.Context()
-            self._line = self._context.socket(zmq.DEALER)
-            self._line.linger = 0
-            self._line.connect(self._line_address)
-            self._line_fd = int(self._line.getsockopt(zmq.FD))
-        return self._line
+            self._request_socket = self._context.socket(zmq.DEALER)
+            self._request_socket.linger = 0
+            self._request_socket.connect(self.request_address)
+            self._request_fd = int(self._request_socket.getsockopt(zmq.FD))
+        return self._request_socket
 
-    def listen(self, timeout_s: float, heard: int) -> None:
+    def listen(self, timeout_s: float, received: int) -> None:
         """Receive messages; returns at the first one, at a hang-up, or after `timeout_s`.
 
         Args:
-            heard: `self.heard` from before the caller last checked its condition. Returns at once
-                if another thread has received something since.
+            received: `self.received` from before the caller last checked its condition. Returns at
+                once if another thread has received something since.
 
         Sleeps without the lock, so senders never wait for listeners. libzmq gives one signal for
-        many messages, to one thread: the thread that receives them wakes the others (`_ring`).
+        many messages, to one thread, which wakes the others (`_wake_listeners`).
         """
-        with self._line_lock:
-            self._drain()
-            if self._line is None or self._lost or self.heard != heard:
+        with self._request_lock:
+            self._receive_all()
+            if self._request_socket is None or self._lost or self.received != received:
                 return
             poll = select.poll()
-            poll.register(self._line_fd, select.POLLIN)
+            poll.register(self._request_fd, select.POLLIN)
             poll.register(self._control_socket.fileno(), select.POLLRDHUP)
-            bell = self._new_bell()
+            wakeup = self._new_wakeup()
         try:
-            if bell >= 0:
-                poll.register(bell, select.POLLIN)
-            poll.poll(max(timeout_s * 1000, 1) if bell >= 0 else 1)
+            if wakeup >= 0:
+                poll.register(wakeup, select.POLLIN)
+            poll.poll(max(timeout_s * 1000, 1) if wakeup >= 0 else 1)
         finally:
-            with self._line_lock:
-                if bell in self._bells:
-                    self._bells.remove(bell)
-                    os.close(bell)
-                self._drain()
+            with self._request_lock:
+                if wakeup in self._wakeups:
+                    self._wakeups.remove(wakeup)
+                    os.close(wakeup)
+                self._receive_all()
 
-    def _new_bell(self) -> int:
+    def _new_wakeup(self) -> int:
         try:
-            bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except OSError:  # no more descriptors: this thread polls instead
             return -1
-        self._bells.add(bell)
-        return bell
+        self._wakeups.add(wakeup)
+        return wakeup
 
-    def _ring(self) -> None:
-        for bell in self._bells:
-            os.eventfd_write(bell, 1)
+    def _wake_listeners(self) -> None:
+        for wakeup in self._wakeups:
+            os.eventfd_write(wakeup, 1)
 
     def refused(self, call: int) -> bool:
         """Whether the daemon has replied that it cannot serve this call."""
         return self._answers.pop(call, None) is not None
 
-    def _drain(self) -> None:
+    def _receive_all(self) -> None:
         """Receive all pending messages; the caller holds the lock."""
-        before = self.heard
-        while self._line is not None and self._take(self._line):
-            self.heard += 1
-        if self.heard != before:
-            self._ring()
+        before = self.received
+        while self._request_socket is not None and self._receive_one(self._request_socket):
+            self.received += 1
+        if self.received != before:
+            self._wake_listeners()
 
-    def _take(self, line: zmq.Socket[bytes]) -> bool:
+    def _receive_one(self, request_socket: zmq.Socket[bytes]) -> bool:
         """Receive one message; False if there is none."""
         import zmq
 
         try:
-            body = line.recv_multipart(zmq.DONTWAIT)[0]
-            message = decode(body, LineReply)
+            body = request_socket.recv_multipart(zmq.DONTWAIT)[0]
+            message = decode(body, RequestReply)
         except zmq.Again:
             return False
         except (zmq.ZMQError, MalformedError):
@@ -448,10 +450,10 @@ def _check_descriptors() -> None:
     """Raise DaemonLostError if descriptors are short: libzmq would abort (epoll.cpp)."""
     free: list[int] = []
     try:
-        while len(free) < _LINE_FDS:
+        while len(free) < _MIN_FREE_FDS:
             free.append(os.eventfd(0, os.EFD_CLOEXEC))
     except OSError as e:
-        raise DaemonLostError(f"no descriptors for a line to the daemon: {e}") from e
+        raise DaemonLostError(f"no descriptors for a connection to the daemon: {e}") from e
     finally:
         close_all(free)
 
@@ -464,45 +466,33 @@ def _check_threads() -> None:
     gate = threading.Event()
     begun: list[threading.Thread] = []
     try:
-        while len(begun) < _LINE_THREADS:
+        while len(begun) < _MIN_FREE_THREADS:
             thread = threading.Thread(target=gate.wait, name="creel-room", daemon=True)
             thread.start()
             begun.append(thread)
     except RuntimeError as e:
-        raise DaemonLostError(f"no threads for a line to the daemon: {e}") from e
+        raise DaemonLostError(f"no threads for a connection to the daemon: {e}") from e
     finally:
         gate.set()
         for thread in begun:
             thread.join()
 
 
-def _knock(control_socket: socket.socket, where: str, timeout_s: float) -> None:
+def _connect_socket(control_socket: socket.socket, where: str, timeout_s: float) -> None:
     """Connect, waiting while the daemon's backlog is full.
 
     Raises:
-        OSError: nobody listens, or the backlog stays full for `timeout_s`.
+        OSError: no process listens, or the backlog stays full for `timeout_s`.
         NoDaemonError: another user holds the address, with a full backlog.
     """
     deadline = time.monotonic() + timeout_s
-    asked = False
+    checked = False
     while error := control_socket.connect_ex(where):
         if error != errno.EAGAIN or time.monotonic() > deadline:
             raise OSError(error, os.strerror(error))
-        if not asked and (uid := holder(where)) not in {None, os.getuid()}:
+        if not checked and (uid := holder(where)) not in {None, os.getuid()}:
             raise NoDaemonError(
-                f"user {uid} sits at {where.replace(chr(0), '@')} and does not answer"
+                f"a process of user {uid} holds {where.replace(chr(0), '@')} and does not answer"
             )
-        asked = True
+        checked = True
         time.sleep(0.005)
-
-
-_clients: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for client in list(_clients):
-        client.forget()
-    _clients.clear()
-
-
-at_fork(after_in_child=_after_fork_in_child)

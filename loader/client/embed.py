@@ -29,19 +29,19 @@ from creel.peers import holder
 log = logging.getLogger("creel.embed")
 
 _START_S = 20.0  # a daemon is ready in 0.4 s; a cold parallel file system may take long to import
-_TURN_S = 3.0  # longest wait for another process's start
+_OTHER_START_S = 3.0  # longest wait for another process's start
 _RETRY_S = 0.02
-_MOST_LOG = 2000  # bytes of a failed daemon's log that the error quotes
+_MAX_LOG_NBYTES = 2000  # bytes of a failed daemon's log that the error quotes
 
 
 def connect_or_start(
-    config: Config | None = None, *, patron: int = 0, start: DaemonStart | None = None
+    config: Config | None = None, *, trainer_pid: int = 0, start: DaemonStart | None = None
 ) -> Client | None:
     """Connect to this node's daemon, starting one if there is none.
 
     Args:
         config: `config.loader.embed` False: use a running daemon only.
-        patron: see `Client.connect`.
+        trainer_pid: see `Client.connect`.
         start: a daemon that is starting already.
 
     Returns:
@@ -52,10 +52,12 @@ def connect_or_start(
     if config.loader.disable:
         return None
     if limit := few_descriptors():
-        log.warning("creel reads directly, without a cache: %d descriptors (ulimit -n)", limit)
+        log.warning(
+            "creel reads directly, without a cache: %d open files (ulimit -n) are too few", limit
+        )
         return None
     try:
-        return _connect_or_start(config, patron, start)
+        return _connect_or_start(config, trainer_pid, start)
     except (UnavailableError, OSError) as e:
         log.warning("creel reads directly, without a cache: %s", e)
         return None
@@ -64,10 +66,10 @@ def connect_or_start(
             start.close()
 
 
-def _connect_or_start(config: Config, patron: int, start: DaemonStart | None) -> Client:
+def _connect_or_start(config: Config, trainer_pid: int, start: DaemonStart | None) -> Client:
     name = config.daemon.name
     try:
-        return Client.connect(name, patron=patron)
+        return Client.connect(name, trainer_pid=trainer_pid)
     except NoDaemonError as e:
         if not config.loader.embed:
             raise
@@ -75,28 +77,28 @@ def _connect_or_start(config: Config, patron: int, start: DaemonStart | None) ->
         if uid is not None and runtime_folder() is None:
             raise taken(name, uid) from e
     if start is not None:
-        return _started(start, name, patron)
-    with _turn() as turn:
-        retry = time.monotonic() + _TURN_S
-        while not _is_mine(turn, name) and time.monotonic() < retry:
+        return _started(start, name, trainer_pid)
+    with _start_lock() as lock:
+        retry = time.monotonic() + _OTHER_START_S
+        while not _may_start(lock, name) and time.monotonic() < retry:
             time.sleep(_RETRY_S)
             with suppress(NoDaemonError):
-                return Client.connect(name, patron=patron)
+                return Client.connect(name, trainer_pid=trainer_pid)
         with suppress(NoDaemonError):  # the previous holder of the turn may have started it
-            return Client.connect(name, patron=patron)
-        return _started(DaemonStart(config), name, patron)
+            return Client.connect(name, trainer_pid=trainer_pid)
+        return _started(DaemonStart(config), name, trainer_pid)
 
 
-def _started(start: DaemonStart, name: str, patron: int) -> Client:
+def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
     """Connect to the daemon that `start` brings up, or to another that won the address."""
     try:
         deadline = time.monotonic() + _START_S
-        return _connect(name, patron, deadline, start.word(deadline), start.log_fd)
+        return connect_started(name, trainer_pid, deadline, start.report(deadline), start.log_fd)
     finally:
         start.close()
 
 
-def _turn() -> socket.socket:
+def _start_lock() -> socket.socket:
     """Return the socket that a process binds before it starts a daemon, so that only one does.
 
     A start costs 0.3 s of a core. The kernel frees the address when its holder ends.
@@ -104,11 +106,11 @@ def _turn() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
-def _is_mine(turn: socket.socket, name: str) -> bool:
+def _may_start(lock: socket.socket, name: str) -> bool:
     """Whether this process may start a daemon; also True if another user holds the address."""
-    address = first_address(name).removesuffix("desk") + "turn"
+    address = first_address(name).removesuffix("control") + "start"
     try:
-        turn.bind(address)
+        lock.bind(address)
     except OSError:
         return holder(address) not in {None, os.getuid()}
     return True
@@ -130,7 +132,7 @@ class DaemonStart:
             os.close(self.log_fd)
             raise
 
-    def word(self, deadline: float) -> str:
+    def report(self, deadline: float) -> str:
         """Wait for the daemon's ready or failure message; "" if it is late or the daemon died."""
         poll = select.poll()
         poll.register(self._ready_fd, select.POLLIN)
@@ -140,7 +142,7 @@ class DaemonStart:
 
     @property
     def over(self) -> bool:
-        """Whether the daemon has reported or ended, so that `word` returns at once."""
+        """Whether the daemon has reported or ended, so that `report` returns at once."""
         poll = select.poll()
         poll.register(self._ready_fd, select.POLLIN)
         return bool(poll.poll(0))
@@ -170,20 +172,22 @@ def start_early(config: Config) -> DaemonStart | None:
         return None  # `connect_or_start` warns with the reason
 
 
-def _connect(name: str, patron: int, deadline: float, word: str, log_fd: int) -> Client:
+def connect_started(
+    name: str, trainer_pid: int, deadline: float, report: str, log_fd: int
+) -> Client:
     """Connect to our daemon, or to the one that won the address."""
     # "0..." may mean that another daemon won and does not listen yet, or has just ended. Ours
     # listened when it reported "1": if it does not now, it was stopped.
-    retry = deadline if word.startswith("0") else time.monotonic() + 1.0
+    retry = deadline if report.startswith("0") else time.monotonic() + 1.0
     while True:
         try:
-            return Client.connect(name, patron=patron)
+            return Client.connect(name, trainer_pid=trainer_pid)
         except NoDaemonError as e:
             if time.monotonic() > retry:
-                said = word[1:] or _last_words(log_fd)
-                raise NoDaemonError(f"a daemon could not be started: {said or e}") from e
-            if word.startswith("0") and "already" not in word:
-                raise NoDaemonError(f"a daemon could not be started: {word[1:]}") from e
+                reason = report[1:] or _last_log(log_fd)
+                raise NoDaemonError(f"the daemon did not start: {reason or e}") from e
+            if report.startswith("0") and "already" not in report:
+                raise NoDaemonError(f"the daemon did not start: {report[1:]}") from e
         time.sleep(_RETRY_S)
 
 
@@ -216,7 +220,7 @@ def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
     return process, ready
 
 
-def _last_words(log_fd: int) -> str:
+def _last_log(log_fd: int) -> str:
     size = os.fstat(log_fd).st_size
-    data = os.pread(log_fd, _MOST_LOG, max(size - _MOST_LOG, 0))
+    data = os.pread(log_fd, _MAX_LOG_NBYTES, max(size - _MAX_LOG_NBYTES, 0))
     return data.decode(errors="replace").strip()

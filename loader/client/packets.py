@@ -14,8 +14,8 @@ from creel.errors import DaemonLostError, MalformedError, NoDaemonError, Unavail
 from creel.limits import may_map
 from creel.messages import (
     MAX_BODY,
-    DeskReply,
-    DeskRequest,
+    ControlReply,
+    ControlRequest,
     Opened,
     Refused,
     Registered,
@@ -44,8 +44,8 @@ def resolve(address: str = "") -> str:
     Raises:
         UnavailableError: it cannot be determined which files this process sees.
 
-    >>> resolve("@x/desk")
-    '\\x00x/desk'
+    >>> resolve("@x/control")
+    '\\x00x/control'
     """
     if address.startswith(("@", "\0")):
         return "\0" + address[1:]
@@ -53,7 +53,7 @@ def resolve(address: str = "") -> str:
 
 
 def exchange(
-    control_socket: socket.socket, request: DeskRequest, kind: type[M], fds: tuple[int, ...] = ()
+    control_socket: socket.socket, request: ControlRequest, kind: type[M], fds: tuple[int, ...] = ()
 ) -> tuple[M, list[int]]:
     """Send a request and return its reply with descriptors, which the caller closes.
 
@@ -73,21 +73,23 @@ def exchange(
 
 def _expected(body: bytes, kind: type[M]) -> M:
     if not body:
-        raise DaemonLostError("the daemon hung up")
-    reply = decode(body, DeskReply)
+        raise DaemonLostError("the daemon closed the connection")
+    reply = decode(body, ControlReply)
     if isinstance(reply, Refused):
         raise UnavailableError(reply.reason, retry_after=reply.retry_after)
     if not isinstance(reply, kind):
-        raise MalformedError(f"{kind.__name__} was expected, {type(reply).__name__} came")
+        raise MalformedError(f"the daemon sent {type(reply).__name__}, not {kind.__name__}")
     return reply
 
 
 def map_arena(fds: list[int], nbytes: int) -> ArenaView:
     try:
         if len(fds) != 1:
-            raise DaemonLostError(f"a welcome comes with the arena, not {len(fds)} descriptors")
+            raise DaemonLostError(f"the daemon sent {len(fds)} descriptors with its welcome, not 1")
         if not may_map(nbytes):
-            raise UnavailableError(f"{nbytes >> 20} MiB are too much for this `ulimit -v`")
+            raise UnavailableError(
+                f"the limit on address space (ulimit -v) is too low to map {nbytes >> 20} MiB"
+            )
         return ArenaView.attach(fds[0], nbytes)
     except OSError as e:  # a limit on this process (ulimit -v), for one
         raise UnavailableError(f"the daemon's memory cannot be mapped here: {e}") from e
@@ -96,7 +98,7 @@ def map_arena(fds: list[int], nbytes: int) -> ArenaView:
 
 
 def check_owner(control_socket: socket.socket, where: str) -> None:
-    """Check that the peer is of our user and sees our files: anybody may bind an abstract address.
+    """Check that the peer is our user's and sees our files: any process may bind the address.
 
     If this process may not inspect the daemon, the daemon's check of this process suffices: it
     refuses clients that it cannot inspect.
@@ -107,9 +109,9 @@ def check_owner(control_socket: socket.socket, where: str) -> None:
     pid, uid = peer_of(control_socket)
     shown = where.replace(chr(0), "@")
     if uid != os.getuid():
-        raise NoDaemonError(f"user {uid} sits at {shown}: not talking to it")
+        raise NoDaemonError(f"a process of user {uid} listens at {shown}, not a daemon of yours")
     if known_apart(pid):
-        raise NoDaemonError(f"who sits at {shown} sees other files than this process")
+        raise NoDaemonError(f"the daemon at {shown} sees other files than this process")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""PlanPublisher: tells the daemon which objects the steps of an epoch read, in the background.
+"""PlanPublisher: sends the daemon which objects the steps of an epoch read, in the background.
 
 The trainer's thread publishes the first steps at once; a planner thread computes and publishes the
 rest piece by piece, first of this epoch, then of the next ones. A trainer that is faster, or whose
@@ -12,44 +12,56 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import KNOWN
-from creel.forks import at_fork
+from creel.forks import forget_in_child
 from creel.loader.client.session import Session
 from creel.loader.order.prediction import EpochPlan, same_batch
 
 _log = logging.getLogger("creel.loader")
 
 _NONE = np.empty(0, np.int32)
-#: Samples that the trainer's thread publishes at a time: about 1 ms (benchmarks/planning.py).
-_HERE = 1 << 12
-#: The same at the start of an epoch: the daemon may need 4 ms for these, and the first batch waits.
-_BEGIN = 1 << 8
-#: The same if the user's own code maps samples to objects, with one call per sample.
-_OWN = 1 << 10
-#: Plans of up to this many samples are published at once: 3 ms, and no thread.
-_SMALL = 1 << 15
-#: Samples in one piece of the planner thread. Large, since each array operation may wait 5 ms for a
-#: trainer that holds the GIL. The session sends it in parts.
-_PIECE = 1 << 17
-#: The same while a permutation is being drawn.
-_NEAR = 1 << 14
-#: How far ahead of the trainer the thread publishes, in samples, while a permutation is being
-#: drawn: computing its entries one by one costs four times as much as from the whole.
-_LEAD = 1 << 17
+
+
+@dataclass(frozen=True)
+class PieceSizes:
+    """Samples in one piece of a plan, by who publishes it (benchmarks/planning.py).
+
+    Attributes:
+        first: at the start of an epoch: the daemon may need 4 ms for it, and the first batch waits.
+        trainer: by the trainer's thread: about 1 ms.
+        user_code: the same if the user's own code maps samples to objects, one call per sample.
+        whole: plans of up to this many samples are published at once: 3 ms, and no thread.
+        thread: by the planner thread. Large, since each array operation may wait 5 ms for a trainer
+            that holds the GIL; the session sends it in parts.
+        undrawn: the same while a permutation is being drawn.
+        lead: how far ahead of the trainer the thread publishes meanwhile: computing a permutation's
+            entries one by one costs four times as much as from the whole.
+    """
+
+    first: int = 1 << 8
+    trainer: int = 1 << 12
+    user_code: int = 1 << 10
+    whole: int = 1 << 15
+    thread: int = 1 << 17
+    undrawn: int = 1 << 14
+    lead: int = 1 << 17
+
+
+SIZES = PieceSizes()
 #: Maximum number of pieces that the daemon has not processed yet.
-_FLYING = 2
+_MAX_UNPROCESSED = 2
 #: Elements that numpy counts in one call, during which it holds the GIL: 0.3 ms.
-_COUNTED = 1 << 22
-_LOOK_S = 0.002  # polling interval
+_COUNT_AT_ONCE = 1 << 22
+_POLL_S = 0.002  # polling interval
 #: Time per batch, in ns, that a trainer without a planner thread spends on publishing.
 _SLICE_NS = 2_000_000
 
@@ -104,27 +116,27 @@ class PublishedEpoch:
         origin: None until something is published.
         known: batches below are published (or were skipped).
         total: batches from here on cannot be published; too high until the plan is opened.
-        given: batches below were requested by the trainer; `begun`: it is in this epoch.
+        requested: the trainer asked for batches below; `begun`: it is in this epoch.
         repeats: whether some object is read more than once; False until all is published.
-        like: publish this epoch only if that other epoch `repeats`.
+        if_repeats: publish this epoch only if that other epoch `repeats`.
     """
 
     def __init__(
-        self, plan: EpochPlan, epoch: int, skip: int = 0, like: PublishedEpoch | None = None
+        self, plan: EpochPlan, epoch: int, skip: int = 0, if_repeats: PublishedEpoch | None = None
     ) -> None:
         self.plan = plan
         self.epoch = epoch
         self.origin: int | None = None
-        self.known = self.given = skip
+        self.known = self.requested = skip
         self.total = sys.maxsize
         self.begun = False
         self.repeats = False
-        self.like = like
+        self.if_repeats = if_repeats
         self._pieces: list[PlanPiece] = []
         self._found: PlanPiece | None = None
-        self._seen: NDArray[np.bool_] | None = None  # objects that the epoch reads
-        self._unseen: list[NDArray[np.int32]] = []  # objects not yet entered into `_seen`
-        self._seeing = threading.Lock()
+        self._read_before: NDArray[np.bool_] | None = None  # objects that the epoch reads
+        self._uncounted: list[NDArray[np.int32]] = []  # objects not yet entered into `_read_before`
+        self._count_lock = threading.Lock()
         self._distinct = self._reads = 0
 
     @property
@@ -165,7 +177,7 @@ class PublishedEpoch:
         del self._pieces[: max(self._at(last), 0)]
         return out
 
-    def see(self, piece: PlanPiece, size: int, *, later: bool) -> None:
+    def count_objects(self, piece: PlanPiece, size: int, *, later: bool) -> None:
         """Enter a piece into the count of distinct objects, before it is published.
 
         Args:
@@ -174,18 +186,21 @@ class PublishedEpoch:
             later: defer the work to a later piece, since it touches fresh memory.
         """
         last = piece.last >= self.total
-        with self._seeing:
+        with self._count_lock:
             if self.complete:  # the other thread has just published the last piece
                 return
-            self._unseen.append(piece.objects)
+            self._uncounted.append(piece.objects)
             if later and not last:
                 return
-            if self._seen is None:
-                self._seen = np.zeros(size, np.bool_)
-            while self._unseen:
-                self._seen[self._unseen.pop()] = True
+            if self._read_before is None:
+                self._read_before = np.zeros(size, np.bool_)
+            while self._uncounted:
+                self._read_before[self._uncounted.pop()] = True
             if last:
-                parts = [self._seen[a : a + _COUNTED] for a in range(0, size, _COUNTED)]
+                parts = [
+                    self._read_before[a : a + _COUNT_AT_ONCE]
+                    for a in range(0, size, _COUNT_AT_ONCE)
+                ]
                 self._distinct = sum(int(np.count_nonzero(part)) for part in parts)
 
     def add(self, piece: PlanPiece) -> None:
@@ -194,9 +209,9 @@ class PublishedEpoch:
         self._reads += len(piece.objects)
         self.known = piece.last
         if self.complete:
-            with self._seeing:
+            with self._count_lock:
                 self.repeats = self._distinct < self._reads
-                self._seen = None
+                self._read_before = None
 
     def _at(self, i: int) -> int:
         return bisect_right(self._pieces, i, key=lambda piece: piece.first) - 1
@@ -222,30 +237,25 @@ class PlanPublisher:
         session: Session,
         objects: Callable[[NDArray[np.int64]], tuple[NDArray[np.int32], NDArray[np.int64]]],
         *,
-        apart: bool,
+        thread_safe: bool,
     ) -> None:
         """objects: as `Binding.objects`; apart: whether another thread may call it."""
         self._session = session
         self._objects = objects
-        self._apart = apart
-        self._threads = self._few = False  # publish the current epoch in a thread, or at once
+        self._thread_safe = thread_safe
+        self._threaded = self._small = False  # publish the current epoch in a thread, or at once
         self._end = 0  # the next step to publish
-        self._epochs: list[PublishedEpoch] = []  # not completely published, in order
         self._version = 0
-        self._renew()
-        _publishers.add(self)
-
-    def _renew(self) -> None:
-        """Create the state that belongs to one process."""
-        # Reentrant: a finaliser may end an epoch while this thread holds it.
-        self._lock = threading.RLock()
-        self._saying = False
-        self._thread: threading.Thread | None = None
-        self._alone = False  # no planner thread: the trainer publishes the whole plan
+        self._threadless = False  # no planner thread: the trainer publishes the whole plan
+        self.forget()
+        forget_in_child(self)
 
     def forget(self) -> None:
-        """In a forked child: publish nothing."""
-        self._renew()
+        """Create the state that belongs to one process: a forked child publishes nothing."""
+        # Reentrant: a finaliser may end an epoch while this thread holds it.
+        self._lock = threading.RLock()
+        self._sending = False
+        self._thread: threading.Thread | None = None
         self._drop()
 
     # --- called by the trainer ----------------------------------------------------------------
@@ -255,81 +265,81 @@ class PlanPublisher:
 
         Returns None if there is nothing to publish.
         """
-        told = PublishedEpoch(plan, epoch, skip)
-        told.open()
-        if told.complete:
+        published = PublishedEpoch(plan, epoch, skip)
+        published.open()
+        if published.complete:
             return None
         with self._lock:
-            told.origin, told.begun = self._end - skip, True
-            self._epochs.append(told)
-        self._threads = self._apart and plan.apart
-        self._few = plan.samples <= (_SMALL if self._threads else _HERE)
+            published.origin, published.begun = self._end - skip, True
+            self._epochs.append(published)
+        self._threaded = self._thread_safe and plan.thread_safe
+        self._small = plan.samples <= (SIZES.whole if self._threaded else SIZES.trainer)
         if not plan.at_once:
-            self._publish(min(self._here, _BEGIN))
-        self._go()
-        return told
+            self._publish(min(self._trainer_samples, SIZES.first))
+        self._start()
+        return published
 
     @property
-    def _here(self) -> int:
-        return _HERE if self._threads else _OWN
+    def _trainer_samples(self) -> int:
+        return SIZES.trainer if self._threaded else SIZES.user_code
 
     def add(
-        self, plan: EpochPlan, epoch: int, like: PublishedEpoch | None = None
+        self, plan: EpochPlan, epoch: int, if_repeats: PublishedEpoch | None = None
     ) -> PublishedEpoch:
-        """Publish a later epoch after all others; `like`: see `PublishedEpoch`.
+        """Publish a later epoch after all others; `if_repeats`: see `PublishedEpoch`.
 
         It is published as the epoch that was begun is: by the planner thread or by the trainer.
         """
-        told = PublishedEpoch(plan, epoch, like=like)
+        published = PublishedEpoch(plan, epoch, if_repeats=if_repeats)
         with self._lock:
-            self._epochs.append(told)
-        self._go()
-        return told
+            self._epochs.append(published)
+        self._start()
+        return published
 
-    def turns(self, told: PublishedEpoch, step: int) -> bool:
+    def begin_added(self, published: PublishedEpoch, step: int) -> bool:
         """Begin an epoch of `add` at `step`; False if it was or will be published elsewhere."""
         with self._lock:
-            if told.origin is None and told in self._epochs and self._end == step:
-                told.origin = step
-            told.begun = told.origin == step
-            return told.begun
+            if published.origin is None and published in self._epochs and self._end == step:
+                published.origin = step
+            published.begun = published.origin == step
+            return published.begun
 
-    def unlike(self, told: PublishedEpoch) -> bool:
-        """Whether an epoch is unpublished because its `like` does not repeat; if so, drop it."""
+    def drop_unneeded(self, published: PublishedEpoch) -> bool:
+        """Drop an epoch if it is unpublished because its `if_repeats` does not repeat."""
         with self._lock:
-            void = told.origin is None and told.like is not None
-            if void and told in self._epochs:
-                self._epochs.remove(told)
+            void = published.origin is None and published.if_repeats is not None
+            if void and published in self._epochs:
+                self._epochs.remove(published)
             return void
 
-    def reach(self, told: PublishedEpoch, i: int) -> bool:
+    def reach(self, published: PublishedEpoch, i: int) -> bool:
         """Publish up to batch i now; False if that is impossible."""
-        told.given = i + 1
-        if i < told.known:
-            return i < told.total
-        while told.known <= i < told.total:
-            if not self._publish(self._here):
+        published.requested = i + 1
+        if i < published.known:
+            return i < published.total
+        while published.known <= i < published.total:
+            if not self._publish(self._trainer_samples):
                 break  # unless the thread has just published the last of it
         if (
-            self._thread is None and not self._alone
+            self._thread is None and not self._threadless
         ):  # the thread has ended, e.g. since the daemon was stopped for a while
-            self._go()
-        return i < told.known
+            self._start()
+        return i < published.known
 
     def pump(self) -> None:
         """Without a planner thread, publish for `_SLICE_NS`; called after each batch."""
-        until = time.monotonic_ns() + _SLICE_NS if self._alone else 0
-        while self._alone and time.monotonic_ns() < until:
-            self._alone = self._publish(_OWN)
+        until = time.monotonic_ns() + _SLICE_NS if self._threadless else 0
+        while self._threadless and time.monotonic_ns() < until:
+            self._threadless = self._publish(SIZES.user_code)
 
-    def blind(self, epoch: int, objects: NDArray[np.int32]) -> int:
+    def publish_unplanned(self, epoch: int, objects: NDArray[np.int32]) -> int:
         """Publish one unplanned step; returns its number, or -1 if the daemon is lost.
 
         No epoch may be left to publish.
         """
         with self._lock:
             ends = np.array([len(objects)])
-            if not self._say(lambda: self._extend(epoch, objects, ends, blind=True)):
+            if not self._send(lambda: self._extend(epoch, objects, ends, unplanned=True)):
                 return -1
             return self._end - 1
 
@@ -337,10 +347,10 @@ class PlanPublisher:
         """Cancel all that is published from `step` on, and all that was still to be published."""
         with self._lock:
             self._drop()
-            if self._saying:  # a finaliser, called while this thread sends a message
+            if self._sending:  # a finaliser, called while this thread sends a message
                 self._session.forget()
             elif step < self._end:
-                self._say(lambda: self._truncate(step))
+                self._send(lambda: self._truncate(step))
 
     def stop(self) -> None:
         """Stop publishing: the session ends."""
@@ -351,27 +361,27 @@ class PlanPublisher:
 
     def _drop(self) -> None:
         self._version += 1
-        self._epochs = []
-        self._alone = False
+        self._epochs: list[PublishedEpoch] = []  # not completely published, in order
+        self._threadless = False
 
-    def _say(self, message: Callable[[], bool]) -> bool:
+    def _send(self, message: Callable[[], bool]) -> bool:
         """Run `message` with the lock held; an interrupted one (Ctrl-C) ends the session."""
-        self._saying = True
+        self._sending = True
         try:
-            said = message()
+            sent = message()
         except Exception:  # noqa: BLE001  no memory, or another thread closes the connection
-            _log.debug("the daemon cannot be told a plan", exc_info=True)
+            _log.debug("the daemon did not receive a plan", exc_info=True)
             self._session.forget()
-            said = False
+            sent = False
         except BaseException:
             self._session.forget()
             self._drop()
             raise
         finally:
-            self._saying = False
-        if not said:
+            self._sending = False
+        if not sent:
             self._drop()
-        return said
+        return sent
 
     def _extend(
         self,
@@ -379,9 +389,9 @@ class PlanPublisher:
         objects: NDArray[np.int32],
         ends: NDArray[np.int64],
         *,
-        blind: bool = False,
+        unplanned: bool = False,
     ) -> bool:
-        if not self._session.extend(epoch, self._end, objects, ends, blind=blind):
+        if not self._session.extend(epoch, self._end, objects, ends, unplanned=unplanned):
             return False
         self._end += len(ends)
         return True
@@ -393,9 +403,11 @@ class PlanPublisher:
     def _next(self) -> PublishedEpoch | None:
         """Return the first epoch with something to publish; drops those before it."""
         while self._epochs:
-            told = self._epochs[0]
-            if not told.complete and (told.like is None or told.like.repeats):
-                return told
+            published = self._epochs[0]
+            if not published.complete and (
+                published.if_repeats is None or published.if_repeats.repeats
+            ):
+                return published
             del self._epochs[0]
         return None
 
@@ -406,108 +418,107 @@ class PlanPublisher:
             False if there is nothing to publish or the daemon is lost.
         """
         with self._lock:
-            version, told = self._version, self._next()
-            if told is None:
+            version, published = self._version, self._next()
+            if published is None:
                 return False
-            first = told.known
-        piece = self._made(told, first, samples)
+            first = published.known
+        piece = self._computed(published, first, samples)
         with self._lock:
             if version != self._version:
                 return True
             if piece is None:
-                told.total = min(told.total, max(told.known, first))
-            elif told.known < piece.last:  # or another thread was quicker
-                rest = piece.after(told.known)
-                return self._say(lambda: self._tell(told, rest))
+                published.total = min(published.total, max(published.known, first))
+            elif published.known < piece.last:  # or another thread was quicker
+                rest = piece.after(published.known)
+                return self._send(lambda: self._publish_piece(published, rest))
             return True
 
-    def _tell(self, told: PublishedEpoch, piece: PlanPiece) -> bool:
-        if told.origin is None:
-            told.origin = self._end
-        if not self._extend(told.epoch, piece.objects, piece.stops):
+    def _publish_piece(self, published: PublishedEpoch, piece: PlanPiece) -> bool:
+        if published.origin is None:
+            published.origin = self._end
+        if not self._extend(published.epoch, piece.objects, piece.stops):
             return False
-        told.add(piece)
+        published.add(piece)
         return True
 
-    def _made(self, told: PublishedEpoch, first: int, samples: int) -> PlanPiece | None:
+    def _computed(self, published: PublishedEpoch, first: int, samples: int) -> PlanPiece | None:
         """Compute the piece from batch `first` on; None at the end, or if that fails."""
         try:
-            told.open()
-            if first >= told.total:
+            published.open()
+            if first >= published.total:
                 return None
-            last = told.plan.reach(first, samples)
-            if not told.plan.ready(last):
-                last = told.plan.reach(first, min(samples, _NEAR) // told.plan.spread)
-            indices, ends = told.plan.cut(first, last)
+            last = published.plan.reach(first, samples)
+            if not published.plan.ready(last):
+                last = published.plan.reach(
+                    first, min(samples, SIZES.undrawn) // published.plan.spread
+                )
+            indices, ends = published.plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
             if np.array_equal(objects, indices):
                 objects = indices  # mostly a view of the permutation, which is kept anyway
             stops = np.zeros(len(counts) + 1, np.int64)
             np.cumsum(counts, out=stops[1:])
             piece = PlanPiece(first, indices, ends, objects, stops[ends])  # a step may read nothing
-            told.see(piece, len(self._session.table.offset), later=samples <= _HERE)
+            published.count_objects(
+                piece, len(self._session.table.offset), later=samples <= SIZES.trainer
+            )
         except Exception:  # noqa: BLE001  the user's code may run here; a read raises it again
-            _log.debug("cannot tell what an epoch reads", exc_info=True)
+            _log.debug("the plan of an epoch cannot be computed", exc_info=True)
             return None
         return piece
 
     # --- the planner thread -------------------------------------------------------------------
 
-    def _go(self) -> None:
+    def _start(self) -> None:
         """Publish small plans at once; start the planner thread for large ones."""
-        while self._few and self._publish(_SMALL):
+        while self._small and self._publish(SIZES.whole):
             pass
         with self._lock:
             if self._next() is None or self._thread is not None:
                 return
-            self._alone = not self._threads
-            if self._alone:
+            self._threadless = not self._threaded
+            if self._threadless:
                 return
             # Not a daemon thread: one that returns from torch during Python's exit aborts it.
             thread = self._thread = threading.Thread(target=self._run, name="creel-planner")
         try:
             thread.start()
         except RuntimeError:  # no more threads
-            self._thread, self._alone = None, True
+            self._thread, self._threadless = None, True
 
     def _run(self) -> None:
-        marks: deque[int] = deque(maxlen=_FLYING)
+        marks: deque[int] = deque(maxlen=_MAX_UNPROCESSED)
         try:
-            while (told := self._due()) is not None:
-                if self._awaits(told, marks) and self._publish(_PIECE):
+            while (published := self._next_or_end()) is not None:
+                if self._may_publish(published, marks) and self._publish(SIZES.thread):
                     marks.append(self._end)
-        except Exception:  # noqa: BLE001  the trainer publishes the rest, or nobody does
-            _log.debug("a plan cannot be told in the background", exc_info=True)
+        except Exception:  # noqa: BLE001  the trainer publishes the rest
+            _log.debug("a plan cannot be published in the background", exc_info=True)
             with self._lock:
                 self._thread = None
 
-    def _due(self) -> PublishedEpoch | None:
+    def _next_or_end(self) -> PublishedEpoch | None:
         """Return the epoch to publish; None if there is none, which ends the thread."""
         with self._lock:
-            told = self._next()
+            published = self._next()
             # When Python exits, the main thread is over and waits for this thread.
-            if told is None or not self._session.alive or not threading.main_thread().is_alive():
-                self._thread = told = None
-            return told
+            if (
+                published is None
+                or not self._session.alive
+                or not threading.main_thread().is_alive()
+            ):
+                self._thread = published = None
+            return published
 
-    def _awaits(self, told: PublishedEpoch, marks: deque[int]) -> bool:
+    def _may_publish(self, published: PublishedEpoch, marks: deque[int]) -> bool:
         """Whether to publish the next piece now; may sleep or draw the permutation first."""
-        if len(marks) == _FLYING and self._session.words[KNOWN] < marks[0] <= self._end:
-            time.sleep(_LOOK_S)
+        if len(marks) == _MAX_UNPROCESSED and self._session.words[KNOWN] < marks[0] <= self._end:
+            time.sleep(_POLL_S)
             return False
-        plan, known = told.plan, told.known
-        urgent = told.begun and plan.reach(told.given, _LEAD // plan.spread) > known
-        if not urgent and not plan.ready(plan.reach(known, _PIECE)):
+        plan, known = published.plan, published.known
+        urgent = (
+            published.begun and plan.reach(published.requested, SIZES.lead // plan.spread) > known
+        )
+        if not urgent and not plan.ready(plan.reach(known, SIZES.thread)):
             plan.draw()
         return True
-
-
-_publishers: weakref.WeakSet[PlanPublisher] = weakref.WeakSet()
-
-
-def _forget_inherited() -> None:
-    for publisher in list(_publishers):
-        publisher.forget()
-
-
-at_fork(after_in_child=_forget_inherited)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from creel.cache.memory.shared_words import (
     SharedWords,
 )
 from creel.errors import DaemonLostError
-from creel.forks import at_fork
+from creel.forks import forget_in_child
 from creel.messages import Begin, Close, Extend, Opened, RequestMessage, Truncate, Wait
 
 if TYPE_CHECKING:  # the two modules import each other
@@ -40,18 +40,32 @@ if TYPE_CHECKING:  # the two modules import each other
 STALE_NS = 2_000_000_000
 #: A heartbeat must look stale for this long before the daemon counts as lost: the whole machine or
 #: job may have been suspended (Slurm). A daemon that resumes beats again much sooner.
-DOUBT_NS = 500_000_000
+STALE_CONFIRM_NS = 500_000_000
 #: Longest delay with which a waiting thread notices a stale heartbeat.
-SLICE_S = 0.05
-#: Objects in one Extend: the daemon handles it in 3 ms, and serves nobody meanwhile.
-_PIECE = 1 << 14
-#: The same at the start of an epoch: for nearly each object the daemon touches fresh memory, a page
-#: of a thousand objects in each of its columns (10 ms, benchmarks/planning.py).
-_FRESH = 1 << 10
-#: That start ends once the plan has 2**-7 of all objects: eight for each page.
-_TOUCHED = 7
-#: Maximum messages for one plan: libzmq queues 1,000 that the daemon has not received.
-_PIECES = 256
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class MessageSizes:
+    """Objects in one `Extend`.
+
+    Attributes:
+        limit: the daemon handles it in 3 ms, and serves no other client meanwhile.
+        fresh: the same at the start of an epoch: for nearly each object the daemon touches fresh
+            memory, a page of a thousand objects in each of its columns (10 ms,
+            benchmarks/planning.py).
+        fresh_part: that start ends once the plan has this part (1/n) of all objects: eight for each
+            page.
+        messages: maximum number for one plan: libzmq queues 1,000 that the daemon has not received.
+    """
+
+    limit: int = 1 << 14
+    fresh: int = 1 << 10
+    fresh_part: int = 128
+    messages: int = 256
+
+
+SIZES = MessageSizes()
 
 
 class Session:
@@ -69,35 +83,35 @@ class Session:
         self.dataset = opened.dataset
         self.words = words
         self.table = table
-        self._client = client
+        self.client = client
         self._trainer = trainer
         self._closed = False
         self._lost = False
-        self._epoch, self._told = -1, 0  # epoch of the last plan, and objects sent of it
+        self._epoch, self._sent = -1, 0  # epoch of the last plan, and objects sent of it
         self._truncates = 0
         self._void_from = 0  # READY may mean the old plan until all truncates are processed
-        self._doubted = (0, 0)  # a stale heartbeat, and when it was first seen stale
+        self._stale_beat = (0, 0)  # a stale heartbeat, and when it was first seen stale
         self._rows: tuple[int, Rows] | None = None  # bytes of an object, and its row copier
-        _sessions.add(self)
+        forget_in_child(self)
 
     @property
     def token(self) -> str:
         """The token a worker needs, besides `id`, to attach to this session."""
-        return self._client.token
+        return self.client.token
 
     @property
     def alive(self) -> bool:
         """Whether the daemon serves: connected, beating, not draining."""
-        if self._closed or self._lost or not self._client.alive or self.words[STATE] != 0:
+        if self._closed or self._lost or not self.client.alive or self.words[STATE] != 0:
             return False
         now, beat = time.monotonic_ns(), self.words[HEARTBEAT]
         if now - beat < STALE_NS:
             return True
-        if self._doubted[0] != beat:
-            self._doubted = (beat, now)
-        return now - self._doubted[1] < DOUBT_NS
+        if self._stale_beat[0] != beat:
+            self._stale_beat = (beat, now)
+        return now - self._stale_beat[1] < STALE_CONFIRM_NS
 
-    def _gone(self) -> bool:
+    def _dead(self) -> bool:
         return not self.alive
 
     def extend(
@@ -107,7 +121,7 @@ class Session:
         objects: NDArray[np.integer],
         ends: NDArray[np.integer],
         *,
-        blind: bool = False,
+        unplanned: bool = False,
     ) -> bool:
         """Add the plan of steps `step, step+1, ...`; see `messages.Extend`.
 
@@ -122,19 +136,19 @@ class Session:
         objects = np.asarray(objects, np.dtype("<i4"))
         ends = np.asarray(ends, np.dtype("<i8"))
         if epoch != self._epoch:
-            self._epoch, self._told = epoch, 0
-        first, least = 0, len(objects) // _PIECES
+            self._epoch, self._sent = epoch, 0
+        first, min_objects = 0, len(objects) // SIZES.messages
         while first < len(ends):
             start = int(ends[first - 1]) if first else 0
-            fresh = self._told < len(self.table.offset) >> _TOUCHED
-            most = max(min(_FRESH, _PIECE) if fresh else _PIECE, least)
-            last = max(int(np.searchsorted(ends, start + most, side="right")), first + 1)
-            message = Extend(self.token, self.id, epoch, step + first, blind)
+            fresh = self._sent < len(self.table.offset) // SIZES.fresh_part
+            max_objects = max(min(SIZES.fresh, SIZES.limit) if fresh else SIZES.limit, min_objects)
+            last = max(int(np.searchsorted(ends, start + max_objects, side="right")), first + 1)
+            message = Extend(self.token, self.id, epoch, step + first, unplanned)
             piece = objects[start : int(ends[last - 1])]
-            if not self._say(message, piece, ends[first:last] - start):
+            if not self._send(message, piece, ends[first:last] - start):
                 self._lost |= first > 0  # the daemon has an incomplete plan
                 return False
-            self._told += len(piece)
+            self._sent += len(piece)
             first = last
         return True
 
@@ -148,7 +162,7 @@ class Session:
         self._void_from = step if self._settled() else min(step, self._void_from)
         self._truncates += 1
         self.words[WANTED] = min(self.words[WANTED], step)  # it was of the cancelled plan
-        if not self._say(Truncate(self.token, self.id, step)):
+        if not self._send(Truncate(self.token, self.id, step)):
             self._lost = True  # READY would still mean the old plan
             return False
         return True
@@ -160,7 +174,7 @@ class Session:
         """
         pause = 2e-5
         while not self._settled():
-            if self._gone():
+            if self._dead():
                 self._lost = True
                 return False
             time.sleep(pause)
@@ -172,7 +186,7 @@ class Session:
 
     def begin(self, epoch: int) -> bool:
         """Begin an epoch: the daemon checks its files' versions before its steps are ready."""
-        return self._say(Begin(self.token, self.id, epoch))
+        return self._send(Begin(self.token, self.id, epoch))
 
     def stamp(self) -> int:
         """Return how often READY was revoked; bytes copied while this changes may be torn."""
@@ -210,19 +224,19 @@ class Session:
             return False
         if self._trainer:
             self.words[WANTED] = max(self.words[WANTED], step + 1)
-        client = self._client
+        client = self.client
         call = next(client.calls)
-        if not self._say(Wait(self.token, call, self.id, step)):
+        if not self._send(Wait(self.token, call, self.id, step)):
             return False
         deadline = time.monotonic() + timeout_s
         while True:
-            heard = client.heard
+            received = client.received
             if self.ready(step):
                 return True
             left = deadline - time.monotonic()
-            if left <= 0 or self._gone() or client.refused(call):
+            if left <= 0 or self._dead() or client.refused(call):
                 return self.ready(step)
-            client.listen(min(left, SLICE_S), heard)
+            client.listen(min(left, POLL_S), received)
 
     def done(self, step: int) -> None:
         """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""
@@ -240,7 +254,7 @@ class Session:
         """
         place, nbytes = int(self.table.offset[object_id]), int(self.table.length[object_id])
         try:
-            return runs.pieces(self._client.arena.view, place, nbytes)
+            return runs.pieces(self.client.arena.view, place, nbytes)
         except ValueError:  # another thread has closed the client
             return None
 
@@ -252,13 +266,13 @@ class Session:
         """
         nbytes = out.shape[1]
         if self._rows is None or self._rows[0] != nbytes:
-            self._rows = nbytes, Rows(self._client.arena, nbytes)
+            self._rows = nbytes, Rows(self.client.arena, nbytes)
         if self._rows[1].copy(offset, out):
             return np.ones(len(offset), np.bool_)
         there = np.zeros(len(offset), np.bool_)
         with contextlib.suppress(ValueError):  # another thread has closed the client
             for i, place in enumerate(offset.tolist()):
-                found = runs.pieces(self._client.arena.view, place, nbytes)
+                found = runs.pieces(self.client.arena.view, place, nbytes)
                 if found is not None:
                     out[i] = np.frombuffer(b"".join(found), np.uint8)
                     there[i] = True
@@ -270,26 +284,14 @@ class Session:
             return
         self._closed = True
         if self._trainer:
-            self._client.tell(Close(self.id))
+            self.client.notify(Close(self.id))
         # Words and table stay mapped until the session is freed: other threads may be reading.
 
-    def _say(self, message: RequestMessage, *arrays: NDArray[Any]) -> bool:
+    def _send(self, message: RequestMessage, *arrays: NDArray[Any]) -> bool:
         if self._closed or self._lost:
             return False
         try:
-            self._client.send(message, *arrays)
+            self.client.send(message, *arrays)
         except DaemonLostError:
             return False
         return True
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _forget_inherited() -> None:
-    for session in list(_sessions):
-        session.forget()
-    _sessions.clear()
-
-
-at_fork(after_in_child=_forget_inherited)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from creel.loader.client.client import Client
 
 _log = logging.getLogger("creel.loader")
-_PATIENCE_S = 1.0  # an answer takes 0.1 ms, and this one is optional
+_TIMEOUT_S = 1.0  # an answer takes 0.1 ms, and this one is optional
 _DAEMONS = ("memory.", "fetch.", "window.", "daemon.")
-_said: set[tuple[int, str, str]] = set()
+_checked: set[tuple[int, str, str]] = set()
 
 
 def warn_of_unmet(client: Client, config: Config, origins: Mapping[str, str]) -> None:
@@ -28,21 +28,23 @@ def warn_of_unmet(client: Client, config: Config, origins: Mapping[str, str]) ->
     ours = config.flat()
     given = [key for key, origin in origins.items() if origin != "default"]
     asked = {(client.daemon_pid, key, str(ours[key])) for key in given if of_daemon(key)}
-    if asked <= _said:
+    if asked <= _checked:
         return
-    _said.update(asked)
+    _checked.update(asked)
     try:
-        theirs = client.ask("config", timeout_s=_PATIENCE_S)["effective"]
+        theirs = client.ask("config", timeout_s=_TIMEOUT_S)["effective"]
     except (UnavailableError, ConfigError, KeyError):
         return
     differing = unmet(ours, theirs, given)
     if differing:
-        told = "; ".join(f"{k} = {theirs[k]!r}, not {ours[k]!r} ({origins[k]})" for k in differing)
+        differences = "; ".join(
+            f"{k} = {theirs[k]!r}, not {ours[k]!r} ({origins[k]})" for k in differing
+        )
         _log.warning(
-            "the creel daemon that runs (process %d) has %s: it keeps what it was started with; end"
-            " it by `creel stop`, or choose another daemon.name",
+            "the running creel daemon (process %d) was started with other settings and keeps them:"
+            " %s. To change them, end it by `creel stop`, or choose another daemon.name",
             client.daemon_pid,
-            told,
+            differences,
         )
 
 

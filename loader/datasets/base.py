@@ -189,10 +189,6 @@ class CreelDataset(Dataset[Sample]):
         """
         raise NotImplementedError
 
-    def callables(self) -> list[object]:
-        """User functions that samples pass through, None for each that is not given."""
-        return []
-
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in self.volatile}
 
@@ -343,7 +339,7 @@ class Labels:
 class Labelled(CreelDataset):
     """A dataset whose samples may each have a label."""
 
-    _beside: Labels | None = None
+    _given_labels: Labels | None = None
 
     @property
     def labels(self) -> Labels | None:
@@ -352,13 +348,13 @@ class Labelled(CreelDataset):
         Raises:
             ConfigError: the number assigned is not the number of samples.
         """
-        return self._beside
+        return self._given_labels
 
     @labels.setter
     def labels(self, labels: object) -> None:
         if labels is not None and not isinstance(labels, Labels):
             labels = Labels(labels, len(self))
-        self._beside = labels
+        self._given_labels = labels
 
     def collated_labels(self) -> Callable[[Indices], torch.Tensor]:
         labels, size = self.labels, len(self)

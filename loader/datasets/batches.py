@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from creel.errors import ConfigError
 
 #: Up to this many elements torch uses one thread only (at::internal::GRAIN_SIZE).
-_ALONE = 32767
+_TORCH_GRAIN = 32767
 _INTEGERS = frozenset(
     (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 )
@@ -59,7 +59,7 @@ def _copied(batch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         return out
     exact = out.dtype.is_floating_point or out.dtype.is_complex or out.dtype == torch.bool
     exact |= not (batch.dtype.is_floating_point or batch.dtype.is_complex)
-    rows = max(_ALONE // max(batch[0].numel(), 1), 1) if exact else 1
+    rows = max(_TORCH_GRAIN // max(batch[0].numel(), 1), 1) if exact else 1
     if rows >= len(batch):
         return out.copy_(batch)
     for start in range(0, len(batch), rows):

@@ -78,7 +78,7 @@ class FileDataset(Labelled):
         self.transform = transform
         self.labels = labels
         self._nbytes = self._sizes(nbytes, known)
-        self._each_nbytes = _alike(self._nbytes)
+        self._each_nbytes = _common_size(self._nbytes)
 
     @property
     def paths(self) -> Sequence[str]:
@@ -136,11 +136,8 @@ class FileDataset(Labelled):
             return None
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
 
-    def callables(self) -> list[object]:
-        return [self.decode, self.transform]
 
-
-def _alike(sizes: NDArray[np.int64] | None) -> int:
+def _common_size(sizes: NDArray[np.int64] | None) -> int:
     """The size of each file, or -1 where sizes differ or are not known."""
     if sizes is None or (sizes != sizes[0]).any():
         return -1

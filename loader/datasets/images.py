@@ -260,11 +260,6 @@ class ImageFolder(CreelDataset):
     def _build_manifest(self) -> Manifest:
         return Manifest.of_files(self._names, root=self._base, lengths=self._nbytes)
 
-    def callables(self) -> list[object]:
-        decode = None if self.decode is decode_image else self.decode
-        loader = None if self.loader is pil_loader else self.loader
-        return [decode, loader, self.transform, self.target_transform]
-
     def _collect(
         self, valid: Callable[[str], bool], allow_empty: bool
     ) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.int64] | None]:

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError
-from creel.loader.buffers import Ring
+from creel.loader.buffers import BufferPool
 from creel.loader.datasets.base import (
     Indices,
     Labelled,
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _MAGIC = b"\x93NUMPY"
 #: Bytes read at once of a batch whose samples are transformed one by one (samples may be small
 #: parts of large records), and the largest buffer that is kept for the next batch.
-_TOGETHER_NBYTES = 4 << 20
+_MAX_BUFFER_NBYTES = 4 << 20
 #: Longer .npy headers belong to structured types, which no tensor can hold.
 _HEADER_NBYTES = 1 << 16
 
@@ -92,8 +92,8 @@ class RecordDataset(Labelled):
         NotFoundError: a missing file.
     """
 
-    volatile = (*Labelled.volatile, "_ring")
-    _ring: Ring | None = None
+    volatile = (*Labelled.volatile, "_buffers")
+    _buffers: BufferPool | None = None
 
     def __init__(
         self,
@@ -168,12 +168,12 @@ class RecordDataset(Labelled):
         return np.array([position(i, self._size) for i in indices], np.int64)
 
     def _samples(self, ids: Indices) -> list[Sample]:
-        """Samples without labels, read at most `_TOGETHER_NBYTES` at a time."""
+        """Samples without labels, read at most `_MAX_BUFFER_NBYTES` at a time."""
         if self.batch_transform is not None and len(ids):
             batch = cast(self._numbers(ids), self.to)
             return unstacked(self.batch_transform(batch), len(ids))
         samples: list[Sample] = []
-        step = max(_TOGETHER_NBYTES // self.nbytes, 1)
+        step = max(_MAX_BUFFER_NBYTES // self.nbytes, 1)
         for start in range(0, len(ids), step):
             rows = rows_of(cast(self._numbers(ids[start : start + step]), self.to, self._memory))
             samples += rows if self.transform is None else map(self.transform, rows)
@@ -186,12 +186,12 @@ class RecordDataset(Labelled):
         return numbers(rows, len(ids), self.dtype, self.shape)
 
     def _memory(self, nbytes: int) -> torch.Tensor:
-        """(nbytes,) uint8 memory; up to `_TOGETHER_NBYTES` it is reused once no tensor holds it."""
-        if nbytes > _TOGETHER_NBYTES:
+        """(nbytes,) uint8 memory; reused once no tensor holds it, up to `_MAX_BUFFER_NBYTES`."""
+        if nbytes > _MAX_BUFFER_NBYTES:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if self._ring is None:
-            self._ring = Ring()
-        return self._ring.take(nbytes)
+        if self._buffers is None:
+            self._buffers = BufferPool()
+        return self._buffers.take(nbytes)
 
     def _read_rows(self, ids: Indices, out: NDArray[np.uint8]) -> None:
         """Fill `out`, (n, nbytes), from the source, opening each file once per batch.
@@ -225,9 +225,6 @@ class RecordDataset(Labelled):
         if self.labels is not None and kind is None:
             return None
         return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, self.batch_transform)
-
-    def callables(self) -> list[object]:
-        return [self.transform, self.batch_transform]
 
 
 def _read_run(
@@ -286,7 +283,7 @@ def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
         found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
         if isinstance(found, torch.dtype):
             return found
-        raise ConfigError(f"no tensor can have the type {dtype!r}") from e
+        raise ConfigError(f"torch has no dtype for {dtype!r}") from e
 
 
 def _check_offset(offset: object) -> None:
@@ -311,7 +308,7 @@ def _dtype_of(path: str, header: _Npy | None, wanted: torch.dtype | None) -> tor
         # .npy files store bfloat16 and the like as plain bytes ("|V2")
         own = wanted if wanted.itemsize == header.itemsize else None
     if own is None:
-        raise ConfigError(f"{path} does not tell what its numbers are: give dtype=")
+        raise ConfigError(f"{path} does not say of what type its numbers are: give dtype=")
     if wanted is not None and own != wanted:
         raise ConfigError(f"{path} holds {own}, not {wanted}")
     return own
@@ -321,7 +318,7 @@ def _shape_of(path: str, header: _Npy | None, wanted: tuple[int, ...] | None) ->
     if wanted is None:
         own = () if header is None else _shape(header.shape[1:])
         if not own:
-            raise ConfigError(f"{path} does not tell the shape of a record: give shape=")
+            raise ConfigError(f"{path} does not say what shape a record has: give shape=")
         return own
     if header is not None and math.prod(header.shape) % math.prod(wanted):
         raise ConfigError(f"{path} has shape {header.shape}: no whole records of {wanted}")
@@ -340,7 +337,9 @@ def _run(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Run:
     size = nbytes_of(path)
     if header is not None:
         if offset:
-            raise ConfigError(f"{path} says itself where its rows begin: leave out offset={offset}")
+            raise ConfigError(
+                f"{path} has a header that says where its rows begin: leave out offset={offset}"
+            )
         used = math.prod(header.shape) * header.itemsize
         if header.offset + used > size:
             raise ConfigError(
@@ -365,7 +364,7 @@ def _npy(path: str) -> _Npy:
     """
     data = read_range(path, 0, min(_HEADER_NBYTES, nbytes_of(path)))
     if data[:6] != _MAGIC or len(data) < 12:
-        raise ConfigError(f"{path} is no .npy file")
+        raise ConfigError(f"{path} is not a .npy file")
     wide = 2 if data[6] == 1 else 4
     start = 8 + wide
     offset = start + int.from_bytes(data[8:start], "little")

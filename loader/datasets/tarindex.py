@@ -12,7 +12,7 @@ from creel.loader.reading.storage import nbytes_of, read_range, scheme_of
 
 _BLOCK = 512
 #: Bytes of one remote request: about a round trip's time at some 100 MB/s.
-_AHEAD = 4 << 20
+_READ_NBYTES = 4 << 20
 _COMPRESSED = (
     (b"\x1f\x8b", "gzip"),
     (b"BZh", "bzip2"),
@@ -50,7 +50,7 @@ class _Window:
             return self._file.read(nbytes)
         at = offset - self._start
         if at < 0 or at + nbytes > len(self._data):
-            want = min(max(nbytes, _AHEAD), self.nbytes - offset)
+            want = min(max(nbytes, _READ_NBYTES), self.nbytes - offset)
             self._start, self._data = offset, read_range(self._path, offset, max(want, 0))
             at = 0
         return self._data[at : at + nbytes]
@@ -77,14 +77,14 @@ def _refuse_compressed(path: str, head: bytes) -> None:
     for magic, name in _COMPRESSED:
         if head.startswith(magic):
             raise ConfigError(
-                f"{path} is compressed with {name}: its members have no place of their own to be "
-                "read from; decompress it first"
+                f"{path} is compressed with {name}: creel cannot read single members of it;"
+                " decompress it first"
             )
 
 
 def _walk(path: str, read: _Window) -> Iterator[TarMember]:
     at = 0
-    long: dict[str, str] = {}  # from extended headers, for the next member
+    extended: dict[str, str] = {}  # from extended headers, for the next member
     common: dict[str, str] = {}  # from global pax headers, for all later members
     while at + _BLOCK <= read.nbytes:
         head = read(at, _BLOCK)
@@ -94,24 +94,24 @@ def _walk(path: str, read: _Window) -> Iterator[TarMember]:
         kind, body = head[156:157], at + _BLOCK
         nbytes = _number(head[124:136])
         if kind in b"LKxg":
-            _extend(kind, read(body, nbytes), long, common)
+            _extend(kind, read(body, nbytes), extended, common)
             at = body + _padded(nbytes)
             continue
-        said = {**common, **long}
-        nbytes = int(said.get("size", nbytes))
+        header = {**common, **extended}
+        nbytes = int(header.get("size", nbytes))
         if nbytes < 0:
             raise ValueError(f"a member of {nbytes} bytes")
-        if kind in b"0\x007" and "GNU.sparse.major" not in said:
+        if kind in b"0\x007" and "GNU.sparse.major" not in header:
             if body + nbytes > read.nbytes:
                 raise ConfigError(f"{path} is cut short within the member at byte {at}")
-            yield TarMember(said.get("path") or _name(head), body, nbytes)
-        elif kind == b"S" or "GNU.sparse.major" in said:
+            yield TarMember(header.get("path") or _name(head), body, nbytes)
+        elif kind == b"S" or "GNU.sparse.major" in header:
             raise ConfigError(f"{path} has a sparse member at byte {at}: it is in several pieces")
         # links, folders and devices have no data, even if their size field is not 0
         at = body + (_padded(nbytes) if kind not in b"123456" else 0)
-        long = {}
+        extended = {}
     if at < read.nbytes or at == 0:
-        raise ConfigError(f"{path} is no tar file, or is cut short at byte {at}")
+        raise ConfigError(f"{path} is not a tar file, or is cut short at byte {at}")
 
 
 def _check(path: str, at: int, head: bytes) -> None:
@@ -121,14 +121,14 @@ def _check(path: str, at: int, head: bytes) -> None:
     except ValueError:
         right = False
     if not right:
-        raise ConfigError(f"{path} is no tar file, or is damaged at byte {at}")
+        raise ConfigError(f"{path} is not a tar file, or is damaged at byte {at}")
 
 
-def _extend(kind: bytes, body: bytes, long: dict[str, str], common: dict[str, str]) -> None:
+def _extend(kind: bytes, body: bytes, extended: dict[str, str], common: dict[str, str]) -> None:
     if kind == b"L":
-        long["path"] = _text(body)
+        extended["path"] = _text(body)
     elif kind == b"x":
-        long.update(_pax(body))
+        extended.update(_pax(body))
     elif kind == b"g":
         common.update(_pax(body))
 

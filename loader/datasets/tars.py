@@ -101,7 +101,7 @@ class TarDataset(CreelDataset):
         self._index = _index(table, extensions)
         if not len(self):
             what = "" if extensions is None else f" with {' or '.join(extensions)}"
-            raise ConfigError(f"no samples{what} in {self.shards[0]} and its fellows")
+            raise ConfigError(f"no samples{what} in {self.shards[0]} and the other shards")
 
     def __len__(self) -> int:
         return len(self._index.start) - 1
@@ -153,9 +153,6 @@ class TarDataset(CreelDataset):
         uris = pa.DictionaryArray.from_arrays(table.shard, pa.array(self.shards, pa.large_string()))
         ones = np.ones(len(table.offset), np.int64)
         return Manifest.of_runs(uris.cast(pa.large_string()), table.offset, table.length, ones)
-
-    def callables(self) -> list[object]:
-        return [self.transform, *self.decode.values()]
 
 
 def _state(path: str) -> tuple[int, ...] | None:
@@ -259,8 +256,8 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
             raise ConfigError(f"index='beside' writes next to {shards[0]}: use 'user' or a path")
         return Path(shards[0]).parent / name
     if index == "user":
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(home).expanduser() / "creel" / name
+        cache_folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(cache_folder).expanduser() / "creel" / name
     return Path(index).expanduser()
 
 
@@ -287,12 +284,12 @@ def _load(path: Path, stamp: bytes) -> pa.Table | None:
 
 def _save(path: Path, table: pa.Table) -> None:
     """Write to a temporary file, then rename, so that no reader sees half an index."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with pa.ipc.new_file(str(aside), table.schema) as writer:
+        with pa.ipc.new_file(str(draft), table.schema) as writer:
             writer.write_table(table)
-        aside.replace(path)
+        draft.replace(path)
     except OSError as e:
-        aside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise ConfigError(f"the index cannot be kept at {path}: {e.strerror}") from e

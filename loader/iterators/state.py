@@ -13,9 +13,14 @@ from torch.utils.data import BatchSampler, default_collate
 
 from creel.config import Config
 from creel.errors import ConfigError
-from creel.loader.binding.bind import Binding, bind, promising
-from creel.loader.buffers import Ring
-from creel.loader.client.batch_stream import BatchStream, expect_daemon, foreseen, open_stream
+from creel.loader.binding.bind import Binding, bind, maybe_bindable
+from creel.loader.buffers import BufferPool
+from creel.loader.client.batch_stream import (
+    BatchStream,
+    open_stream,
+    try_predict,
+)
+from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.client.unplanned import samples_in
 from creel.loader.iterators.meter import Meter
@@ -48,7 +53,7 @@ class LoaderState:
         self.pid = os.getpid()
         self.config, self._origins = settings(loader.creel)
         storage.use(self.config.fetch)
-        self.ring = Ring()  # kept over epochs: fresh pages for their first batches cost time
+        self.ring = BufferPool()  # kept over epochs: fresh pages for their first batches cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
         self.order: EpochOrder | None = None
@@ -73,8 +78,8 @@ class LoaderState:
 
         The dataset is bound at its first read only: until then it may change in place.
         """
-        if loader.creel is not False and promising(loader.dataset):
-            expect_daemon(self.config)
+        if loader.creel is not False and maybe_bindable(loader.dataset):
+            start_daemon_early(self.config)
 
     def take_stream(self, loader: DataLoader[Any]) -> BatchStream | None:
         """Return a free or a new session for an iterator; None without a daemon."""
@@ -136,7 +141,7 @@ class EpochRun:
             elif stream is not None:  # persistent workers have the old dataset
                 loader_state.leave_stream(stream)
         if loader_state.order is not None and self.stream is not None:
-            loader_state.order.judge(wrong=self.stream.mistaken)
+            loader_state.order.record_outcome(wrong=self.stream.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
         begun = IteratorStart(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
@@ -155,7 +160,7 @@ class EpochRun:
         self._many = loader._auto_collation  # noqa: SLF001  torch's
         if self.stream is not None:
             start = time.monotonic_ns()
-            foreseen(order, 0)  # may run a copy of the sampler; the order caches the result
+            try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
             loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
             self.stream.begin(order, self.skipped)
         if self.skipped:
@@ -183,7 +188,7 @@ class EpochRun:
         if not self._foreseen and self.order is not None:
             self._foreseen = True
             start = time.monotonic_ns()
-            stream.foresee(self.order)
+            stream.publish_upcoming(self.order)
             self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
 
     def deliver(self) -> None:
@@ -224,7 +229,7 @@ class EpochRun:
         self._count()
         stream, self.stream = self.stream, None
         if stream is not None:
-            stream.left()
+            stream.leave()
             self._loader_state.leave_stream(stream)
 
     def progress(self, delivered: int | None) -> Progress:

@@ -49,7 +49,7 @@ class DrainedSampler(NamedTuple):
 
 
 @dataclass(frozen=True)
-class EpochsAhead:
+class DrainRequest:
     """Which epoch of a loader's sampler to run on a copy; the dataset is never copied.
 
     Attributes:
@@ -69,7 +69,7 @@ class EpochsAhead:
     advance: int
 
 
-def drain(ahead: EpochsAhead, budget_s: float) -> DrainedSampler | None:
+def drain(ahead: DrainRequest, budget_s: float) -> DrainedSampler | None:
     """Run a copy of the sampler for one epoch.
 
     Args:
@@ -88,28 +88,31 @@ def drain(ahead: EpochsAhead, budget_s: float) -> DrainedSampler | None:
             return None
 
 
-def _run_copy(ahead: EpochsAhead, deadline: float) -> DrainedSampler | None:
+def _run_copy(ahead: DrainRequest, deadline: float) -> DrainedSampler | None:
     sampler, generator = ahead.sampler, ahead.loader.generator
-    memo: dict[int, object] = {id(kept): kept for kept in _kept(ahead.loader, sampler)}
+    memo: dict[int, object] = {id(kept): kept for kept in _datasets_of(ahead.loader, sampler)}
     if generator is not None:
         memo[id(generator)] = generator = clone(generator)
-    twin = copy.deepcopy(sampler, memo)
+    copied = copy.deepcopy(sampler, memo)
     base_seed = found = None
     if ahead.begun is not None:
-        found = gather(_same_start(sampler, ahead.begun, twin, memo), deadline)
+        found = gather(_same_start(sampler, ahead.begun, copied, memo), deadline)
     if ahead.next_epoch and (found is not None or ahead.begun is None):
-        _advance(sampler, twin, ahead.advance)
-        source = iter(twin)
+        _advance(sampler, copied, ahead.advance)
+        source = iter(copied)
         if not ahead.keep_seed:
             base_seed = RandomSource().seed(generator)
             if ahead.loader.num_workers > 0:
-                source = iter(twin)  # torch's iterator with workers calls iter() twice
+                source = iter(copied)  # torch's iterator with workers calls iter() twice
         found = gather(source, deadline)
     return found and found._replace(base_seed=base_seed)
 
 
 def _same_start(
-    sampler: object, begun: Iterator[object], twin: Iterable[object], memo: dict[int, object]
+    sampler: object,
+    begun: Iterator[object],
+    copied: Iterable[object],
+    memo: dict[int, object],
 ) -> Iterator[object]:
     """Return an iterator that yields what `begun` will.
 
@@ -120,17 +123,17 @@ def _same_start(
         # No code of a generator function has run yet, so a new one yields the same.
         if type(sampler).__iter__.__code__ is not begun.gi_code:  # type: ignore[attr-defined]  # else AttributeError
             raise TypeError("a generator made by something else than __iter__ cannot be copied")
-        return iter(twin)
+        return iter(copied)
     if isinstance(begun, _REUSABLE):
         return copy.copy(begun)
     return copy.deepcopy(begun, memo)
 
 
-def _advance(sampler: object, twin: object, by: int) -> None:
+def _advance(sampler: object, copied: object, by: int) -> None:
     """Call `set_epoch` on the copy, as training scripts do, unless its epoch has changed itself."""
     for old, new in (
-        (sampler, twin),
-        (vars_of(sampler).get("sampler"), vars_of(twin).get("sampler")),
+        (sampler, copied),
+        (vars_of(sampler).get("sampler"), vars_of(copied).get("sampler")),
     ):
         epoch = getattr(old, "epoch", None)
         move = getattr(new, "set_epoch", None)
@@ -181,7 +184,7 @@ def vars_of(thing: object) -> dict[str, object]:
     return getattr(thing, "__dict__", {})
 
 
-def _kept(loader: DataLoader[object], sampler: object) -> list[object]:
+def _datasets_of(loader: DataLoader[object], sampler: object) -> list[object]:
     """Return the datasets, which are never copied."""
     kept: list[object] = [loader.dataset]
     for holder in (sampler, vars_of(sampler).get("sampler")):

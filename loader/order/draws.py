@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import threading
 import zlib
 from weakref import WeakValueDictionary
@@ -18,12 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from creel.forks import forget_in_child
 from creel.policies import torch_random
 
 #: Below this torch draws the whole in under a millisecond, so it is drawn at once.
-_SMALL = 1 << 17
+_SMALL_DRAW = 1 << 17
 #: Below this a draw takes some tens of microseconds: not worth caching.
-_TINY = 1 << 13
+_TINY_DRAW = 1 << 13
 
 #: Entries made first without the whole (1 ms); the head then doubles up to `_STAGES` entries.
 _FIRST = 1 << 13
@@ -33,10 +33,10 @@ _STAGES = 1 << 18
 _PIECE = 1 << 13
 _LONG = 1 << 22
 #: A request this far beyond the head (a resumed epoch) waits for the whole.
-_LEAP = 1 << 18
+_MAX_GAP = 1 << 18
 #: States after a draw that are cached, 5 KB each: a prediction makes them, the real epoch uses
 #: them.
-_STATES = 8
+_MAX_STATES = 8
 
 
 class RandomSource:
@@ -124,31 +124,31 @@ class Permutation:
         """
         self._n = n
         self._start = start
-        self._after = {} if after is None else after
-        self._renew()
+        self._states_after = {} if after is None else after
         self._whole: NDArray[np.int32] | None = None
+        self.forget()
+        forget_in_child(self)
 
-    def _renew(self) -> None:
+    def forget(self) -> None:
         """Create the state that belongs to one process: a fork loses threads and keeps locks."""
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._head_lock = threading.Lock()
         self._shuffle: torch_random.Shuffle | None = None
         self._head: NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self._have = 0  # entries of the head that are computed
+        self._head_length = 0  # entries of the head that are computed
 
     @classmethod
     def drawn(cls, n: int, generator: torch.Generator) -> Permutation:
         """Draw the whole from `generator` now."""
         made = cls(n, b"")
-        made._whole = _randperm(n, generator)
+        made._whole = randperm(n, generator)
         return made
 
     def leave(self, generator: torch.Generator) -> None:
         """Move `generator` from the state before the draw to the one after it."""
         if not self._start:
             return  # `drawn`: the generator has moved already
-        after = self._after.get(self._start)
+        after = self._states_after.get(self._start)
         if after is None:
             rng = torch_random.TorchRandom(self._start)
             rng.skip(self._n - 1)
@@ -156,69 +156,65 @@ class Permutation:
         set_state(generator, after)
 
     def _remember(self, after: bytes) -> bytes:
-        for old in list(self._after)[: 1 - _STATES]:
-            self._after.pop(old, None)
-        self._after[self._start] = after
+        for old in list(self._states_after)[: 1 - _MAX_STATES]:
+            self._states_after.pop(old, None)
+        self._states_after[self._start] = after
         return after
 
     @property
     def ready(self) -> int:
         """Entries [0, ready) are computed."""
-        return self._have if self._whole is None else self._n
+        return self._head_length if self._whole is None else self._n
 
     def first(self, k: int) -> NDArray[np.int32]:
         """Return an array that holds at least the first k <= n entries."""
-        if self._whole is None and self._pid != os.getpid():
-            self._renew()
-        while self._whole is None and k <= self._have + _LEAP:
-            if k <= self._have:
-                return self._head  # always assigned before `_have` is raised
+        while self._whole is None and k <= self._head_length + _MAX_GAP:
+            if k <= self._head_length:
+                return self._head  # always assigned before `_head_length` is raised
             with self._head_lock:
-                if k > self._have and self._whole is None:
-                    self._go_on()
+                if k > self._head_length and self._whole is None:
+                    self._extend_head()
         return self.whole()
 
-    def _go_on(self) -> None:
+    def _extend_head(self) -> None:
         """Compute one more piece of the head."""
         if self._shuffle is None:
-            self._begin_anew(_FIRST)
+            self._recompute_head(_FIRST)
             self._begin()
             return
-        if self._have < self._stages:
-            self._begin_anew(2 * self._have)
+        if self._head_length < self._doubling_end:
+            self._recompute_head(2 * self._head_length)
             return
         piece = self._shuffle.more(_PIECE)
-        have = self._have + len(piece)
+        have = self._head_length + len(piece)
         if have > len(self._head):
             head = np.empty(min(2 * have, self._n), np.int32)
-            head[: self._have] = self._head[: self._have]
+            head[: self._head_length] = self._head[: self._head_length]
             self._head = head
-        self._head[self._have : have] = piece
-        self._have = have
+        self._head[self._head_length : have] = piece
+        self._head_length = have
 
     @property
-    def _stages(self) -> int:
+    def _doubling_end(self) -> int:
         """The length up to which the head is doubled by recomputing it."""
         return min(_STAGES, self._n // 16)
 
-    def _begin_anew(self, k: int) -> None:
+    def _recompute_head(self, k: int) -> None:
         """Compute the first k entries at once, without memory of the size of the whole."""
         shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
         self._head = shuffle.more(k)
         self._shuffle = shuffle
-        self._have = len(self._head)
+        self._head_length = len(self._head)
 
     def whole(self) -> NDArray[np.int32]:
         """Return all n entries; waits while another thread draws them."""
         if self._whole is not None:
             return self._whole
-        if self._pid != os.getpid():
-            self._renew()
         with self._lock:
             if self._whole is None:
                 generator = torch.Generator()
                 set_state(generator, self._start)
-                drawn = _randperm(self._n, generator)
+                drawn = randperm(self._n, generator)
                 self._remember(state_of(generator))
                 self._whole = drawn
                 with self._head_lock:
@@ -232,11 +228,11 @@ class Permutation:
         with contextlib.suppress(RuntimeError):  # no more threads: drawn piece by piece instead
             thread.start()
 
-    def _hurry(self) -> None:
+    def _grow_head(self) -> None:
         """Grow the head ahead of a caller that pulls as fast as it can, before the whole exists."""
-        while self._have < self._stages and self._whole is None:
+        while self._head_length < self._doubling_end and self._whole is None:
             with self._head_lock:
-                self._begin_anew(2 * self._have)
+                self._recompute_head(2 * self._head_length)
         if self._n >= _LONG:
             with self._head_lock:
                 if self._shuffle is not None:
@@ -244,11 +240,11 @@ class Permutation:
 
     def _try_whole(self) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # a later `whole` raises it again
-            self._hurry()
+            self._grow_head()
             self.whole()
 
 
-def _randperm(n: int, generator: torch.Generator) -> NDArray[np.int32]:
+def randperm(n: int, generator: torch.Generator) -> NDArray[np.int32]:
     """Draw in int32 if n fits: the same draws as torch's int64, and half the memory."""
     kind = torch.int32 if n <= np.iinfo(np.int32).max else torch.int64
     drawn: NDArray[np.int32] = torch.randperm(
@@ -263,21 +259,21 @@ class PermutationCache:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: WeakValueDictionary[tuple[int, bytes], Permutation] = WeakValueDictionary()
-        self._after: dict[int, dict[bytes, bytes]] = {}
+        self._states_after: dict[int, dict[bytes, bytes]] = {}
 
     def permutation(self, n: int, generator: torch.Generator) -> Permutation:
         """Return the permutation that `generator` would draw now.
 
         `generator` has moved only if n is tiny or too large to replay; `leave` moves it otherwise.
         """
-        if n < _TINY or n >= torch_random.SHUFFLE_LIMIT:
+        if n < _TINY_DRAW or n >= torch_random.SHUFFLE_LIMIT:
             return Permutation.drawn(n, generator)
         key = (n, state_of(generator))
         with self._lock:
             found = self._held.get(key)
             if found is None:
-                after = self._after.setdefault(n, {})
+                after = self._states_after.setdefault(n, {})
                 found = self._held[key] = Permutation(*key, after)
-        if n < _SMALL:  # drawn at once, but cached
+        if n < _SMALL_DRAW:  # drawn at once, but cached
             found.whole()
         return found

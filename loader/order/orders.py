@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order.drain import EpochsAhead, drain, gather
+from creel.loader.order.drain import DrainRequest, drain, gather
 from creel.loader.order.draws import GeneratorCopies, PermutationCache, RandomSource, pack, state_of
 from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
 from creel.loader.order.recipes import is_sequence, opened
@@ -31,7 +31,7 @@ from creel.loader.order.streams import Facts, Items, SamplerStream
 _log = logging.getLogger("creel.loader")
 
 #: Maximum entries converted to int64 at once; the first piece is smaller, to be early.
-_PIECE = 1 << 16
+_MAX_PIECE = 1 << 16
 _FIRST_PIECE = 1 << 11
 
 
@@ -87,7 +87,9 @@ class EpochOrder:
         self._packed_rng = ""
         self.base_seed = begun.base_seed
         self.pulled = 0
-        self.memo: PermutationCache = previous.memo if previous is not None else PermutationCache()
+        self.permutations: PermutationCache = (
+            previous.permutations if previous is not None else PermutationCache()
+        )
 
     def batches(self) -> Iterator[object]:
         """Return the iterator over what torch's index sampler yields: the order itself."""
@@ -116,7 +118,7 @@ class EpochOrder:
         """
         raise NotImplementedError
 
-    def judge(self, *, wrong: bool) -> None:
+    def record_outcome(self, *, wrong: bool) -> None:
         """Record, after the epoch, whether it differed from its prediction."""
 
     def state(self, *, over: bool = False) -> State:
@@ -175,7 +177,7 @@ class KnownOrder(EpochOrder):
                 self._shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
-            self._stream = opened(self.inner, RandomSource(), self.memo, self._given)
+            self._stream = opened(self.inner, RandomSource(), self.permutations, self._given)
         return self._stream
 
     def __next__(self) -> object:
@@ -213,7 +215,7 @@ class KnownOrder(EpochOrder):
         if isinstance(piece, np.ndarray):
             piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)
         self._piece, self._piece_start, self._piece_end = piece, start, end
-        self._piece_size = min(2 * self._piece_size, _PIECE)
+        self._piece_size = min(2 * self._piece_size, _MAX_PIECE)
         return stop
 
     def skip(self, batches: int) -> None:
@@ -229,17 +231,17 @@ class KnownOrder(EpochOrder):
         shadow = GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
         now = self._stream.fork(shadow) if self._stream is not None else None
         return EpochPlan(
-            functools.partial(self._foresee, epochs_ahead, shadow, now, self._frozen())
+            functools.partial(self._predict_stream, epochs_ahead, shadow, now, self._frozen())
         )
 
     def _frozen(self) -> object:
         """Return a copy of the sampler with its present settings."""
         return self.inner if is_sequence(self.inner) else copy.copy(self.inner)
 
-    def _foresee(
+    def _predict_stream(
         self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
     ) -> PredictedEpoch:
-        stream = now or opened(sampler, shadow, self.memo, self._given)
+        stream = now or opened(sampler, shadow, self.permutations, self._given)
         shape, base_seed = self._shape, self.base_seed
         if self._batcher is not None and (now is None or epochs_ahead):
             shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
@@ -249,8 +251,8 @@ class KnownOrder(EpochOrder):
                 base_seed = shadow.seed(self._loader.generator)
             if isinstance(sampler, DistributedSampler):
                 sampler.epoch = stream.facts()["epoch"] + self._stride
-            stream = opened(sampler, shadow, self.memo)
-        return PredictedEpoch(base_seed, shape, stream=stream)
+            stream = opened(sampler, shadow, self.permutations)
+        return PredictedEpoch(base_seed, shape, stream)
 
     def _predict_listed(self, epochs_ahead: int) -> EpochPlan:
         """Predict a sequence of indices or batches, which is iterated as it is."""
@@ -260,7 +262,10 @@ class KnownOrder(EpochOrder):
 
         def work() -> PredictedEpoch:
             seed = self.base_seed if keep else shadow.seed(self._loader.generator)
-            return PredictedEpoch(seed, Shape(None, False), drained=gather(iter(listed)))  # type: ignore[call-overload]  # a sequence
+            found = gather(iter(listed))  # type: ignore[call-overload]  # a sequence
+            if found is None:
+                raise ValueError("the sequence is too long to predict")
+            return PredictedEpoch.of_drained(seed, found)
 
         return EpochPlan(work)
 
@@ -275,7 +280,7 @@ class KnownOrder(EpochOrder):
         stream = self._stream
         if stream is None:
             shadow = GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
-            stream = opened(self.inner, shadow, self.memo, self._given)
+            stream = opened(self.inner, shadow, self.permutations, self._given)
         state["total"] = stream.total
         state["stream"] = stream.facts()
         if "rng" in state["stream"] and self._loader.generator is getattr(
@@ -305,15 +310,16 @@ class ForeignOrder(EpochOrder):
         super().__init__(loader, begun, previous)
         self._begun = begun.sampler_iter
         self._first: EpochPlan | None = None
-        self._asked = foresee or foreseeable(self._sampler)
-        self.hopeless: bool = isinstance(previous, ForeignOrder) and previous.hopeless
+        self._may_run_ahead = foresee or foreseeable(self._sampler)
+        self.unpredictable: bool = isinstance(previous, ForeignOrder) and previous.unpredictable
         self._epochs = _epochs_of(self._sampler)
 
-    def judge(self, *, wrong: bool) -> None:
+    def record_outcome(self, *, wrong: bool) -> None:
         if wrong:
-            self.hopeless = True
+            self.unpredictable = True
             _log.warning(
-                "a copy of %s gave other samples than itself: it is run ahead no more",
+                "a copy of %s yielded other samples than itself: creel runs it ahead no more, and"
+                " reads ahead only what torch has pulled from it",
                 kind_of(self._sampler),
             )
 
@@ -330,9 +336,9 @@ class ForeignOrder(EpochOrder):
     def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
         if not epochs_ahead and (self._first is not None or self.pulled):
             return self._first
-        if not self._asked or self.hopeless or epochs_ahead > 1:
+        if not self._may_run_ahead or self.unpredictable or epochs_ahead > 1:
             return None
-        ahead = EpochsAhead(
+        request = DrainRequest(
             self._loader,
             self._sampler,
             None if self.pulled else self._begun,
@@ -340,12 +346,12 @@ class ForeignOrder(EpochOrder):
             keep_seed=self._keeps_seed(),
             advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
         )
-        found = drain(ahead, budget_s)
+        found = drain(request, budget_s)
         if found is None:
-            self.hopeless = True
+            self.unpredictable = True
             return None
         seed = self.base_seed if found.base_seed is None else found.base_seed
-        made = EpochPlan(lambda: PredictedEpoch(seed, Shape(None, False), drained=found))
+        made = EpochPlan(lambda: PredictedEpoch.of_drained(seed, found))
         if not epochs_ahead:
             self._first = made
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
@@ -35,13 +36,17 @@ from creel.loader.order.streams import (
     ShuffledList,
     Weighted,
     WithReplacement,
+    indices_of,
 )
 
 _Recipe: TypeAlias = "Callable[[object, RandomSource, PermutationCache, Facts], SamplerStream]"
 
 
 def opened(
-    sampler: object, dice: RandomSource, memo: PermutationCache, given: Facts | None = None
+    sampler: object,
+    source: RandomSource,
+    permutations: PermutationCache,
+    given: Facts | None = None,
 ) -> SamplerStream:
     """Begin an epoch of `sampler`, as torch does when it asks the sampler for its first item.
 
@@ -55,7 +60,7 @@ def opened(
     if is_sequence(sampler):
         return FromList(sampler)  # type: ignore[arg-type]  # is_sequence says so
     recipe: _Recipe = _RECIPES[type(sampler)]  # type: ignore[assignment]  # each takes its own type
-    return recipe(sampler, dice, memo, given or {})
+    return recipe(sampler, source, permutations, given or {})
 
 
 def is_sequence(sampler: object) -> bool:
@@ -66,56 +71,59 @@ def is_sequence(sampler: object) -> bool:
 
 
 def _open_sequential(
-    s: SequentialSampler, _dice: RandomSource, _memo: PermutationCache, _given: Facts
+    s: SequentialSampler, _source: RandomSource, _permutations: PermutationCache, _given: Facts
 ) -> SamplerStream:
     return Sequential(len(s.data_source))
 
 
 def _open_random(
-    s: RandomSampler, dice: RandomSource, memo: PermutationCache, given: Facts
+    s: RandomSampler, source: RandomSource, permutations: PermutationCache, given: Facts
 ) -> SamplerStream:
     n = len(s.data_source)
     if s.generator is None:
-        kept: Facts = {"seed": given["seed"] if "seed" in given else dice.seed(None)}
+        kept: Facts = {"seed": given["seed"] if "seed" in given else source.seed(None)}
         generator = seeded(kept["seed"])
     else:
-        generator, kept = _direct(s.generator, dice, given)
+        generator, kept = _direct(s.generator, source, given)
     if s.replacement:
         return WithReplacement(n, s.num_samples, generator, s.generator, kept)
-    return Shuffled(n, s.num_samples, memo, generator, s.generator, kept, spare=True)
+    return Shuffled(n, s.num_samples, permutations, generator, s.generator, kept, spare=True)
 
 
 def _open_subset(
-    s: SubsetRandomSampler, dice: RandomSource, memo: PermutationCache, given: Facts
+    s: SubsetRandomSampler, source: RandomSource, permutations: PermutationCache, given: Facts
 ) -> SamplerStream:
-    generator, kept = _direct(s.generator, dice, given)
+    generator, kept = _direct(s.generator, source, given)
     n = len(s.indices)
-    return ShuffledList(s.indices, Shuffled(n, n, memo, generator, s.generator, kept))
+    return ShuffledList(s.indices, Shuffled(n, n, permutations, generator, s.generator, kept))
 
 
 def _open_weighted(
-    s: WeightedRandomSampler, dice: RandomSource, _memo: PermutationCache, given: Facts
+    s: WeightedRandomSampler, source: RandomSource, _permutations: PermutationCache, given: Facts
 ) -> SamplerStream:
-    generator, kept = _direct(s.generator, dice, given)
+    generator, kept = _direct(s.generator, source, given)
     return Weighted(s, generator, s.generator, kept)
 
 
 def _open_distributed(
-    s: DistributedSampler[object], _dice: RandomSource, memo: PermutationCache, given: Facts
+    s: DistributedSampler[object],
+    _source: RandomSource,
+    permutations: PermutationCache,
+    given: Facts,
 ) -> SamplerStream:
     epoch = given.get("epoch", s.epoch)
     n = len(s.dataset)  # type: ignore[arg-type]  # as torch: TypeError if it has none
     if not s.shuffle:
         return Distributed(Sequential(n), s, epoch)
     seed = s.seed + epoch
-    return Distributed(Shuffled(n, n, memo, seeded(seed), None, {"seed": seed}), s, epoch)
+    return Distributed(Shuffled(n, n, permutations, seeded(seed), None, {"seed": seed}), s, epoch)
 
 
 def _direct(
-    outer: torch.Generator | None, dice: RandomSource, given: Facts
+    outer: torch.Generator | None, source: RandomSource, given: Facts
 ) -> tuple[torch.Generator, Facts]:
     """Return the generator that a sampler draws from directly, and the facts known of it."""
-    generator = dice.of(outer)
+    generator = source.of(outer)
     if "rng" not in given:
         return generator, {}
     start = unpack(given["rng"])
@@ -157,23 +165,18 @@ def _trials(kind: type) -> Iterable[Callable[[torch.Generator | None], Iterable[
             yield lambda _, args=args: DistributedSampler(seven, *args)  # type: ignore[arg-type, misc]  # sized; bound
 
 
-_TRUST: dict[type, bool] = {}
-
-
 def trusted(kind: type) -> bool:
-    """Whether streams reproduce samplers of exactly this class; tested once against this torch.
+    """Whether streams reproduce samplers of exactly this class."""
+    return (kind in _RECIPES or kind is BatchSampler) and agrees_with_torch(kind)
 
-    If a future or patched torch draws differently, its samplers are treated as custom ones:
-    iterated and drained. Takes about a millisecond; leaves the generators unchanged.
+
+@cache
+def agrees_with_torch(kind: type) -> bool:
+    """Whether streams draw as this torch does, tested once on small samplers of the class.
+
+    If a future or patched torch draws differently, its samplers are treated as custom ones. Takes
+    about a millisecond; leaves the generators unchanged.
     """
-    if kind not in _RECIPES and kind is not BatchSampler:
-        return False
-    if kind not in _TRUST:
-        _TRUST[kind] = _tried(kind)
-    return _TRUST[kind]
-
-
-def _tried(kind: type) -> bool:
     if kind is BatchSampler:
         sizes = [[len(b) for b in BatchSampler(range(7), 3, d)] for d in (False, True)]
         return sizes == [[3, 3, 1], [3, 3]]
@@ -186,7 +189,8 @@ def _agrees(make: Callable[[torch.Generator | None], Iterable[int]], own: bool) 
     sampler = make(generator)
     shadow = GeneratorCopies(generator)
     stream = opened(sampler, shadow, PermutationCache())
-    ours = stream.everything().tolist()
+    stream.need(stream.total)
+    ours = indices_of(stream.items(0, stream.total)).tolist()
     with torch.random.fork_rng(devices=[]):
         theirs = list(sampler)
         after = torch.default_generator, *([generator] if generator else [])

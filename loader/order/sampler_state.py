@@ -41,7 +41,7 @@ def load_own(sampler: object, states: list[OwnState]) -> None:
     if states and not any(states):
         warnings.warn(
             f"{type(own[-1]).__name__} has neither state_dict() and load_state_dict() nor epoch and"
-            " set_epoch(): what it counts or draws by itself is not resumed",
+            " set_epoch(): its own counters and random numbers are not resumed",
             stacklevel=5,
         )
 

@@ -71,7 +71,11 @@ def before(loader: DataLoader[object]) -> Moment:
 
 
 def observe(
-    loader: DataLoader[object], *, previous: EpochOrder | None = None, keep_seed: bool = False
+    loader: DataLoader[object],
+    *,
+    previous: EpochOrder | None = None,
+    keep_seed: bool = False,
+    foresee: bool = False,
 ) -> EpochOrder:
     """Begin an epoch: the calls and draws that torch's iterator makes before it pulls indices.
 
@@ -79,9 +83,10 @@ def observe(
         loader: a map-style loader.
         previous: the order of this loader's last epoch; its findings and caches are reused.
         keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
+        foresee: see `adopt`.
     """
     seed = previous.base_seed if previous is not None and keep_seed else None
-    return adopt(loader, _begin(loader, seed), previous=previous)
+    return adopt(loader, _begin(loader, seed), previous=previous, foresee=foresee)
 
 
 def restore(
@@ -208,11 +213,15 @@ def _check(loader: DataLoader[object], state: State, given: Facts | None) -> Non
     """Raise ConfigError unless `state` fits this loader."""
     sampler = index_sampler(loader)
     if kind_of(sampler) != state["kind"]:
-        raise ConfigError(f"saved order is of {state['kind']}, this loader has {kind_of(sampler)}")
+        raise ConfigError(
+            f"the saved state is of a {state['kind']}, this loader has a {kind_of(sampler)}"
+        )
     if given is None:
         return
     inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
     total = opened(inner, shadow, PermutationCache(), given).total
     if total != state["total"]:
-        raise ConfigError(f"saved order is of {state['total']} samples, this loader has {total}")
+        raise ConfigError(
+            f"the saved state is of {state['total']} samples, this loader has {total}"
+        )

@@ -14,6 +14,7 @@ from typing import TypeAlias, TypedDict
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
@@ -32,7 +33,7 @@ Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
 _CHUNK = 32
 
 #: Items per draw with replacement from a private generator.
-_AHEAD = 1 << 15
+_PRIVATE_CHUNK = 1 << 15
 
 
 class Facts(TypedDict, total=False):
@@ -84,7 +85,7 @@ class SamplerStream:
     spread = 1
 
     #: Whether another thread may request items: no user code runs.
-    apart = True
+    thread_safe = True
 
     @property
     def drawn(self) -> int:
@@ -106,27 +107,18 @@ class SamplerStream:
         """Return items [start, stop), stop <= drawn: an array, or a list of the user's objects."""
         raise NotImplementedError
 
-    def fork(self, dice: RandomSource) -> SamplerStream:
-        """Return a copy of the stream at the same point that draws from `dice` from now on."""
+    def fork(self, source: RandomSource) -> SamplerStream:
+        """Return a copy of the stream at the same point that draws from `source` from now on."""
         made = copy.copy(self)
-        made.rebase(dice)
+        made.rebase(source)
         return made
 
-    def rebase(self, dice: RandomSource) -> None:
-        """Stop sharing mutable state with the stream this is a copy of; draw from `dice`."""
+    def rebase(self, source: RandomSource) -> None:
+        """Stop sharing mutable state with the stream this is a copy of; draw from `source`."""
 
     def facts(self) -> Facts:
         """Return what `opened` needs to reopen this stream in another process."""
         return {}
-
-    def everything(self) -> NDArray[np.int32]:
-        """Return all items, (total,) int32, drawing what is not drawn yet.
-
-        Raises:
-            ValueError: an item is not an index or does not fit.
-        """
-        self.need(self.total)
-        return indices_of(self.items(0, self.total))
 
 
 class Sequential(SamplerStream):
@@ -140,6 +132,18 @@ class Sequential(SamplerStream):
         return np.arange(start, stop)
 
 
+class FromArray(SamplerStream):
+    """Indices that a copy of a sampler gave, (total,) int32."""
+
+    def __init__(self, indices: NDArray[np.int32]) -> None:
+        self._indices = indices
+        self.total = len(indices)
+        self.key = ("drained", xxhash.xxh3_128_digest(indices.tobytes()))
+
+    def items(self, start: int, stop: int) -> Items:
+        return self._indices[start:stop]
+
+
 class FromList(SamplerStream):
     """The elements of a sequence used as a sampler, each the same object."""
 
@@ -148,13 +152,10 @@ class FromList(SamplerStream):
     def __init__(self, listed: Sequence[object]) -> None:
         self._listed = listed
         self.total = len(listed)
-        self.apart = _plain(listed)
+        self.thread_safe = _plain(listed)
 
     def items(self, start: int, stop: int) -> Items:
         return list(self._listed[start:stop])
-
-    def everything(self) -> NDArray[np.int32]:
-        return indices_of(self._listed)
 
 
 class Drawing(SamplerStream):
@@ -167,15 +168,15 @@ class Drawing(SamplerStream):
         self._kept = kept
         self.visible = not kept
         self._start = state_of(generator) if self.visible else b""
-        self._told: Facts | None = None
+        self._packed: Facts | None = None
 
-    def rebase(self, dice: RandomSource) -> None:
-        self._generator = dice.of(self._outer) if self.visible else clone(self._generator)
+    def rebase(self, source: RandomSource) -> None:
+        self._generator = source.of(self._outer) if self.visible else clone(self._generator)
 
     def facts(self) -> Facts:
-        if self.visible and self._told is None:
-            self._told = {"rng": pack(self._start)}  # cached: some save a state after each batch
-        return self._told or self._kept
+        if self.visible and self._packed is None:
+            self._packed = {"rng": pack(self._start)}  # cached: some save a state after each batch
+        return self._packed or self._kept
 
 
 class Shuffled(Drawing):
@@ -185,7 +186,7 @@ class Shuffled(Drawing):
         self,
         n: int,
         total: int,
-        memo: PermutationCache,
+        permutations: PermutationCache,
         generator: torch.Generator,
         outer: torch.Generator | None,
         kept: Facts,
@@ -196,13 +197,13 @@ class Shuffled(Drawing):
         super().__init__(generator, outer, kept)
         self.total = total
         self._n = n
-        self._memo = memo
+        self._permutations = permutations
         self._blocks: list[Permutation] = []
-        self._most = total // n + 1 if spare and self.visible else -(-total // max(n, 1))
+        self._max_blocks = total // n + 1 if spare and self.visible else -(-total // max(n, 1))
         self.key = ("shuffled", n, total, kept.get("seed"), self._start)
 
-    def rebase(self, dice: RandomSource) -> None:
-        super().rebase(dice)
+    def rebase(self, source: RandomSource) -> None:
+        super().rebase(source)
         self._blocks = list(self._blocks)
 
     @property
@@ -223,12 +224,12 @@ class Shuffled(Drawing):
             block.whole()
 
     def need(self, item: int) -> None:
-        wanted = min(item // max(self._n, 1) + 1, self._most)
+        wanted = min(item // max(self._n, 1) + 1, self._max_blocks)
         while len(self._blocks) < wanted:
             # Advance a private generator only when it is used again: that takes 40 ms at 14 M.
             if self._blocks and not self.visible:
                 self._blocks[-1].leave(self._generator)
-            block = self._memo.permutation(self._n, self._generator)
+            block = self._permutations.permutation(self._n, self._generator)
             if self.visible:
                 block.leave(self._generator)
             self._blocks.append(block)
@@ -253,7 +254,7 @@ class ShuffledList(SamplerStream):
         self._listed = listed
         self._order = order
         self.total = order.total
-        self.apart = _plain(listed)
+        self.thread_safe = _plain(listed)
 
     @property
     def drawn(self) -> int:
@@ -273,11 +274,8 @@ class ShuffledList(SamplerStream):
         places = np.asarray(self._order.items(start, stop))
         return [self._listed[i] for i in places.tolist()]
 
-    def everything(self) -> NDArray[np.int32]:
-        return indices_of(self._listed)[self._order.everything()]
-
-    def rebase(self, dice: RandomSource) -> None:
-        self._order = self._order.fork(dice)
+    def rebase(self, source: RandomSource) -> None:
+        self._order = self._order.fork(source)
 
     def facts(self) -> Facts:
         return self._order.facts()
@@ -318,8 +316,8 @@ class Distributed(SamplerStream):
         head = self._order.items(0, min(int(places[-1]) + 1, self._n))
         return np.asarray(head)[places % self._n]
 
-    def rebase(self, dice: RandomSource) -> None:
-        self._order = self._order.fork(dice)
+    def rebase(self, source: RandomSource) -> None:
+        self._order = self._order.fork(source)
 
     def facts(self) -> Facts:
         return {"epoch": self._epoch}
@@ -341,11 +339,11 @@ class WithReplacement(Drawing):
         self._n = n
         self._have = 0
         kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
-        self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _AHEAD), dtype=kind)
+        self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _PRIVATE_CHUNK), dtype=kind)
         self.key = ("replaced", n, total, kept.get("seed"), self._start)
 
-    def rebase(self, dice: RandomSource) -> None:
-        super().rebase(dice)
+    def rebase(self, source: RandomSource) -> None:
+        super().rebase(source)
         self._buffer = self._buffer.copy()
 
     @property
@@ -359,7 +357,7 @@ class WithReplacement(Drawing):
     def need(self, item: int) -> None:
         wanted = min(_CHUNK * (item // _CHUNK + 1), self.total)
         if not self.visible and self._have < wanted:
-            wanted = min(max(wanted, self._have + _AHEAD), self.total)
+            wanted = min(max(wanted, self._have + _PRIVATE_CHUNK), self.total)
         k = wanted - self._have
         if k <= 0:
             return

@@ -62,8 +62,8 @@ def taken(name: str, uid: int | None) -> NoDaemonError:
     """The error where user `uid` holds the first address, and there is no second one."""
     who = "somebody" if uid is None else f"user {uid}"
     return NoDaemonError(
-        f"{who} holds the address of your daemon {name!r}, and XDG_RUNTIME_DIR names no folder of"
-        " yours alone for another one: choose another daemon.name"
+        f"{who} holds the address of your daemon {name!r}, and there is no second one, since"
+        " XDG_RUNTIME_DIR is no private folder of yours: choose another daemon.name"
     )
 
 

@@ -197,7 +197,7 @@ def _layers(
 ) -> Iterator[_Given]:
     """Yield all given values, weakest first."""
     if (named := env.get(_FILE)) and not _is_file(Path(named).expanduser()):
-        raise ConfigError(f"{_FILE} names {named}, and there is no such file: mend or unset it")
+        raise ConfigError(f"{_FILE} names {named}, and there is no such file: correct or unset it")
     asked_for = _expanded(named) if named else None
     for path in config_files(env, cwd):
         yield from _from_file(path, asked_for=path == asked_for)
@@ -290,7 +290,7 @@ def _env_key(name: str) -> str | None:
     known = {_env_name(key): key for key in fields()} | _SHORT
     meant = {n.replace("__", "_"): n for n in known}.get(name)
     if meant or (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
-        raise ConfigError(f"{name} is no setting: did you mean {meant or close[0]}?")
+        raise ConfigError(f"{name} is not a setting: did you mean {meant or close[0]}?")
     return None  # another program's: CREEL_ is a common word
 
 

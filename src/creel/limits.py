@@ -65,11 +65,11 @@ def _walk(mount: Path, path: str, limit: str, used: str, cold: str) -> list[tupl
     group = mount / path.lstrip("/")
     found = []
     for folder in (group, *(p for p in group.parents if p == mount or mount in p.parents)):
-        most = _number(_read(folder / limit))
-        if most is not None and most < _NO_LIMIT:
+        limit_nbytes = _number(_read(folder / limit))
+        if limit_nbytes is not None and limit_nbytes < _NO_LIMIT:
             stat = re.search(rf"^{cold} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
             reclaimable = int(stat[1]) if stat else 0
-            found.append((most, max((_number(_read(folder / used)) or 0) - reclaimable, 0)))
+            found.append((limit_nbytes, max((_number(_read(folder / used)) or 0) - reclaimable, 0)))
     return found
 
 
@@ -86,8 +86,8 @@ def _read(path: Path) -> str:
 
 #: Up to these limits on descriptors (RLIMIT_NOFILE) a process keeps those that torch would leave
 #: it: a connection to the daemon takes about ten, each kept batch buffer two.
-_FEW_DESCRIPTORS = 64
-_SOME_DESCRIPTORS = 128
+_MIN_DESCRIPTORS = 64
+_MIN_DESCRIPTORS_TO_KEEP = 128
 
 
 def few_descriptors() -> int:
@@ -95,7 +95,7 @@ def few_descriptors() -> int:
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return limit if 0 <= limit < _FEW_DESCRIPTORS else 0
+    return limit if 0 <= limit < _MIN_DESCRIPTORS else 0
 
 
 def may_keep() -> bool:
@@ -107,7 +107,7 @@ def may_keep() -> bool:
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     endless = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    return endless and not 0 <= limit < _SOME_DESCRIPTORS
+    return endless and not 0 <= limit < _MIN_DESCRIPTORS_TO_KEEP
 
 
 def may_map(nbytes: int) -> bool:

@@ -37,14 +37,14 @@ def control_address(uid: int, name: str, view: str) -> str:
     `view` stands for the files that its clients see (`creel.addresses`).
 
     >>> control_address(7, "default", "f00d")
-    '\\x00creel/7/default/f00d/desk'
+    '\\x00creel/7/default/f00d/control'
     """
-    return f"\0creel/{uid}/{name}/{view}/desk"
+    return f"\0creel/{uid}/{name}/{view}/control"
 
 
-def line_address(uid: int, secret: str) -> str:
+def request_address(uid: int, secret: str) -> str:
     """ZeroMQ address of a request socket; clients get it in `Welcome` and cannot guess it."""
-    return f"ipc://@creel/{uid}/line-{secret}"
+    return f"ipc://@creel/{uid}/request-{secret}"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -106,20 +106,19 @@ class Close(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """With the arena's descriptor (read-only). `line` is the request socket's address."""
+    """With the arena's descriptor (read-only). `request_address` is for the request socket."""
 
     protocol: int
     token: str
-    line: str
+    request_address: str
     arena_nbytes: int
     pid: int
 
 
 class Registered(Message, frozen=True):
-    """With the table's descriptor (read-only); `dataset` is the manifest's key."""
+    """`dataset` is the manifest's key."""
 
     dataset: str
-    objects: int
 
 
 class Opened(Message, frozen=True):
@@ -146,15 +145,14 @@ class Extend(Message, frozen=True):
 
     Arrays: `objects` (k,) int32 object ids in order of reading; `ends` (b,) int64: step+i reads
     `objects[ends[i-1]:ends[i]]`. `epoch` counts the session's epochs. The last step known so far
-    plus one must equal `step`. `blind`: these steps are unplanned, and nothing is known of later
-    ones. No reply.
+    plus one must equal `step`. `unplanned`: nothing is known of later steps. No reply.
     """
 
     token: str
     session: int
     epoch: int
     step: int
-    blind: bool = False
+    unplanned: bool = False
 
 
 class Begin(Message, frozen=True):
@@ -219,10 +217,10 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-DeskRequest: TypeAlias = Hello | Register | Attach | Open | Close
-DeskReply: TypeAlias = Welcome | Registered | Opened | Refused
+ControlRequest: TypeAlias = Hello | Register | Attach | Open | Close
+ControlReply: TypeAlias = Welcome | Registered | Opened | Refused
 RequestMessage: TypeAlias = Extend | Begin | Truncate | Wait | Command
-LineReply: TypeAlias = Ready | CommandReply | Failed
+RequestReply: TypeAlias = Ready | CommandReply | Failed
 
 #: Arrays that follow the body on the request socket, by class: (name, dtype).
 FRAMES: dict[type[Message], tuple[tuple[str, str], ...]] = {
@@ -234,21 +232,21 @@ M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {
     union: msgspec.msgpack.Decoder(union)
-    for union in (DeskRequest, DeskReply, RequestMessage, LineReply)
+    for union in (ControlRequest, ControlReply, RequestMessage, RequestReply)
 }
 
 
 def encode(message: Message) -> bytes:
     """Return the body of a message.
 
-    >>> decode(encode(Hello(PROTOCOL, "cli", 7)), DeskRequest)
+    >>> decode(encode(Hello(PROTOCOL, "cli", 7)), ControlRequest)
     Hello(protocol=5, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 
 
 def decode(body: bytes | memoryview, union: Any) -> Any:
-    """Decode `body`, a message of `union` (DeskRequest, DeskReply, RequestMessage, LineReply).
+    """Decode `body`, a message of `union`, one of the four type aliases above.
 
     Raises:
         MalformedError: for any invalid bytes; nothing else is ever raised.

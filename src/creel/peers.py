@@ -92,7 +92,7 @@ def why_apart(connection: socket.socket) -> str:
             if pidfd >= 0:
                 os.close(pidfd)
     except OSError as e:
-        return f"process {pid} cannot be looked at: {e.strerror}"
+        return f"process {pid} cannot be inspected: {e.strerror}"
     if ended:
         return f"process {pid} has ended"
     return "" if same else f"process {pid} has another mount or user namespace, or root directory"
@@ -138,10 +138,10 @@ def bound(prefix: str, suffix: str) -> list[str]:
 
     [] where unknown.
     """
-    least = len(prefix) + len(suffix)
+    min_length = len(prefix) + len(suffix)
     with suppress(OSError, ValueError):
         found = (a for a in _bound() if a.startswith(prefix) and a.endswith(suffix))
-        return sorted(a for a in found if len(a) > least)
+        return sorted(a for a in found if len(a) > min_length)
     return []
 
 

@@ -38,41 +38,61 @@ class MemorySettings(_Section, frozen=True):
         ),
     ] = 0.5
     prefault: Annotated[
-        bool, Meta(description="touch the pages in the background, so that no step pays for it")
+        bool,
+        Meta(description="touch all pages in the background, so that no step waits for one"),
     ] = True
 
 
 class FetchSettings(_Section, frozen=True):
     """Reads from the source."""
 
-    threads: Annotated[int, Meta(ge=1, le=4096, description="readers of this daemon, at most")] = 32
+    threads: Annotated[
+        int, Meta(ge=1, le=4096, description="maximum number of threads that read")
+    ] = 32
     per_source: Annotated[
         int,
-        Meta(ge=1, le=4096, description="readers at once of any one source (host, bucket, disk)"),
+        Meta(
+            ge=1,
+            le=4096,
+            description="maximum number of threads that read from one source (host, bucket, disk)",
+        ),
     ] = 32
     inflight_bytes: Annotated[
-        int, Meta(ge=1 << 20, extra=_BYTES, description="bytes under way at once, at most")
+        int, Meta(ge=1 << 20, extra=_BYTES, description="maximum bytes in flight")
     ] = 256 << 20
     deadline_s: Annotated[
-        float, Meta(gt=0, extra=_SECONDS, description="an object is given up after this long")
+        float,
+        Meta(
+            gt=0,
+            extra=_SECONDS,
+            description="the read of an object fails after this time, retries included",
+        ),
     ] = 45.0
-    attempts: Annotated[int, Meta(ge=1, le=100, description="tries of one object, at most")] = 8
+    attempts: Annotated[
+        int, Meta(ge=1, le=100, description="maximum number of attempts to read an object")
+    ] = 8
     backoff_s: Annotated[
         float,
-        Meta(ge=0, extra=_SECONDS, description="pause before the second try; doubles, with jitter"),
+        Meta(
+            ge=0,
+            extra=_SECONDS,
+            description="pause before the second attempt; doubles each time, with jitter",
+        ),
     ] = 0.1
     backoff_max_s: Annotated[
-        float, Meta(ge=0, extra=_SECONDS, description="longest pause between two tries")
+        float, Meta(ge=0, extra=_SECONDS, description="maximum pause between two attempts")
     ] = 5.0
 
 
 class WindowSettings(_Section, frozen=True):
     """How far ahead of use a session is fetched."""
 
-    min_steps: Annotated[int, Meta(ge=1, description="steps kept ready whatever they weigh")] = 4
-    max_steps: Annotated[int, Meta(ge=1, description="steps ahead, at most")] = 256
+    min_steps: Annotated[
+        int, Meta(ge=1, description="minimum number of steps read ahead, whatever their size")
+    ] = 4
+    max_steps: Annotated[int, Meta(ge=1, description="maximum number of steps read ahead")] = 256
     bytes: Annotated[
-        int, Meta(ge=1, extra=_BYTES, description="bytes ahead of one session, at most")
+        int, Meta(ge=1, extra=_BYTES, description="maximum bytes read ahead for one session")
     ] = 4 << 30
 
 
@@ -82,9 +102,9 @@ class DaemonSettings(_Section, frozen=True):
     name: Annotated[
         str,
         Meta(
-            extra={"like": "at most 64 letters, digits, dots, _ and -"},
+            extra={"like": "1 to 64 letters, digits, dots, _ and -"},
             pattern=r"^[A-Za-z0-9._-]{1,64}$",
-            description="which daemon of this user; part of its address (also CREEL_SOCKET)",
+            description="name of the daemon; one user may run several (also CREEL_SOCKET)",
         ),
     ] = "default"
     linger_s: Annotated[
@@ -92,7 +112,7 @@ class DaemonSettings(_Section, frozen=True):
         Meta(
             ge=0,
             extra=_SECONDS,
-            description="an embedded daemon stays this long after its last client",
+            description="an embedded daemon ends this long after its last client",
         ),
     ] = 10.0
     log_level: Annotated[
@@ -109,23 +129,25 @@ class DaemonSettings(_Section, frozen=True):
         Meta(
             extra={"like": "host:port"},
             pattern=r"^(|.+:\d{1,5})$",
-            description='where Prometheus may scrape, "127.0.0.1:9464"; empty: nowhere',
+            description='address that Prometheus scrapes, such as "127.0.0.1:9464"; empty: none',
         ),
     ] = ""
-    max_connections: Annotated[int, Meta(ge=1, description="clients at once, at most")] = 1024
-    max_sessions: Annotated[int, Meta(ge=1, description="streams of batches at once, at most")] = (
-        1024
-    )
-    max_datasets: Annotated[int, Meta(ge=1, description="datasets known at once, at most")] = 256
+    max_connections: Annotated[
+        int, Meta(ge=1, description="maximum number of connected clients")
+    ] = 1024
+    max_sessions: Annotated[int, Meta(ge=1, description="maximum number of open sessions")] = 1024
+    max_datasets: Annotated[
+        int, Meta(ge=1, description="maximum number of registered datasets")
+    ] = 256
     max_idle_datasets: Annotated[
-        int, Meta(ge=0, description="datasets kept warm that nobody reads, at most")
+        int, Meta(ge=0, description="maximum number of unused datasets kept in memory")
     ] = 32
     idle_s: Annotated[
         float,
         Meta(
             ge=0,
             extra=_SECONDS,
-            description="a dataset that nobody reads is kept warm this long, for the next run",
+            description="an unused dataset is kept in memory this long, for the next run",
         ),
     ] = 3600.0
 
@@ -134,17 +156,17 @@ class LoaderSettings(_Section, frozen=True):
     """The loader in a training process."""
 
     disable: Annotated[
-        bool, Meta(description="be torch's DataLoader and nothing else (also CREEL_DISABLE)")
+        bool, Meta(description="turn creel off: use torch's own DataLoader (also CREEL_DISABLE)")
     ] = False
-    embed: Annotated[
-        bool, Meta(description="start a daemon when none listens (else read directly)")
-    ] = True
+    embed: Annotated[bool, Meta(description="start a daemon if none runs (else read directly)")] = (
+        True
+    )
     wait_s: Annotated[
         float,
         Meta(
             gt=0,
             extra=_SECONDS,
-            description="a batch waits this long for the daemon, then reads the source itself",
+            description="a batch waits this long for the daemon, then is read directly",
         ),
     ] = 60.0
     hung_s: Annotated[
@@ -152,7 +174,7 @@ class LoaderSettings(_Section, frozen=True):
         Meta(
             gt=0,
             extra=_SECONDS,
-            description="what a batch waits for is named in a warning after this long",
+            description="after this long, a warning says what a batch is waiting for",
         ),
     ] = 60.0
     recheck: Annotated[
@@ -160,8 +182,8 @@ class LoaderSettings(_Section, frozen=True):
         Meta(
             extra={"like": "epoch, open or never"},
             pattern="^(epoch|open|never)$",
-            description='when to look whether files have changed: local ones in each "epoch" (and'
-            ' remote ones when a loader first reads), all when it first reads ("open"), or "never"',
+            description='when to check files for changes: in each "epoch" (remote files only'
+            ' at the loader\'s first read), "open": at its first read, or "never"',
         ),
     ] = "epoch"
     direct: Annotated[
@@ -169,22 +191,25 @@ class LoaderSettings(_Section, frozen=True):
         Meta(
             extra={"like": "auto or never"},
             pattern="^(auto|never)$",
-            description='"auto": with num_workers=0 a training process reads by itself what is'
-            " not in memory yet, where that is as quick as from the page cache;"
+            description='"auto": with num_workers=0 a training process reads directly what is'
+            " not in memory yet, if the source is as fast as the page cache;"
             ' "never": it waits for the daemon',
         ),
     ] = "auto"
     foresee: Annotated[
         bool,
-        Meta(description="run a copy of a sampler of your own ahead, to read ahead in its order"),
+        Meta(description="run a copy of a custom sampler ahead, to read ahead in its order"),
     ] = False
     slots: Annotated[
         int,
-        Meta(ge=1, le=1024, description="batch buffers of one worker that are used again, at most"),
+        Meta(ge=1, le=1024, description="maximum number of reusable batch buffers per worker"),
     ] = 8
     max_leased: Annotated[
         int,
-        Meta(ge=1, description="batches the trainer may hold in buffers; further ones are copied"),
+        Meta(
+            ge=1,
+            description="maximum number of batches held in these buffers; others are copied",
+        ),
     ] = 64
 
 

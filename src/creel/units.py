@@ -22,7 +22,7 @@ def parse_size(text: str) -> int:
     """
     found = re.fullmatch(_NUMBER + r"([kmgtp]?)(i?)b?\s*", text, re.IGNORECASE)
     if not found or (found[3] and not found[2]):
-        raise ConfigError(f"{text!r} is no size: write it like 64GiB, 100GB or 4096")
+        raise ConfigError(f"{text!r} is not a size: write it like 64GiB, 100GB or 4096")
     base = 1024.0 if found[3] else 1000.0
     return int(float(found[1]) * base ** float(_POWERS[found[2].lower()]) + 0.5)
 
@@ -38,7 +38,7 @@ def parse_seconds(text: str) -> float:
     """
     found = re.fullmatch(_NUMBER + r"([a-z]*)\s*", text)
     if not found or found[2] not in _TIMES:
-        raise ConfigError(f"{text!r} is no duration: write it like 250ms, 30s, 10m or 1.5")
+        raise ConfigError(f"{text!r} is not a duration: write it like 250ms, 30s, 10m or 1.5")
     return float(found[1]) * _TIMES[found[2]]
 
 

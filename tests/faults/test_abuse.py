@@ -255,7 +255,7 @@ def test_no_word_on_the_board_ends_the_daemon(session: Session, embedded: str) -
             session.words[word] = value
         with Client.connect(embedded, "cli") as client:
             client.ask("stats")
-    session._client.send(Truncate(session.token, session.id, 8))
+    session.client.send(Truncate(session.token, session.id, 8))
     time.sleep(0.1)
     with Client.connect(embedded, "cli") as client:
         assert client.ask("status")["pid"] == daemon.pid
@@ -264,7 +264,7 @@ def test_no_word_on_the_board_ends_the_daemon(session: Session, embedded: str) -
 def test_a_manifest_of_more_objects_than_memory_is_refused(session: Session) -> None:
     huge = Manifest.of_runs(["/x"], np.array([0]), np.array([0]), np.array([2**31 - 1]))
     with pytest.raises(UnavailableError, match="split the dataset"):
-        session._client.register(huge)
+        session.client.register(huge)
 
 
 def test_a_full_backlog_is_no_missing_daemon(embedded: str, paths: list[str]) -> None:
@@ -313,7 +313,7 @@ def _noise(name: str, stop: threading.Event) -> None:
     context = zmq.Context()
     with Client.connect(name, "trainer") as client, context.socket(zmq.DEALER) as line:
         line.linger = 0
-        line.connect(client._line_address)
+        line.connect(client.request_address)
         while not stop.is_set():
             with contextlib.suppress(OSError):
                 _talk_nonsense(where, rng)

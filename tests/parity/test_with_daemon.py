@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 import creel
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 from creel.loader.datasets.files import FileDataset
 from creel.loader.datasets.images import ImageFolder
 from creel.loader.datasets.records import RecordDataset
@@ -28,9 +28,7 @@ def embedded() -> Iterator[dict[str, Any]]:
     """A daemon that the first loader starts, gone afterwards."""
     name = unique_name()
     yield {"daemon.name": name, "memory.budget": "64MB", "daemon.linger_s": "0.2"}
-    client = batch_stream._clients.pop((os.getpid(), name), None)
-    if client is not None:
-        client.close()
+    connections.disconnect(name)
 
 
 #: One for all tests that leave it alone, and one for each that does not.
@@ -201,7 +199,7 @@ def test_a_killed_daemon_costs_no_batch(
     for i, batch in enumerate(loader):
         ours.append(repr(batch))
         if i == 2:
-            client = batch_stream._clients[os.getpid(), options["daemon.name"]]
+            client = connections.connected(options["daemon.name"])
             assert client is not None
             os.kill(client.daemon_pid, signal.SIGKILL)
     assert ours == theirs

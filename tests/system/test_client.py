@@ -33,8 +33,9 @@ from creel.errors import DaemonLostError, NoDaemonError
 from creel.loader.client import client as client_module
 from creel.loader.client import embed
 from creel.loader.client.client import Client
-from creel.loader.client.embed import _connect, connect_or_start
+from creel.loader.client.embed import connect_or_start, connect_started
 from creel.loader.client.packets import resolve
+from creel.loader.client.session import MessageSizes
 from kit import descriptors, gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -201,9 +202,9 @@ def test_a_daemon_that_cannot_start_says_why_once(
 def test_a_daemon_that_is_stopped_while_it_starts_is_not_waited_for(daemon_name: str) -> None:
     with (
         tempfile.TemporaryFile() as log,
-        pytest.raises(NoDaemonError, match="could not be started"),
+        pytest.raises(NoDaemonError, match="did not start"),
     ):
-        _connect(daemon_name, 0, time.monotonic() + 10_000, "1", log.fileno())
+        connect_started(daemon_name, 0, time.monotonic() + 10_000, "1", log.fileno())
 
 
 def test_a_daemon_that_does_not_answer_is_not_waited_for_twice(
@@ -253,10 +254,10 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
     with daemon.client() as client:
         session = client.open(client.register(manifest))
         assert client.ask("status")  # the line is made
-        heard = client.heard
-        listening = threading.Thread(target=client.listen, args=(100.0, heard))
+        received, before = client.received, len(descriptors())
+        listening = threading.Thread(target=client.listen, args=(100.0, received))
         listening.start()
-        until(lambda: bool(client._bells), what="it listens")
+        until(lambda: len(descriptors()) > before, what="it listens")
         sending = threading.Thread(target=plan, args=(session, np.arange(40), 5))  # no answer
         sending.start()
         sending.join(20)
@@ -265,7 +266,7 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
         assert client.ask("status")  # an answer, taken in by whoever: all who listen look again
         listening.join(20)
         assert not listening.is_alive()
-        assert not client._bells
+        assert len(descriptors()) == before
 
 
 def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_path: Path) -> None:
@@ -288,7 +289,6 @@ def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_pa
             plan(session, np.arange(40), 5)
             assert all(one.result(60) for one in waiting)
         assert len(descriptors()) <= before
-        assert not client._bells
 
 
 # --- fork and workers -------------------------------------------------------------------------
@@ -541,8 +541,8 @@ def test_each_epoch_is_told_in_small_messages_at_first(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For these the daemon touches memory anew; and libzmq keeps but so many messages."""
-    for name, size in {"_FRESH": 4, "_PIECE": 20, "_TOUCHED": 2, "_PIECES": 50}.items():
-        monkeypatch.setattr(f"creel.loader.client.session.{name}", size)
+    sizes = MessageSizes(limit=20, fresh=4, fresh_part=4, messages=50)
+    monkeypatch.setattr("creel.loader.client.session.SIZES", sizes)
     with daemon.client() as client:
         session = client.open(client.register(folder(tmp_path, [10] * 64)))
         sent, send = [], client.send
@@ -565,7 +565,7 @@ def test_each_epoch_is_told_in_small_messages_at_first(
 def test_a_session_is_lost_with_a_plan_that_was_told_in_part(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("creel.loader.client.session._PIECE", 4)
+    monkeypatch.setattr("creel.loader.client.session.SIZES", MessageSizes(limit=4))
     with daemon.client() as client:
         session = client.open(client.register(folder(tmp_path, [10] * 12)))
         says = iter([client.send])

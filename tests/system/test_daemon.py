@@ -241,7 +241,7 @@ def test_a_machine_that_stood_still_gives_no_daemon_up(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who looks first after all were stopped finds an old heartbeat, and a daemon that goes on."""
-    monkeypatch.setattr("creel.loader.client.session.DOUBT_NS", 10**12)
+    monkeypatch.setattr("creel.loader.client.session.STALE_CONFIRM_NS", 10**12)
     with daemon.client() as client:
         session = client.open(client.register(folder(tmp_path, [100] * 10)))
         daemon.signal(signal.SIGSTOP)

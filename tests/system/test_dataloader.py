@@ -368,7 +368,7 @@ def test_a_state_dict_of_a_sampler_that_fails_costs_no_batch(
 def test_a_state_of_another_sampler_is_refused_at_once() -> None:
     loader = creel.DataLoader(Squares(), 4, sampler=Told())
     next(iter(loader))
-    with pytest.raises(ConfigError, match="saved order is of Told, this loader has Sequential"):
+    with pytest.raises(ConfigError, match="is of a Told, this loader has a Seq"):
         creel.DataLoader(Squares(), 4).load_state_dict(loader.state_dict())
 
 

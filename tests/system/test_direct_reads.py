@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, Subset
 
 import creel
 from creel.cache.memory.shared_words import OBJECT_NS
+from creel.loader.client import connections
+from creel.loader.client.session import Session
 from kit import daemon_of, stopped, until
 from testbed.http_server import Server
 
@@ -89,7 +91,7 @@ def test_nobody_waits_for_a_daemon_where_the_page_cache_is_quicker(
         mine = [next(it)]
         daemon.signal(signal.SIGSTOP)
         until(lambda: stopped(daemon.pid), what="the daemon stands still")
-        it._run.stream.session.words[OBJECT_NS] = 20_000  # however busy the machine was
+        session_of(daemon_name).words[OBJECT_NS] = 20_000  # however busy the machine was
         mine += list(it)
         daemon.signal(signal.SIGCONT)
         assert all(map(torch.equal, mine, theirs))
@@ -110,7 +112,7 @@ def test_what_is_changed_in_mid_epoch_is_seen_by_who_reads_directly(
         if daemon is not None:
             daemon.signal(signal.SIGSTOP)
             until(lambda: stopped(daemon.pid), what="the daemon stands still")
-            it._run.stream.session.words[OBJECT_NS] = 20_000
+            session_of(daemon_name).words[OBJECT_NS] = 20_000
         loader.dataset.indices.reverse()
         seen += list(it)
         if daemon is not None:
@@ -137,10 +139,9 @@ def test_below_torchs_loader_nobody_asks_the_daemon_for_what_is_read_as_quickly(
     with Running(daemon_name) as daemon:
         it = batches(DataLoader, wrapped)
         mine = [next(it)]
-        link = object.__getattribute__(wrapped, "_stepwise")._link
+        words = session_of(daemon_name).words
         daemon.signal(signal.SIGSTOP)
         until(lambda: stopped(daemon.pid), what="the daemon stands still")
-        words = link.session.words
         words[OBJECT_NS] = 20_000
         mine += list(it)
         daemon.signal(signal.SIGCONT)
@@ -157,13 +158,22 @@ def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
     for epoch in range(3):
         theirs = list(batches(DataLoader, kind(paths)))
         assert all(map(torch.equal, batches(DataLoader, wrapped), theirs)), epoch
-    until(lambda: bool(wrapped[0].numel()) and linked(wrapped), what="the daemon is there")
+    until(lambda: bool(wrapped[0].numel()) and linked(embedded), what="the daemon is there")
     assert daemon_of(embedded).is_running()
 
 
-def linked(wrapped: object) -> bool:
-    """Whether its dataset has a session with a daemon in this process."""
-    return object.__getattribute__(wrapped, "_stepwise")._link is not None
+def linked(name: str) -> bool:
+    """Whether this process has a session with the daemon."""
+    client = connections.connected(name)
+    return client is not None and bool(client.sessions)
+
+
+def session_of(name: str) -> Session:
+    """This process's only session with the daemon."""
+    client = connections.connected(name)
+    assert client is not None
+    (session,) = client.sessions
+    return session
 
 
 def test_a_slow_source_is_read_by_the_daemon_alone(daemon_name: str, paths: list[str]) -> None:

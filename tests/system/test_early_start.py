@@ -16,7 +16,7 @@ import torch
 import creel
 from creel.config import Config
 from creel.errors import NoDaemonError
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early
 from kit import gone, until
@@ -68,11 +68,11 @@ def test_a_working_directory_that_is_gone_is_no_obstacle(
         files: Any = creel.FileDataset(tmp_path, "*.raw", decode=bytes)
         loader = creel.DataLoader(files, collate_fn=list, creel=options)
         assert list(loader) == [[b"x"]]
-        client = batch_stream._clients.pop((os.getpid(), daemon_name))
+        client = connections.connected(daemon_name)
     assert client is not None
     assert client.ask("stats")["ranks"][0]["direct_reads"] == 0
     pid = client.daemon_pid
-    client.close()
+    connections.disconnect(daemon_name)
     until(lambda: gone(pid), what="the daemon ends")
 
 
@@ -101,7 +101,7 @@ def test_a_loader_of_what_cannot_be_cached_starts_none(
     daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(batch_stream, "start_early", lambda c: asked.append(c.daemon.name))
+    monkeypatch.setattr(connections, "start_early", lambda c: asked.append(c.daemon.name))
     creel.DataLoader(list(range(10)))  # type: ignore[arg-type]  # as people do
     (tmp_path / "x").write_bytes(bytes(100))
     records = creel.RecordDataset(tmp_path / "x", torch.uint8, (10,))
@@ -158,5 +158,5 @@ def test_a_loader_is_made_without_a_look_at_any_sample(daemon_name: str) -> None
     options = {"daemon.name": daemon_name, "daemon.linger_s": 0.2, "memory.budget": "32MiB"}
     data: Any = torch.utils.data.ConcatDataset([Declares()])
     creel.DataLoader(data, creel=options)
-    assert (os.getpid(), daemon_name) in batch_stream._starts
-    batch_stream._starts.popitem()[1].close()
+    assert connections.daemon_starting(Config.load(options)[0])
+    connections.disconnect(daemon_name)

@@ -60,11 +60,11 @@ else:
     options = {}
 files = creel.FileDataset(path, "*.raw", decode=bytes)
 loader = DataLoader(files, batch_size=3, collate_fn=list, **options)
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 for epoch in range(2):
     got = [s.decode() for batch in loader for s in batch]
     assert sorted(got) == sorted(f"{sys.argv[2]} {i}" for i in range(12)), got
-(client,) = batch_stream._clients.values()
+client = connections.connected(os.environ["CREEL_SOCKET"])
 print(json.dumps([client.daemon_pid, client.ask("stats")["ranks"][0]["direct_reads"]]), flush=True)
 sys.stdin.read()
 """
@@ -228,7 +228,7 @@ def test_an_address_of_another_user_is_final_and_named(
         assert start_early(config(daemon_name)) is None
         assert connect_or_start(config(daemon_name)) is None
         if how != "bound":
-            with pytest.raises(NoDaemonError, match="user 65534 sits"):
+            with pytest.raises(NoDaemonError, match="of user 65534"):
                 Client.connect()
         doctors = doctor._address(daemon_name)
     (said,) = caplog.messages

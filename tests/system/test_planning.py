@@ -18,8 +18,8 @@ from daemons import Running
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.client import batch_stream, publish
-from creel.loader.client.publish import PlanPublisher
+from creel.loader.binding.bind import Binding
+from creel.loader.client import connections, publish
 from creel.loader.order import draws
 from kit import until
 
@@ -35,9 +35,7 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     with Running(daemon_name) as running:
         yield running
-    client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
-    if client is not None:
-        client.close()
+    connections.disconnect(daemon_name)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +48,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with which a small epoch is told as a large one is."""
-    for name, size in {"_SMALL": 100, "_HERE": 64, "_OWN": 32, "_PIECE": 500}.items():
-        monkeypatch.setattr(publish, name, size)
+    sizes = publish.PieceSizes(whole=100, trainer=64, user_code=32, thread=500)
+    monkeypatch.setattr(publish, "SIZES", sizes)
 
 
 def loader(cls: Any, data: Any, kind: str, **more: Any) -> Any:
@@ -98,13 +96,14 @@ def same(ours: Any, theirs: Any, seed: int, stops: list[int]) -> None:
 def test_batches_are_torchs_while_the_planner_is_held_up(
     daemon: Running, rows: Any, kind: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, gate = PlanPublisher._run, threading.Event()
+    objects, gate = Binding.objects, threading.Event()
 
-    def held(self: PlanPublisher) -> None:
-        assert gate.wait(120)
-        run(self)
+    def held(self: Binding, indices: Any) -> Any:
+        if threading.current_thread().name == "creel-planner":
+            assert gate.wait(120)
+        return objects(self, indices)
 
-    monkeypatch.setattr(PlanPublisher, "_run", held)
+    monkeypatch.setattr(Binding, "objects", held)
     ours = loader(creel.DataLoader, rows, kind, num_workers=workers)
     try:
         same(ours, loader(DataLoader, rows, kind, num_workers=workers), 3, [0, 5, 0])
@@ -168,13 +167,13 @@ def test_the_first_batches_do_not_wait_for_the_plan(
     path.touch()
     os.truncate(path, n * NBYTES)
     data = creel.RecordDataset(path, torch.uint8, NBYTES, labels=np.arange(n))
-    randperm, drawn = draws._randperm, threading.Event()
+    randperm, drawn = draws.randperm, threading.Event()
 
     def late(k: int, generator: torch.Generator) -> Any:
         assert drawn.wait(120)
         return randperm(k, generator)
 
-    monkeypatch.setattr(draws, "_randperm", late)
+    monkeypatch.setattr(draws, "randperm", late)
     ours = loader(creel.DataLoader, data, kind)
     torch.manual_seed(5)
     try:
@@ -192,15 +191,15 @@ def test_the_first_batches_do_not_wait_for_the_plan(
 def test_a_loader_dropped_amid_its_plan_leaves_nothing(
     rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, inside, go_on = PlanPublisher._made, threading.Event(), threading.Event()
+    objects, inside, go_on = Binding.objects, threading.Event(), threading.Event()
 
-    def slow(self: PlanPublisher, *args: Any) -> Any:
+    def slow(self: Binding, indices: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             inside.set()
             assert go_on.wait(120)
-        return made(self, *args)
+        return objects(self, indices)
 
-    monkeypatch.setattr(PlanPublisher, "_made", slow)
+    monkeypatch.setattr(Binding, "objects", slow)
     ours = loader(creel.DataLoader, rows, "seeded")
     iterator = iter(ours)
     next(iterator)
@@ -214,15 +213,15 @@ def test_a_loader_dropped_amid_its_plan_leaves_nothing(
 def test_a_daemon_that_dies_amid_the_plan_costs_no_batch(
     daemon: Running, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, inside, go_on = PlanPublisher._made, threading.Event(), threading.Event()
+    objects, inside, go_on = Binding.objects, threading.Event(), threading.Event()
 
-    def slow(self: PlanPublisher, *args: Any) -> Any:
+    def slow(self: Binding, indices: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             inside.set()
             assert go_on.wait(120)
-        return made(self, *args)
+        return objects(self, indices)
 
-    monkeypatch.setattr(PlanPublisher, "_made", slow)
+    monkeypatch.setattr(Binding, "objects", slow)
     ours, theirs = loader(creel.DataLoader, rows, "seeded"), loader(DataLoader, rows, "seeded")
     torch.manual_seed(6)
     got = []

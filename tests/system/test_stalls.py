@@ -20,7 +20,7 @@ from daemons import Running
 from torch.utils.data import Sampler, default_collate
 
 import creel
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 from kit import until
 from testbed.http_server import Server
 
@@ -83,9 +83,7 @@ def node(daemon_name: str) -> Iterator[Running]:
     few = {"CREEL_WINDOW__MIN_STEPS": "1", "CREEL_WINDOW__MAX_STEPS": "2"}
     with Running(daemon_name, env=few) as running:
         yield running
-        client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
-        if client is not None:
-            client.close()
+        connections.disconnect(daemon_name)
 
 
 def told(node: Running) -> dict[str, Any]:

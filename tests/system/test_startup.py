@@ -6,7 +6,6 @@ Seconds and megabytes are in benchmarks/startup.py.
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from daemons import COMMAND, Running, folder, plan, read_steps
 
 import creel
 from creel.config import Config
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 from creel.loader.client.embed import connect_or_start
 from kit import gone, unique_name, until
 
@@ -129,6 +128,4 @@ def test_a_setting_that_the_running_daemon_does_not_have_is_told_once_with_both_
             assert "window.max_steps = 256, not 7" in said
             assert read(**{"memory.budget": "16MiB", "window.max_steps": 7}) == []
     finally:
-        client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
-        if client is not None:
-            client.close()
+        connections.disconnect(daemon_name)

@@ -26,7 +26,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 import creel
 from creel.errors import ConfigError
 from creel.loader.binding.wrap import Wrapped, unwrap
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 from creel.loader.client.packets import resolve
 from creel.loader.client.session import Session
 from creel.loader.datasets.files import FileDataset
@@ -101,9 +101,7 @@ def node(
 
 
 def hang_up(name: str) -> None:
-    client = batch_stream._clients.pop((os.getpid(), name), None)
-    if client is not None:
-        client.close()
+    connections.disconnect(name)
 
 
 def batches(dataset: Any, size: int = BATCH, kind: Any = DataLoader, **more: Any) -> Any:
@@ -347,9 +345,9 @@ def test_a_stopped_daemon_that_goes_on_serves_again(node: Node, daemon_name: str
     files = creel.wrap(node.files())
     files.__getitems__([0, 1])
     node.daemon.signal(signal.SIGSTOP)
-    client = batch_stream._clients[os.getpid(), daemon_name]
+    client = connections.connected(daemon_name)
     assert client is not None
-    (session,) = client._sessions
+    (session,) = client.sessions
     until(lambda: not session.alive, what="it counts as lost")
     assert files[2] == (node.path / "002.raw").read_bytes()
     assert node.direct() == 1
@@ -366,7 +364,7 @@ def test_disabled_means_not_there(
     for _ in batches(creel.wrap(node.files()), num_workers=1, multiprocessing_context="fork"):
         pass
     assert node.stats()["core"]["datasets"] == {}
-    assert (os.getpid(), daemon_name) not in batch_stream._clients
+    assert connections.connected(daemon_name) is None
 
 
 def test_a_typo_in_the_settings_is_said(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,7 +426,7 @@ import json, os, sys
 import torch
 import creel
 from creel.loader.client.client import Client
-from creel.loader.client.batch_stream import _clients
+from creel.loader.client import connections
 from torch.utils.data import DataLoader
 files = creel.wrap(creel.FileDataset(sys.argv[1], "*.raw", decode=bytes))
 loader = DataLoader(files, 8, True, num_workers=2, collate_fn=list, multiprocessing_context="fork")
@@ -437,7 +435,7 @@ for _ in range(2):
         pass
     print("epoch", flush=True)
     sys.stdin.readline()
-assert not _clients
+assert connections.connected(os.environ["CREEL_SOCKET"]) is None
 with Client.connect(role="cli") as client:
     told = client.ask("stats")
     reads = sum(d["reads"] for d in told["core"]["datasets"].values())
@@ -485,7 +483,7 @@ def test_a_fork_starts_and_asks_nothing(
         asked.append(os.getpid())
 
     files: Any = creel.wrap(FileDataset(folder(tmp_path / "data", 20), "*.raw", decode=bytes))
-    monkeypatch.setattr(batch_stream, "connect_or_start", note)
+    monkeypatch.setattr(connections, "connect_or_start", note)
     pid = os.fork()
     if pid == 0:
         os._exit(0)

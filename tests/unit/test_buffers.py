@@ -12,11 +12,11 @@ from unittest import mock
 import pytest
 
 from creel.loader import buffers
-from creel.loader.buffers import Ring
+from creel.loader.buffers import BufferPool
 
 
 def test_memory_comes_back_when_its_last_tensor_is_gone() -> None:
-    ring = Ring()
+    ring = BufferPool()
     batch = ring.take(10_000)
     where = batch.data_ptr()
     view = batch.view(100, 100)[3:]
@@ -28,7 +28,7 @@ def test_memory_comes_back_when_its_last_tensor_is_gone() -> None:
 
 
 def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory() -> None:
-    ring = Ring()
+    ring = BufferPool()
     tensor = ring.take(1 << 20).fill_(5)
     seen = tensor[9:].numpy()
     tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch's
@@ -42,7 +42,7 @@ def test_a_view_of_a_tensor_that_was_shared_keeps_the_memory() -> None:
 
 
 def test_tensors_outlive_their_ring_and_its_size() -> None:
-    ring = Ring()
+    ring = BufferPool()
     small = ring.take(4096).fill_(1)
     large = ring.take(4097).fill_(2)
     del small  # nowhere to go back to
@@ -56,8 +56,8 @@ def test_what_is_kept_is_bounded_in_bytes(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, kept: int
 ) -> None:
     """A loader lives long; a dataset read as one batch must not stay in memory with it."""
-    monkeypatch.setattr(buffers, "_KEEP_NBYTES", 5 * 4096)
-    ring = Ring()
+    monkeypatch.setattr(buffers, "MAX_KEPT_NBYTES", 5 * 4096)
+    ring = BufferPool()
     lent = [ring.lease(nbytes) for _ in range(7)]
     memory = [weakref.ref(buffer.memory) for buffer in lent]
     del lent
@@ -67,7 +67,7 @@ def test_what_is_kept_is_bounded_in_bytes(
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_what_a_forked_child_has_of_a_batch_stays_as_it_was() -> None:
     """As with torch's, though the parent's next batch goes where this one was."""
-    ring = Ring()
+    ring = BufferPool()
     batch = ring.lease(4096)
     batch[:3] = b"old"
     read, write = os.pipe()
@@ -87,7 +87,7 @@ def test_a_lease_that_was_interrupted_says_nothing(monkeypatch: pytest.MonkeyPat
     """Ctrl-C between a buffer and its memory: what `__del__` raises is told on standard error."""
     unraised: list[object] = []
     monkeypatch.setattr("sys.unraisablehook", unraised.append)
-    lent = buffers._lent(64)()
+    lent = buffers.buffer_class(64)()
     del lent
     gc.collect()
     assert not unraised
@@ -96,7 +96,7 @@ def test_a_lease_that_was_interrupted_says_nothing(monkeypatch: pytest.MonkeyPat
 def test_without_room_for_a_mapping_torch_gives_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ring = Ring()
+    ring = BufferPool()
     none = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     monkeypatch.setattr(mmap, "mmap", none)
     memory = ring.take(10_000)

@@ -402,20 +402,20 @@ def test_an_empty_file_is_an_empty_tensor(tmp_path: Path) -> None:
         (lambda p: RecordDataset(p / "b10", "u1", 5, offset=10), "no records"),
         (lambda p: RecordDataset(p / "b10", "u1", (5, 0)), "at least one item"),
         (lambda p: RecordDataset(p / "b10", "u1", -2), "at least one item"),
-        (lambda p: RecordDataset(p / "b10", "U4", 2), "no tensor can have"),
-        (lambda p: RecordDataset(p / "b10", ">f4", 2), "no tensor can have"),
-        (lambda p: RecordDataset(p / "b10", "float33", 2), "no tensor can have"),
+        (lambda p: RecordDataset(p / "b10", "U4", 2), "torch has no dtype"),
+        (lambda p: RecordDataset(p / "b10", ">f4", 2), "torch has no dtype"),
+        (lambda p: RecordDataset(p / "b10", "float33", 2), "torch has no dtype"),
         (lambda p: RecordDataset(p / "b10", None, 2), "give dtype="),
         (lambda p: RecordDataset(p / "b10", "u1"), "give shape="),
         (lambda _: RecordDataset([], "u1", 2), "at least one file"),
         (lambda p: RecordDataset(p / "b10", "u1", 5, labels=[1]), "1 labels for 2 samples"),
         (lambda p: RecordDataset(p / "f.npy"), "Fortran order"),
-        (lambda p: RecordDataset(p / "o.npy"), "no tensor can have"),
+        (lambda p: RecordDataset(p / "o.npy"), "torch has no dtype"),
         (lambda p: RecordDataset(p / "one.npy"), "give shape="),
         (lambda p: RecordDataset(p / "one.npy", shape=4), "no whole records"),
         (lambda p: RecordDataset(p / "two.npy", dtype="f4"), "holds torch.int64, not"),
         (lambda p: RecordDataset([p / "two.npy", p / "three.npy"]), "holds records of"),
-        (lambda p: RecordDataset(p / "bad.npy"), "is no .npy"),
+        (lambda p: RecordDataset(p / "bad.npy"), "is not a .npy"),
         (lambda p: RecordDataset(p / "cut.npy"), "before its header says"),
         (lambda p: RecordDataset(p / "torn.npy"), "damaged"),
     ],
@@ -658,7 +658,7 @@ def test_what_is_no_path_is_refused_in_words(make: Callable[[], object]) -> None
 
 def test_an_npy_says_itself_where_its_rows_begin(tmp_path: Path) -> None:
     np.save(tmp_path / "rows.npy", np.arange(6).reshape(3, 2))
-    with pytest.raises(ConfigError, match=r"rows\.npy says itself where its rows begin"):
+    with pytest.raises(ConfigError, match=r"rows\.npy has a header that says where its rows begin"):
         RecordDataset(tmp_path / "rows.npy", offset=8)
 
 

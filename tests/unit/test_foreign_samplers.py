@@ -11,11 +11,20 @@ import numpy as np
 import pytest
 import torch
 from test_samplers import Echo, Loader, Make, same, states
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from creel.loader.order import recipes, samplers
-from creel.loader.order.samplers import adopt, observe
-from kit import matches
+from creel.loader.order import recipes
+from creel.loader.order.prediction import same_batch
+from creel.loader.order.samplers import observe
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -124,8 +133,8 @@ def test_a_foreign_sampler_is_foreseen_where_that_is_asked_for(name: str, worker
         if foreseen is not None:
             assert foreseen.same(now)
         pulled = list(order)
-        assert all(matches(now, i, b) for i, b in enumerate(pulled))
-        assert len(now.ends) == len(pulled)
+        assert now.steps == len(pulled)
+        assert all(same_batch(now.cut(i, i + 1)[0], b) for i, b in enumerate(pulled))
         seen = states(mine)
         foreseen = order.predict(1)
         assert states(mine) == seen
@@ -143,7 +152,7 @@ def test_a_foreign_sampler_is_pulled_one_batch_at_a_time() -> None:
 
 def of_the_persons(loader: Loader, previous: Any = None) -> Any:
     """Its order, begun, where the person has said that a copy may be run ahead."""
-    return adopt(loader, samplers._begin(loader, None), previous=previous, foresee=True)
+    return observe(loader, previous=previous, foresee=True)
 
 
 class Logged(Sampler[int]):
@@ -190,7 +199,7 @@ def test_a_declared_sampler_that_went_another_way_is_run_ahead_no_more(
     loader: Loader = DataLoader(Echo(9), sampler=Declared(), batch_size=2)
     order = observe(loader)
     assert order.predict(0) is not None
-    order.judge(wrong=True)
+    order.record_outcome(wrong=True)
     assert "Declared gave other samples" in caplog.text
     order = observe(loader, previous=order)
     assert order.predict(0) is order.predict(1) is None
@@ -228,7 +237,7 @@ class Endless(Sampler[int]):
 def test_what_cannot_be_foreseen_is_said_to_be_so(sampler: Any) -> None:
     order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
     foreseen = order.predict(0, budget_s=0.3)  # the endless one comes back too
-    assert foreseen is None or len(foreseen.ends) == 0
+    assert foreseen is None or foreseen.steps == 0
     assert next(order) in (0, 1, 2, 3, [1])
 
 
@@ -239,18 +248,20 @@ def test_a_subclass_or_a_patched_torch_is_not_taken_for_known(
     assert not observe(loader).known
     plain_loader: Loader = DataLoader(Echo(9), shuffle=True, batch_size=2)
     assert observe(plain_loader).known
-    monkeypatch.setattr(recipes, "_TRUST", {})
+    monkeypatch.setattr(recipes, "agrees_with_torch", recipes.agrees_with_torch.__wrapped__)
     monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter(range(len(self))))
     order = observe(plain_loader)
     assert not order.known
     assert list(order) == [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
 
 
-def test_trying_torch_out_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "_TRUST", {})
+def test_trying_torch_out_leaves_no_trace() -> None:
     state = torch.get_rng_state()
-    kinds = [*recipes._RECIPES, BatchSampler]
-    assert all(recipes.trusted(k) for k in kinds)
+    kinds = [
+        *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
+        *(DistributedSampler, BatchSampler),
+    ]
+    assert all(recipes.agrees_with_torch.__wrapped__(k) for k in kinds)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -260,5 +271,6 @@ def test_batches_in_a_list_are_the_user_s_own_objects() -> None:
     foreseen = order.predict(0)
     assert all(a is b for a, b in zip(order, listed, strict=True))
     assert foreseen is not None
-    assert foreseen.indices.tolist() == [3, 1, 2, 0, 4]
-    assert foreseen.ends.tolist() == [2, 3, 5]
+    indices, ends = foreseen.cut(0, foreseen.steps)
+    assert indices.tolist() == [3, 1, 2, 0, 4]
+    assert ends.tolist() == [2, 3, 5]

@@ -13,19 +13,19 @@ import pytest
 from creel import messages
 from creel.errors import MalformedError
 from creel.messages import (
-    DeskReply,
-    DeskRequest,
+    ControlReply,
+    ControlRequest,
     Extend,
-    LineReply,
     Message,
     RequestMessage,
+    RequestReply,
     Wait,
     decode,
     decode_frames,
     encode,
 )
 
-UNIONS = (DeskRequest, DeskReply, RequestMessage, LineReply)
+UNIONS = (ControlRequest, ControlReply, RequestMessage, RequestReply)
 
 #: Values at the edges of what a field of each type may hold.
 EDGES: dict[Any, list[Any]] = {
@@ -161,7 +161,7 @@ def _all(message: Message) -> Iterator[Any]:
 )
 def test_hostile_bodies_are_malformed(body: bytes) -> None:
     with pytest.raises(MalformedError):
-        decode(body, LineReply)
+        decode(body, RequestReply)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -47,7 +47,7 @@ def compare(stream: SessionPlan, steps: list[list[int]], epochs: list[int], done
         until = next((i for i in range(step, len(steps)) if epochs[i] != epochs[step]), len(steps))
         assert stream.epoch(step) == (epochs[step], until)
     assert stream.stop == len(flat)
-    assert stream.nbytes == sum(p.nbytes for p in stream._pieces) + stream._starts.nbytes
+    assert stream.nbytes >= 4 * (len(flat) - starts[done]) + 8 * (len(steps) - done)
     for position in range(starts[done], len(flat) + 1):
         assert stream.step_at(position) == max(i for i, s in enumerate(starts) if s <= position)
     numbers = [i for i, step in enumerate(steps) for _ in step][starts[done] :]
@@ -57,10 +57,10 @@ def compare(stream: SessionPlan, steps: list[list[int]], epochs: list[int], done
 
 def test_many_small_pieces_and_much_progress_keep_memory_small() -> None:
     stream = SessionPlan()
-    for step in range(3000):
+    for step in range(30_000):
         stream.extend(step // 100, np.arange(8, dtype=np.int32), np.array([8]))
         stream.forget(max(step - 10, 0))
-    assert sum(map(len, stream._pieces)) < 20_000
+    assert stream.nbytes < 200_000  # of 1.2 MB
 
 
 def test_portions_cover_all_within_bounds() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import KNOWN
 from creel.loader.client import publish
-from creel.loader.client.publish import PlanPublisher, PublishedEpoch
+from creel.loader.client.publish import PlanPublisher
 from creel.loader.client.session import Session
 from creel.loader.order.drain import DrainedSampler
 from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
@@ -36,9 +36,9 @@ class Daemon:
         self.during: Any = lambda: None
 
     def extend(
-        self, epoch: int, step: int, objects: Any, ends: Any, *, blind: bool = False
+        self, epoch: int, step: int, objects: Any, ends: Any, *, unplanned: bool = False
     ) -> bool:
-        del blind
+        del unplanned
         self.during()
         if not self.alive:
             return False
@@ -74,8 +74,8 @@ def _no_thread_stays() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with which a small epoch is told as a large one is."""
-    for name, size in {"_SMALL": 50, "_HERE": 20, "_OWN": 10, "_PIECE": 70, "_LEAD": 200}.items():
-        monkeypatch.setattr(publish, name, size)
+    sizes = publish.PieceSizes(whole=50, trainer=20, user_code=10, thread=70, lead=200)
+    monkeypatch.setattr(publish, "SIZES", sizes)
 
 
 def planners() -> list[threading.Thread]:
@@ -89,17 +89,19 @@ def pairs(indices: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int
     return both, np.where(indices % 5 > 0, 2, 0)
 
 
-def publisher_of(daemon: Daemon, *, apart: bool = True, objects: Any = pairs) -> PlanPublisher:
-    return PlanPublisher(cast(Session, daemon), objects, apart=apart)
+def publisher_of(
+    daemon: Daemon, *, thread_safe: bool = True, objects: Any = pairs
+) -> PlanPublisher:
+    return PlanPublisher(cast(Session, daemon), objects, thread_safe=thread_safe)
 
 
 def drained(order: list[int], ends: list[int]) -> EpochPlan:
     found = DrainedSampler(None, np.array(order, np.int32), np.array(ends, np.int64))
-    return EpochPlan(lambda: PredictedEpoch(0, Shape(None, False), drained=found))
+    return EpochPlan(lambda: PredictedEpoch.of_drained(0, found))
 
 
 def counted(size: int, total: int = N) -> EpochPlan:
-    return EpochPlan(lambda: PredictedEpoch(0, Shape(size, False), stream=Sequential(total)))
+    return EpochPlan(lambda: PredictedEpoch(0, Shape(size, False), Sequential(total)))
 
 
 def any_plan(rng: random.Random) -> tuple[EpochPlan, list[list[int]]]:
@@ -125,7 +127,7 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
     rng = random.Random(seed)
     if rng.random() < 0.3:  # the system gives no thread
         monkeypatch.setattr(threading.Thread, "start", scarce)
-    publisher = publisher_of(daemon, apart=rng.random() < 0.7)
+    publisher = publisher_of(daemon, thread_safe=rng.random() < 0.7)
     step, want, epochs = 0, list[list[int]](), list[int]()
     for epoch in range(5):
         plan, steps = any_plan(rng)
@@ -172,19 +174,15 @@ def scarce(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_who_is_quicker_than_the_thread_tells_what_he_needs(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, made = threading.Event(), PlanPublisher._made
+def test_a_trainer_that_is_faster_than_the_thread_publishes_what_it_needs(daemon: Daemon) -> None:
+    gate = threading.Event()
 
-    def slow(self: PlanPublisher, told: PublishedEpoch, first: int, samples: int) -> Any:
-        piece = made(self, told, first, samples)
+    def slow(indices: NDArray[np.int64]) -> Any:
         if threading.current_thread().name == "creel-planner":
             assert gate.wait(30)
-        return piece
+        return pairs(indices)
 
-    monkeypatch.setattr(PlanPublisher, "_made", slow)
-    publisher = publisher_of(daemon)
+    publisher = publisher_of(daemon, objects=slow)
     told = publisher.begin(counted(8), 0, 0)
     assert told is not None
     for i in range(N // 8 // 2):
@@ -202,7 +200,7 @@ def test_the_persons_code_runs_in_the_trainers_thread_alone(daemon: Daemon) -> N
         assert threading.current_thread() is threading.main_thread()
         return pairs(indices)
 
-    publisher = publisher_of(daemon, apart=False, objects=own)
+    publisher = publisher_of(daemon, thread_safe=False, objects=own)
     assert publisher.begin(counted(8), 0, 0) is not None
     assert len(daemon.steps) < N // 8
     told_all(publisher, daemon, N // 8)
@@ -238,7 +236,7 @@ def test_a_second_epoch_ahead_is_told_where_the_first_repeats(
     second = publisher.add(drained(order, ends), 2, told)
     until(lambda: not planners(), what="all is told")
     assert set(daemon.epochs) == ({0, 1, 2} if repeats else {0, 1})
-    assert publisher.unlike(second) is not repeats
+    assert publisher.drop_unneeded(second) is not repeats
 
 
 def test_a_finaliser_amid_a_message_of_its_thread_ends_the_session(daemon: Daemon) -> None:

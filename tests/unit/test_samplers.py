@@ -31,8 +31,8 @@ from torch.utils.data import (
 from creel.errors import ConfigError
 from creel.loader.order import draws, samplers
 from creel.loader.order.orders import index_sampler
+from creel.loader.order.prediction import same_batch
 from creel.loader.order.samplers import EpochOrder, observe, restore
-from kit import matches
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]
@@ -198,7 +198,8 @@ class Watched(Iterator[Any]):
             for ahead in (0, 1):
                 foreseen = self.order.predict(ahead)
                 assert foreseen is not None
-                assert len(foreseen.ends) >= 0
+                assert foreseen.steps >= 0
+                foreseen.cut(0, foreseen.steps)
             self.order.state()
         return next(self.order)
 
@@ -238,12 +239,13 @@ def test_a_prediction_is_what_comes(case: int) -> None:
         assert again is not None
         assert now.same(again)
         pulled += [plain(b) for b in order]
-        assert len(now.ends) == len(pulled)
-        assert all(matches(now, i, b) for i, b in enumerate(pulled))
+        assert now.steps == len(pulled)
+        assert all(same_batch(now.cut(i, i + 1)[0], b) for i, b in enumerate(pulled))
         flat = [int(i) for b in pulled for i in (b if isinstance(b, list) else [b])]
-        assert now.indices.tolist() == flat
-        assert now.indices.dtype == np.int32
-        assert now.ends.dtype == np.int64
+        indices, ends = now.cut(0, now.steps)
+        assert indices.tolist() == flat
+        assert indices.dtype == np.int32
+        assert np.diff(ends, prepend=0).tolist() == [len(np.atleast_1d(b)) for b in pulled]
 
 
 def test_a_wrong_prediction_is_noticed() -> None:
@@ -256,9 +258,8 @@ def test_a_wrong_prediction_is_noticed() -> None:
     actual = now.predict(0)
     assert actual is not None
     assert not foreseen.same(actual)
-    assert not matches(foreseen, 0, next(now))
-    assert not matches(foreseen, 99, [1])
-    assert not matches(foreseen, 0, ["a", object()])
+    assert not same_batch(foreseen.cut(0, 1)[0], next(now))
+    assert not same_batch(foreseen.cut(0, 1)[0], ["a", object()])
 
 
 @pytest.mark.parametrize("case", [3, 11, 17, 29, 42, 58])
@@ -303,21 +304,21 @@ def large(kind: str, n: int = _LARGE) -> Loader:
 def test_the_first_batches_of_a_large_epoch_do_not_wait_for_the_whole(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    randperm, go_on = draws._randperm, threading.Event()
+    randperm, go_on = draws.randperm, threading.Event()
 
     def late(n: int, generator: torch.Generator) -> Any:
-        assert go_on.wait(30)
+        assert n < _LARGE or go_on.wait(30)
         return randperm(n, generator)
 
-    monkeypatch.setattr(draws, "_randperm", late)
+    monkeypatch.setattr(draws, "randperm", late)
     order = observe(large(kind))
     first: list[Any] = [next(order) for _ in range(8)]
     go_on.set()
     whole: Any = order.predict(0)
-    assert np.array_equal(np.concatenate(first), whole.indices[:2048])
+    assert np.array_equal(np.concatenate(first), whole.cut(0, 8)[0])
     order.skip(_LARGE // BATCH // (16 if kind == "distributed" else 2))
     k = order.pulled
-    assert matches(whole, k, next(order))
+    assert same_batch(whole.cut(k, k + 1)[0], next(order))
 
 
 @pytest.mark.parametrize("n", [10_000, _LARGE])
@@ -325,16 +326,16 @@ def test_a_permutation_that_was_foreseen_is_not_drawn_again(n: int) -> None:
     loader = large("generator", n)
     order = observe(loader)
     foreseen: Any = order.predict(1)
-    indices = foreseen.indices
+    indices = foreseen.cut(0, foreseen.steps)[0]
     order.skip(len(range(0, n, BATCH)))
     assert next(order, None) is None  # all draws of the epoch's end are made
     order = observe(loader, previous=order)
     now: Any = order.predict(0)
     assert foreseen.same(now)
     next(order)
-    assert np.shares_memory(now.indices, indices)
+    assert np.shares_memory(now.cut(0, now.steps)[0], indices)
     again: Any = order.predict(0)
-    assert np.shares_memory(again.indices, indices)
+    assert np.shares_memory(again.cut(0, again.steps)[0], indices)
     assert foreseen.same(again)
 
 
@@ -472,14 +473,14 @@ def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, gate, drawing = draws._randperm, threading.Event(), threading.Event()
+    real, gate, drawing = draws.randperm, threading.Event(), threading.Event()
 
     def slow(n: int, generator: torch.Generator) -> Any:
         drawing.set()
         gate.wait()
         return real(n, generator)
 
-    monkeypatch.setattr(draws, "_randperm", slow)
+    monkeypatch.setattr(draws, "randperm", slow)
     n = 1 << 18
     permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
     permutation.first(10)
@@ -490,7 +491,7 @@ def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.Mo
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
             torch.set_num_threads(1)  # OpenMP's threads did not come along
-            draws._randperm = real
+            draws.randperm = real
             os._exit(0 if len(permutation.whole()) == n else 1)
         finally:
             os._exit(2)  # whatever was raised: the tests are the parent's
@@ -506,6 +507,6 @@ def test_a_permutation_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", scarce)
     n = 1 << 18
     permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
-    want = draws._randperm(n, draws.seeded(5))
+    want = draws.randperm(n, draws.seeded(5))
     assert (permutation.first(10)[:10] == want[:10]).all()
     assert (permutation.whole() == want).all()

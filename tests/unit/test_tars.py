@@ -195,8 +195,8 @@ def test_tars_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     bad = {
         "compressed with gzip": gzip.compress(whole),
         "compressed with zstd": b"\x28\xb5\x2f\xfd" + bytes(600),
-        "no tar file": b"nothing of the kind" * 100,
-        "is no tar": b"",
+        "not a tar file": b"nothing of the kind" * 100,
+        "is not a tar": b"",
         "cut short": whole[:700],
         "damaged at byte 0": b"x" + whole[1:],
     }

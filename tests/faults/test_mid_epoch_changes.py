@@ -1,4 +1,4 @@
-"""Who changes a sampler or a dataset in an epoch, or after it, gets torch's batches."""
+"""A sampler or dataset changed within an epoch, or after it, gives torch's batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import creel
-from creel.loader.buffers import Ring
+from creel.loader.buffers import BufferPool
 from creel.loader.client.client import Client
 from creel.loader.workers.parcel import Outbox
 
@@ -143,7 +143,7 @@ def test_whoever_changes_the_order_gets_torchs_batches(
     if seed % 2:  # threads gather rows, and all dawdle between looking them up and copying them
         monkeypatch.setattr("creel.loader.iterators.gather_iter._INLINE_NBYTES", 0)
         monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
-        monkeypatch.setattr(Ring, "take", dawdling(Ring.take))
+        monkeypatch.setattr(BufferPool, "take", dawdling(BufferPool.take))
     data = rows if kind == "rows" else creel.FileDataset(paths)
     next(iter(creel.DataLoader(creel.FileDataset(paths))))
     stop = threading.Event()

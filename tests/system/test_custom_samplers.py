@@ -1,8 +1,7 @@
-"""Samplers of one's own: run as by torch, their batches cached all the same; ahead if asked."""
+"""Custom samplers: run as by torch, their batches cached; run ahead only on request."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from daemons import Running
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.client import batch_stream
+from creel.loader.client import connections
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -78,9 +77,7 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch, budget: int) -> It
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     with Running(daemon_name, memory=str(budget)) as running:
         yield running
-    client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
-    if client is not None:
-        client.close()
+    connections.disconnect(daemon_name)
 
 
 @pytest.fixture(params=["files", "records"])

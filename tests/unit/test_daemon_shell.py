@@ -1,4 +1,4 @@
-"""The shell does what the core says, in its order, and says what it could not do."""
+"""The daemon's shell performs the core's actions in order, and reports those that failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strangers at the daemon: nobody can hurt it, or see and change what is not theirs."""
+"""No client can harm the daemon, or see or change what belongs to another user or client."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_no_frame_on_the_line_hurts_the_daemon(daemon: Running, tmp_path: Path) 
     line = context.socket(zmq.DEALER)
     line.linger = 0
     with daemon.client() as client:
-        line.connect(client._line_address)
+        line.connect(client.request_address)
         messages = [
             Extend("t" * 32, 1, 0, 0),
             Truncate("t" * 32, 1, 0),
@@ -313,7 +313,7 @@ def test_a_flood_on_the_line_starves_nobody(daemon: Running, tmp_path: Path) -> 
     context = zmq.Context()
     stop = threading.Event()
     with daemon.client("cli") as knowing:
-        address = knowing._line_address
+        address = knowing.request_address
 
     def flood() -> None:
         line = context.socket(zmq.DEALER)

@@ -1,4 +1,4 @@
-"""A server that accepts and never answers: whoever asks it is told so, and in time."""
+"""A server that accepts and never answers: the client gets an error in time."""
 
 from __future__ import annotations
 

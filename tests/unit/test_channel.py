@@ -1,4 +1,4 @@
-"""The trainer's and the worker's ends of a socket, where descriptors are many or few."""
+"""The trainer's and the worker's ends of a channel, with enough descriptors or too few."""
 
 from __future__ import annotations
 

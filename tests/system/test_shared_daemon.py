@@ -1,9 +1,8 @@
-"""Loaders and the daemon they share: wrong predictions, two trainers, a restart, large batches."""
+"""Loaders that share a daemon: wrong predictions, two trainers, a restart, large batches."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +18,8 @@ from torch.utils.data import DataLoader
 import creel
 from creel.loader.binding.bind import bind
 from creel.loader.binding.gather import Gatherer
-from creel.loader.buffers import Ring
-from creel.loader.client import batch_stream
+from creel.loader.buffers import BufferPool
+from creel.loader.client import connections
 from creel.loader.iterators import gather_iter
 from creel.loader.iterators.gather_iter import GatherIter
 from creel.loader.iterators.worker_iter import WorkerIter
@@ -37,9 +36,7 @@ def name(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of a daemon that the test starts, and no loader."""
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     yield daemon_name
-    client = batch_stream._clients.pop((os.getpid(), daemon_name), None)
-    if client is not None:
-        client.close()
+    connections.disconnect(daemon_name)
 
 
 @pytest.fixture
@@ -244,7 +241,7 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(batch_stream, "_RETRY_S", 0)
+    monkeypatch.setattr(connections, "RETRY_S", 0)
     more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
     rng = np.random.default_rng(2)
     paths = [str(tmp_path / str(i)) for i in range(N if kind == "files" else 1)]
@@ -294,7 +291,7 @@ def test_workers_that_live_on_keep_their_dataset_whatever_daemon_there_is(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is changed between epochs they do not see, and must not read by its numbers."""
-    monkeypatch.setattr(batch_stream, "_RETRY_S", 0)
+    monkeypatch.setattr(connections, "RETRY_S", 0)
     both: list[Any] = []
     for i in range(2):
         path = tmp_path / str(i)
@@ -362,7 +359,7 @@ class Gate:
         monkeypatch.setattr(gather_iter, "_INLINE_NBYTES", 0)  # threads gather even small batches
         monkeypatch.setattr(Gatherer, "rows", watched_rows)
         monkeypatch.setattr(Outbox, "memory", watched(Outbox.memory))
-        monkeypatch.setattr(Ring, "take", watched(Ring.take))
+        monkeypatch.setattr(BufferPool, "take", watched(BufferPool.take))
 
     def let_through(self) -> None:
         """Let the reader go on, if there is one, and wait until it has copied."""
@@ -424,10 +421,7 @@ def test_what_is_copied_while_the_session_closes_is_read_anew(
     batches = iter(loader)
     ours = numbers(itertools.islice(batches, 3))
     until(gate.arrived.exists, what="the batch is being made")
-    client = batch_stream._clients[os.getpid(), tight.name]
-    assert client is not None
-    client._lost = True  # an answer at the desk came too late; then another loader begins
-    batch_stream.client_of(loader._creel_state.config)
+    connections.disconnect(tight.name)  # as after a reply that came too late
     until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
     write_over(tight, rows)
     gate.let_through()
@@ -445,16 +439,13 @@ def test_a_thread_that_hangs_up_costs_the_others_no_batch(
     def hear(thing: Any) -> Any:
         """In the midst of the fourth batch, something else happens in this process."""
         if next(heard) == (3 if kind == "rows" else 3 * FEW + 1):
-            client = batch_stream._clients[os.getpid(), tight.name]
-            assert client is not None
-            client._lost = True
-            batch_stream.client_of(loader._creel_state.config)
+            connections.disconnect(tight.name)
             until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
             write_over(tight, rows)
         return thing
 
-    take = Ring.take
-    monkeypatch.setattr(Ring, "take", lambda ring, nbytes: hear(take(ring, nbytes)))
+    take = BufferPool.take
+    monkeypatch.setattr(BufferPool, "take", lambda ring, nbytes: hear(take(ring, nbytes)))
     if kind == "rows":
         assert numbers(loader) == list(range(40))
     else:

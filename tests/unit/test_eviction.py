@@ -1,4 +1,4 @@
-"""Next uses, lists of candidates and keepers against plain Python oracles."""
+"""Next uses, candidate lists and eviction policies against plain Python oracles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Following what nobody foresaw: which batches can be told, and their steps."""
+"""Unplanned batches: which can be published, and their steps."""
 
 from __future__ import annotations
 

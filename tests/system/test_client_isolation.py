@@ -1,4 +1,4 @@
-"""One client that wants too much, or breaks something: the others do not notice."""
+"""A client that asks for too much or breaks something does not affect the others."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from creel.cache.storage.source import Source
 from creel.errors import ConfigError
 from creel.loader.binding.adapters import Declared
 from creel.loader.binding.bind import Binding, bind, bindable
-from creel.loader.buffers import Ring
+from creel.loader.buffers import BufferPool
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
 from folders import folder
 
@@ -579,7 +579,7 @@ def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
     rows = np.empty((len(ids), gather.nbytes), np.uint8)
     for row, i in zip(rows, ids, strict=True):
         row[:] = np.frombuffer(source.read(int(i)), np.uint8)
-    return gather.collate(torch.from_numpy(rows.reshape(-1)), indices, Ring().take)
+    return gather.collate(torch.from_numpy(rows.reshape(-1)), indices, BufferPool().take)
 
 
 @pytest.mark.parametrize(

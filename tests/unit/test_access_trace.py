@@ -1,4 +1,4 @@
-"""What was heard of a dataset, against brute force; the parts of a dataset."""
+"""Access traces of datasets against brute force; the parts of a dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset that declares nothing: what it reads is learnt in the first epoch."""
+"""A dataset that declares nothing: its reads are recorded in the first epoch."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ def test_a_journal_that_is_long_is_over(
 ) -> None:
     bare = Own(folder(tmp_path / "data"))
     ours, theirs = batches(creel.wrap(bare)), batches(bare)
-    monkeypatch.setattr(access_recorder, "_MOST_NBYTES", 1)
+    monkeypatch.setattr(access_recorder, "MAX_JOURNAL_NBYTES", 1)
     for _ in range(3):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [BATCH + 1]

@@ -1,0 +1,109 @@
+"""This process's connections to daemons, at most one per daemon name."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+
+from creel.config import Config
+from creel.forks import at_fork
+from creel.loader.client.client import Client
+from creel.loader.client.embed import DaemonStart, connect_or_start, start_early
+
+_log = logging.getLogger("creel.loader")
+
+#: Seconds between a failure to reach or start a daemon and the next attempt.
+RETRY_S = 30.0
+_not_before: dict[str, float] = {}
+_clients: dict[str, Client] = {}
+_starts: dict[str, DaemonStart] = {}
+_lock = threading.Lock()
+
+
+def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
+    """Return this process's connection to the daemon of that name, reconnecting after a loss.
+
+    Returns None if there is no daemon, and for `RETRY_S` after a failure.
+
+    Args:
+        trainer_pid: see `Client.connect`.
+    """
+    name = config.daemon.name
+    with _lock:
+        client = _clients.get(name)
+        if time.monotonic() < _not_before.get(name, 0.0):
+            return None
+        if client is None or not client.alive:
+            if client is not None:
+                _log.warning("the creel daemon has ended: connecting to another, or starting one")
+                disconnect(name)
+            start = _starts.pop(name, None)
+            client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
+            if client is None:
+                _not_before[name] = time.monotonic() + RETRY_S
+            else:
+                _clients[name] = client
+        return client
+
+
+def connected(name: str) -> Client | None:
+    """Return this process's connection to the daemon of that name, if there is one."""
+    return _clients.get(name)
+
+
+def disconnect(name: str) -> None:
+    """Close this process's connection to the daemon of that name, or stop waiting for its start."""
+    client, start = _clients.pop(name, None), _starts.pop(name, None)
+    if client is not None:
+        client.close()
+    if start is not None:
+        start.close()
+
+
+def start_daemon_early(config: Config) -> None:
+    """Start a daemon early, when a loader is made, so that it is up at the first read.
+
+    Making a model and moving it to a device takes longer than a daemon's start
+    (benchmarks/startup.py).
+    """
+    name = config.daemon.name
+    with _lock:
+        if name in _clients or name in _starts or time.monotonic() < _not_before.get(name, 0.0):
+            return
+        start = start_early(config)
+        if start is not None:
+            _starts[name] = start
+            import zmq  # 15 ms, while the daemon comes up
+
+            del zmq
+
+
+def daemon_starting(config: Config) -> bool:
+    """Whether a daemon is starting that `client_of` would wait for; starts one if there is none.
+
+    For callers that have other work to do meanwhile.
+    """
+    start_daemon_early(config)
+    with _lock:
+        start = _starts.get(config.daemon.name)
+        return start is not None and not start.over
+
+
+def _forget_inherited() -> None:
+    global _lock  # noqa: PLW0603  another thread of the parent may have held it
+    _lock = threading.Lock()
+    _clients.clear()
+    _not_before.clear()
+    while _starts:
+        _starts.popitem()[1].disown()
+
+
+def _close_all() -> None:
+    for name in {*_clients, *_starts}:
+        disconnect(name)
+
+
+at_fork(after_in_child=_forget_inherited)
+atexit.register(_close_all)
