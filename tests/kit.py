@@ -20,7 +20,7 @@ import psutil
 from creel.loader.client.client import Client
 
 if TYPE_CHECKING:
-    from creel.loader.order.prediction import EpochPlan
+    pass
 
 
 def unique_name() -> str:
@@ -129,13 +129,3 @@ def nothing_left(timeout_s: float = 30.0) -> Iterator[None]:
         until(back, timeout_s)
     except AssertionError:
         raise AssertionError(f"not given back: {before} before, {Holdings.now()} after") from None
-
-
-def matches(plan: EpochPlan, step: int, batch: object) -> bool:
-    """Whether step `step` of a plan reads exactly `batch`, as an order yields it."""
-    from creel.loader.order.prediction import same_batch
-
-    indices, ends = plan.indices, plan.ends
-    if not 0 <= step < len(ends):
-        return False
-    return same_batch(indices[ends[step - 1] if step else 0 : ends[step]], batch)

@@ -320,6 +320,7 @@ def test_settings_are_printed_as_toml_that_loads_again(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_FETCH__THREADS", "7")
+    monkeypatch.delenv("CREEL_SOCKET", raising=False)
     assert main.main(["config", "show"]) == 0
     shown = capsys.readouterr().out
     monkeypatch.delenv("CREEL_FETCH__THREADS")

@@ -200,7 +200,7 @@ def test_a_declared_sampler_that_went_another_way_is_run_ahead_no_more(
     order = observe(loader)
     assert order.predict(0) is not None
     order.record_outcome(wrong=True)
-    assert "Declared gave other samples" in caplog.text
+    assert "Declared yielded other samples" in caplog.text
     order = observe(loader, previous=order)
     assert order.predict(0) is order.predict(1) is None
     assert len(LOG) == 1
