@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Increased whenever an old client could misread a new daemon, or the reverse.
-PROTOCOL = 4
+PROTOCOL = 5
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -243,7 +243,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), DeskRequest)
-    Hello(protocol=4, role='cli', pid=7, token='')
+    Hello(protocol=5, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 
