@@ -31,6 +31,12 @@ class Offsets:
     def __len__(self) -> int:
         return len(self._words)
 
+    def view(self) -> Offsets:
+        """The same offsets, read only."""
+        words = self._words.view()
+        words.flags.writeable = False
+        return Offsets(words, self._record)
+
     def __getitem__(self, ids: NDArray[np.integer] | slice | int) -> NDArray[np.int64]:
         out: NDArray[np.int64] = np.subtract(self._words[ids], 1, dtype=np.int64)
         return out if self._record == 1 else np.maximum(out * self._record, ABSENT)

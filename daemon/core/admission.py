@@ -50,6 +50,8 @@ class Admission:
 
         Evicts as far as retention allows; where `stalled`, also whatever is not pinned.
         """
+        if h.pool.alike:
+            return self._swap(h, sizes, need, stalled=stalled)
         out = np.full(len(sizes), NOWHERE, np.int64)
         lack = np.arange(len(sizes))
         free = self.free_nbytes
@@ -61,6 +63,26 @@ class Admission:
             if not len(lack) or (short > 0 and not freed):
                 break
             free = 0  # what there is lies in other pools' slabs
+        return out
+
+    def _swap(self, h: Residency, sizes: Sizes, need: int, *, stalled: bool) -> Sizes:
+        """`place` for equal records: new objects take the places of evicted ones."""
+        out = np.full(len(sizes), NOWHERE, np.int64)
+        k = min(len(sizes), max(self.free_nbytes, 0) // h.pool.record)
+        if k:
+            out[:k] = h.pool.alloc(sizes[:k])
+            k = int(np.count_nonzero(out != NOWHERE))
+        if k < len(sizes) and self._claim(h, (len(sizes) - k) * h.pool.record):
+            out[k:] = h.pool.alloc(sizes[k:])
+            k = int(np.count_nonzero(out != NOWHERE))
+        while k < len(sizes) and h.policy is not None:
+            ids, why = h.policy.victims(len(sizes) - k, need), "due_later"
+            if stalled and not len(ids):
+                ids, why = h.policy.last(len(sizes) - k, need), "stalled"
+            if not len(ids):
+                break
+            out[k : k + len(ids)] = h.vacate(ids, why)
+            k += len(ids)
         return out
 
     def reserve(self, h: Residency, k: int, need: int, *, stalled: bool) -> int:

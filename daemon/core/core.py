@@ -23,6 +23,7 @@ from creel.daemon.core.events import (
     EpochBegan,
     Event,
     Fetched,
+    FetchObjects,
     Lost,
     PlanExtended,
     PlanRetention,
@@ -109,8 +110,13 @@ class Core:
         self._let_go()
         return self._out
 
+    def _emit(self, action: Action) -> None:
+        self._out.append(action)
+
     def _let_go(self) -> None:
-        """Unpin what was pinned until all actions of this event were decided."""
+        """All actions of this event are decided: forget what counted until then."""
+        for h in self._residencies.values():
+            h.fresh.clear()
         for h, ids in self._stored:
             h.unpin(ids)
             h.release(ids)
@@ -127,7 +133,7 @@ class Core:
         del now
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
-        told = e.offset, e.length, e.lengths, self._admission.space, e.versions
+        told = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
         self._residencies[e.dataset] = Residency(e.dataset, *told)
 
     def _opened(self, e: SessionOpened, now: float) -> None:
@@ -290,7 +296,7 @@ class Core:
             stored, place = ids[placed], place[placed]
             small, runs = stored.astype(np.int32), h.pool.runs(place)
             self._out.append(StoreObjects(fetch, h.name, small, place, runs))
-            h.landed(stored, place, seen=False)
+            h.landed(stored, place, stored=True)
             h.pin(stored)  # nobody takes their room before the shell publishes them
             self._stored.append((h, stored))
         if not every(placed):
@@ -411,12 +417,17 @@ class Core:
             if residency.policy is not None:
                 residency.policy.resized()
 
-    def mend(self, session: int) -> None:
+    def mend(self, session: int) -> list[Action]:
         """Make all tables consistent again after an exception in `handle`.
 
         The session that the event was about, if any, is gone; fetches that the shell was not given
         were never begun. Pins, eviction policies and next uses are rebuilt from the plans.
+
+        Returns:
+            What the event had decided before it failed, except for fetches.
         """
+        self._stored.clear()
+        self._let_go()
         gone = self._sessions.pop(session, None)
         if gone is not None:
             gone.residency.leave(gone)
@@ -424,6 +435,8 @@ class Core:
         for h in self._residencies.values():
             h.rebuild(self._inflight.ids(h), self._window)
         self._survey()
+        decided, self._out = self._out, []
+        return [action for action in decided if not isinstance(action, FetchObjects)]
 
     # --- what others may see -------------------------------------------------------------------
 

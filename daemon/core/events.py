@@ -24,8 +24,9 @@ Sizes: TypeAlias = NDArray[np.int64]
 class DatasetAdded:
     """A dataset is registered; `offset` and `length` are columns of its location table.
 
-    The core is their only writer: it publishes an object by writing its offset. All offsets are
-    ABSENT; `lengths` summarizes the lengths; `versions` has those of its files, none known yet.
+    The core never writes to `offset`, a live view: the shell does, as `Publish` and `StoreObjects`
+    say. All offsets are ABSENT. `length` is the core's to write; `lengths` summarizes it;
+    `versions` has those of the files, none known yet.
     """
 
     dataset: str
@@ -206,6 +207,20 @@ class FetchObjects:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Publish:
+    """Write the places of objects to the location table: table.offset[ids] = offset.
+
+    Where a place is published, the object's bytes are there. Where an object leaves (ABSENT), this
+    comes before any action that may overwrite its bytes, and after READY of whoever may be reading
+    it went back. `ids` may be slice(None): all objects.
+    """
+
+    dataset: str
+    ids: Ids | slice
+    offset: Sizes | int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CheckVersions:
     """Ask the storage for the versions of these files; `Checked` is the answer."""
 
@@ -261,5 +276,5 @@ class SetReady:
 
 
 Action: TypeAlias = (
-    FetchObjects | CheckVersions | StoreObjects | DiscardFetch | PlanRetention | SetReady
+    FetchObjects | Publish | CheckVersions | StoreObjects | DiscardFetch | PlanRetention | SetReady
 )

@@ -1,10 +1,12 @@
 """Residency: the core's tables of what a node holds of one dataset. Pure.
 
-Struct of arrays; the core is their only writer.
+Struct of arrays; the core is their only writer, except for the shared `offset`: what changes
+there, it emits as `Publish`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,7 @@ from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import chained
+from creel.daemon.core.events import Action, Publish
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.eviction import (
@@ -58,12 +61,14 @@ class Residency:
         length: Sizes,
         lengths: Lengths,
         space: Allocator,
+        emit: Callable[[Action], None],
         versions: Versions | None = None,
     ) -> None:
         """Does no work per object and takes no memory: zeroed pages are allocated on first write.
 
         Args:
-            offset: (n,) NOWHERE.
+            offset: (n,) NOWHERE; a live view, written by the shell alone.
+            emit: takes the next action.
             length: (n,) bytes, or -1 where unknown; `lengths` summarizes them.
             versions: of its files; None: each object is a local file.
         """
@@ -71,6 +76,9 @@ class Residency:
         self.versions = versions or Versions(n)
         self.name = name
         self.offset = offset
+        self._emit = emit
+        #: Objects, ascending, that this event publishes, and their places: not in `offset` yet.
+        self.fresh: list[tuple[Index, Sizes]] = []
         self.length = length
         self.space = space
         self.life = np.zeros(n, np.uint8)
@@ -169,32 +177,34 @@ class Residency:
         """Free these places; bytes of their rooms."""
         return self.pool.free(place, self.length[ids])
 
-    def publish(self, ids: Index, offset: Sizes, *, seen: bool) -> None:
-        """Mark objects resident at `offset`; `seen`: also in the table that clients read."""
-        if seen:
-            self.offset[ids] = offset
-        self.life[ids] = RESIDENT
-        self.resident += len(ids)
-        self.resident_nbytes += int(self.length[ids].sum())
+    def _places(self, ids: Index) -> Sizes:
+        """(k,) places of residents, also of those that this event publishes."""
+        place = self.offset[ids]
+        for fresh, where in self.fresh:
+            at = np.minimum(fresh.searchsorted(ids), len(fresh) - 1)
+            place = np.where(fresh[at] == ids, where[at], place)
+        return place
 
     def evict(self, ids: Index, why: str) -> int:
         """Evict objects (distinct, resident, unpinned); return the bytes freed."""
-        if not len(ids):
-            return 0
-        place = self.offset[ids]
-        self.offset[ids] = NOWHERE
+        return self.give_back(ids, self.vacate(ids, why)) if len(ids) else 0
+
+    def vacate(self, ids: Index, why: str) -> Sizes:
+        """Evict objects, but keep their places allocated; (k,) places for others."""
+        place = self._places(ids)
+        self._emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
         self.life[ids] = ABSENT
         self.resident -= len(ids)
         self.resident_nbytes -= int(self.length[ids].sum())
         self.evicted[why] += len(ids)
-        return self.give_back(ids, place)
+        return place
 
     def evict_all(self) -> None:
         """Evict everything for good: there are no readers and no fetches in flight."""
         if not self.pool.clear():
             self.evict(self.loose(), "dropped")
         elif self.resident:
-            self.offset[:] = NOWHERE
+            self._emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
 
     def lose(self, ids: Index, offset: Sizes) -> None:
@@ -204,9 +214,17 @@ class Residency:
         self.give_back(ids, offset)
         self.fail(ids)
 
-    def landed(self, ids: Index, offset: Sizes, *, seen: bool = True) -> bool:
-        """Make objects that arrived resident; return whether some are unpinned."""
-        self.publish(ids, offset, seen=seen)
+    def landed(self, ids: Index, place: Sizes, *, stored: bool = False) -> bool:
+        """Make objects (ascending) that arrived resident; return whether some are unpinned.
+
+        stored: whether a `StoreObjects` publishes them.
+        """
+        if not stored and len(ids):
+            self._emit(Publish(self.name, ids.astype(np.int32), place))
+            self.fresh.append((ids, place))
+        self.life[ids] = RESIDENT
+        self.resident += len(ids)
+        self.resident_nbytes += int(self.length[ids].sum())
         unwanted = bool(np.count_nonzero(self.pins[ids]) < len(ids))
         if unwanted:
             self.release(ids)
@@ -252,13 +270,14 @@ class Residency:
             need: bytes wanted; a fixed pool gives a whole slab, which goes back to the space.
             busy: (k,) offsets of fetches in flight, which cannot leave.
         """
-        # Objects that the shell still has to store have no place for now.
-        ids = np.flatnonzero(self.offset[:] != NOWHERE)
+        ids = np.flatnonzero(self.life == RESIDENT)
+        at = self._places(ids)
+        ids, at = ids[at != NOWHERE], at[at != NOWHERE]  # the shell still has to store the others
         if not len(ids):
             return 0
-        place, places = self._places(self.offset[ids], need)
+        place, places = self._regions(at, need)
         stuck = np.bincount(place[self.pins[ids] > 0], minlength=places)
-        stuck += np.bincount(self._places(busy, need)[0], minlength=places)
+        stuck += np.bincount(self._regions(busy, need)[0], minlength=places)
         held = np.bincount(place, minlength=places)
         wanted = np.bincount(place[self._wanted(ids)], minlength=places)
         score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
@@ -270,7 +289,7 @@ class Residency:
         inside = ids[(place == best) & (self.pins[ids] == 0)]
         return self.evict(inside, why)
 
-    def _places(self, offset: Sizes, need: int) -> tuple[Index, int]:
+    def _regions(self, offset: Sizes, need: int) -> tuple[Index, int]:
         if self.pool.alike:
             starts = self.pool.ranges()[0]
             return starts.searchsorted(offset, side="right") - 1, len(starts)

@@ -133,10 +133,8 @@ class Node:
             log.exception("the core failed at %s", type(event).__name__)
             self._mend(getattr(event, "session", 0))
             return False
-        lost: list[mind.Lost] = []
         try:
-            for action in actions:
-                self._do(action, lost)
+            lost = [loss for action in actions for loss in self._do(action)]
         except Exception:
             log.exception("what the core wants done after %s failed", type(event).__name__)
             self._give_up()
@@ -158,7 +156,9 @@ class Node:
             session.unready(0)
             self.registry.remove(session)
         try:
-            self.core.mend(number)
+            lost = [loss for action in self.core.mend(number) for loss in self._do(action)]
+            for loss in lost:
+                self.feed(loss)
             self.core.check()
         except Exception:
             log.exception("the core cannot be mended")
@@ -168,8 +168,15 @@ class Node:
         log.error("this daemon ends: its books may be wrong")
         self.stop(True)
 
-    def _do(self, action: mind.Action, lost: list[mind.Lost]) -> None:
-        if isinstance(action, mind.SetReady):
+    def _do(self, action: mind.Action) -> list[mind.Lost]:
+        """Perform an action; return what the machine had no memory for."""
+        if isinstance(action, mind.StoreObjects):
+            k = self.fetcher.store(action, self._table(action.dataset))
+            if k < len(action.ids):
+                return [mind.Lost(action.dataset, action.ids[k:], action.offset[k:])]
+        elif isinstance(action, mind.Publish):
+            self._table(action.dataset)[action.ids] = action.offset
+        elif isinstance(action, mind.SetReady):
             self._set_ready(action)
         elif isinstance(action, mind.DiscardFetch):
             self.fetcher.discard(action)
@@ -177,12 +184,9 @@ class Node:
             self.fetcher.submit(action)
         elif isinstance(action, mind.CheckVersions):
             self.fetcher.check(action)
-        elif isinstance(action, mind.PlanRetention):
-            self._planner.put(partial(self._plan, action))
         else:
-            k = self.fetcher.store(action, self._offset(action))
-            if k < len(action.ids):
-                lost.append(mind.Lost(action.dataset, action.ids[k:], action.offset[k:]))
+            self._planner.put(partial(self._plan, action))
+        return []
 
     def _plan(self, action: mind.PlanRetention) -> None:
         """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
@@ -196,8 +200,8 @@ class Node:
     def _planned(self, event: mind.RetentionPlanned) -> None:
         self.feed(event)
 
-    def _offset(self, action: mind.StoreObjects) -> Offsets:
-        return self.registry.datasets[action.dataset].table.offset
+    def _table(self, dataset: str) -> Offsets:
+        return self.registry.datasets[dataset].table.offset
 
     def _set_ready(self, action: mind.SetReady) -> None:
         session = self.registry.sessions.get(action.session)
@@ -325,7 +329,7 @@ class Node:
                 dataset.close()
                 return Answer(Refused(str(e)))
             table, lengths = dataset.table, dataset.lengths
-            columns = table.offset, table.length, lengths, dataset.versions
+            columns = table.offset.view(), table.length, lengths, dataset.versions
             if not self.feed(mind.DatasetAdded(dataset.key, *columns)):
                 dataset.close()
                 return Answer(Refused("this daemon has no room for another dataset"))

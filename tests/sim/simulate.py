@@ -98,10 +98,10 @@ class CoreNode:
         elif isinstance(action, events.FetchObjects):
             self._fetches[action.fetch] = action.length
             return [Started(action.fetch, len(action.ids), int(action.length.sum()))]
+        elif isinstance(action, events.Publish):
+            self._offset[action.ids] = action.offset
         elif isinstance(action, events.PlanRetention):
             self._plans.append(action)
-        elif isinstance(action, events.MoveObjects):
-            self._offset[action.ids] = action.dst
         return []
 
 

@@ -26,6 +26,7 @@ from creel.daemon.core.events import (
     PlanRetention,
     PlanTruncated,
     Progressed,
+    Publish,
     RetentionPlanned,
     SessionClosed,
     SessionOpened,
@@ -98,7 +99,9 @@ class Rig:
         if known and (size == size[0]).all():
             length = np.broadcast_to(size[0], len(size))  # as the registry has it: read-only
         versions = Versions(len(size), bounds, remote)
-        self.feed(DatasetAdded(name, self.offset[name], length, Lengths.of(length), versions))
+        shared = self.offset[name].view()
+        shared.flags.writeable = False  # whatever is written there, an action says
+        self.feed(DatasetAdded(name, shared, length, Lengths.of(length), versions))
 
     def open(
         self,
@@ -189,6 +192,12 @@ class Rig:
             self.look()
         return actions
 
+    def mend(self, session: int) -> None:
+        """After an exception in `handle`."""
+        for action in self.core.mend(session):
+            self.do(action)
+        self.core.check()
+
     def plan(self) -> None:
         """The planner answers the oldest question."""
         asked = self.plans.pop(0)
@@ -199,6 +208,9 @@ class Rig:
             assert action.fetch not in self.fetches
             assert len(set(action.ids.tolist())) == len(action.ids)
             self.fetches[action.fetch] = action
+            self.unpublished(action)
+        elif isinstance(action, Publish):
+            self.publish(action)
         elif isinstance(action, StoreObjects):
             name, held = self.held[action.fetch]
             assert name == action.dataset
@@ -221,6 +233,35 @@ class Rig:
             assert isinstance(action, SetReady)
             assert action.ready != self.readers[action.session].ready, "not moved"
             self.readers[action.session].ready = action.ready
+
+    def publish(self, action: Publish) -> None:
+        """Each action by itself keeps the law: nobody may be reading what leaves."""
+        offset = self.offset[action.dataset]
+        if isinstance(action.offset, int):
+            assert action.offset == ABSENT
+            before = offset[action.ids]
+            assert (before != ABSENT).all() or isinstance(action.ids, slice), "left twice"
+            gone = set(range(len(offset)) if isinstance(action.ids, slice) else action.ids.tolist())
+            for reader in self.readers.values():
+                if reader.dataset == action.dataset:
+                    steps = reader.objects[reader.done : reader.ready]
+                    assert gone.isdisjoint(x for step in steps for x in step), "READY is ahead"
+        else:
+            assert (offset[action.ids] == ABSENT).all(), "published twice"
+        offset[action.ids] = action.offset
+
+    def unpublished(self, fetch: FetchObjects) -> None:
+        """No fetch is begun into bytes that the table says are another's."""
+        taken = []
+        for name, offset in self.offset.items():
+            for x in np.flatnonzero(offset != ABSENT).tolist():
+                taken += self.ranges(int(offset[x]), int(self.length[name][x]))
+        starts, nbytes = np.array(taken, np.int64).reshape(-1, 2).T
+        runs = self.runs | fetch.runs
+        for place, n in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
+            if place != ABSENT:
+                for start, size in [[place, n]] if place >= 0 else runs[place].tolist():
+                    assert not ((starts < start + size) & (start < starts + nbytes)).any()
 
     def look(self) -> None:
         """What readers may touch is theirs, and stays where it is until they are done with it."""

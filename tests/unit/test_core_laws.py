@@ -12,13 +12,14 @@ from core_rig import Bytes, Chaos, Images, Rig, absent
 from creel.cache.memory.allocator import Allocator, Lengths
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
-    Action,
     DatasetAdded,
     Dropped,
+    Event,
     Fetched,
     FetchObjects,
     PlanExtended,
     Progressed,
+    Publish,
     SessionOpened,
     Unregistered,
 )
@@ -186,23 +187,31 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
     rng = np.random.default_rng(0)
     core = Core(Allocator(n // 2 * 1000))
     length = np.full(n, 1000)
-    core.handle(DatasetAdded("d", np.full(n, -1), length, Lengths.of(length)), 0.0)
-    core.handle(SessionOpened(1, "d", "", 0, 1), 0.0)
+    offset = np.full(n, -1)
+    fetches: list[FetchObjects] = []
+
+    def feed(event: Event, now: float) -> None:
+        for action in core.handle(event, now):
+            if isinstance(action, Publish):
+                offset[action.ids] = action.offset
+            elif isinstance(action, FetchObjects):
+                fetches.append(action)
+
+    feed(DatasetAdded("d", offset, length, Lengths.of(length)), 0.0)
+    feed(SessionOpened(1, "d", "", 0, 1), 0.0)
     ends = np.arange(batch, n + 1, batch)
     plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]
-    fetches: list[Action] = []
     for epoch, plan in enumerate(plans):
-        fetches += core.handle(PlanExtended(1, epoch, epoch * len(ends), plan, ends), 0.0)
+        feed(PlanExtended(1, epoch, epoch * len(ends), plan, ends), 0.0)
     took = []
     tracemalloc.start()
     for step in range(len(ends) + 200):
         while fetches:
             fetch = fetches.pop()
-            if isinstance(fetch, FetchObjects):
-                fetches += core.handle(Fetched(fetch.fetch, fetch.length), step * 0.1)
+            feed(Fetched(fetch.fetch, fetch.length), step * 0.1)
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        fetches += core.handle(Progressed(1, step + 1, 0), step * 0.1)
+        feed(Progressed(1, step + 1, 0), step * 0.1)
         took.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
     assert np.median(took[len(ends) :]) < n / 2  # an epoch's turn may take more
