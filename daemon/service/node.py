@@ -23,7 +23,6 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.offsets import Offsets
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.retry import RetryPolicy
 from creel.cache.storage.source import Source
 from creel.config import Config, memory_budget
 from creel.daemon.core import events as mind
@@ -311,9 +310,7 @@ class Node:
 
     def _prepare(self, manifest: Manifest) -> DatasetRecord:
         """Do all work proportional to the number of objects; in the registrar's thread."""
-        fetch = self.config.fetch
-        retry = RetryPolicy(fetch.attempts, fetch.deadline_s, fetch.backoff_s, fetch.backoff_max_s)
-        source = Source(manifest, retry, files=_KEPT_FILES, relative=False)
+        source = Source(manifest, self.config.fetch, files=_KEPT_FILES, relative=False)
         return DatasetRecord.create(manifest, source, self.arena.nbytes)
 
     def _enter(self, token: str, dataset: DatasetRecord) -> Answer:
