@@ -136,11 +136,6 @@ class Source:
         self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
 
-    @classmethod
-    def open(cls, manifest: Manifest) -> Source:
-        """Return a source with default settings; nothing is opened until the first read."""
-        return cls(manifest)
-
     def close(self) -> None:
         """Close kept descriptors. A later read opens files again."""
         self._local.close()

@@ -69,7 +69,7 @@ def test_random_reads_give_the_bytes_of_the_files(tmp_path: Path, seed: int) -> 
     rng = np.random.default_rng(seed)
     files, contents = folder(tmp_path, rng.integers(0, 5000, 30).tolist(), seed)
     dense, data = records(tmp_path, size := int(rng.integers(1, 200)), 50)
-    source = Source.open(Manifest.concat([files, dense]))
+    source = Source(Manifest.concat([files, dense]))
     contents += [data[i * size : (i + 1) * size] for i in range(50)]
     ids = rng.integers(0, 80, 200).tolist()
     got, read = read_into(source, ids)
@@ -81,7 +81,7 @@ def test_random_reads_give_the_bytes_of_the_files(tmp_path: Path, seed: int) -> 
 
 def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
     dense, data = records(tmp_path, 10, 2000)
-    source = Source.open(dense)
+    source = Source(dense)
     ids = np.random.default_rng(0).permutation(2000).tolist()
     _, read = read_into(source, ids)
     assert b"".join(read[i] for i in np.argsort(ids)) == data
@@ -93,7 +93,7 @@ def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
 
 def test_scattered_records_are_read_one_by_one_with_one_open(tmp_path: Path) -> None:
     dense, data = records(tmp_path, 10, 2000)
-    source = Source.open(dense)
+    source = Source(dense)
     ids = np.random.default_rng(0).permutation(1000)[:100] * 2
     got, read = read_into(source, ids.tolist())
     assert b"".join(read) == b"".join(data[i * 10 : i * 10 + 10] for i in ids.tolist())
@@ -122,7 +122,7 @@ def test_rows_that_share_an_address_share_a_descriptor(tmp_path: Path) -> None:
     uris = [str(tmp_path / n) for n in ("a.tar", "a.tar", "a.tar", "b.tar", "b.tar")]
     offset = np.array([0, 512, 700, 0, 8])
     length = np.array([100, 10, 4, 8, 8])
-    source = Source.open(Manifest.of_runs(uris, offset, length, np.ones(5, np.int64)))
+    source = Source(Manifest.of_runs(uris, offset, length, np.ones(5, np.int64)))
     got, read = read_into(source, [4, 0, 2, 1, 3])
     assert got.tolist() == [8, 100, 4, 10, 8]
     assert read[2] == (tmp_path / "a.tar").read_bytes()[700:704]
@@ -166,7 +166,7 @@ def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_which_and_why(tmp_path: Path) -> None:
-    source = Source.open(Manifest.of_files(["gone"], root=str(tmp_path)))
+    source = Source(Manifest.of_files(["gone"], root=str(tmp_path)))
     with pytest.raises(SourceError) as caught:
         source.read(0)
     assert caught.value.errno == errno.ENOENT
@@ -175,7 +175,7 @@ def test_a_missing_file_says_which_and_why(tmp_path: Path) -> None:
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "a b%").write_bytes(b"x")
-    source = Source.open(Manifest.of_files([(tmp_path / "a b%").as_uri()]))
+    source = Source(Manifest.of_files([(tmp_path / "a b%").as_uri()]))
     assert source.read(0) == b"x"
 
 
@@ -340,7 +340,7 @@ def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
 
 
 def test_an_empty_manifest_has_nothing_to_read() -> None:
-    source = Source.open(Manifest.of_files([]))
+    source = Source(Manifest.of_files([]))
     read = source.read_into(np.zeros(0, np.int32), np.zeros(0, np.int64), memoryview(b""))
     assert (len(read.nbytes), len(read.version)) == (0, 0)
 
