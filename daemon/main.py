@@ -31,6 +31,7 @@ from creel.config import Config
 from creel.daemon.reporting import metrics
 from creel.daemon.reporting.logs import set_up_logging
 from creel.daemon.reporting.notify import Notify
+from creel.daemon.service import commands
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import BEAT_S, Node
 from creel.daemon.service.request_socket import RequestSocket
@@ -294,7 +295,9 @@ class Daemon:
             return
 
         def told() -> dict[str, Any]:
-            answer: dict[str, Any] = metrics.take_by(self.call_soon, self.node.told)
+            answer: dict[str, Any] = metrics.take_by(
+                self.call_soon, lambda: commands.told(self.node)
+            )
             return answer
 
         self._page = metrics.Page(self._config.daemon.metrics, told)

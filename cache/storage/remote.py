@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -44,10 +45,12 @@ def open_store(uri: str, deadline_s: float = 30.0) -> Store:
     deadline_s: longest time without an answer to a request.
     """
     scheme = uri.partition("://")[0].lower()
+    if scheme in {"gs", "gcs"}:
+        return _GcsStore(uri, deadline_s)
     if scheme in ARROW:
         return _ArrowStore(uri, deadline_s)
     if scheme in {"http", "https"}:
-        return HttpStore(uri, deadline_s)
+        return _HttpStore(uri, deadline_s)
     return _FsspecStore(uri, deadline_s)
 
 
@@ -119,36 +122,29 @@ class _ArrowStore:
     def __init__(self, uri: str, deadline_s: float) -> None:
         parts = urlsplit(uri)
         query = f"?{parts.query}" if parts.query else ""
-        self._fs, _ = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s)
-        self._prefix = "" if parts.scheme in {"hdfs", "viewfs"} else _bucket(parts.netloc)
+        self._fs, root = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s)
+        self._prefix = root.rstrip("/")
 
     def _path(self, uri: str) -> str:
         return self._prefix + unquote(urlsplit(uri).path)
 
-    def read(self, place: Place, offset: int, length: int) -> bytes:
+    def read(
+        self, place: Place, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
         """See Store."""
-        if length == UNKNOWN:
-            return self.whole(place.uri)[0]
-        with self._open(place.uri) as f:
-            _check_size(place, f.size(), length)
-            f.seek(offset)  # read_at would cost gs a third request
-            data: bytes = f.read(length)
-        if len(data) < length:
-            raise too_short(place.uri, length, len(data))
-        return data
-
-    def whole(self, uri: str) -> tuple[bytes, int]:
-        """See Store."""
-        with self._open(uri) as f:
-            found = self._version(uri, f)
-            data: bytes = f.readall()
-            if len(data) != f.size():
-                raise wrong_size(uri, f.size(), len(data))
+        with self._fs.open_input_file(self._path(place.uri)) as f:
+            found = self._version(place.uri, f) if versioned else version.UNKNOWN
+            nbytes = f.size() if length == UNKNOWN else length
+            _check_size(place, f.size(), nbytes)
+            f.seek(offset)
+            data: bytes = f.read(nbytes)
+        if len(data) < nbytes:
+            raise too_short(place.uri, nbytes, len(data))
         return data, found
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
-        with self._open(place.uri) as f:
+        with self._fs.open_input_file(self._path(place.uri)) as f:
             _check_size(place, f.size(), runs[0].length)
             found = self._version(place.uri, f)
             for run in runs:
@@ -163,26 +159,126 @@ class _ArrowStore:
         """See Store."""
         return _each(self._ask, uris)
 
-    def _ask(self, uri: str) -> int:
-        with self._open(uri) as f:
-            return self._version(uri, f)
+    def size(self, uri: str) -> int | None:
+        """See Store."""
+        info = self._status(uri)
+        return None if info.size is None else int(info.size)
 
-    def _open(self, uri: str) -> Any:
-        return self._fs.open_input_file(self._path(uri))
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store."""
+        from pyarrow import fs
+
+        base = self._path(root).rstrip("/")
+        for info in self._info(fs.FileSelector(base, recursive=True)):
+            if info.type is fs.FileType.File:
+                yield info.path[len(base) + 1 :], UNKNOWN if info.size is None else int(info.size)
+
+    def _info(self, of: Any) -> Any:
+        return self._fs.get_file_info(of)
+
+    def _status(self, uri: str) -> Any:
+        info = self._info(self._path(uri))
+        if info.type.name == "NotFound":
+            raise FileNotFoundError(errno.ENOENT, "not found", uri)
+        return info
+
+    def _ask(self, uri: str) -> int:
+        with self._fs.open_input_file(self._path(uri)) as f:
+            return self._version(uri, f)
 
     def _version(self, uri: str, file: Any) -> int:
         """Version of an open file; needs no request where opening it gave enough."""
         told = _tag({k: v.decode() for k, v in (file.metadata() or {}).items()}, file.size())
-        if told:
-            return version.of_tag(told)
-        info = self._fs.get_file_info(self._path(uri))
-        if info.mtime_ns is None:
-            return version.UNKNOWN
-        return version.of_tag(f"{info.mtime_ns} {info.size}")
+        return version.of_tag(told) if told else _version_of(self._status(uri))
 
 
-def _bucket(netloc: str) -> str:
-    return netloc.rpartition("@")[2]
+class _GcsStore(_ArrowStore):
+    """gs: Google's client waits for an answer without end, so each request has a thread.
+
+    A file with random access is opened while the client holds the interpreter: nothing else would
+    run, nor see that it is late. So a stream must begin before; most objects need nothing else.
+    """
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        super().__init__(uri, deadline_s)
+        self._deadline_s = deadline_s
+
+    def read(
+        self, place: Place, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        """See Store."""
+        del versioned  # asking for the size tells it, too
+        info = self._status(place.uri)
+        nbytes = info.size if length == UNKNOWN else length
+        _check_size(place, info.size, nbytes)
+        return self._bytes(place, [(offset, nbytes)])[0], _version_of(info)
+
+    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        info = self._status(place.uri)
+        _check_size(place, info.size, runs[0].length)
+        parts = self._bytes(place, [(run.offset, run.length) for run in runs])
+        for run, data in zip(runs, parts, strict=True):
+            _copy(memoryview(data), run.buffers)
+            yield Filled(int(run is runs[0]), _version_of(info))
+
+    def _bytes(self, place: Place, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of (offset, nbytes) each, in memory of their own: a late thread may write."""
+        path = self._path(place.uri)
+        nbytes = sum(span[1] for span in spans)
+        head = spans[0][1] if len(spans) == 1 and spans[0][0] == 0 else 0
+
+        def begin() -> bytes:
+            with self._fs.open_input_stream(path) as f:
+                data: bytes = f.read(head)
+                return data
+
+        def rest() -> list[bytes]:
+            out = []
+            with self._fs.open_input_file(path) as f:
+                for offset, n in spans:
+                    f.seek(offset)  # read_at would cost a third request
+                    out.append(f.read(n))
+            return out
+
+        first = self._in_time(begin, head)
+        parts = [first] if head == nbytes else self._in_time(rest, nbytes)
+        for data, (_, n) in zip(parts, spans, strict=True):
+            if len(data) < n:
+                raise too_short(place.uri, n, len(data))
+        return parts
+
+    def _info(self, of: Any) -> Any:
+        return self._in_time(lambda: self._fs.get_file_info(of))
+
+    def _ask(self, uri: str) -> int:
+        return _version_of(self._status(uri))
+
+    def _in_time(self, job: Callable[[], T], nbytes: int = 0) -> T:
+        """`job()`, in a thread that is left behind where no answer comes in time."""
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(job())
+            except BaseException as e:  # noqa: BLE001  raised by the one who waits
+                answer.set_exception(e)
+
+        try:
+            threading.Thread(target=work, name="creel-gs", daemon=True).start()
+        except RuntimeError:  # no thread available
+            return job()
+        late_s = self._deadline_s + nbytes / _SLOWEST_BPS
+        if not wait([answer], late_s).done:
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {late_s:g} s")
+        return answer.result()
+
+
+def _version_of(info: Any) -> int:
+    """Version from time and size; Google takes one write of an object per second."""
+    if info.mtime_ns is None:
+        return version.UNKNOWN
+    return version.of_tag(f"{info.mtime_ns} {info.size}")
 
 
 def _tag(headers: Mapping[str, str], size: int | None) -> str:
@@ -201,7 +297,7 @@ def _tag(headers: Mapping[str, str], size: int | None) -> str:
 # --- http -------------------------------------------------------------------------------------
 
 
-class HttpStore:
+class _HttpStore:
     """http(s): one request per object, in fsspec's session, so that its settings apply.
 
     An object that is a whole file is requested whole, so that a file that grew is noticed; others
@@ -212,18 +308,20 @@ class HttpStore:
         self._fs, _ = fsspec_of(uri, deadline_s)
         self._deadline_s = deadline_s
 
-    def read(self, place: Place, offset: int, length: int) -> bytes:
+    def read(
+        self, place: Place, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
         """See Store."""
-        return self._get(place, offset, length)[0]
-
-    def whole(self, uri: str) -> tuple[bytes, int]:
-        """See Store."""
-        return self._get(Place(uri), 0, UNKNOWN)
+        del versioned  # an answer has it
+        if length == 0 and not place.whole:
+            return b"", version.UNKNOWN
+        found: tuple[bytes, int] = self._do(self._request, place, offset, length)
+        return found
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
         for run in runs:
-            data, found = self._get(place, run.offset, run.length)
+            data, found = self.read(place, run.offset, run.length)
             _copy(memoryview(data), run.buffers)
             yield Filled(1, found)
 
@@ -249,12 +347,6 @@ class HttpStore:
         from fsspec.asyn import sync
 
         return sync(self._fs.loop, job, *args)
-
-    def _get(self, place: Place, offset: int, length: int) -> tuple[bytes, int]:
-        if length == 0 and not place.whole:
-            return b"", version.UNKNOWN
-        found: tuple[bytes, int] = self._do(self._request, place, offset, length)
-        return found
 
     async def _request(self, place: Place, offset: int, length: int) -> tuple[bytes, int]:
         part = length != UNKNOWN and not place.whole
@@ -282,8 +374,8 @@ class HttpStore:
         data: bytes = await asyncio.wait_for(r.read(), late_s)
         return data
 
-    def nbytes(self, uri: str) -> int | None:
-        """Bytes of a file; None where the server does not say."""
+    def size(self, uri: str) -> int | None:
+        """See Store. fsspec's own reports every failure as a missing file."""
 
         async def ask() -> int | None:
             size = await self._ask(uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None)
@@ -291,6 +383,13 @@ class HttpStore:
 
         found: int | None = self._do(ask)
         return found
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store."""
+        for name, size in _found(self._fs, root, on_error=_unless_missing):
+            # A web page links to more than the folder's files: to other sort orders.
+            if not {"?", "#"} & set(name):
+                yield unquote(name), size
 
     async def _version(self, uri: str) -> int:
         headers, size = await self._ask(uri, lambda r: r.status in _NO_HEAD)
@@ -365,6 +464,21 @@ def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
     return found
 
 
+def _found(system: Any, root: str, **options: Any) -> Iterator[tuple[str, int]]:
+    """Yield the name below `root`, and the size or UNKNOWN, of each file fsspec finds."""
+    base = system._strip_protocol(root).rstrip("/") + "/"  # noqa: SLF001  as url_to_fs does
+    for name, info in system.find(base, detail=True, **options).items():
+        size = info.get("size")
+        if name.startswith(base) and name != base:
+            yield name[len(base) :], UNKNOWN if size is None else int(size)
+
+
+def _unless_missing(error: Exception) -> None:
+    """Raise unless the folder is missing; fsspec would skip it whatever the reason."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 class _FsspecStore:
     """Any other fsspec file system: one request per object, and one for its version."""
 
@@ -372,8 +486,14 @@ class _FsspecStore:
         self._fs, _ = fsspec_of(uri, deadline_s)
         self._deadline_s = deadline_s
 
-    def read(self, place: Place, offset: int, length: int) -> bytes:
+    def read(
+        self, place: Place, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
         """See Store."""
+        found = self._ask(place.uri) if versioned else version.UNKNOWN
+        return self._read(place, offset, length), found
+
+    def _read(self, place: Place, offset: int, length: int) -> bytes:
         if length == 0 and not place.whole:
             return b""
         if length == UNKNOWN:
@@ -388,21 +508,25 @@ class _FsspecStore:
             raise too_short(place.uri, length, len(data))
         return data
 
-    def whole(self, uri: str) -> tuple[bytes, int]:
-        """See Store."""
-        found = self._ask(uri)
-        return self.read(Place(uri), 0, UNKNOWN), found
-
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
         found = self._ask(place.uri)
         for run in runs:
-            _copy(memoryview(self.read(place, run.offset, run.length)), run.buffers)
+            _copy(memoryview(self._read(place, run.offset, run.length)), run.buffers)
             yield Filled(1, found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         """See Store."""
         return _each(self._ask, uris)
+
+    def size(self, uri: str) -> int | None:
+        """See Store."""
+        size = self._do("info", uri).get("size")
+        return None if size is None else int(size)
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store."""
+        return _found(self._fs, root)
 
     def _ask(self, uri: str) -> int:
         self._fs.invalidate_cache(self._fs._parent(uri))  # noqa: SLF001  it may be outdated

@@ -1,18 +1,19 @@
-"""RetryPolicy: which storage errors are transient, and retrying them."""
+"""Retries: which storage errors may pass, doing a read again, and errors in one form."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import random
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from creel.errors import SourceError, SourceNotFoundError
+from creel.policies.retry import pause_s
+from creel.settings import FetchSettings
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ _NEWLINES = re.compile(r"\\+n")
 _ESCAPED = re.compile(r"(?:\\+(?:x[0-9a-f]{2}|u[0-9a-f]{4}))+")
 _MOST_TEXT = 300
 
+_random = random.Random()  # noqa: S311  its own: a person's generator must not move
 _told: dict[str, float] = {}  # time of the last log line about each storage
 
 
@@ -130,69 +132,45 @@ def _reason(error: Exception) -> tuple[int, str]:
     return number, getattr(error, "strerror", None) or text or type(error).__name__
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
-    """How failed reads are retried: for `deadline_s` in all, with pauses that double."""
+def retried(
+    settings: FetchSettings,
+    job: Callable[[], T],
+    uri: str,
+    *,
+    error: Exception | None = None,
+    began: float | None = None,
+    again: Callable[[], None] = lambda: None,
+) -> T:
+    """Do `job`, and again after errors that may pass: the one place where storage is retried.
 
-    attempts: int = 6
-    deadline_s: float = 30.0
-    backoff_s: float = 0.1
-    backoff_max_s: float = 5.0
+    Args:
+        uri: what is read, for the log.
+        error, began: of a first attempt that failed before, and when it began (`time.monotonic`).
+        again: called before each further attempt.
 
-    def pauses(self, began: float) -> Iterator[float]:
-        """Yield seconds to wait before each further attempt, until attempts or time are used up.
-
-        began: time of the first attempt, by `time.monotonic`.
-        """
-        end, pause_s = began + self.deadline_s, self.backoff_s
-        for _ in range(self.attempts - 1):
-            if time.monotonic() + pause_s > end:
-                return
-            yield pause_s
-            pause_s = min(2 * pause_s, self.backoff_max_s)
-
-    def again(self, job: Callable[[], T], error: Exception, uri: str, began: float) -> T:
-        """Retry `job`, whose first attempt ended in `error`.
-
-        began: time of the first attempt, by `time.monotonic`.
-
-        Raises:
-            Exception: that of the last attempt; `error` itself where a retry is pointless.
-        """
-        left_s = began + self.deadline_s - time.monotonic()
-        if self.attempts <= 1 or left_s <= 0 or not transient(error):
-            raise error
-        _tell(error, uri, self.deadline_s)
-
-        def once_more() -> T:
-            return job()
-
-        retried: Callable[[], T] = _retry()(
-            on=transient,
-            attempts=self.attempts - 1,
-            timeout=left_s,
-            wait_initial=self.backoff_s,
-            wait_max=self.backoff_max_s,
-            wait_jitter=self.backoff_s,
-        )(once_more)
-        return retried()
-
-
-@cache
-def _retry() -> Callable[..., Any]:
-    """stamina's retry; its default hook would log each attempt, which we log ourselves.
-
-    Hooks belong to the whole process, that is to the training script, so they are left alone; a
-    user's own hook sees our retries under their name.
+    Raises:
+        Exception: that of the last attempt.
     """
-    from stamina import retry
-
-    logging.getLogger("stamina").addFilter(_not_ours)
-    return retry
-
-
-def _not_ours(record: logging.LogRecord) -> bool:
-    return not str(getattr(record, "stamina.callable", "")).startswith(__name__)
+    began = time.monotonic() if began is None else began
+    tries = 0
+    try:
+        while True:
+            if error is None:
+                try:
+                    return job()
+                except Exception as e:  # noqa: BLE001  stores raise what they like
+                    error = e
+            tries += 1
+            elapsed_s = time.monotonic() - began
+            pause = pause_s(settings, tries, elapsed_s, _random.random())
+            if pause is None or not transient(error):
+                raise error
+            _tell(error, uri, settings.deadline_s)
+            time.sleep(pause)
+            again()
+            error = None
+    finally:
+        del error  # it refers to this frame by its traceback
 
 
 def _tell(error: Exception, uri: str, deadline_s: float) -> None:

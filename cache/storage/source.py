@@ -14,8 +14,8 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
 from creel.cache.storage.remote import open_store
-from creel.cache.storage.retry import RetryPolicy, source_error, transient
+from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import Filled, LocalStore, Place, Run, Store, TornError
 from creel.errors import SourceError
+from creel.settings import FetchSettings
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class Source:
 
     Args:
         manifest: the objects.
-        retry: how transient errors are retried.
+        settings: attempts, pauses and deadlines.
         files: most descriptors kept open (only of files that hold several objects).
         relative: whether paths may be relative to the working directory (never in a daemon, whose
             working directory is not the client's).
@@ -124,24 +125,19 @@ class Source:
     def __init__(
         self,
         manifest: Manifest,
-        retry: RetryPolicy | None = None,
+        settings: FetchSettings | None = None,
         *,
         files: int = 64,
         relative: bool = True,
     ) -> None:
         self.manifest = manifest
         self.counters = Counters()
-        self._retry = retry or RetryPolicy()
+        self._settings = settings or FetchSettings()
         self._relative = relative
         self._local = LocalStore(files)
         self._remote: dict[tuple[int, str, str], Store] = {}
         self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
-
-    @classmethod
-    def open(cls, manifest: Manifest) -> Source:
-        """Return a source with default settings; nothing is opened until the first read."""
-        return cls(manifest)
 
     def close(self) -> None:
         """Close kept descriptors. A later read opens files again."""
@@ -157,7 +153,7 @@ class Source:
         (offset,), (length,) = (a.tolist() for a in self.manifest.ranges(ids))
         place = self._place(int(self.manifest.rows(ids)[0]))
         start = time.perf_counter()
-        data = self._patiently(place, lambda store: store.read(place, offset, length))
+        data = self._patiently(place, lambda store: store.read(place, offset, length))[0]
         self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
         return data
 
@@ -175,27 +171,29 @@ class Source:
         """
         found = np.full(len(files), version.MISSING, np.int64)
         uris = self.manifest.addresses(self.manifest.file_rows[:-1][files])
-        began = time.monotonic()
-        left = self._ask(uris, np.arange(len(files)), found)
-        for pause_s in self._retry.pauses(began):
-            if not len(left):
-                break
-            self.counters.count_retry()
-            time.sleep(pause_s)
-            left = self._ask(uris, left, found)
+        left = list(range(len(files)))
+
+        def ask() -> None:
+            if failed := self._ask(uris, left, found):
+                left[:] = failed
+                raise next(iter(failed.values()))
+
+        if uris:
+            with suppress(Exception):  # what failed is MISSING
+                retried(self._settings, ask, uris[0], again=self.counters.count_retry)
         return found
 
     def _ask(
-        self, uris: list[str], which: NDArray[np.intp], found: NDArray[np.int64]
-    ) -> NDArray[np.intp]:
-        """Enter the versions of some addresses; return those worth a retry."""
+        self, uris: list[str], which: list[int], found: NDArray[np.int64]
+    ) -> dict[int, Exception]:
+        """Enter the versions of some addresses; return the errors of those worth a retry."""
         stores: dict[Store | None, list[int]] = defaultdict(list)
         if not self.manifest.remote.any():
-            stores[self._local] = which.tolist()
+            stores[self._local] = which
         else:
-            for i in which.tolist():
+            for i in which:
                 stores[self._store_or_none(uris[i])].append(i)
-        again: list[int] = []
+        failed: dict[int, Exception] = {}
         for store, members in stores.items():
             if store is None:
                 continue
@@ -203,8 +201,8 @@ class Source:
                 if not isinstance(told, Exception):
                     found[i] = told
                 elif transient(told):
-                    again.append(i)
-        return np.array(again, np.intp)
+                    failed[i] = told
+        return failed
 
     def _versions(
         self, store: Store, uris: list[str], members: list[int]
@@ -240,7 +238,7 @@ class Source:
         return found
 
     def _whole_of(self, place: Place) -> tuple[bytes, int]:
-        return self._patiently(place, lambda store: store.whole(place.uri))
+        return self._patiently(place, lambda store: store.read(place, 0, UNKNOWN, versioned=True))
 
     def read_into(
         self, ids: NDArray[np.integer], length: NDArray[np.int64], buffer: memoryview
@@ -401,7 +399,7 @@ class Source:
         place: Place,
         job: Callable[[Store], T],
         error: Exception | None = None,
-        began: float = 0.0,
+        began: float | None = None,
     ) -> T:
         """Do `job`, with retries after transient errors.
 
@@ -411,22 +409,18 @@ class Source:
             SourceError: and no other error; it was counted.
         """
         try:
-            if error is None:
-                began = time.monotonic()
-                try:
-                    return job(self._store(place.uri))
-                except Exception as e:  # noqa: BLE001  stores raise what they like
-                    error = e
-            again = partial(self._once_more, place, job)
-            return self._retry.again(again, error, place.uri, began)
+            return retried(
+                self._settings,
+                lambda: job(self._store(place.uri)),
+                place.uri,
+                error=error,
+                began=began,
+                again=self.counters.count_retry,
+            )
         except Exception as e:
             told = source_error(e, place.uri)
             self.counters.count_error(told)
             raise told from e
-
-    def _once_more(self, place: Place, job: Callable[[Store], T]) -> T:
-        self.counters.count_retry()
-        return job(self._store(place.uri))
 
     def _store(self, uri: str) -> Store:
         if not is_remote(uri):
@@ -437,7 +431,7 @@ class Source:
         key = (os.getpid(), scheme, rest.partition("/")[0])
         with self._lock:
             if key not in self._remote:
-                self._remote[key] = open_store(uri, self._retry.deadline_s)
+                self._remote[key] = open_store(uri, self._settings.deadline_s)
             return self._remote[key]
 
     def _check_path(self, path: str) -> None:

@@ -54,17 +54,26 @@ class Filled(NamedTuple):
 class Store(Protocol):
     """One kind of storage."""
 
-    def read(self, place: Place, offset: int, length: int) -> bytes:
-        """Return `length` bytes from `offset` on; UNKNOWN: the whole object."""
+    def read(
+        self, place: Place, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        """Return `length` bytes from `offset` on (UNKNOWN: the whole object), and their version.
 
-    def whole(self, uri: str) -> tuple[bytes, int]:
-        """Return all bytes of an object of any length, and their version."""
+        versioned: whether the version is needed, which may cost a request; else it may be UNKNOWN,
+        and a file that is written to meanwhile is read as the user's own code would.
+        """
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         """Fill the buffers of one run after the other."""
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         """Return the current version of each address, or the exception instead."""
+
+    def size(self, uri: str) -> int | None:
+        """Return the bytes of a file; None where the storage does not say."""
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """Yield the name below `root`, and the size or UNKNOWN, of each file there."""
 
 
 def too_short(uri: str, length: int, got: int) -> SourceError:
@@ -115,6 +124,20 @@ def _everything(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
         os.close(fd)
 
 
+def _undisturbed(uri: str) -> tuple[bytes, int]:
+    """All bytes of a file and their version.
+
+    Raises:
+        OSError: it cannot be read, or is repeatedly written to.
+    """
+    for _ in range(_TRIES):
+        now = time.time_ns()
+        data, before, after = _everything(path_of(uri))
+        if not version.torn(before, after):
+            return data, version.of_stat(before, now)
+    raise SourceError(errno.EBUSY, "is written to while it is read", uri)
+
+
 class LocalStore:
     """Files by path; keeps at most `files` descriptors open.
 
@@ -128,10 +151,15 @@ class LocalStore:
         """Close kept descriptors."""
         self._kept.close()
 
-    def read(self, place: Place, offset: int, length: int) -> bytes:
-        """See Store. Reads as the user's own code would: also while the file is written to."""
+    def read(
+        self, place: Place, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        """See Store."""
+        if length == UNKNOWN and versioned:
+            return _undisturbed(place.uri)
         if length == UNKNOWN:
-            return _everything(path_of(place.uri))[0]
+            return _everything(path_of(place.uri))[0], version.UNKNOWN
+        now = time.time_ns()
         with self._kept.open(path_of(place.uri), keep=place.keep) as file:
             _check_size(place, file.status.st_size, length)
             data = os.pread(file.fd, length, offset)
@@ -140,20 +168,7 @@ class LocalStore:
                 if not more:
                     raise too_short(place.uri, length, len(data))
                 data += more
-        return data
-
-    def whole(self, uri: str) -> tuple[bytes, int]:
-        """See Store.
-
-        Raises:
-            OSError: it cannot be read, or is repeatedly written to.
-        """
-        for _ in range(_TRIES):
-            now = time.time_ns()
-            data, before, after = _everything(path_of(uri))
-            if not version.torn(before, after):
-                return data, version.of_stat(before, now)
-        raise SourceError(errno.EBUSY, "is written to while it is read", uri)
+            return data, version.of_stat(file.status, now) if versioned else version.UNKNOWN
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
@@ -216,6 +231,22 @@ class LocalStore:
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
         """See Store."""
         return [_version(uri) for uri in uris]
+
+    def size(self, uri: str) -> int | None:
+        """See Store."""
+        return os.stat(path_of(uri)).st_size  # noqa: PTH116  as `_version`
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store. One pass without a stat of any file, in the order of `sorted(os.walk(root))`.
+
+        Links are followed; unreadable folders are skipped, as by os.walk.
+        """
+        cut = len(root.rstrip("/")) + 1
+        for folder, _, files in sorted(os.walk(root, followlinks=True)):
+            inner = folder[cut:]
+            prefix = f"{inner}/" if inner else ""
+            for name in sorted(files):
+                yield prefix + name, UNKNOWN
 
 
 class TornError(OSError):

@@ -33,11 +33,10 @@ def answer(node: Node, ask: Command) -> dict[str, Any]:
 
 def told(node: Node) -> dict[str, Any]:
     """Return status and stats together."""
-    return {**_status(node, {}), **metrics.stats(node)}
+    return {**_status(node), **metrics.stats(node)}
 
 
-def _status(node: Node, args: Args) -> dict[str, Any]:
-    del args
+def _status(node: Node) -> dict[str, Any]:
     return {
         "name": node.config.daemon.name,
         "pid": os.getpid(),
@@ -52,30 +51,10 @@ def _status(node: Node, args: Args) -> dict[str, Any]:
     }
 
 
-def _stats(node: Node, args: Args) -> dict[str, Any]:
-    del args
-    return metrics.stats(node)
-
-
-def _datasets(node: Node, args: Args) -> dict[str, Any]:
-    del args
-    return {"datasets": metrics.datasets(node)}
-
-
-def _config(node: Node, args: Args) -> dict[str, Any]:
-    del args
-    return {"settings": node.config.flat(), "effective": node.effective.flat()}
-
-
-def _warm(node: Node, args: Args) -> dict[str, Any]:
+def _hand_on(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, Any]:
+    """Give the core an event about one dataset."""
     dataset = _named(node, args)
-    node.feed(Warm(dataset.key))
-    return metrics.dataset(node, dataset)
-
-
-def _drop(node: Node, args: Args) -> dict[str, Any]:
-    dataset = _named(node, args)
-    node.feed(Dropped(dataset.key))
+    node.feed(event(dataset.key))
     return metrics.dataset(node, dataset)
 
 
@@ -96,11 +75,14 @@ def _named(node: Node, args: Args) -> DatasetRecord:
 
 
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
-    "status": _status,
-    "stats": _stats,
-    "datasets": _datasets,
-    "config": _config,
-    "warm": _warm,
-    "drop": _drop,
+    "status": lambda node, _: _status(node),
+    "stats": lambda node, _: metrics.stats(node),
+    "datasets": lambda node, _: {"datasets": metrics.datasets(node)},
+    "config": lambda node, _: {
+        "settings": node.config.flat(),
+        "effective": node.effective.flat(),
+    },
+    "warm": lambda node, args: _hand_on(node, Warm, args),
+    "drop": lambda node, args: _hand_on(node, Dropped, args),
     "stop": _stop,
 }

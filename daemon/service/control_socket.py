@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from creel.cache.storage.manifest import Manifest
-from creel.daemon.service.handler import Answer, RequestHandler
 from creel.daemon.service.keepalive import KeepAlive
+from creel.daemon.service.node import Answer, Node
 from creel.daemon.service.registry import SessionRecord
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
@@ -65,15 +65,13 @@ class _Connection:
 class ControlSocket:
     """The listening socket and all its connections, served from one epoll."""
 
-    def __init__(
-        self, address: str, handler: RequestHandler, epoll: select.epoll, *, limit: int
-    ) -> None:
+    def __init__(self, address: str, node: Node, epoll: select.epoll, *, limit: int) -> None:
         """Bind and listen.
 
         Raises:
             OSError: EADDRINUSE when another daemon listens at this address.
         """
-        self._handler = handler
+        self._node = node
         self._epoll = epoll
         self._limit = limit
         self._uid = os.getuid()
@@ -207,7 +205,7 @@ class ControlSocket:
         connection.socket.close()
         if connection.role in {"trainer", "cli"}:
             del self._address_index[connection.token]
-            self._handler.left(connection.token)
+            self._node.left(connection.token)
 
     def _serve(self, connection: _Connection) -> None:
         fds: list[int] = []
@@ -254,14 +252,14 @@ class ControlSocket:
         elif not connection.role:
             raise MalformedError("who does not say hello first is not served")
         elif isinstance(request, Attach):
-            session = self._handler.session(connection.token, request.session)
+            session = self._node.registry.owned(connection.token, request.session)
             self._send(connection, _opened(session))
         elif connection.role == "worker":
             raise UnavailableError(f"a {connection.role} may not ask for that")
         elif isinstance(request, Register):
             self._register(connection, request, fds)
         elif isinstance(request, Open):
-            self._send(connection, _opened(self._handler.open(connection.token, request)))
+            self._send(connection, _opened(self._node.open(connection.token, request)))
         elif isinstance(request, Close):
             self._close(connection, request)
 
@@ -285,19 +283,19 @@ class ControlSocket:
         connection.role = hello.role
         if fds:
             self.patrons.take(fds.pop())
-        welcome, arena = self._handler.welcome(connection.token)
+        welcome, arena = self._node.welcome(connection.token)
         self._send(connection, Answer(welcome, (arena,)))
 
     def _close(self, connection: _Connection, request: Close) -> None:
         with contextlib.suppress(UnavailableError):  # a session may have ended by itself
-            self._handler.close_session(self._handler.session(connection.token, request.session))
+            self._node.close_session(self._node.registry.owned(connection.token, request.session))
 
     def _register(self, connection: _Connection, request: Register, fds: list[int]) -> None:
         if len(fds) != 1:
             raise MalformedError(f"a manifest comes in one descriptor, not {len(fds)}")
         if not 0 < request.nbytes <= _MAX_MANIFEST:
             raise MalformedError(f"a manifest of {request.nbytes} bytes")
-        self._handler.afford(request.nbytes, "a manifest")
+        self._node.quota.check(request.nbytes, "a manifest")
         fd = fds.pop()  # `read_manifest` closes it
         connection.busy = True
         self._epoll.modify(connection.socket.fileno(), select.EPOLLRDHUP)
@@ -309,7 +307,7 @@ class ControlSocket:
                 self._epoll.modify(connection.socket.fileno(), events)
                 self._send(connection, answer)
 
-        self._handler.register(connection.token, lambda: read_manifest(fd, request.nbytes), reply)
+        self._node.register(connection.token, lambda: read_manifest(fd, request.nbytes), reply)
 
 
 def _whole(body: bytes, flags: int) -> Any:

@@ -116,10 +116,6 @@ class Fetcher:
             lane.close()
             self._room.give(len(lane.threads) - 1)
 
-    def source(self, dataset: str) -> Source:
-        """Return the source of a dataset."""
-        return self._lanes[dataset].source
-
     def object_ns(self, dataset: str) -> int:
         """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
         return self._lanes[dataset].object_ns

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,24 +24,21 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.offsets import Offsets
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.retry import RetryPolicy
 from creel.cache.storage.source import Source
 from creel.config import Config, memory_budget
 from creel.daemon.core import events as mind
 from creel.daemon.core.core import Core
 from creel.daemon.reporting import metrics
-from creel.daemon.service import commands
 from creel.daemon.service.fetcher import Fetcher
-from creel.daemon.service.handler import Answer
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registrar import Registrar
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
 from creel.errors import CreelError, UnavailableError
 from creel.messages import (
     PROTOCOL,
-    Command,
     Extend,
     Open,
+    Opened,
     Ready,
     Refused,
     Registered,
@@ -59,8 +57,16 @@ BEAT_S = 0.08  # clients give up on a heartbeat older than 2 s
 _KEPT_FILES = 128
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An answer over the control socket: a message and descriptors, which the sender keeps open."""
+
+    message: Welcome | Registered | Opened | Refused
+    fds: tuple[int, ...] = ()
+
+
 class Node:
-    """Implements `handler.RequestHandler`.
+    """What the control and request sockets call; refusals are UnavailableError or ConfigError.
 
     Args:
         config: all settings.
@@ -313,9 +319,7 @@ class Node:
 
     def _prepare(self, manifest: Manifest) -> DatasetRecord:
         """Do all work proportional to the number of objects; in the registrar's thread."""
-        fetch = self.config.fetch
-        retry = RetryPolicy(fetch.attempts, fetch.deadline_s, fetch.backoff_s, fetch.backoff_max_s)
-        source = Source(manifest, retry, files=_KEPT_FILES, relative=False)
+        source = Source(manifest, self.config.fetch, files=_KEPT_FILES, relative=False)
         return DatasetRecord.create(manifest, source, self.arena.nbytes)
 
     def _enter(self, token: str, dataset: DatasetRecord) -> Answer:
@@ -366,10 +370,6 @@ class Node:
         if self.state == "draining":
             raise UnavailableError("this daemon is about to end: the next one will serve you")
 
-    def session(self, token: str, session_id: int) -> SessionRecord:
-        """Return a session that this token owns, or raise UnavailableError."""
-        return self.registry.owned(token, session_id)
-
     def close_session(self, session: SessionRecord) -> None:
         """Close a session; the core takes back all it had pinned."""
         self.ranks.closes(session)
@@ -408,10 +408,6 @@ class Node:
             self.fetcher.remove(dataset.key)
             self.registry.forget(dataset)
 
-    def afford(self, nbytes: int, what: str) -> None:
-        """Call `Quota.check`."""
-        self.quota.check(nbytes, what)
-
     def extended(self, session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]) -> None:
         """Append to a session's plan.
 
@@ -440,10 +436,6 @@ class Node:
     def _pid(self, session: SessionRecord) -> int:
         return self.pids().get(session.token, 0)
 
-    def begun(self, session: SessionRecord, epoch: int) -> None:
-        """Begin an epoch of a session."""
-        self.feed(mind.EpochBegan(session.id, epoch))
-
     def truncated(self, session: SessionRecord, step: int) -> None:
         """Truncate a session's plan."""
         session.truncate(step)
@@ -457,14 +449,6 @@ class Node:
         moved = session.progress()
         if moved is not None:
             self.feed(mind.Progressed(session.id, *moved))
-
-    def answer(self, ask: Command) -> dict[str, Any]:
-        """Return the answer to a command of the CLI (docs/cli.md has the schema)."""
-        return commands.answer(self, ask)
-
-    def told(self) -> dict[str, Any]:
-        """Return status and stats together."""
-        return commands.told(self)
 
     # --- memory -------------------------------------------------------------------------------
 

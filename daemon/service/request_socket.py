@@ -18,8 +18,10 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from creel.daemon.core.events import EpochBegan
+from creel.daemon.service import commands
 from creel.daemon.service.control_socket import ControlSocket
-from creel.daemon.service.handler import RequestHandler
+from creel.daemon.service.node import Node
 from creel.daemon.service.registry import SessionRecord
 from creel.errors import ConfigError, MalformedError, UnavailableError
 from creel.messages import (
@@ -49,9 +51,9 @@ class RequestSocket:
     """The ROUTER socket."""
 
     def __init__(
-        self, handler: RequestHandler, control_socket: ControlSocket, context: zmq.Context[Any]
+        self, node: Node, control_socket: ControlSocket, context: zmq.Context[Any]
     ) -> None:
-        self._handler = handler
+        self._node = node
         self._control_socket = control_socket
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -117,19 +119,19 @@ class RequestSocket:
             self._ask(who, message)
             return
         try:
-            session = self._handler.session(message.token, message.session)
+            session = self._node.registry.owned(message.token, message.session)
         except UnavailableError as e:
             if isinstance(message, Wait):
                 self.send(who, Failed(message.call, str(e)))
             return  # the session may have ended meanwhile
         if isinstance(message, Extend):
-            self._handler.extended(session, message, _checked(session, message, arrays))
+            self._node.extended(session, message, _checked(session, message, arrays))
         elif isinstance(message, Begin):
-            self._handler.begun(session, message.epoch)
+            self._node.feed(EpochBegan(session.id, message.epoch))
         elif isinstance(message, Truncate):
             if not session.done <= message.step <= session.steps:
                 raise MalformedError(f"truncate at {message.step} of {session.steps} steps")
-            self._handler.truncated(session, message.step)
+            self._node.truncated(session, message.step)
         elif isinstance(message, Wait):
             self._wait(who, session, message)
 
@@ -139,11 +141,11 @@ class RequestSocket:
         if not session.wait(who, message.call, message.step):
             self.send(who, Failed(message.call, "too many wait for this session"))
         else:
-            self._handler.waiting(session)
+            self._node.waiting(session)
 
     def _ask(self, who: bytes, message: Command) -> None:
         try:
-            self.send(who, CommandReply(message.call, self._handler.answer(message)))
+            self.send(who, CommandReply(message.call, commands.answer(self._node, message)))
         except (ConfigError, UnavailableError) as e:
             self.send(who, Failed(message.call, str(e)))
 

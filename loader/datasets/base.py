@@ -20,7 +20,7 @@ from creel.cache.storage.retry import public
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError, SourceError
 from creel.loader.reading.lease import foreign, take, take_address
-from creel.loader.reading.storage import retry
+from creel.loader.reading.storage import settings
 
 #: A sample is whatever the user's transform returns.
 Sample: TypeAlias = Any
@@ -172,7 +172,7 @@ class CreelDataset(Dataset[Sample]):
     def _source(self) -> Source:
         # Opened per process: descriptors and clients are not shared with a forked worker.
         if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = os.getpid(), Source(self.manifest, retry())
+            self._opened = os.getpid(), Source(self.manifest, settings())
         return self._opened[1]
 
     def raw(self) -> Raw | None:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.remote import ARROW, HttpStore, arrow_of, fsspec_of, open_store
-from creel.cache.storage.retry import RetryPolicy, public, source_error
-from creel.cache.storage.stores import Place, Store, read_file
+from creel.cache.storage.remote import ARROW, open_store
+from creel.cache.storage.retry import public, retried, source_error
+from creel.cache.storage.stores import LocalStore, Place, Store, read_file
 from creel.config import Config
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.settings import FetchSettings
@@ -150,9 +149,8 @@ def nbytes_of(address: str) -> int:
         if not path.is_file():
             raise NotFoundError(f"there is no file {address}")
         return path.stat().st_size
-    ask = _arrow_nbytes if scheme in ARROW else _fsspec_nbytes
     with _plainly(address):
-        size = _patiently(address, lambda: ask(address))
+        size = _patiently(address, lambda store: store.size(address))
     if size is None:
         raise ConfigError(f"the storage does not tell the size of {public(address)}")
     return size
@@ -179,55 +177,26 @@ def _plainly(address: str) -> Iterator[None]:
 def _store(address: str) -> Store:
     # By process id: clients of object stores own threads and do not survive a fork.
     key = (os.getpid(), scheme_of(address), urlsplit(address).netloc)
-    deadline_s = retry().deadline_s  # before the lock, which retry() may take itself
+    deadline_s = settings().deadline_s  # before the lock, which settings() may take itself
     with _lock:
         if key not in _stores:
-            _stores[key] = open_store(address, deadline_s)
+            try:
+                _stores[key] = open_store(address, deadline_s)
+            except (ImportError, ValueError, SourceError) as e:  # fsspec, or a part of it
+                raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
         return _stores[key]
 
 
-def _patiently(address: str, job: Callable[[], R]) -> R:
-    began = time.monotonic()
-    try:
-        return job()
-    except Exception as e:  # noqa: BLE001  stores may raise anything
-        return retry().again(job, e, address, began)
+def _patiently(address: str, job: Callable[[Store], R]) -> R:
+    return retried(settings(), lambda: job(_store(address)), address)
 
 
 def _read(address: str, offset: int, length: int) -> bytes:
     place = Place(address)
     try:
-        return _patiently(address, lambda: _store(address).read(place, offset, length))
+        return _patiently(address, lambda store: store.read(place, offset, length))[0]
     except Exception as e:
         raise source_error(e, address) from e
-
-
-def _arrow_nbytes(address: str) -> int | None:
-    from pyarrow import fs
-
-    system, path = arrow_of(address, retry().deadline_s)
-    info = system.get_file_info(path)
-    if info.type is fs.FileType.NotFound:
-        raise FileNotFoundError(errno.ENOENT, "not found", address)
-    return None if info.size is None else int(info.size)
-
-
-def _fsspec_nbytes(address: str) -> int | None:
-    store = _store(address)
-    if isinstance(store, HttpStore):  # fsspec reports every failure as a missing file
-        return store.nbytes(address)
-    system, path = _fsspec(address)
-    size = system.info(path).get("size")
-    return None if size is None else int(size)
-
-
-def _fsspec(address: str) -> tuple[Any, str]:  # fsspec has no types
-    try:
-        return fsspec_of(address, retry().deadline_s)
-    except SourceError as e:
-        raise ConfigError(f"{public(address)} needs fsspec: pip install 'creel[http]'") from e
-    except (ImportError, ValueError) as e:
-        raise ConfigError(f"{public(address)} cannot be opened: {e}") from e
 
 
 # --- retries and deadlines --------------------------------------------------------------------
@@ -244,15 +213,14 @@ def use(settings: FetchSettings) -> None:
             _stores.clear()
 
 
-def retry() -> RetryPolicy:
-    """The retry policy of the settings in use: a loader's, else from environment and files."""
+def settings() -> FetchSettings:
+    """The settings in use: a loader's, else from environment and files."""
     if _settings is None:
         try:
             use(Config.load()[0].fetch)
         except ConfigError:  # the loader reports it; `creel.read` uses the defaults
             use(FetchSettings())
-    told = _settings or FetchSettings()
-    return RetryPolicy(told.attempts, told.deadline_s, told.backoff_s, told.backoff_max_s)
+    return _settings or FetchSettings()
 
 
 # --- listings ---------------------------------------------------------------------------------
@@ -270,17 +238,8 @@ class Listing:
 
 
 def walk(root: str) -> Listing:
-    """Every file below a local folder, following links, in the order of `sorted(os.walk(root))`.
-
-    One pass without a stat of any file. Unreadable folders are skipped, as by os.walk.
-    """
-    names: list[str] = []
-    cut = len(root.rstrip("/")) + 1
-    for folder, _, files in sorted(os.walk(root, followlinks=True)):
-        inner = folder[cut:]
-        prefix = f"{inner}/" if inner else ""
-        names += [prefix + name for name in sorted(files)]
-    return Listing(names)
+    """Every file below a local folder, following links, in the order of `sorted(os.walk(root))`."""
+    return Listing([name for name, _ in LocalStore(0).list(root)])
 
 
 def list_remote(root: str) -> Listing:
@@ -291,10 +250,8 @@ def list_remote(root: str) -> Listing:
         ConfigError: the storage denies access.
         SourceError: the storage fails.
     """
-    scheme = scheme_of(root)
-    listed = _list_arrow if scheme in ARROW else _list_fsspec
     with _plainly(root):
-        return _patiently(root, lambda: in_walk_order(listed(root)))
+        return _patiently(root, lambda store: in_walk_order(store.list(root)))
 
 
 def in_walk_order(found: Iterable[tuple[str, int]]) -> Listing:
@@ -325,32 +282,3 @@ def unescape(root: str, name: str) -> str:
     ('hot dog/1#.png', '50%25.png')
     """
     return unquote(name) if scheme_of(root) in ARROW | {"http", "https"} else name
-
-
-def _list_arrow(root: str) -> Iterator[tuple[str, int]]:
-    from pyarrow import fs
-
-    system, base = arrow_of(root, retry().deadline_s)
-    cut = len(base.rstrip("/")) + 1
-    for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
-        if info.type is fs.FileType.File:
-            yield info.path[cut:], UNKNOWN if info.size is None else int(info.size)
-
-
-def _list_fsspec(root: str) -> Iterator[tuple[str, int]]:
-    system, base = _fsspec(root)
-    http = scheme_of(root) in {"http", "https"}
-    base = base.rstrip("/") + "/"
-    missing_only = {"on_error": _unless_missing} if http else {}
-    for name, info in system.find(base, detail=True, **missing_only).items():
-        size = info.get("size")
-        inner = name[len(base) :]
-        # A web page links to more than the folder's files: to parents, to other sort orders.
-        if inner and name.startswith(base) and not (http and {"?", "#"} & set(inner)):
-            yield unquote(inner) if http else inner, UNKNOWN if size is None else int(size)
-
-
-def _unless_missing(error: Exception) -> None:
-    """Raise unless the folder is missing; fsspec would skip it whatever the reason."""
-    if not isinstance(error, FileNotFoundError):
-        raise error

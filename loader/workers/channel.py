@@ -2,7 +2,8 @@
 
 There are no threads and no queues. A packet is one whole pickled message, with descriptors.
 Messages are small (payload lies in slots); a longer one is sent in a memfd, or in several packets
-if no memfd can be made. A full socket buffer cannot make two processes wait for each other: the
+if no memfd can be made. Where the receiver has no descriptor left (MSG_CTRUNC), a message of `put`
+is sent again without any. A full socket buffer cannot make two processes wait for each other: the
 trainer never blocks in `post`, and reads while it waits.
 """
 
@@ -18,7 +19,8 @@ import socket
 import threading
 from array import array
 from collections import ChainMap, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -29,6 +31,9 @@ _INLINE = 16 << 10
 #: of their own.
 _MAX_FDS = 253
 _PLAIN, _SPILLED, _AHEAD, _PIECE = b"p", b"s", b"a", b"c"
+#: _PLAIN and _SPILLED with descriptors, to be answered: all were received, or some were cut off.
+_PLAIN_TOLD, _SPILLED_TOLD = b"P", b"S"
+_WHOLE, _CUT = b"w", b"x"
 _Reduced: TypeAlias = "str | tuple[Any, ...]"
 
 
@@ -74,6 +79,9 @@ class Channel:
         self._backlog: deque[_Packet] = deque()
         self._ahead: list[int] = []  # descriptors received for the next message,
         self._pieces: list[bytes] = []  # and its first bytes
+        self._cut = False  # whether some of them were cut off
+        #: For each message that is not answered yet, what to send where descriptors were cut off.
+        self._unanswered: deque[Callable[[], tuple[object, ...]]] = deque()
         # Reentrant: a finaliser may call `post` while this thread is inside it.
         self._lock = threading.RLock()
 
@@ -120,8 +128,16 @@ class Channel:
                 packet.close()
             return True
 
-    def put(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> None:
+    def put(
+        self,
+        message: tuple[object, ...],
+        fds: Sequence[int] = (),
+        without: Callable[[], tuple[object, ...]] | None = None,
+    ) -> None:
         """Send, waiting for room without a limit (for workers; the trainer always reads).
+
+        without: makes the same message without descriptors; called in a later `get` where the
+            other end had none left for it.
 
         Raises:
             OSError: the other end is gone.
@@ -129,10 +145,20 @@ class Channel:
         """
         body, owned = _packed(message)
         try:
+            if without is not None and (owned or fds):
+                body = body[:1].upper() + body[1:]
+                self._unanswered.append(without)
             for piece, some in _packets(body, [*owned, *fds]):
                 _send(self._sock, piece, some)
         finally:
             _close(owned)
+
+    def _answered(self, answer: bytes) -> None:
+        """Handle the answer to the earliest message that has none."""
+        without = self._unanswered.popleft()
+        if answer == _CUT:
+            for piece, _ in _packets(_pickled(without()), []):
+                _send(self._sock, piece, [])
 
     def get(self, timeout_s: float | None = None) -> tuple[tuple[object, ...], list[int]] | None:
         """The next message and its descriptors, which the caller owns; None on timeout.
@@ -156,20 +182,39 @@ class Channel:
                 raise
             if not packet:
                 raise EOFError("the other end is gone")
-            if flags & socket.MSG_CTRUNC:
-                _close(fds)
-                raise OSError(errno.EMFILE, "Too many open files: raise the limit (ulimit -n)")
             self._ahead += fds
-            if packet[:1] == _PIECE:
+            self._cut |= bool(flags & socket.MSG_CTRUNC)
+            kind = packet[:1]
+            if kind in (_WHOLE, _CUT):
+                self._answered(kind)
+            elif kind == _PIECE:
                 self._pieces.append(packet[1:])
-            elif packet[:1] != _AHEAD:
+            elif kind != _AHEAD and self._received(kind):
                 return self._message(packet)
+
+    def _received(self, kind: bytes) -> bool:
+        """Answer a message, if it is to be answered; False where it is to come again.
+
+        Raises:
+            OSError: descriptors were cut off, and it will not come again.
+        """
+        cut, self._cut = self._cut, False
+        if cut:
+            _close(self._ahead)
+            self._ahead, self._pieces = [], []
+        if kind in (_PLAIN_TOLD, _SPILLED_TOLD):
+            with self._lock, suppress(OSError):  # the other end is gone: the next read says so
+                self._backlog.append(_Packet(_CUT if cut else _WHOLE, [], []))
+                self.flush()
+        elif cut:
+            raise OSError(errno.EMFILE, "Too many open files: raise the limit (ulimit -n)")
+        return not cut
 
     def _message(self, packet: bytes) -> tuple[tuple[object, ...], list[int]]:
         """The message that this packet, its last one, completes."""
         fds, self._ahead = self._ahead, []
         pieces, self._pieces = self._pieces, []
-        if packet[:1] == _SPILLED:
+        if packet[:1] in (_SPILLED, _SPILLED_TOLD):
             return _spilled(fds)
         body = b"".join([*pieces, packet[1:]]) if pieces else memoryview(packet)[1:]
         return pickle.loads(body), fds  # noqa: S301  from our own child or parent
@@ -204,18 +249,13 @@ def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
     if len(body) > _INLINE:  # no memfd could be made
         *pieces, last = [body[i : i + _INLINE] for i in range(1, len(body), _INLINE)]
         packets += [(_PIECE + piece, []) for piece in pieces]
-        body = _PLAIN + last
+        body = body[:1] + last
     return [*packets, (body, fds[cut:])]
 
 
 def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
     """The message as bytes, or a memfd with it, which the caller must close."""
-    sink = io.BytesIO()
-    pickler = pickle.Pickler(sink, 5)
-    pickler.dispatch_table = _REDUCERS
-    sink.write(_PLAIN)
-    pickler.dump(message)
-    body = sink.getvalue()
+    body = _pickled(message)
     if len(body) <= _INLINE:
         return body, []
     try:
@@ -232,6 +272,15 @@ def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
         os.close(fd)
         raise
     return _SPILLED, [fd]
+
+
+def _pickled(message: tuple[object, ...]) -> bytes:
+    sink = io.BytesIO()
+    pickler = pickle.Pickler(sink, 5)
+    pickler.dispatch_table = _REDUCERS
+    sink.write(_PLAIN)
+    pickler.dump(message)
+    return sink.getvalue()
 
 
 def _reduced(tensor: torch.Tensor) -> _Reduced:

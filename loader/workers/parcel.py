@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import mmap
 import os
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.utils.data import default_collate
 
-from creel.cache.memory.slots import SlotReader, SlotWriter
+from creel.cache.memory.slots import Slot, SlotReader, SlotWriter
 from creel.limits import may_keep
 from creel.loader.overlay import over
 from creel.loader.workers.transport import Packed, discard, pack, slot_collate, unpack
@@ -52,6 +53,17 @@ class Outbox:
         packed = pack(data, self._writer)
         unsent = self._writer.unsent()
         return Parcel(tuple((i, n) for i, _, n in unsent), packed), [fd for _, fd, _ in unsent]
+
+    def without_slots(self, data: object, lost: Parcel) -> Parcel:
+        """The parcel again, all in the message: the trainer got none of the new slots of `lost`."""
+        parcel = Parcel((), pack(data, _NoSlots()))
+        self.take_back([~number for number, _ in lost.new])
+        return parcel
+
+
+class _NoSlots(SlotWriter):
+    def take(self, nbytes: int) -> Slot:
+        raise OSError(errno.EMFILE, f"no descriptor for {nbytes} bytes")
 
 
 class Inbox:

@@ -324,13 +324,20 @@ class _Worker:
 
     def _send(self, tag: int, batch: int, data: object) -> None:
         try:
-            packed, fds = self._outbox.pack(data)
-            self._channel.put(("batch", tag, batch, packed, self._times()), fds)
+            self._put(tag, batch, data)
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001  e.g. a batch that cannot be pickled; torch would hang
-            packed, fds = self._outbox.pack(_portable(self._failure()))
-            self._channel.put(("batch", tag, batch, packed, self._times()), fds)
+            self._put(tag, batch, _portable(self._failure()))
+
+    def _put(self, tag: int, batch: int, data: object) -> None:
+        parcel, fds = self._outbox.pack(data)
+        times = self._times()
+
+        def without() -> tuple[object, ...]:
+            return ("batch", tag, batch, self._outbox.without_slots(data, parcel), times)
+
+        self._channel.put(("batch", tag, batch, parcel, times), fds, without)
 
 
 def _portable(failure: ExceptionWrapper) -> ExceptionWrapper:

@@ -11,9 +11,11 @@ Sizes are bytes and may be written "64GiB" or "100GB"; durations are seconds, or
 from __future__ import annotations
 
 import difflib
+import errno
 import logging
 import math
 import os
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -237,8 +239,10 @@ def _expanded(path: str) -> Path:
 
 def _is_file(path: Path) -> bool:
     try:
-        return path.is_file()
-    except (OSError, ValueError):  # inaccessible paths have no settings
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as e:  # inaccessible paths have no settings
+        return e.errno == errno.ELOOP  # a loop of links was found, and cannot be read
+    except ValueError:
         return False
 
 

@@ -111,7 +111,7 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
 def test_elsewhere_than_on_linux_it_can_be_imported() -> None:
     """Nothing at import needs what Windows lacks; torch and its like come first, as they do."""
     program = (
-        "import sys, os, mmap, torch.utils.data, pyarrow.fs, zmq, msgspec, stamina, xxhash, psutil;"
+        "import sys, os, mmap, torch.utils.data, pyarrow.fs, zmq, msgspec, xxhash, psutil;"
         "del os.register_at_fork, os.memfd_create, os.sched_getaffinity, os.fork, os.getuid;"
         "del mmap.MAP_SHARED, mmap.MAP_PRIVATE, mmap.PROT_READ, mmap.PROT_WRITE;"
         "sys.modules.update(fcntl=None, resource=None, termios=None);"

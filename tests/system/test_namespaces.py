@@ -23,7 +23,7 @@ from creel.addresses import elsewhere, second_address
 from creel.cli import doctor
 from creel.config import Config
 from creel.daemon.service.control_socket import ControlSocket
-from creel.daemon.service.handler import RequestHandler
+from creel.daemon.service.node import Node
 from creel.errors import NoDaemonError
 from creel.loader.client import embed
 from creel.loader.client.client import Client
@@ -112,7 +112,7 @@ def test_who_sees_other_files_is_refused_at_the_raw_address(
         address = resolve(daemon.name)
         code = f"""
 import socket, sys
-from creel.daemon.service.handler import RequestHandler
+from creel.daemon.service.node import Node
 from creel.daemon.service.control_socket import ControlSocket
 from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
@@ -282,7 +282,7 @@ def test_root_is_another_user_too() -> None:
     """A daemon reads with its user's rights, and for that user alone."""
     address = f"\0{unique_name()}"
     with select.epoll() as epoll:
-        control_socket = ControlSocket(address, cast("RequestHandler", None), epoll, limit=5)
+        control_socket = ControlSocket(address, cast("Node", None), epoll, limit=5)
         control_socket._uid = os.getuid() + 1  # the daemon is that user's; we are who calls
         with knock(address) as caller:
             caller.send(encode(Hello(PROTOCOL, "trainer", 1)))

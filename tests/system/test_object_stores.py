@@ -5,9 +5,12 @@ The clients are the real ones (pyarrow's), the servers `testbed/s3_server.py` an
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ from creel.cache.storage.version import MISSING
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader.client.client import Client
 from creel.loader.reading import storage
+from creel.settings import FetchSettings
+from kit import until
 from testbed.gcs_server import gcs
 from testbed.s3_server import S3, SECRET
 
@@ -183,6 +188,39 @@ def test_google_cloud_storage_tells_versions(three: Path, monkeypatch: pytest.Mo
             monkeypatch.setenv(name, value)
         root = "gs://anonymous@three"
         rewritten(three, Source(Manifest.of_files([*"012"], root=root, lengths=[11] * 3)))
+
+
+@pytest.mark.parametrize("silent", ["all", "media"])
+def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
+    three: Path, monkeypatch: pytest.MonkeyPatch, silent: str
+) -> None:
+    """Its client waits for an answer without end, however short its retries."""
+    settings = FetchSettings(attempts=3, deadline_s=2.0, backoff_s=0.001)
+    monkeypatch.setattr(storage, "_settings", settings)
+    monkeypatch.setattr(storage, "_stores", {})
+    root = "gs://anonymous@three"
+    with gcs(three.parent, silent) as env:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        source = Source(Manifest.of_files([*"012"], root=root, lengths=[11] * 3), settings)
+        start, buffer = time.monotonic(), memoryview(bytearray(11))
+        assert source.read_into(np.array([0]), np.array([11]), buffer).nbytes.tolist() == [-1]
+        with pytest.raises(SourceError) as failed:
+            source.read(1)
+        assert failed.value.errno == errno.ETIMEDOUT
+        with pytest.raises(SourceError, match="no answer"):
+            storage.read_all(f"{root}/2")
+        versions = source.versions(np.arange(3))
+        if silent == "all":
+            assert versions.tolist() == [MISSING] * 3
+            for ask in (storage.nbytes_of, storage.list_remote):
+                with pytest.raises(SourceError, match="no answer"):
+                    ask(f"{root}/0")
+        else:
+            assert (versions > 0).all()
+            assert storage.nbytes_of(f"{root}/0") == 11
+        assert time.monotonic() - start < 20 * settings.deadline_s
+    until(lambda: not any(t.name == "creel-gs" for t in threading.enumerate()), what="all ended")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A small Google Cloud Storage server on loopback, in a process of its own.
 
-    python gcs_server.py ROOT     says its port on standard output
+    python gcs_server.py ROOT [all|media]    says its port on standard output; never answers these
 
 What reading needs of the JSON API: an object's metadata, its bytes (with ranges), listings in
 pages, errors as JSON. Keys are the files below a folder, buckets its subfolders. Not in the tests'
@@ -13,8 +13,10 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -23,9 +25,12 @@ _PAGE = 50
 
 
 @contextmanager
-def gcs(root: Path) -> Iterator[dict[str, str]]:
-    """A server for the block; what a client's environment must say."""
-    command = [sys.executable, __file__, str(root)]
+def gcs(root: Path, silent: str = "") -> Iterator[dict[str, str]]:
+    """A server for the block; what a client's environment must say.
+
+    silent: what it accepts and never answers: "all", or "media", the bytes of objects.
+    """
+    command = [sys.executable, __file__, str(root), silent]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -39,6 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     root: Path
+    silent: str
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002  the base class's name
         pass
@@ -46,6 +52,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
         asked = {k: v[0] for k, v in parse_qs(parts.query).items()}
+        if self.silent == "all" or self.silent == asked.get("alt"):
+            threading.Event().wait()  # until the process ends
         found = re.fullmatch(r"/storage/v1/b/([^/]+)/o(?:/(.*))?", parts.path)
         if found is None or not (self.root / unquote(found[1])).is_dir():
             self._json({"error": {"code": 404, "message": "no such bucket"}}, 404)
@@ -96,20 +104,22 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _about(folder: Path, path: Path) -> dict[str, object]:
-    when = "2026-01-01T00:00:00Z"
+    written = path.stat().st_mtime_ns
+    when = f"{datetime.fromtimestamp(written // 10**9, timezone.utc):%Y-%m-%dT%H:%M:%S}"
+    when += f".{written % 10**9:09}Z"
     return {
         "kind": "storage#object",
         "name": str(path.relative_to(folder)),
         "bucket": folder.name,
         "size": str(path.stat().st_size),
-        "generation": str(path.stat().st_mtime_ns),
+        "generation": str(written),
         "timeCreated": when,
         "updated": when,
     }
 
 
 def main() -> None:
-    _Handler.root = Path(sys.argv[1])
+    _Handler.root, _Handler.silent = Path(sys.argv[1]), "".join(sys.argv[2:])
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     sys.stdout.write(f"{server.server_port}\n")

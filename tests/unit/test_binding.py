@@ -52,7 +52,7 @@ class Arena:
     def __init__(
         self, manifest: Manifest, ids: Sequence[int] | None = None, *, flip: int = 0
     ) -> None:
-        source = Source.open(manifest)
+        source = Source(manifest)
         self.table = Table(len(manifest))
         self.taken: list[int] = []
         self.lengths: dict[int, int] = {}
@@ -218,7 +218,7 @@ def test_a_leaf_met_twice_is_cached_once(tmp_path: Path) -> None:
 def test_the_manifest_is_all_leaves_in_order(tmp_path: Path) -> None:
     a, b = files(tmp_path, "a", 2), records(tmp_path, "b", 3)
     binding = bound(ConcatDataset([a, b]))
-    source = Source.open(binding.manifest)
+    source = Source(binding.manifest)
     ids, _ = binding.objects(np.arange(5))
     expected = [a.read(0), a.read(1), *(b.read(i) for i in range(3))]
     assert [source.read(int(i)) for i in ids] == expected
@@ -573,7 +573,7 @@ def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
     """A batch as the engine makes it: rows of bytes, then `collate`."""
     gather = binding.gather()
     assert gather is not None
-    source = Source.open(binding.manifest)
+    source = Source(binding.manifest)
     ids, counts = binding.objects(indices)
     assert (counts == 1).all()
     rows = np.empty((len(ids), gather.nbytes), np.uint8)

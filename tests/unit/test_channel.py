@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -60,6 +61,49 @@ def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
     got = theirs.get()
     assert got is not None
     os.close(got[1][0])
+    ours.close()
+    theirs.close()
+
+
+def all_descriptors() -> list[int]:
+    """Take every descriptor that is free."""
+    taken = []
+    with contextlib.suppress(OSError):
+        while True:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    return taken
+
+
+@pytest.mark.parametrize("nbytes, fds", [(1, 1), (1, 300), (5_000_000, 0), (100_000, 2)])
+def test_a_message_whose_descriptors_were_cut_off_comes_again_without(
+    limits: tuple[int, int], nbytes: int, fds: int
+) -> None:
+    ours, theirs = map(Channel, pair())
+    data = bytes(nbytes)
+
+    def put(name: str) -> None:
+        theirs.put((name, data), [0] * fds, lambda: (name, data, "again"))
+
+    put("whole")
+    got = ours.get(20)
+    assert got is not None
+    assert (got[0], len(got[1])) == (("whole", data), fds)
+    for fd in got[1]:
+        os.close(fd)
+    put("cut")
+    told: list[object] = []
+    worker = threading.Thread(target=lambda: told.append(theirs.get(20)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    taken = all_descriptors()
+    worker.start()
+    again = ours.get(20)
+    for fd in taken:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert again == (("cut", data, "again"), [])
+    ours.post(("end",))
+    worker.join()
+    assert told == [(("end",), [])]
     ours.close()
     theirs.close()
 

@@ -171,6 +171,17 @@ def test_a_file_that_was_found_and_cannot_be_read_is_left_out_and_told_once(
         load(home, CREEL_CONFIG=str(path))
 
 
+def test_a_loop_of_links_is_left_out_and_told(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = home / "project/creel.toml"
+    path.symlink_to("other.toml")
+    (home / "project/other.toml").symlink_to("creel.toml")
+    assert load(home)[0] == Config()
+    (said,) = caplog.messages
+    assert said == f"the settings in {path} are ignored: {os.strerror(errno.ELOOP)}"
+    with pytest.raises(ConfigError, match=os.strerror(errno.ELOOP)):
+        load(home, CREEL_CONFIG=str(path))
+
+
 def test_a_working_directory_that_is_gone_has_no_project_file(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

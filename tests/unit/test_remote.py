@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.retry import RetryPolicy
 from creel.cache.storage.source import Source
 from creel.cache.storage.version import MISSING, UNKNOWN
 from creel.errors import SourceError
+from creel.settings import FetchSettings
 from testbed.s3_server import S3
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.timeout(120)
-_QUICK = RetryPolicy(attempts=2, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
+_QUICK = FetchSettings(attempts=2, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
 
 #: Method and range of a request -> status, headers, body; the body's true length is told.
 Answer = tuple[int, dict[str, str], bytes]
@@ -281,7 +281,7 @@ def silent() -> Iterator[str]:
 
 
 def test_a_server_that_never_answers_is_given_up_in_time(silent: str) -> None:
-    impatient = RetryPolicy(attempts=8, deadline_s=0.2, backoff_s=0.001)
+    impatient = FetchSettings(attempts=8, deadline_s=0.2, backoff_s=0.001)
     source = Source(Manifest.of_files([silent], lengths=[5]), impatient)
     with pytest.raises(SourceError) as caught:
         source.read(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import random
 import socketserver
 import threading
 from collections.abc import Iterator, Sequence
@@ -13,20 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import stamina
 from numpy.typing import NDArray
-from stamina import instrumentation
 
 from creel.cache.storage import retry
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.retry import RetryPolicy, source_error, transient
+from creel.cache.storage.retry import source_error, transient
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import Filled, LocalStore, Place, Run
 from creel.errors import SourceError
+from creel.policies.retry import pause_s
+from creel.settings import FetchSettings
 from kit import descriptors
 
 pytestmark = pytest.mark.timeout(120)
-_QUICK = RetryPolicy(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
+_QUICK = FetchSettings(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
 
 
 def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
@@ -68,7 +69,7 @@ def test_random_reads_give_the_bytes_of_the_files(tmp_path: Path, seed: int) -> 
     rng = np.random.default_rng(seed)
     files, contents = folder(tmp_path, rng.integers(0, 5000, 30).tolist(), seed)
     dense, data = records(tmp_path, size := int(rng.integers(1, 200)), 50)
-    source = Source.open(Manifest.concat([files, dense]))
+    source = Source(Manifest.concat([files, dense]))
     contents += [data[i * size : (i + 1) * size] for i in range(50)]
     ids = rng.integers(0, 80, 200).tolist()
     got, read = read_into(source, ids)
@@ -80,7 +81,7 @@ def test_random_reads_give_the_bytes_of_the_files(tmp_path: Path, seed: int) -> 
 
 def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
     dense, data = records(tmp_path, 10, 2000)
-    source = Source.open(dense)
+    source = Source(dense)
     ids = np.random.default_rng(0).permutation(2000).tolist()
     _, read = read_into(source, ids)
     assert b"".join(read[i] for i in np.argsort(ids)) == data
@@ -92,7 +93,7 @@ def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
 
 def test_scattered_records_are_read_one_by_one_with_one_open(tmp_path: Path) -> None:
     dense, data = records(tmp_path, 10, 2000)
-    source = Source.open(dense)
+    source = Source(dense)
     ids = np.random.default_rng(0).permutation(1000)[:100] * 2
     got, read = read_into(source, ids.tolist())
     assert b"".join(read) == b"".join(data[i * 10 : i * 10 + 10] for i in ids.tolist())
@@ -121,7 +122,7 @@ def test_rows_that_share_an_address_share_a_descriptor(tmp_path: Path) -> None:
     uris = [str(tmp_path / n) for n in ("a.tar", "a.tar", "a.tar", "b.tar", "b.tar")]
     offset = np.array([0, 512, 700, 0, 8])
     length = np.array([100, 10, 4, 8, 8])
-    source = Source.open(Manifest.of_runs(uris, offset, length, np.ones(5, np.int64)))
+    source = Source(Manifest.of_runs(uris, offset, length, np.ones(5, np.int64)))
     got, read = read_into(source, [4, 0, 2, 1, 3])
     assert got.tolist() == [8, 100, 4, 10, 8]
     assert read[2] == (tmp_path / "a.tar").read_bytes()[700:704]
@@ -165,7 +166,7 @@ def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_says_which_and_why(tmp_path: Path) -> None:
-    source = Source.open(Manifest.of_files(["gone"], root=str(tmp_path)))
+    source = Source(Manifest.of_files(["gone"], root=str(tmp_path)))
     with pytest.raises(SourceError) as caught:
         source.read(0)
     assert caught.value.errno == errno.ENOENT
@@ -174,7 +175,7 @@ def test_a_missing_file_says_which_and_why(tmp_path: Path) -> None:
 
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     (tmp_path / "a b%").write_bytes(b"x")
-    source = Source.open(Manifest.of_files([(tmp_path / "a b%").as_uri()]))
+    source = Source(Manifest.of_files([(tmp_path / "a b%").as_uri()]))
     assert source.read(0) == b"x"
 
 
@@ -192,11 +193,13 @@ class _Flaky(LocalStore):
         super().__init__(4)
         self.error, self.left = error, failures
 
-    def read(self, place: Place, offset: int, length: int) -> bytes:
+    def read(
+        self, place: Place, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
         if self.left:
             self.left -= 1
             raise self.error
-        return super().read(place, offset, length)
+        return super().read(place, offset, length, versioned=versioned)
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         if self.left:
@@ -337,7 +340,7 @@ def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
 
 
 def test_an_empty_manifest_has_nothing_to_read() -> None:
-    source = Source.open(Manifest.of_files([]))
+    source = Source(Manifest.of_files([]))
     read = source.read_into(np.zeros(0, np.int32), np.zeros(0, np.int64), memoryview(b""))
     assert (len(read.nbytes), len(read.version)) == (0, 0)
 
@@ -466,8 +469,8 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     store = _ArrowStore.__new__(_ArrowStore)
     store._fs, store._prefix = fs.LocalFileSystem(), ""
     place = Place(f"s3://{tmp_path}/x")
-    assert store.read(place, 0, -1) == b"0123456789"
-    assert store.read(place, 2, 5) == b"23456"
+    assert store.read(place, 0, -1)[0] == b"0123456789"
+    assert store.read(place, 2, 5)[0] == b"23456"
     first, second, third = bytearray(2), bytearray(3), bytearray(1)
     runs = [
         Run(2, 5, [memoryview(first), memoryview(second)]),
@@ -493,7 +496,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     return Source(folder(tmp_path, [1, 1])[0], _QUICK)
 
 
-def test_retries_make_one_line_of_ours_and_none_of_staminas(
+def test_retries_make_one_line_in_the_log(
     failing: Source, caplog: pytest.LogCaptureFixture
 ) -> None:
     for i in (0, 1):
@@ -504,26 +507,36 @@ def test_retries_make_one_line_of_ours_and_none_of_staminas(
     assert "000: the disk coughs: trying again for up to 60 s" in line.getMessage()
 
 
-def test_the_persons_own_stamina_is_left_alone(
-    failing: Source, caplog: pytest.LogCaptureFixture
-) -> None:
-    def nothing() -> None:
-        raise KeyError
+def test_retries_leave_the_persons_random_numbers_alone(failing: Source) -> None:
+    before = random.getstate()
+    with pytest.raises(SourceError):
+        failing.read(0)
+    assert random.getstate() == before
 
-    seen: list[str] = []
-    before = instrumentation.get_on_retry_hooks()
-    instrumentation.set_on_retry_hooks([lambda d: seen.append(d.name), *before])
-    try:
-        hooks = instrumentation.get_on_retry_hooks()
-        with pytest.raises(SourceError):
-            failing.read(0)
-        with pytest.raises(KeyError):
-            stamina.retry(on=KeyError, attempts=2, wait_initial=0, wait_jitter=0)(nothing)()
-        assert instrumentation.get_on_retry_hooks() == hooks
-    finally:
-        instrumentation.set_on_retry_hooks(None)
-    assert [name.startswith("creel.cache.storage.retry") for name in seen] == [True, False]
-    assert [r.message for r in caplog.records if r.name == "stamina"] == ["stamina.retry_scheduled"]
+
+@pytest.mark.parametrize("seed", range(50))
+def test_pauses_double_within_attempts_and_time(seed: int) -> None:
+    rng = random.Random(seed)
+    settings = FetchSettings(
+        attempts=rng.randrange(1, 12),
+        deadline_s=rng.choice([0.5, 3.0, 60.0]),
+        backoff_s=rng.choice([0.0, 0.1, 1.0]),
+        backoff_max_s=rng.choice([0.3, 5.0]),
+    )
+    now, pauses = 0.0, []
+    for tries in range(1, 200):
+        now += rng.random() / 10
+        pause = pause_s(settings, tries, now, rng.random())
+        if pause is None:
+            break
+        least = min(settings.backoff_s * 2 ** (tries - 1), settings.backoff_max_s)
+        assert least <= pause <= min(least + settings.backoff_s, settings.backoff_max_s)
+        now += pause
+        assert now <= settings.deadline_s
+        pauses.append(pause)
+    assert len(pauses) < settings.attempts
+    out_of_time = now + settings.backoff_max_s + settings.backoff_s > settings.deadline_s
+    assert len(pauses) == settings.attempts - 1 or out_of_time
 
 
 def test_no_key_in_an_address_is_told() -> None:

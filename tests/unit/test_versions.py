@@ -14,13 +14,13 @@ import pytest
 
 from creel.cache.storage import version
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.retry import RetryPolicy
 from creel.cache.storage.source import Read, Source
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
+from creel.settings import FetchSettings
 from testbed.http_server import Server
 
 pytestmark = pytest.mark.timeout(120)
-_QUICK = RetryPolicy(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
+_QUICK = FetchSettings(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
 _S = 10**9
 
 

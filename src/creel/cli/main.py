@@ -184,10 +184,11 @@ def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
 
     with _client(context) as client:
         client.ask("stop", now=now)
+    when = "now" if now else "once its clients have left"
     if as_json:
-        view.print_json({"stopping": "now" if now else "once its clients have left"})
+        view.print_json({"stopping": when})
     else:
-        click.echo("stopping" if now else "stopping once its clients have left", err=True)
+        click.echo(f"stopping {when}", err=True)
 
 
 # --- status, stats, top -----------------------------------------------------------------------
