@@ -5,7 +5,7 @@
 Records of 64 bytes in one sparse file, batches of 256, `num_workers=0`; a daemon runs, and this
 process is connected to it. A round makes a loader of each kind and looks, in ms, at
 
-- new: from `iter()` to the first batch of a loader whose dataset the daemon has never heard of, so
+- new: from `iter()` to the first batch of a loader whose dataset the daemon does not know, so
   that making it known counts; making dataset and loader, and starting a daemon, do not;
 - first: the same of the next loader on that dataset;
 - held: how late, at worst, the trainer's thread came back from naps of 0.5 ms while this epoch and
@@ -21,7 +21,7 @@ process is connected to it. A round makes a loader of each kind and looks, in ms
 100 million samples: `--samples 100000000 --kinds seeded --rounds 1` (6 GB).
 
 Then, without a loader, the core alone: a piece of a plan, and a step with half of the records held.
-The tests keep what these figures come from (what is told when, and by whom), never the figures.
+The tests keep what these figures come from (what is published when and by whom), never the figures.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ from creel.daemon.core.events import (
     Publish,
     SessionOpened,
 )
+from creel.loader.client import connections
 from creel.loader.client.client import Client
 
 IMAGENET, BATCH, NBYTES = 1_281_167, 256, 64
@@ -157,8 +158,10 @@ def through_the_loader(data: Any, kind: str, name: str, pid: int) -> dict[str, f
         new_s = first(loader(creel.DataLoader, data, kind))[1]  # and that loader is gone
         made = loader(creel.DataLoader, data, kind)
         iterator, first_s = first(made)
-        told = iterator._course.feed.session.words  # type: ignore[attr-defined]  # noqa: SLF001
-        planned_s, held_s = held(lambda: told[KNOWN] >= 2 * steps, 600)
+        client = connections.connected(name)
+        assert client is not None
+        (session,) = (one for one in client.sessions if one.alive)
+        planned_s, held_s = held(lambda: session.words[KNOWN] >= 2 * steps, 600)
     took = mbytes(pid), mbytes(os.getpid())
     began = time.perf_counter()
     del iterator
@@ -214,8 +217,8 @@ def core_s() -> tuple[list[float], list[float]]:
         for at in range(0, IMAGENET, _PIECE):
             piece = drawn[at : at + _PIECE]
             ends = np.append(np.arange(BATCH, len(piece), BATCH), len(piece))
-            told = PlanExtended(1, epoch, epoch * steps + at // BATCH, piece, ends)
-            extends.append(feed(told, 0.0))
+            event = PlanExtended(1, epoch, epoch * steps + at // BATCH, piece, ends)
+            extends.append(feed(event, 0.0))
     for step in range(2 * steps - 1600):
         while fetches:
             fetch = fetches.pop()

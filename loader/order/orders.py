@@ -66,7 +66,7 @@ class IteratorStart(NamedTuple):
 
 
 class EpochOrder:
-    """Iterator over one epoch's index sampler. Made by `samplers.observe`, `restore` or `adopt`.
+    """Iterator over one epoch's index sampler. Made by `samplers.adopt` or `restore`.
 
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.

@@ -1,11 +1,11 @@
 """Begin, save and restore the order of an epoch: what torch draws, at the moments torch draws it.
 
-`observe(loader)` is `iter(loader)` without workers: it makes torch's draws of that moment and
-returns an `EpochOrder`, an iterator over what torch's index sampler yields. Each `next` makes the
-draws that torch's sampler makes when it is pulled, no earlier and no later:
+`adopt` takes over an epoch that torch's iterator has begun. It returns an `EpochOrder`, an iterator
+over what torch's index sampler yields. Each `next` makes the draws that torch's sampler makes when
+it is pulled, no earlier and no later:
 
     moment           no generator               generator=G
-    observe          base seed (global)         base seed (G)
+    iter(loader)     base seed (global)         base seed (G), by torch
     first next       sampler's seed (global)    permutation (G)
     at the end       -                          one more permutation (G), discarded
 
@@ -59,7 +59,6 @@ __all__ = [
     "State",
     "adopt",
     "before",
-    "observe",
     "restore",
 ]
 
@@ -68,25 +67,6 @@ def before(loader: DataLoader[object]) -> Moment:
     """Return the state an epoch begins from; call it before torch's iterator is constructed."""
     own = [] if _is_known(loader) else own_states(index_sampler(loader))
     return Moment(state_of(torch.default_generator), own)
-
-
-def observe(
-    loader: DataLoader[object],
-    *,
-    previous: EpochOrder | None = None,
-    keep_seed: bool = False,
-    foresee: bool = False,
-) -> EpochOrder:
-    """Begin an epoch: the calls and draws that torch's iterator makes before it pulls indices.
-
-    Args:
-        loader: a map-style loader.
-        previous: the order of this loader's last epoch; its findings and caches are reused.
-        keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
-        foresee: see `adopt`.
-    """
-    seed = previous.base_seed if previous is not None and keep_seed else None
-    return adopt(loader, _begin(loader, seed), previous=previous, foresee=foresee)
 
 
 def restore(
@@ -102,7 +82,7 @@ def restore(
     Raises:
         ConfigError: the state is of another kind of sampler or number of samples.
     """
-    return adopt(loader, _begin(loader, None), previous=previous, state=state)
+    return adopt(loader, _begin(loader), previous=previous, state=state)
 
 
 def resume(
@@ -150,7 +130,7 @@ def adopt(
     state: State | None = None,
     foresee: bool = False,
 ) -> EpochOrder:
-    """Do `observe`, or `restore` if there is a `state`, after torch's own iterator has begun.
+    """Take over an epoch that torch's iterator has begun, or `restore` one if there is a `state`.
 
     `foresee`: a copy of a custom sampler may be run ahead (`loader.foresee`).
     The order replaces `_sampler_iter`; the caller must set `_base_seed` to `order.base_seed`.
@@ -176,13 +156,11 @@ def adopt(
     return KnownOrder(loader, begun, previous, given, redraw=redraw)
 
 
-def _begin(loader: DataLoader[object], keep_seed: int | None) -> IteratorStart:
+def _begin(loader: DataLoader[object]) -> IteratorStart:
     """Make the draws of torch's `_BaseDataLoaderIter.__init__` and `_reset`."""
     moment = before(loader)
     sampler = index_sampler(loader)
     sampler_iter = iter(sampler)
-    if keep_seed is not None:
-        return IteratorStart(sampler_iter, keep_seed, moment)
     base_seed = RandomSource().seed(loader.generator)
     if loader.num_workers > 0:
         sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice

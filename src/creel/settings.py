@@ -6,13 +6,27 @@ generated from here.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-_BYTES = {"unit": "bytes"}
-_SECONDS = {"unit": "seconds"}
+
+def _about(about: str, **bounds: Any) -> Meta:
+    return Meta(description=about, **bounds)
+
+
+def _nbytes(about: str, **bounds: Any) -> Meta:
+    return Meta(description=about, extra={"unit": "bytes"}, **bounds)
+
+
+def _seconds(about: str, **bounds: Any) -> Meta:
+    return Meta(description=about, extra={"unit": "seconds"}, **bounds)
+
+
+def _text(about: str, *, like: str, pattern: str) -> Meta:
+    """`like`: what error messages say a value should be."""
+    return Meta(description=about, extra={"like": like}, pattern=pattern)
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,76 +38,54 @@ class MemorySettings(_Section, frozen=True):
 
     budget: Annotated[
         str,
-        Meta(
-            extra={"like": "a budget"},
+        _text(
+            '"auto", a size ("64GiB") or a share of the node\'s memory ("50%")',
+            like="a budget",
             # What units.parse_size takes, in capitals or not; a share; "auto".
             pattern=r"^(auto|\s*(\d+(\.\d+)?|\.\d+)\s*(%|([kKmMgGtTpP][iI]?)?[bB]?)\s*)$",
-            description='"auto", a size ("64GiB") or a share of the node\'s memory ("50%")',
         ),
     ] = "auto"
     share: Annotated[
-        float,
-        Meta(
-            gt=0, le=0.95, description='what "auto" takes of the memory that is free at the start'
-        ),
+        float, _about('what "auto" takes of the memory that is free at the start', gt=0, le=0.95)
     ] = 0.5
     prefault: Annotated[
-        bool,
-        Meta(description="touch all pages in the background, so that no step waits for one"),
+        bool, _about("touch all pages in the background, so that no step waits for one")
     ] = True
 
 
 class FetchSettings(_Section, frozen=True):
     """Reads from the source."""
 
-    threads: Annotated[
-        int, Meta(ge=1, le=4096, description="maximum number of threads that read")
-    ] = 32
+    threads: Annotated[int, _about("maximum number of threads that read", ge=1, le=4096)] = 32
     per_source: Annotated[
         int,
-        Meta(
+        _about(
+            "maximum number of threads that read from one source (host, bucket, disk)",
             ge=1,
             le=4096,
-            description="maximum number of threads that read from one source (host, bucket, disk)",
         ),
     ] = 32
-    inflight_bytes: Annotated[
-        int, Meta(ge=1 << 20, extra=_BYTES, description="maximum bytes in flight")
-    ] = 256 << 20
+    inflight_bytes: Annotated[int, _nbytes("maximum bytes in flight", ge=1 << 20)] = 256 << 20
     deadline_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            extra=_SECONDS,
-            description="the read of an object fails after this time, retries included",
-        ),
+        float, _seconds("the read of an object fails after this time, retries included", gt=0)
     ] = 45.0
     attempts: Annotated[
-        int, Meta(ge=1, le=100, description="maximum number of attempts to read an object")
+        int, _about("maximum number of attempts to read an object", ge=1, le=100)
     ] = 8
     backoff_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            extra=_SECONDS,
-            description="pause before the second attempt; doubles each time, with jitter",
-        ),
+        float, _seconds("pause before the second attempt; doubles each time, with jitter", ge=0)
     ] = 0.1
-    backoff_max_s: Annotated[
-        float, Meta(ge=0, extra=_SECONDS, description="maximum pause between two attempts")
-    ] = 5.0
+    backoff_max_s: Annotated[float, _seconds("maximum pause between two attempts", ge=0)] = 5.0
 
 
 class WindowSettings(_Section, frozen=True):
     """How far ahead of use a session is fetched."""
 
     min_steps: Annotated[
-        int, Meta(ge=1, description="minimum number of steps read ahead, whatever their size")
+        int, _about("minimum number of steps read ahead, whatever their size", ge=1)
     ] = 4
-    max_steps: Annotated[int, Meta(ge=1, description="maximum number of steps read ahead")] = 256
-    bytes: Annotated[
-        int, Meta(ge=1, extra=_BYTES, description="maximum bytes read ahead for one session")
-    ] = 4 << 30
+    max_steps: Annotated[int, _about("maximum number of steps read ahead", ge=1)] = 256
+    bytes: Annotated[int, _nbytes("maximum bytes read ahead for one session", ge=1)] = 4 << 30
 
 
 class DaemonSettings(_Section, frozen=True):
@@ -101,54 +93,40 @@ class DaemonSettings(_Section, frozen=True):
 
     name: Annotated[
         str,
-        Meta(
-            extra={"like": "1 to 64 letters, digits, dots, _ and -"},
-            pattern=r"^[A-Za-z0-9._-]{1,64}$",
-            description="name of the daemon; one user may run several (also CREEL_SOCKET)",
+        _text(
+            "name of the daemon; one user may run several (also CREEL_SOCKET)",
+            like="1 to 64 letters, digits, dots, _ and -",
+            pattern="^[A-Za-z0-9._-]{1,64}$",
         ),
     ] = "default"
     linger_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            extra=_SECONDS,
-            description="an embedded daemon ends this long after its last client",
-        ),
+        float, _seconds("an embedded daemon ends this long after its last client", ge=0)
     ] = 10.0
     log_level: Annotated[
         str,
-        Meta(
-            extra={"like": "a level"},
+        _text(
+            "debug, info, warning, error or critical (also CREEL_LOG_LEVEL)",
+            like="a level",
             pattern="^(debug|info|warning|error|critical)$",
-            description="debug, info, warning, error or critical (also CREEL_LOG_LEVEL)",
         ),
     ] = "info"
-    log_json: Annotated[bool, Meta(description="one JSON object per log line")] = False
+    log_json: Annotated[bool, _about("one JSON object per log line")] = False
     metrics: Annotated[
         str,
-        Meta(
-            extra={"like": "host:port"},
-            pattern=r"^(|.+:\d{1,5})$",
-            description='address that Prometheus scrapes, such as "127.0.0.1:9464"; empty: none',
+        _text(
+            'address that Prometheus scrapes, such as "127.0.0.1:9464"; empty: none',
+            like="host:port",
+            pattern="^(|.+:\\d{1,5})$",
         ),
     ] = ""
-    max_connections: Annotated[
-        int, Meta(ge=1, description="maximum number of connected clients")
-    ] = 1024
-    max_sessions: Annotated[int, Meta(ge=1, description="maximum number of open sessions")] = 1024
-    max_datasets: Annotated[
-        int, Meta(ge=1, description="maximum number of registered datasets")
-    ] = 256
+    max_connections: Annotated[int, _about("maximum number of connected clients", ge=1)] = 1024
+    max_sessions: Annotated[int, _about("maximum number of open sessions", ge=1)] = 1024
+    max_datasets: Annotated[int, _about("maximum number of registered datasets", ge=1)] = 256
     max_idle_datasets: Annotated[
-        int, Meta(ge=0, description="maximum number of unused datasets kept in memory")
+        int, _about("maximum number of unused datasets kept in memory", ge=0)
     ] = 32
     idle_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            extra=_SECONDS,
-            description="an unused dataset is kept in memory this long, for the next run",
-        ),
+        float, _seconds("an unused dataset is kept in memory this long, for the next run", ge=0)
     ] = 3600.0
 
 
@@ -156,60 +134,42 @@ class LoaderSettings(_Section, frozen=True):
     """The loader in a training process."""
 
     disable: Annotated[
-        bool, Meta(description="turn creel off: use torch's own DataLoader (also CREEL_DISABLE)")
+        bool, _about("turn creel off: use torch's own DataLoader (also CREEL_DISABLE)")
     ] = False
-    embed: Annotated[bool, Meta(description="start a daemon if none runs (else read directly)")] = (
-        True
-    )
+    embed: Annotated[bool, _about("start a daemon if none runs (else read directly)")] = True
     wait_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            extra=_SECONDS,
-            description="a batch waits this long for the daemon, then is read directly",
-        ),
+        float, _seconds("a batch waits this long for the daemon, then is read directly", gt=0)
     ] = 60.0
     hung_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            extra=_SECONDS,
-            description="after this long, a warning says what a batch is waiting for",
-        ),
+        float, _seconds("after this long, a warning says what a batch is waiting for", gt=0)
     ] = 60.0
     recheck: Annotated[
         str,
-        Meta(
-            extra={"like": "epoch, open or never"},
+        _text(
+            'when to check files for changes: in each "epoch" (remote files only at the '
+            'loader\'s first read), "open": at its first read, or "never"',
+            like="epoch, open or never",
             pattern="^(epoch|open|never)$",
-            description='when to check files for changes: in each "epoch" (remote files only'
-            ' at the loader\'s first read), "open": at its first read, or "never"',
         ),
     ] = "epoch"
     direct: Annotated[
         str,
-        Meta(
-            extra={"like": "auto or never"},
+        _text(
+            '"auto": with num_workers=0 a training process reads directly what is not in '
+            'memory yet, if the source is as fast as the page cache; "never": it waits for '
+            "the daemon",
+            like="auto or never",
             pattern="^(auto|never)$",
-            description='"auto": with num_workers=0 a training process reads directly what is'
-            " not in memory yet, if the source is as fast as the page cache;"
-            ' "never": it waits for the daemon',
         ),
     ] = "auto"
     foresee: Annotated[
-        bool,
-        Meta(description="run a copy of a custom sampler ahead, to read ahead in its order"),
+        bool, _about("run a copy of a custom sampler ahead, to read ahead in its order")
     ] = False
     slots: Annotated[
-        int,
-        Meta(ge=1, le=1024, description="maximum number of reusable batch buffers per worker"),
+        int, _about("maximum number of reusable batch buffers per worker", ge=1, le=1024)
     ] = 8
     max_leased: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="maximum number of batches held in these buffers; others are copied",
-        ),
+        int, _about("maximum number of batches held in these buffers; others are copied", ge=1)
     ] = 64
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_samplers import Echo, Loader, Make, same, states
+from test_samplers import Echo, Loader, Make, observe, same, states
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -24,7 +24,6 @@ from torch.utils.data import (
 
 from creel.loader.order import recipes
 from creel.loader.order.prediction import same_batch
-from creel.loader.order.samplers import observe
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -32,12 +32,35 @@ from creel.errors import ConfigError
 from creel.loader.order import draws, samplers
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.prediction import same_batch
-from creel.loader.order.samplers import EpochOrder, observe, restore
+from creel.loader.order.samplers import EpochOrder, IteratorStart, adopt, before, restore
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]
 
 pytestmark = pytest.mark.timeout(60)
+
+
+def observe(
+    loader: Any,
+    *,
+    previous: EpochOrder | None = None,
+    keep_seed: bool = False,
+    foresee: bool = False,
+) -> EpochOrder:
+    """Begin an epoch by the calls and draws of torch's iterator, and take it over.
+
+    keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
+    """
+    moment, sampler = before(loader), index_sampler(loader)
+    sampler_iter = iter(sampler)
+    if previous is not None and keep_seed:
+        base_seed = previous.base_seed
+    else:
+        base_seed = draws.RandomSource().seed(loader.generator)
+        if loader.num_workers > 0:
+            sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice
+    begun = IteratorStart(sampler_iter, base_seed, moment)
+    return adopt(loader, begun, previous=previous, foresee=foresee)
 
 
 class Echo(Dataset[Any]):
