@@ -10,6 +10,7 @@ import pytest
 from core_rig import Bytes, Chaos, Images, Rig, absent
 
 from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.free_ranges import ABSENT
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DatasetAdded,
@@ -18,12 +19,16 @@ from creel.daemon.core.events import (
     Fetched,
     FetchObjects,
     PlanExtended,
+    PlanRetention,
     Progressed,
     Publish,
+    RetentionPlanned,
     SessionOpened,
     Unregistered,
 )
+from creel.daemon.core.versions import Versions
 from creel.policies.eviction import FarthestNextUse, MostRecentFirst
+from creel.policies.retention import plan as planned
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -215,3 +220,30 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
         took.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
     assert np.median(took[len(ends) :]) < n / 2  # an epoch's turn may take more
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> None:
+    """State 1, pins 4, plan of the epoch's turn 2; candidates take one more (test_retain.py)."""
+    n, batch = 200_000, 250
+    rng = np.random.default_rng(0)
+    length = np.full(n, 1000) if alike else rng.integers(500, 1500, n)
+    offset, lengths = np.full(n, ABSENT), Lengths.of(length)
+    one_file = Versions(n, np.array([0, n]))
+    ends = np.arange(batch, n + 1, batch)
+    plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]
+    tracemalloc.start()
+    try:
+        core = Core(Allocator(2_000_000))
+        core.handle(DatasetAdded("d", offset, length, lengths, one_file), 0.0)
+        core.handle(SessionOpened(1, "d", "", 0, 1), 0.0)
+        for epoch, ids in enumerate(plans):
+            told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends)
+            asked = [a for a in core.handle(told, 0.0) if isinstance(a, PlanRetention)]
+        (question,) = asked
+        core.handle(RetentionPlanned("d", question.turn, planned(question.turn)), 0.0)
+        del question, asked, told
+        taken = tracemalloc.get_traced_memory()[0] - core.plans_nbytes()
+    finally:
+        tracemalloc.stop()
+    assert taken <= 7.5 * n
