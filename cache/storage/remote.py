@@ -208,14 +208,14 @@ class _GcsStore(_ArrowStore):
     ) -> tuple[bytes, int]:
         """See Store."""
         del versioned  # asking for the size tells it, too
-        info = self._status(place.uri)
+        info = self._file(place.uri)
         nbytes = info.size if length == UNKNOWN else length
         _check_size(place, info.size, nbytes)
         return self._bytes(place, [(offset, nbytes)])[0], _version_of(info)
 
     def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
-        info = self._status(place.uri)
+        info = self._file(place.uri)
         _check_size(place, info.size, runs[0].length)
         parts = self._bytes(place, [(run.offset, run.length) for run in runs])
         for run, data in zip(runs, parts, strict=True):
@@ -226,7 +226,8 @@ class _GcsStore(_ArrowStore):
         """The bytes of (offset, nbytes) each, in memory of their own: a late thread may write."""
         path = self._path(place.uri)
         nbytes = sum(span[1] for span in spans)
-        head = spans[0][1] if len(spans) == 1 and spans[0][0] == 0 else 0
+        at_head = len(spans) == 1 and spans[0][0] == 0
+        head = nbytes if at_head else 0
 
         def begin() -> bytes:
             with self._fs.open_input_stream(path) as f:
@@ -237,16 +238,22 @@ class _GcsStore(_ArrowStore):
             out = []
             with self._fs.open_input_file(path) as f:
                 for offset, n in spans:
-                    f.seek(offset)  # read_at would cost a third request
+                    f.seek(offset)  # read_at would cost another request
                     out.append(f.read(n))
             return out
 
         first = self._in_time(begin, head)
-        parts = [first] if head == nbytes else self._in_time(rest, nbytes)
+        parts = [first] if at_head else self._in_time(rest, nbytes)
         for data, (_, n) in zip(parts, spans, strict=True):
             if len(data) < n:
                 raise too_short(place.uri, n, len(data))
         return parts
+
+    def _file(self, uri: str) -> Any:
+        info = self._status(uri)
+        if info.size is None:
+            raise IsADirectoryError(errno.EISDIR, "is a folder", uri)
+        return info
 
     def _info(self, of: Any) -> Any:
         return self._in_time(lambda: self._fs.get_file_info(of))

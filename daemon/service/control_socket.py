@@ -334,7 +334,7 @@ def read_manifest(fd: int, nbytes: int) -> Manifest:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             raise MalformedError(f"not a file of {nbytes} bytes")
-        data = _mapped(fd, nbytes) if _is_sealed(fd) else _copied(fd, nbytes)
+        data = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if _is_sealed(fd) else _copied(fd, nbytes)
         return Manifest.from_arrow(data)
     except OSError as e:
         raise MalformedError(f"the manifest cannot be read: {e}") from e
@@ -348,10 +348,6 @@ def _is_sealed(fd: int) -> bool:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
     except OSError:
         return False
-
-
-def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
 
 
 def _copied(fd: int, nbytes: int) -> bytes:

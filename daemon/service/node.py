@@ -422,7 +422,8 @@ class Node:
                 blind = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))
             self.quota.check(nbytes, f"{len(objects)} reads to come")
         except UnavailableError as e:
-            log.warning("session %d of process %d ends: %s", session.id, self._pid(session), e)
+            pid = self.pids().get(session.token, 0)
+            log.warning("session %d of process %d ends: %s", session.id, pid, e)
             self.close_session(session)
             return
         if not blind:
@@ -432,9 +433,6 @@ class Node:
         if self.feed(mind.PlanExtended(*told)):
             session.words[KNOWN] = session.steps
             self.waiting(session)
-
-    def _pid(self, session: SessionRecord) -> int:
-        return self.pids().get(session.token, 0)
 
     def truncated(self, session: SessionRecord, step: int) -> None:
         """Truncate a session's plan."""
