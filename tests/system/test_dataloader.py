@@ -348,7 +348,7 @@ def test_a_sampler_that_says_nothing_of_itself_is_told_of() -> None:
     list(loader)
     state = loader.state_dict()
     resumed = creel.DataLoader(Squares(), 4, sampler=Counting())
-    with pytest.warns(UserWarning, match="Counting has neither .* is not resumed") as told:
+    with pytest.warns(UserWarning, match="Counting has neither .* are not resumed") as told:
         resumed.load_state_dict(state)
     assert told[0].filename == __file__
 
