@@ -13,8 +13,8 @@ from creel.daemon.core.sessions import RankStream
 from creel.daemon.core.versions import Files
 from creel.policies.eviction import RESIDENT
 
-#: Positions processed at once.
-_CHUNK = 512
+#: Positions processed at once, and the same where a reader may wait for the first of them.
+_CHUNK, _FIRST_CHUNK = 512, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,8 @@ class Checks:
         out: list[CheckVersions] = []
         limit = s.limit
         while s.verified < limit:
-            stop = min(s.verified + _CHUNK, limit)
+            chunk = _FIRST_CHUNK if s.verified <= s.at else _CHUNK
+            stop = min(s.verified + chunk, limit)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
             due = s.due(s.stream.step_at(s.verified), now, in_turn=False)
             out += self._about(s, ids[s.residency.life[ids] == RESIDENT], now, due)
