@@ -16,6 +16,9 @@ from creel.cache.memory.free_ranges import ABSENT, Sizes
 
 #: Of a run: bytes of the object in it, and the start of the next run (ABSENT: the last one).
 HEADER = struct.Struct("<qq")
+#: Least bytes of an object in any run but its last, which fills whole pages of 64 bytes or more:
+#: so whatever stands where headers were, the runs soon come to an end.
+_LEAST = 64 - HEADER.size
 
 Number = TypeVar("Number", int, Sizes)
 
@@ -49,13 +52,14 @@ def headers(runs: Sizes, nbytes: int) -> Iterator[tuple[int, bytes]]:
 def pieces(arena: memoryview, place: int, nbytes: int) -> list[memoryview] | None:
     """The bytes of an object, in order; None where it is absent.
 
-    Also None where what should be a header is none, as the object left meanwhile. An object that is
-    not pinned may leave at any time: look at its place again afterwards.
+    Also None where its length is unknown, or what should be a header is none, as the object left
+    meanwhile. An object that is not pinned may leave at any time: look at its place again
+    afterwards.
     """
+    if place == ABSENT or nbytes < 0:
+        return None
     if place >= 0:
         return [arena[place : place + nbytes]]
-    if place == ABSENT:
-        return None
     found = list[memoryview]()
     start = chained(place)
     while nbytes > 0:
@@ -63,7 +67,7 @@ def pieces(arena: memoryview, place: int, nbytes: int) -> list[memoryview] | Non
         if start < 0 or first > len(arena):
             return None
         held, start = HEADER.unpack_from(arena, first - HEADER.size)
-        if not 0 < held <= min(nbytes, len(arena) - first):
+        if not min(_LEAST, nbytes) <= held <= min(nbytes, len(arena) - first):
             return None
         found.append(arena[first : first + held])
         nbytes -= held

@@ -321,7 +321,7 @@ def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[
     [(0, 2), (2, 3)]
     """
     ends = offset + np.array([len(d) for d in data])
-    apart = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT)
+    apart = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT) | (offset[:-1] < ABSENT)
     apart |= np.diff((ends - ends[0]) // _SCRATCH_NBYTES) != 0
     cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(data)]
     yield from pairwise(cuts)

@@ -239,7 +239,7 @@ class PlanPublisher:
         *,
         thread_safe: bool,
     ) -> None:
-        """objects: as `Binding.objects`; apart: whether another thread may call it."""
+        """objects: as `Binding.objects`; thread_safe: whether another thread may call it."""
         self._session = session
         self._objects = objects
         self._thread_safe = thread_safe

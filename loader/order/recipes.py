@@ -52,8 +52,8 @@ def opened(
 
     Args:
         sampler: an instance of exactly one of torch's samplers, or a sequence.
-        dice: where to draw from.
-        memo: large permutations that are known already.
+        source: where to draw from.
+        permutations: large permutations that are known already.
         given: `SamplerStream.facts` of the epoch to reopen. Then nothing is drawn from outside
             generators, except from a user's generator, which is set back to its state then.
     """

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, FixedPool, Lengths, PagedPool, page_size
 from creel.cache.memory.free_ranges import ABSENT, FreeRanges
-from creel.cache.memory.runs import HEADER, headers, pieces
+from creel.cache.memory.runs import HEADER, chained, headers, pieces
 from creel.errors import IllegalEventError
 
 Sizes = NDArray[np.int64]
@@ -296,7 +296,18 @@ def test_a_reader_of_bytes_that_are_no_runs_any_more_stays_within_the_arena(seed
     for _ in range(100):
         nbytes = int(rng.integers(-1, 300))
         found = pieces(memoryview(arena), int(rng.integers(-1100, -1)), nbytes)
-        assert found is None or sum(map(len, found)) == max(nbytes, 0)
+        assert found is None or sum(map(len, found)) == nbytes
+
+
+@pytest.mark.parametrize("place", [0, 64, chained(64)])
+def test_what_has_no_length_any_more_is_absent_for_a_reader(place: int) -> None:
+    """The core forgets a changed file's length before the shell says that the object is gone."""
+    assert pieces(memoryview(bytes(1000)), place, -1) is None
+
+
+def test_a_reader_never_walks_in_circles() -> None:
+    arena = memoryview(HEADER.pack(1, 0) + bytes(1000))
+    assert pieces(arena, chained(0), 1 << 20) is None
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -102,7 +102,7 @@ def test_an_object_in_several_runs_is_written_as_readers_read_it(
     arena, done = Arena.create(8192), queue.SimpleQueue[Any]()
     fetcher = Fetcher(arena, done.put)
     ids, place = np.array([0], np.int32), np.array([chained(4096)])
-    runs = {chained(4096): np.array([[4096, 64], [0, 32], [640, 128]])}
+    runs = {chained(4096): np.array([[4096, 64], [0, 64], [640, 128]])}
     if stored:
         fetcher._held[7] = {0: data}
         offset = np.full(1, ABSENT, np.int64)
@@ -114,8 +114,23 @@ def test_an_object_in_several_runs_is_written_as_readers_read_it(
         assert done.get(timeout=20).nbytes.tolist() == [100]
     found = pieces(arena.view, chained(4096), 100)
     assert found is not None
-    assert [len(piece) for piece in found] == [48, 16, 36]
+    assert [len(piece) for piece in found] == [48, 48, 4]
     assert b"".join(found) == data
+    fetcher.close()
+
+
+def test_what_is_stored_behind_an_object_in_several_runs_goes_to_its_own_place() -> None:
+    """The place of the first, as a number, plus its length is where the second lies."""
+    arena = Arena.create(8192)
+    fetcher = Fetcher(arena, print)
+    first, second = b"a" * 66, b"b" * 50
+    fetcher._held[7] = {0: first, 1: second}
+    places = np.array([chained(0), 64])
+    runs = {chained(0): np.array([[0, 64], [128, 64]])}
+    offset = np.full(2, ABSENT, np.int64)
+    fetcher.store(StoreObjects(7, "d", np.array([0, 1], np.int32), places, runs), offset)
+    for place, data in zip(offset.tolist(), (first, second), strict=True):
+        assert b"".join(pieces(arena.view, place, len(data)) or []) == data
     fetcher.close()
 
 
