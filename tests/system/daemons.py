@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from forks import Forked, prepare
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
@@ -25,14 +26,24 @@ class Running:
     """A daemon process that serves when the constructor returns."""
 
     def __init__(
-        self, name: str, *flags: str, memory: str = "32MiB", env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        *flags: str,
+        memory: str = "32MiB",
+        env: Mapping[str, str] | None = None,
+        fresh: bool = False,
     ) -> None:
+        """`fresh`: born, not forked: its memory is its own (see forks.py)."""
         self.name = name
-        command = [sys.executable, *COMMAND, "--name", name, "--memory", memory, *flags]
+        arguments = ["--name", name, "--memory", memory, *flags]
+        env = {**os.environ, **(env or {})}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by `kill`; a pipe could fill up
-        self.process = subprocess.Popen(
-            command, stderr=self._log, env={**os.environ, **(env or {})}
-        )
+        self.process: subprocess.Popen[bytes] | Forked
+        if fresh or COMMAND != _PREPARED:
+            command = [sys.executable, *COMMAND, *arguments]
+            self.process = subprocess.Popen(command, stderr=self._log, env=env)
+        else:
+            self.process = Forked(_LINE, arguments, self._log.fileno(), env)
         try:
             until(self._serves, 60, what="the daemon serves")
         except BaseException:
@@ -87,7 +98,9 @@ class Running:
         return True
 
 
-COMMAND = ("-m", "creel.daemon")
+#: What Python runs; this very command has been prepared.
+COMMAND = _PREPARED = ("-m", "creel.daemon")
+_LINE = prepare()
 
 
 def status(daemon: Running) -> dict[str, object]:

@@ -61,7 +61,7 @@ def test_a_slow_import_holds_up_nobody_but_the_first_dataset(tmp_path: Path) -> 
     (tmp_path / "sitecustomize.py").write_text(_SLOW_PYARROW.format(folder=str(tmp_path)))
     manifest = folder(tmp_path, [10])
     env = {"PYTHONPATH": str(tmp_path)}
-    with Running(unique_name(), env=env) as daemon, daemon.client() as client:
+    with Running(unique_name(), env=env, fresh=True) as daemon, daemon.client() as client:
         registering = threading.Thread(target=client.register, args=(manifest,))
         registering.start()
         until((tmp_path / "began").exists, what="the daemon imports pyarrow")
