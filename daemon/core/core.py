@@ -481,7 +481,7 @@ class Core:
             coming, length = self._inflight.offsets(h)
             place = np.append(h.offset[resident], coming)
             start, size = h.pool.rooms(place, np.append(h.length[resident], length))
-            must(int(size.sum()) == h.pool.used or h.pool.alike, "lost room")
+            must(int(size.sum()) == h.pool.used or h.pool.same_size, "lost room")
             at.append(start)
             end.append(start + size)
         if at:

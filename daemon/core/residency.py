@@ -156,7 +156,7 @@ class Residency:
 
     def unlearn(self, ids: Index) -> None:
         """Forget wrong lengths. (A fixed pool's records have only one length.)"""
-        if not self.pool.alike:
+        if not self.pool.same_size:
             self._known -= len(ids)
             self._known_nbytes -= int(self.length[ids].sum())
             self.length[ids] = -1
@@ -283,14 +283,14 @@ class Residency:
         score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
         best = int(score.argmin())
         if not np.isfinite(score[best]):
-            if self.pool.alike:
+            if self.pool.same_size:
                 return 0
             best = int((held - stuck).argmax())  # in pages, a part of a region is of use, too
         inside = ids[(place == best) & (self.pins[ids] == 0)]
         return self.evict(inside, why)
 
     def _regions(self, offset: Sizes, need: int) -> tuple[Index, int]:
-        if self.pool.alike:
+        if self.pool.same_size:
             starts = self.pool.ranges()[0]
             return starts.searchsorted(offset, side="right") - 1, len(starts)
         size = max(need, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
@@ -421,7 +421,7 @@ class _PlanningContext:
         """Bytes of this dataset's share."""
         share = min(int(self.admission.share(self.residency)), self.residency.space.nbytes)
         pool = self.residency.pool
-        return share // pool.record * pool.record if pool.alike else share
+        return share // pool.record * pool.record if pool.same_size else share
 
     @property
     def nbytes(self) -> float:
@@ -430,7 +430,7 @@ class _PlanningContext:
     @property
     def size(self) -> Sizes:
         pool = self.residency.pool
-        return np.array([pool.record]) if pool.alike else self.residency.length
+        return np.array([pool.record]) if pool.same_size else self.residency.length
 
     @property
     def page(self) -> int:

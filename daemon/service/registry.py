@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.shared_words import (
-    BOARD_NBYTES,
     DONE,
     FAILED,
     HEARTBEAT,
@@ -26,6 +25,7 @@ from creel.cache.memory.shared_words import (
     STATE,
     TRUNCATED,
     WANTED,
+    WORDS_NBYTES,
     LocationTable,
     SharedWords,
     sealed_memfd,
@@ -196,7 +196,7 @@ def _new_words() -> tuple[SharedWords, int]:
     """Shared words and their descriptor; UnavailableError where the system gives none."""
     fd = -1
     try:
-        fd = sealed_memfd("creel-board", BOARD_NBYTES)
+        fd = sealed_memfd("creel-words", WORDS_NBYTES)
         return SharedWords(fd), fd
     except OSError as e:  # the mapping takes a descriptor, too
         if fd >= 0:

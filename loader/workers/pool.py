@@ -150,7 +150,7 @@ class WorkerPool:
             raise
         finally:
             theirs.close()
-        channel.post(("board",), [self._words_fd])
+        channel.post(("words",), [self._words_fd])
         member = WorkerProcess(process, channel, Inbox(self._max_leased, args.inherited))
         for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
             self._watched[fd] = (member, worker, is_sentinel)

@@ -1,7 +1,7 @@
 """A worker process: fetches and collates batches exactly as torch's own worker does.
 
 Messages (tuples over a `Channel`; T from the trainer, W from the worker):
-    T "board" + fd               memfd of the shared words below; always first
+    T "words" + fd               memfd of the shared words below; always first
     T "again", tag               another epoch, keeping all state (persistent workers)
     T "join", daemon's name, token, session
                                  read through the daemon from now on

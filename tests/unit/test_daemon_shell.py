@@ -23,9 +23,9 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.free_ranges import ABSENT
 from creel.cache.memory.runs import chained, pieces
 from creel.cache.memory.shared_words import (
-    BOARD_NBYTES,
     HEARTBEAT,
     WANTED,
+    WORDS_NBYTES,
     SharedWords,
     sealed_memfd,
 )
@@ -332,7 +332,7 @@ def test_portions_fill_a_buffer_and_no_more_than_one_object_is_over() -> None:
 
 def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
     """Else the next plan's step of that number would count as a stall before its time."""
-    fd = sealed_memfd("board", BOARD_NBYTES)
+    fd = sealed_memfd("words", WORDS_NBYTES)
     words = SharedWords(fd)
     session = SessionRecord(1, "token", mock.Mock(), Open("d"), words, fd, steps=10)
     assert session.wait(b"who", 1, 7)

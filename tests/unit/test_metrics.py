@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from creel.cache.memory.shared_words import BOARD_NBYTES, SharedWords, sealed_memfd
+from creel.cache.memory.shared_words import WORDS_NBYTES, SharedWords, sealed_memfd
 from creel.daemon.reporting.metrics import Page, Ranks
 from creel.messages import Open
 
@@ -76,7 +76,7 @@ def session() -> Iterator[Callable[..., Any]]:
     all_words: list[SharedWords] = []
 
     def make(job: str, rank: int, **counters: int) -> Any:
-        fd = sealed_memfd("board", BOARD_NBYTES)
+        fd = sealed_memfd("words", WORDS_NBYTES)
         one = Session(Open("d", job, rank, 1500), SharedWords(fd))
         os.close(fd)
         all_words.append(one.words)
