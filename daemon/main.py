@@ -120,7 +120,7 @@ class Daemon:
         control_socket = None if second is None else self._listen(name, second)
         if control_socket is None:
             raise taken(name, holding)
-        log.warning("user %s holds this daemon's address: it listens at a second one", holding)
+        log.warning("user %s holds this daemon's address: listening at a second one", holding)
         return control_socket
 
     def _listen(self, name: str, address: str) -> ControlSocket | None:
@@ -130,14 +130,17 @@ class Daemon:
             UnavailableError: a daemon of this user holds it.
         """
         if not self._embedded and made_way(address):
-            log.info("an embedded daemon named %r made way; it goes with its last client", name)
+            log.info(
+                "an embedded daemon named %r released the address; it ends with its last client",
+                name,
+            )
         for _ in range(_TRIES):
             control_socket = self._control_at(address)
             if control_socket is not None:
                 return control_socket
             uid = holder(address)
             if uid == os.getuid():
-                raise UnavailableError(f"a daemon named {name!r} serves you already")
+                raise UnavailableError(f"your daemon named {name!r} is already running")
             if uid is not None:
                 return None
             time.sleep(_TRY_S)  # the holder may have just ended
@@ -324,11 +327,11 @@ class Daemon:
         try:
             fresh, _ = Config.load(self._flags)
         except ConfigError as e:
-            log.error("the settings stay as they are: %s", e)  # noqa: TRY400  a sentence says it
+            log.error("the settings are not reloaded: %s", e)  # noqa: TRY400  a sentence says it
         else:
             old, new = self._config.flat(), fresh.flat()
             for key in [k for k in new if new[k] != old[k]]:
-                effect = "from now on" if key in _AT_ONCE else "from the next start on"
+                effect = "in effect now" if key in _AT_ONCE else "takes effect at the next start"
                 log.info("%s = %r (was %r), %s", key, new[key], old[key], effect)
             self._config = self.node.config = fresh
             self.node.effective = _with(self.node.effective, fresh, _AT_ONCE)
@@ -403,7 +406,7 @@ def _write(fd: int, text: str) -> None:
     try:
         os.write(fd, text.encode())
     except OSError:
-        log.debug("nobody waits for this daemon any more")
+        log.debug("the process that started this daemon does not wait for it any more")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -65,7 +65,7 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
         docs/cli.md.
 
     Raises:
-        ConfigError: no such script, module or loader, or it made no batch.
+        ConfigError: no such script, module or loader, or it produced no batch.
     """
     if target.endswith(".py") or Path(target).is_file():
         told = _verify_script(target, arguments, steps)
@@ -73,12 +73,13 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
         raise ConfigError(f"{target!r} is neither a script (x.py) nor a loader (module:loader)")
     elif arguments:
         raise ConfigError(
-            f"{' '.join(arguments)!r} after a loader means nothing: options come before {target}"
+            f"unexpected arguments after the loader: {' '.join(arguments)!r}; options come before"
+            f" {target}"
         )
     else:
         told = _verify_loader(target, steps)
     if told["equal"] and not told["batches"] and not told["raised"]:
-        raise ConfigError(f"{target} made no batch: nothing was compared")
+        raise ConfigError(f"{target} produced no batch: nothing was compared")
     return told
 
 

@@ -327,7 +327,7 @@ class Core:
     def _unregistered(self, e: Unregistered, now: float) -> None:
         del now
         if e.dataset not in self._residencies or self.busy(e.dataset):
-            raise IllegalEventError(f"dataset {e.dataset!r} cannot go")
+            raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
         residency = self._residencies[e.dataset]
         residency.evict_all()
         self._admission.space.discard(residency.pool)

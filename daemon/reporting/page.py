@@ -157,7 +157,7 @@ def respond(request: bytes, render: Render) -> bytes:
     try:
         kind, body = render(fields.get("accept", "").strip())
     except Exception:  # the daemon's loop may be busy; the next scrape comes soon
-        log.exception("a page could not be made")
+        log.exception("the metrics page could not be rendered")
         return _answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"")
     whole = _answer(HTTPStatus.OK, kind, body)
     return whole if method == "GET" else whole[: len(whole) - len(body)]

@@ -41,7 +41,7 @@ from creel.messages import (
 )
 from creel.peers import peer_of, why_apart
 
-log = logging.getLogger("creel.local")
+log = logging.getLogger("creel.control_socket")
 
 _MAX_FDS = 4
 _ROLES = frozenset({"trainer", "worker", "cli"})
@@ -185,14 +185,14 @@ class ControlSocket:
 
     def _refusal(self, sock: socket.socket, uid: int, served: int) -> Refused | None:
         if uid != self._uid:  # also root: this daemon reads with its own user's rights
-            return Refused(f"this daemon serves user {self._uid} alone: start one of your own")
+            return Refused(f"this daemon belongs to user {self._uid}: start your own")
         if why := why_apart(sock):
             return Refused(
-                f"this daemon cannot tell that you see the same files ({why}):"
-                " start one of your own"
+                f"this daemon cannot verify that your process sees the same files ({why}):"
+                " start your own"
             )
         if served >= self._limit:
-            reason = f"{self._limit} clients are connected, which is the limit"
+            reason = f"the limit of {self._limit} clients is reached"
             return Refused(f"{reason}: raise daemon.max_connections", retry_after=5.0)
         return None
 
@@ -250,12 +250,12 @@ class ControlSocket:
         if isinstance(request, Hello):
             self._hello(connection, request, fds)
         elif not connection.role:
-            raise MalformedError("who does not say hello first is not served")
+            raise MalformedError("the first message must be Hello")
         elif isinstance(request, Attach):
             session = self._node.registry.owned(connection.token, request.session)
             self._send(connection, _opened(session))
         elif connection.role == "worker":
-            raise UnavailableError(f"a {connection.role} may not ask for that")
+            raise UnavailableError(f"a {connection.role} must not send this request")
         elif isinstance(request, Register):
             self._register(connection, request, fds)
         elif isinstance(request, Open):
@@ -265,10 +265,10 @@ class ControlSocket:
 
     def _hello(self, connection: _Connection, hello: Hello, fds: list[int]) -> None:
         if connection.role:
-            raise MalformedError("hello is said once")
+            raise MalformedError("a second Hello on one connection")
         if hello.protocol != PROTOCOL:
             raise UnavailableError(
-                f"this daemon speaks version {PROTOCOL}, you speak {hello.protocol}:"
+                f"this daemon uses protocol {PROTOCOL}, the client {hello.protocol}:"
                 " restart the daemon with the installed version"
             )
         if hello.role not in _ROLES:

@@ -142,7 +142,7 @@ class Node:
         try:
             lost = [loss for action in actions for loss in self._do(action)]
         except Exception:
-            log.exception("what the core wants done after %s failed", type(event).__name__)
+            log.exception("an action of the core after %s failed", type(event).__name__)
             self._give_up()
             return False
         for loss in lost:
@@ -167,11 +167,11 @@ class Node:
                 self.feed(loss)
             self.core.check()
         except Exception:
-            log.exception("the core cannot be mended")
+            log.exception("the core cannot recover")
             self._give_up()
 
     def _give_up(self) -> None:
-        log.error("this daemon ends: its books may be wrong")
+        log.error("this daemon ends: its state may be inconsistent")
         self.stop(True)
 
     def _do(self, action: mind.Action) -> list[mind.Lost]:
@@ -199,7 +199,7 @@ class Node:
         try:
             planned = mind.RetentionPlanned(action.dataset, action.turn, plan(action.turn))
         except Exception:
-            log.exception("no plan could be made of %s", action.dataset)
+            log.exception("retention could not be planned for %s", action.dataset)
         else:
             self._call_soon(lambda: self._planned(planned))
 
@@ -336,7 +336,7 @@ class Node:
             columns = table.offset.view(), table.length, lengths, dataset.versions
             if not self.feed(mind.DatasetAdded(dataset.key, *columns)):
                 dataset.close()
-                return Answer(Refused("this daemon has no room for another dataset"))
+                return Answer(Refused("this daemon has no memory for another dataset"))
             self.registry.add(dataset)
             self.fetcher.add(dataset.key, dataset.source)
             self._prefault_when_it_will_be_full()
@@ -362,13 +362,13 @@ class Node:
         session = self.registry.open(token, request)
         told = (session.id, request.dataset, request.job, request.rank, request.world)
         if not self.feed(mind.SessionOpened(*told, request.recheck)):
-            raise UnavailableError("this daemon cannot serve one more session")
+            raise UnavailableError("this daemon cannot open another session")
         session.words[OBJECT_NS] = self.fetcher.object_ns(request.dataset)
         return session
 
     def _check_serving(self) -> None:
         if self.state == "draining":
-            raise UnavailableError("this daemon is about to end: the next one will serve you")
+            raise UnavailableError("this daemon is stopping: connect again to reach the next one")
 
     def close_session(self, session: SessionRecord) -> None:
         """Close a session; the core takes back all it had pinned."""

@@ -220,7 +220,7 @@ class Registry:
         """Raise UnavailableError when one more dataset would be too many."""
         if len(self.datasets) >= self._max_datasets:
             raise UnavailableError(
-                f"{self._max_datasets} datasets are known, which is the limit:"
+                f"the limit of {self._max_datasets} registered datasets is reached:"
                 " raise daemon.max_datasets"
             )
 
@@ -276,7 +276,7 @@ class Registry:
             raise UnavailableError(f"dataset {request.dataset!r} is not registered here")
         if len(self.sessions) >= self._max_sessions:
             raise UnavailableError(
-                f"{self._max_sessions} sessions are open, which is the limit:"
+                f"the limit of {self._max_sessions} open sessions is reached:"
                 " raise daemon.max_sessions",
                 retry_after=10.0,
             )

@@ -39,7 +39,7 @@ from creel.messages import (
     request_address,
 )
 
-log = logging.getLogger("creel.line")
+log = logging.getLogger("creel.request_socket")
 
 _MESSAGES = 64  # a turn, so that a flood leaves time for other clients
 _TURN_S = 0.01  # a turn takes no longer, except for its last message
@@ -111,7 +111,7 @@ class RequestSocket:
             raise MalformedError("no body")
         message = decode(frames[0].buffer, RequestMessage)
         if not self._control_socket.knows(message.token):
-            raise MalformedError("a token that nobody has")
+            raise MalformedError("an unknown token")
         return message
 
     def _request(self, who: bytes, message: Any, arrays: list[NDArray[Any]]) -> None:
@@ -139,7 +139,7 @@ class RequestSocket:
         if not 0 <= message.step < 1 << 62:
             raise MalformedError(f"wait for step {message.step}")
         if not session.wait(who, message.call, message.step):
-            self.send(who, Failed(message.call, "too many wait for this session"))
+            self.send(who, Failed(message.call, "too many waits are pending for this session"))
         else:
             self._node.waiting(session)
 

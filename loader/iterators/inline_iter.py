@@ -181,7 +181,7 @@ class BatchReader:
         self._told = True
         absent = ids[stream.session.table.offset[ids] == ABSENT]
         what = public(stream.binding.manifest.location(int(absent[0]))[0]) if len(absent) else "it"
-        then = f"up to {left_s:g} s more" if left_s > 0 else "then it is read directly"
+        then = f"up to {left_s:g} s more" if left_s > 0 else "then creel reads it directly"
         text = f"no batch for {waited_s:g} s: waiting for the daemon to read {what}; {then}"
         _log.warning(text)
         warnings.warn(text, StallWarning, stacklevel=2)

@@ -257,13 +257,13 @@ def prepare_resume(loader_state: LoaderState, loader: DataLoader[Any], state: Pr
         return
     given: object = state
     if not isinstance(given, Mapping) or "version" not in given:
-        raise ConfigError("this is no state_dict of a creel.DataLoader: begin without it")
+        raise ConfigError("this is not a state_dict of a creel.DataLoader: start without it")
     if state["version"] != VERSION:
         raise ConfigError(f"this state_dict has version {state['version']}, not {VERSION}")
     lacks = {"epoch", "batches", "finished"} - state.keys()
     if lacks or ("order" not in state and state["epoch"] >= 0):
         # torch.distributed.checkpoint loses keys: it fills in only those that a fresh state has.
-        raise ConfigError("this state_dict has lost keys: save and load it as one value (pickle)")
+        raise ConfigError("this state_dict lacks keys: save and load it as one value (pickle)")
     loader_state.epoch = state["epoch"]
     loader_state.resume = None
     if "order" in state:

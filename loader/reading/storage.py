@@ -68,7 +68,9 @@ def absolute(address: str | os.PathLike[str]) -> str:
         return unquote(urlsplit(text).path)
     if scheme:
         if not text.partition("://")[2].strip("/"):
-            raise NotFoundError(f"{text} names nothing: write {scheme}://bucket-or-host/path")
+            raise NotFoundError(
+                f"{text} lacks a bucket or host: write {scheme}://bucket-or-host/path"
+            )
         return text.rstrip("/")
     # No abspath() or resolve(): links, and `..` behind them, are followed when the file is read.
     text = os.path.expanduser(text)  # noqa: PTH111
@@ -152,7 +154,7 @@ def nbytes_of(address: str) -> int:
     with _creel_errors(address):
         size = _with_retries(address, lambda store: store.size(address))
     if size is None:
-        raise ConfigError(f"the storage does not tell the size of {public(address)}")
+        raise ConfigError(f"the storage does not report the size of {public(address)}")
     return size
 
 

@@ -217,8 +217,8 @@ class WorkerPool:
         """Raise RuntimeError in a forked child: the sockets and the pids are its parent's."""
         if os.getpid() != self.pid:
             raise RuntimeError(
-                f"this iterator belongs to process {self.pid}, whose workers answer to it alone;"
-                f" in the forked process {os.getpid()} begin a new one: iter(loader)"
+                f"this iterator belongs to process {self.pid} and cannot be used in the forked"
+                f" process {os.getpid()}: create a new one with iter(loader)"
             )
 
     def next_event(self, timeout_s: float) -> Event | None:

@@ -96,7 +96,7 @@ class WorkerArgs:
 
 
 def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
-    """Run a worker until "quit" or until the trainer is gone."""
+    """Run a worker until "quit" or until the trainer has ended."""
     try:
         signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]  # noqa: SLF001  as torch
         set_thread_name = getattr(torch.multiprocessing, "_set_thread_name", None)  # torch >= 2.6
@@ -198,14 +198,14 @@ class _Worker:
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
 
     def _get(self) -> tuple[tuple[object, ...], list[int]]:
-        """The next message; EOFError when the trainer is gone."""
+        """The next message; EOFError when the trainer has ended."""
         while True:
             got = self._channel.get(MP_STATUS_CHECK_INTERVAL)
             if got is not None:
                 return got
             # The trainer's end may still be open in a process that it forked unnoticed.
             if os.getppid() != self._parent:
-                raise EOFError("the trainer is gone")
+                raise EOFError("the training process has ended")
 
     def serve(self) -> None:
         """Handle messages until "quit"."""

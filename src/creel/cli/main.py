@@ -61,7 +61,7 @@ def _exit_code(error: CreelError) -> int:
 
 
 @click.group(context_settings=_WORDS)
-@click.option("--name", help="Which daemon (default: CREEL_SOCKET, or the configuration's).")
+@click.option("--name", help="Name of the daemon (default: CREEL_SOCKET, or the configuration's).")
 @click.version_option(VERSION, message="%(prog)s %(version)s")
 @click.pass_context
 def creel(context: click.Context, name: str | None) -> None:
@@ -85,7 +85,7 @@ class _Seconds(click.FloatRange):
     ) -> float:
         seconds = float(super().convert(value, param, ctx))
         if not math.isfinite(seconds):
-            self.fail(f"{value} is no number of seconds.", param, ctx)
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
         return seconds
 
 
@@ -95,14 +95,14 @@ _as_json = click.option(
     is_flag=True,
     is_eager=True,
     callback=_note_json,
-    help="One JSON object (docs/cli.md).",
+    help="Print JSON (docs/cli.md has the schema).",
 )
 _interval = click.option(
     "--interval",
     type=_Seconds(0.1, 86_400),
     default=1.0,
     show_default=True,
-    help="Seconds between.",
+    help="Seconds between updates.",
 )
 
 
@@ -153,7 +153,7 @@ def _no_daemon(name: str) -> str:
 
 
 @creel.command(context_settings={"allow_interspersed_args": False})
-@click.option("--memory", metavar="SIZE", help='Budget: "64GiB", "50%" or "auto".')
+@click.option("--memory", metavar="SIZE", help='Memory budget: "64GiB", "50%" or "auto".')
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, memory: str | None, command: tuple[str, ...]) -> int:
@@ -175,16 +175,18 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
 
 
 @creel.command()
-@click.option("--now", is_flag=True, help="Do not wait for its clients to leave.")
+@click.option(
+    "--now", is_flag=True, help="Stop at once, without waiting for clients to disconnect."
+)
 @_as_json
 @click.pass_context
 def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
-    """Ask the daemon to end."""
+    """Stop the daemon."""
     from creel.cli import view
 
     with _client(context) as client:
         client.ask("stop", now=now)
-    when = "now" if now else "once its clients have left"
+    when = "now" if now else "once its clients have disconnected"
     if as_json:
         view.print_json({"stopping": when})
     else:
@@ -198,7 +200,7 @@ def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
 @_as_json
 @click.pass_context
 def status(context: click.Context, *, as_json: bool) -> None:
-    """Is a daemon there, and who uses it."""
+    """Show whether a daemon runs, and what uses it."""
     from creel.cli import view
 
     with _client(context) as client:
@@ -210,12 +212,12 @@ def status(context: click.Context, *, as_json: bool) -> None:
 
 
 @creel.command()
-@click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @_interval
 @_as_json
 @click.pass_context
 def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool) -> None:
-    """Hits, source reads, evictions, stall by cause."""
+    """Show hits, source reads, evictions, and stalls by cause."""
     import time
 
     with _client(context) as client:
@@ -239,7 +241,7 @@ def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
         rows = [view.session_row(s) for s in told["sessions"]]
         view.table(view.SESSION_HEADER, rows, drop=view.DROP)
     elif told["ranks"]:
-        click.echo("nobody trains now; until now:")
+        click.echo("no open sessions; totals so far:")
         rows = [view.rank_row(r) for r in told["ranks"]]
         view.table(view.RANK_HEADER, rows, drop=view.DROP)
     if shown := told["sessions"] or told["ranks"]:
@@ -252,7 +254,7 @@ def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
 @_interval
 @click.pass_context
 def top(context: click.Context, interval: float) -> None:
-    """What it does, live; q or Ctrl-C ends it."""
+    """Show live statistics; quit with q or Ctrl-C."""
     from creel.cli import top
 
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
@@ -289,8 +291,8 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     """Compare every batch with torch's, bit for bit.
 
     TARGET is a SCRIPT (with ARGUMENTS), or MODULE:LOADER: a DataLoader or a function that returns
-    one. Options come before it. Both sides run from equal seeds. Ends with 1 at the first
-    difference, and names it.
+    one. Options come before it. Both sides run from equal seeds. Reports the first difference
+    and exits with 1.
     """
     from creel.cli import view
 
@@ -318,7 +320,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
 @_as_json
 @click.pass_context
 def doctor(context: click.Context, *, as_json: bool) -> int:
-    """Find what would make creel slow here."""
+    """Check this machine for what would slow creel down."""
     from creel.cli import doctor, view
 
     def ask(what: str) -> dict[str, object]:
@@ -345,7 +347,7 @@ def _show_check(name: str, level: str, found: str, remedy: str) -> None:
 @creel.command()
 @_as_json
 def env(*, as_json: bool) -> None:
-    """Versions and limits, to paste into an issue."""
+    """Print versions and limits, for bug reports."""
     from creel.cli import doctor, view
 
     told = doctor.environment()
@@ -357,15 +359,15 @@ def env(*, as_json: bool) -> None:
 
 @creel.group()
 def config() -> None:
-    """The settings."""
+    """Show the settings."""
 
 
 @config.command()
-@click.option("--origin", is_flag=True, help="Where each value came from.")
+@click.option("--origin", is_flag=True, help="Show where each value came from.")
 @_as_json
 @click.pass_context
 def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
-    """Every setting with its value."""
+    """Show every setting with its value."""
     from creel.cli import view
     from creel.config import Config
 
@@ -382,7 +384,7 @@ def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
 
 
 def _show_toml(values: dict[str, object]) -> None:
-    """As a file that could be saved as creel.toml."""
+    """Print the settings as a file that can be saved as creel.toml."""
     before = ""
     for key, value in values.items():
         section, _, name = key.partition(".")

@@ -73,7 +73,7 @@ def screen(
     ]
     rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in told["sessions"]]
     table = fitting(TOP_HEADER, rows, DROP, width)
-    below = rich_table(*table) if rows else Text("\nno sessions: nobody trains", "dim")
+    below = rich_table(*table) if rows else Text("\nno open sessions", "dim")
     return Group(title, *lines, below)
 
 

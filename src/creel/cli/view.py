@@ -148,7 +148,7 @@ def memory_line(memory: Told) -> str:
 
 def status_pairs(told: Told) -> list[tuple[str, str]]:
     """Format the answer to `status`."""
-    kind = "embedded, goes with its last client" if told.get("embedded") else "stays until stopped"
+    kind = "embedded, ends with its last client" if told.get("embedded") else "stays until stopped"
     in_use = {k: told[k] for k in ("clients", "sessions", "datasets")}
     in_use["clients"] = max(in_use["clients"] - 1, 0)  # the asking client is one itself
     return [
