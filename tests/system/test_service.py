@@ -104,7 +104,7 @@ def test_sighup_reads_the_settings_again(daemon_name: str, tmp_path: Path) -> No
         until(lambda: "the settings are not reloaded" in daemon.log(), what="it has looked")
         log = daemon.end()
     assert "daemon.log_level = 'debug' (was 'info'), in effect now" in log
-    assert "daemon.max_sessions = 7 (was 1024), from the next start on" in log
+    assert "daemon.max_sessions = 7 (was 1024), takes effect at the next start" in log
     assert "memory.budget" not in log, "a flag is stronger than the files, this time too"
 
 
