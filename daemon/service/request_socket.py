@@ -42,7 +42,7 @@ from creel.messages import (
 log = logging.getLogger("creel.request_socket")
 
 _MESSAGES = 64  # a turn, so that a flood leaves time for other clients
-_TURN_S = 0.01  # a turn takes no longer, except for its last message
+_MAX_TURN_S = 0.01  # a turn takes no longer, except for its last message
 _MAX_PIECE = 1 << 20  # reads, and steps, in a message
 _MAX_FRAME = 16 << 20  # bytes: more than such a piece takes, so that its sender gets an answer
 
@@ -67,7 +67,7 @@ class RequestSocket:
 
     def turn(self) -> bool:
         """Handle messages, up to a limit; return whether more may wait."""
-        until = time.monotonic() + _TURN_S
+        until = time.monotonic() + _MAX_TURN_S
         for _ in range(_MESSAGES):
             if time.monotonic() > until:
                 break
@@ -94,7 +94,7 @@ class RequestSocket:
     def _message(self, who: bytes, frames: list[zmq.Frame]) -> None:
         token = ""
         try:
-            message = self._authentic(frames)
+            message = self._authenticated(frames)
             token = message.token
             arrays = decode_frames(type(message), [f.buffer for f in frames[1:]])
             self._request(who, message, arrays)
@@ -106,7 +106,7 @@ class RequestSocket:
             if token:
                 self._control_socket.drop(token, "its message could not be handled")
 
-    def _authentic(self, frames: list[zmq.Frame]) -> Any:
+    def _authenticated(self, frames: list[zmq.Frame]) -> Any:
         if not frames:
             raise MalformedError("no body")
         message = decode(frames[0].buffer, RequestMessage)
@@ -116,7 +116,7 @@ class RequestSocket:
 
     def _request(self, who: bytes, message: Any, arrays: list[NDArray[Any]]) -> None:
         if isinstance(message, Command):
-            self._ask(who, message)
+            self._answer_command(who, message)
             return
         try:
             session = self._node.registry.owned(message.token, message.session)
@@ -127,7 +127,7 @@ class RequestSocket:
         if isinstance(message, Extend):
             self._node.extended(session, message, _checked(session, message, arrays))
         elif isinstance(message, Begin):
-            self._node.feed(EpochBegan(session.id, message.epoch))
+            self._node.handle_event(EpochBegan(session.id, message.epoch))
         elif isinstance(message, Truncate):
             if not session.done <= message.step <= session.steps:
                 raise MalformedError(f"truncate at {message.step} of {session.steps} steps")
@@ -143,7 +143,7 @@ class RequestSocket:
         else:
             self._node.waiting(session)
 
-    def _ask(self, who: bytes, message: Command) -> None:
+    def _answer_command(self, who: bytes, message: Command) -> None:
         try:
             self.send(who, CommandReply(message.call, commands.answer(self._node, message)))
         except (ConfigError, UnavailableError) as e:

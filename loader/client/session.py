@@ -128,7 +128,7 @@ class Session:
         Args:
             objects: (k,) object ids in order of reading.
             ends: (b,) step+i reads objects[ends[i-1]:ends[i]]; ends[-1] == k.
-            blind: the steps are unplanned: about to be read, with unknown steps after them.
+            unplanned: the steps are unplanned: about to be read, with unknown steps after them.
 
         Returns:
             False if the daemon is lost: the plan does not matter any more.

@@ -135,7 +135,7 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     node.fetcher._held[3] = {0: b"x" * 50}
     with mock.patch.object(node.core, "handle") as handle:
         handle.return_value = [StoreObjects(3, dataset.key, ids * 0, at * 2)]
-        node.feed(Tick())
+        node.handle_event(Tick())
     # Who decides is not asked: what it thought done and was not would put its tables wrong.
     assert handle.called is not draining
     assert bool(node.arena.array.sum() > 50 * 7) is not draining
@@ -190,7 +190,7 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
     with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
         for _ in range(3):
             session.words[HEARTBEAT] = 0
-            node.feed(Tick())
+            node.handle_event(Tick())
             assert session.words[HEARTBEAT] > 0
     node.close()
 
@@ -230,7 +230,7 @@ def test_who_knocks_while_the_system_is_short_ends_no_daemon(number: int, tmp_pa
         with mock.patch.object(control_socket, "_listener") as listener:
             listener.accept.side_effect = OSError(number, os.strerror(number))
             control_socket.ready(control_socket.fd, 0.0)
-        assert control_socket._deaf
+        assert control_socket._accept_paused
         control_socket.close()
 
 
