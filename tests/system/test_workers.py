@@ -267,8 +267,8 @@ def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     next(iterator)
     (worker,) = pids(iterator)
     until(lambda: stopped(worker))
-    assert iterator._tell_after_s == 70
-    iterator._tell_after_s = 0.5  # the first batch may take longer to come
+    assert iterator._warn_after_s == 70
+    iterator._warn_after_s = 0.5  # the first batch may take longer to come
     with (
         pytest.warns(StallWarning, match=r"batch 1 .* stopped by a signal.* reading") as told,
         woken_when(lambda: len(told) > 0, worker),
