@@ -27,12 +27,12 @@ _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (docs/cli.md)."""
     color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
-    told: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     try:
-        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=told)
+        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=state)
     except click.ClickException as e:
         e.show()
-        _tell_error(told, e.format_message())
+        _print_error(state, e.format_message())
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
@@ -41,14 +41,14 @@ def main(args: list[str] | None = None) -> int:
         return 0
     except CreelError as e:
         click.secho(f"creel: {e}", err=True, fg="red", color=color)
-        _tell_error(told, str(e))
+        _print_error(state, str(e))
         return _exit_code(e)
     return code if isinstance(code, int) else 0
 
 
-def _tell_error(told: dict[str, Any], why: str) -> None:
+def _print_error(state: dict[str, Any], why: str) -> None:
     """Report errors as JSON to callers that asked for JSON and read standard output only."""
-    if told.get("json"):
+    if state.get("json"):
         from creel.cli import view
 
         view.print_json({"error": why}, line=True)
@@ -72,7 +72,7 @@ def creel(context: click.Context, name: str | None) -> None:
     context.obj["flags"] = {"daemon.name": name}
 
 
-def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
+def _remember_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
     context.obj["json"] = value
     return value
 
@@ -94,7 +94,7 @@ _as_json = click.option(
     "as_json",
     is_flag=True,
     is_eager=True,
-    callback=_note_json,
+    callback=_remember_json,
     help="Print JSON (docs/cli.md has the schema).",
 )
 _interval = click.option(
@@ -204,11 +204,11 @@ def status(context: click.Context, *, as_json: bool) -> None:
     from creel.cli import view
 
     with _client(context) as client:
-        told = client.ask("status")
+        answer = client.ask("status")
     if as_json:
-        view.print_json(told)
+        view.print_json(answer)
     else:
-        view.pairs(view.status_pairs(told))
+        view.pairs(view.status_pairs(answer))
 
 
 @creel.command()
@@ -229,22 +229,22 @@ def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool
             _show_stats(client.ask("stats"), as_json=as_json, line=True)
 
 
-def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
+def _show_stats(answer: dict[str, Any], *, as_json: bool, line: bool) -> None:
     from creel.cli import view
     from creel.counters import OF_RANKS
 
     if as_json:
-        view.print_json(told, line=line)
+        view.print_json(answer, line=line)
         return
-    view.pairs(view.summary_pairs(told))
-    if told["sessions"]:
-        rows = [view.session_row(s) for s in told["sessions"]]
+    view.pairs(view.summary_pairs(answer))
+    if answer["sessions"]:
+        rows = [view.session_row(s) for s in answer["sessions"]]
         view.table(view.SESSION_HEADER, rows, drop=view.DROP)
-    elif told["ranks"]:
+    elif answer["ranks"]:
         click.echo("no open sessions; totals so far:")
-        rows = [view.rank_row(r) for r in told["ranks"]]
+        rows = [view.rank_row(r) for r in answer["ranks"]]
         view.table(view.RANK_HEADER, rows, drop=view.DROP)
-    if shown := told["sessions"] or told["ranks"]:
+    if shown := answer["sessions"] or answer["ranks"]:
         for one in filter(lambda c: c.members, OF_RANKS):
             click.echo(f"{one.name} by {one.label}")
             view.table(*view.by_member(one, shown))
@@ -275,11 +275,11 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
     from creel.cli import view, warm
 
     with _client(context) as client:
-        told = warm.warm(client, path, quiet=as_json)
+        result = warm.warm(client, path, quiet=as_json)
     if as_json:
-        view.print_json(told)
+        view.print_json(result)
     else:
-        click.echo(warm.sentence(told))
+        click.echo(warm.sentence(result))
 
 
 @creel.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -305,12 +305,12 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
             raise
         raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
 
-    told = verification.verify(target, arguments, steps)
+    result = verification.verify(target, arguments, steps)
     if as_json:
-        view.print_json(told)
+        view.print_json(result)
     else:
-        click.echo(verification.sentence(told))
-    return 0 if told["equal"] else _FAILED
+        click.echo(verification.sentence(result))
+    return 0 if result["equal"] else _FAILED
 
 
 # --- doctor, env, config ----------------------------------------------------------------------
@@ -350,11 +350,11 @@ def env(*, as_json: bool) -> None:
     """Print versions and limits, for bug reports."""
     from creel.cli import doctor, view
 
-    told = doctor.environment()
+    result = doctor.environment()
     if as_json:
-        view.print_json(told)
+        view.print_json(result)
     else:
-        view.pairs(told.items())
+        view.pairs(result.items())
 
 
 @creel.group()
