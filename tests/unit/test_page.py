@@ -88,5 +88,5 @@ def test_a_page_that_cannot_be_made_is_said(caplog: pytest.LogCaptureFixture) ->
         raise TimeoutError("the daemon's loop is busy")
 
     assert respond(b"GET / HTTP/1.1\r\n\r\n", busy).startswith(b"HTTP/1.1 503 ")
-    assert "could not be made" in caplog.text
+    assert "could not be rendered" in caplog.text
     assert respond(b"HEAD / HTTP/1.1\r\n\r\n", lambda _: ("k", b"abc")).endswith(b"\r\n\r\n")
