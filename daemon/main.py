@@ -35,7 +35,7 @@ from creel.daemon.service import commands
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import BEAT_S, Node
 from creel.daemon.service.request_socket import RequestSocket
-from creel.daemon.service.takeover import made_way
+from creel.daemon.service.takeover import released
 from creel.errors import ConfigError, CreelError, UnavailableError
 from creel.peers import holder
 
@@ -44,7 +44,7 @@ log = logging.getLogger("creel.main")
 _QUICK_S = 0.001  # longest delay of a client by unpolled shared words
 _TICK_S = 0.25
 _DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm wait longer
-_LAST_WORD_S = 0.1  # so that the client that asked for the stop gets an answer
+_FINAL_REPLY_S = 0.1  # so that the client that asked for the stop gets an answer
 _CALLS = 256  # results taken a turn, so that clients and the heartbeat get their turn
 _TRIES, _TRY_S = 10, 0.05  # for an address whose holder is unknown
 _SWITCH_S = 0.0005  # fetch threads hold the GIL for microseconds; never let them for 5 ms
@@ -88,7 +88,7 @@ class Daemon:
         self._leaving = False
         self._reload = False
         self._moved = self._ticked = time.monotonic()
-        self._alone_since: float | None = None
+        self._unused_since: float | None = None
         self._watched = 0.0
         self.node = Node(config, call_soon=self.call_soon, send=self._send, embedded=embedded)
         try:
@@ -96,9 +96,9 @@ class Daemon:
         except BaseException:
             self.node.close()
             raise
-        self.line = RequestSocket(self.node, self.control_socket, self._context)
-        self._epoll.register(self.line.fd, select.EPOLLIN)
-        self.node.request_address = self.line.address
+        self.request_socket = RequestSocket(self.node, self.control_socket, self._context)
+        self._epoll.register(self.request_socket.fd, select.EPOLLIN)
+        self.node.request_address = self.request_socket.address
         self.node.stop = self.stop
         self.node.clients = lambda: self.control_socket.clients
         self.node.pids = self.control_socket.pids
@@ -115,12 +115,12 @@ class Daemon:
         control_socket = self._listen(name, first)
         if control_socket is not None:
             return control_socket
-        holding = holder(first)
+        uid = holder(first)
         second = second_address(name, make=True)
         control_socket = None if second is None else self._listen(name, second)
         if control_socket is None:
-            raise taken(name, holding)
-        log.warning("user %s holds this daemon's address: it listens at a second one", holding)
+            raise taken(name, uid)
+        log.warning("user %s holds this daemon's address: listening at a second one", uid)
         return control_socket
 
     def _listen(self, name: str, address: str) -> ControlSocket | None:
@@ -129,15 +129,18 @@ class Daemon:
         Raises:
             UnavailableError: a daemon of this user holds it.
         """
-        if not self._embedded and made_way(address):
-            log.info("an embedded daemon named %r made way; it goes with its last client", name)
+        if not self._embedded and released(address):
+            log.info(
+                "an embedded daemon named %r released the address; it ends with its last client",
+                name,
+            )
         for _ in range(_TRIES):
             control_socket = self._control_at(address)
             if control_socket is not None:
                 return control_socket
             uid = holder(address)
             if uid == os.getuid():
-                raise UnavailableError(f"a daemon named {name!r} serves you already")
+                raise UnavailableError(f"your daemon named {name!r} is already running")
             if uid is not None:
                 return None
             time.sleep(_TRY_S)  # the holder may have just ended
@@ -169,7 +172,7 @@ class Daemon:
             self._notify.stopping()
             self._drain_by = time.monotonic() + _DRAIN_S
 
-    def say_ready(self) -> None:
+    def report_ready(self) -> None:
         """Announce that clients may connect; wait for the process that started us."""
         if self._ready_fd >= 0:
             _write(self._ready_fd, "1")
@@ -192,11 +195,11 @@ class Daemon:
         if self._page is not None:
             self._page.close()
         self.node.close()
-        self.line.close()
+        self.request_socket.close()
         self._context.term()
         self._notify.close()
         if self._ready_fd >= 0:
-            self._unexpect()
+            self._stop_waiting_for_starter()
         self._epoll.close()
         os.close(self._wake)
 
@@ -206,17 +209,17 @@ class Daemon:
         """Run one turn of the loop; return whether there is more to do at once."""
         for fd in ready:
             if fd == self._ready_fd:
-                self._unexpect()
+                self._stop_waiting_for_starter()
             elif fd == self._wake:
                 os.eventfd_read(fd)  # before taking the calls, so that none is missed
             elif self.control_socket.handles(fd):
                 self.control_socket.ready(fd, now)
-        more = self.line.turn()
+        more = self.request_socket.turn()
         more |= self._take_calls()
         if self.node.poll_words():
             self._moved = now
         self._timers(time.monotonic())
-        return more or self.line.more()
+        return more or self.request_socket.more()
 
     def _take_calls(self) -> bool:
         for _ in range(_CALLS):
@@ -254,32 +257,34 @@ class Daemon:
 
     def _finished(self, now: float) -> bool:
         if self.control_socket.clients:
-            self._alone_since = None
+            self._unused_since = None
             if self.node.state != "draining":
                 return False
-            quiet = not self.node.fetcher.pending and now > self._drain_by - _DRAIN_S + _LAST_WORD_S
+            quiet = (
+                not self.node.fetcher.pending and now > self._drain_by - _DRAIN_S + _FINAL_REPLY_S
+            )
             return quiet or now > self._drain_by
         if self._leaving:
             return True
         if not self._embedded or self._ready_fd >= 0:
             return False
-        if self.control_socket.patrons:
-            self._alone_since = None
+        if self.control_socket.keep_alive:
+            self._unused_since = None
             return False
-        self._alone_since = self._alone_since or now
-        if now - self._alone_since > self._config.daemon.linger_s:
+        self._unused_since = self._unused_since or now
+        if now - self._unused_since > self._config.daemon.linger_s:
             log.info("no client left")
             return True
         return False
 
-    def _unexpect(self) -> None:
+    def _stop_waiting_for_starter(self) -> None:
         """Stop waiting for the process that started us: it has connected, or will not."""
         self._epoll.unregister(self._ready_fd)
         os.close(self._ready_fd)
         self._ready_fd = -1
 
     def _send(self, who: bytes, message: Any) -> None:
-        self.line.send(who, message)
+        self.request_socket.send(who, message)
 
     def _status(self) -> str:
         node = self.node
@@ -294,13 +299,13 @@ class Daemon:
         if not self._config.daemon.metrics:
             return
 
-        def told() -> dict[str, Any]:
+        def status_and_stats() -> dict[str, Any]:
             answer: dict[str, Any] = metrics.take_by(
-                self.call_soon, lambda: commands.told(self.node)
+                self.call_soon, lambda: commands.status_and_stats(self.node)
             )
             return answer
 
-        self._page = metrics.Page(self._config.daemon.metrics, told)
+        self._page = metrics.Page(self._config.daemon.metrics, status_and_stats)
 
     def install_signals(self) -> None:
         """SIGTERM and SIGINT drain, SIGHUP reloads the settings, SIGUSR2 prints all stacks."""
@@ -322,26 +327,26 @@ class Daemon:
     def _read_settings_again(self) -> None:
         self._notify.reloading()
         try:
-            fresh, _ = Config.load(self._flags)
+            loaded, _ = Config.load(self._flags)
         except ConfigError as e:
-            log.error("the settings stay as they are: %s", e)  # noqa: TRY400  a sentence says it
+            log.error("the settings are not reloaded: %s", e)  # noqa: TRY400  a sentence says it
         else:
-            old, new = self._config.flat(), fresh.flat()
+            old, new = self._config.flat(), loaded.flat()
             for key in [k for k in new if new[k] != old[k]]:
-                effect = "from now on" if key in _AT_ONCE else "from the next start on"
+                effect = "in effect now" if key in _AT_ONCE else "takes effect at the next start"
                 log.info("%s = %r (was %r), %s", key, new[key], old[key], effect)
-            self._config = self.node.config = fresh
-            self.node.effective = _with(self.node.effective, fresh, _AT_ONCE)
-            set_up_logging(fresh.daemon.log_level, as_json=fresh.daemon.log_json)
+            self._config = self.node.config = loaded
+            self.node.effective = _with(self.node.effective, loaded, _AT_ONCE)
+            set_up_logging(loaded.daemon.log_level, as_json=loaded.daemon.log_json)
         self._notify.ready(self._status())
 
 
-def _with(config: Config, fresh: Config, keys: frozenset[str]) -> Config:
+def _with(config: Config, loaded: Config, keys: frozenset[str]) -> Config:
     """Return `config` with the values of `keys` from `fresh`."""
     parts: dict[str, dict[str, object]] = {}
     for key, value in config.flat().items():
         section, _, name = key.partition(".")
-        parts.setdefault(section, {})[name] = fresh.flat()[key] if key in keys else value
+        parts.setdefault(section, {})[name] = loaded.flat()[key] if key in keys else value
     return msgspec.convert(parts, Config)
 
 
@@ -371,13 +376,13 @@ def serve(
     try:
         daemon = Daemon(config, flags, embedded=embedded, ready_fd=ready_fd)
     except (CreelError, OSError) as e:
-        _tell(ready_fd, f"0{e}")
+        _report_start(ready_fd, f"0{e}")
         log.log(logging.DEBUG if embedded else logging.ERROR, "%s", e)
         return 2 if isinstance(e, ConfigError) else 1
     os.chdir("/")  # keep no mount busy; relative paths mean nothing here
     try:
         daemon.install_signals()
-        daemon.say_ready()
+        daemon.report_ready()
         daemon.run()
     finally:
         daemon.close()
@@ -393,7 +398,7 @@ def _use_small_pages() -> None:
         np._core.multiarray._set_madvise_hugepage(False)  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def _tell(fd: int, text: str) -> None:
+def _report_start(fd: int, text: str) -> None:
     if fd >= 0:
         _write(fd, text)
         os.close(fd)
@@ -403,7 +408,7 @@ def _write(fd: int, text: str) -> None:
     try:
         os.write(fd, text.encode())
     except OSError:
-        log.debug("nobody waits for this daemon any more")
+        log.debug("the process that started this daemon does not wait for it any more")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -429,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = Config.load(flags)[0] if args.config_fd < 0 else _handed_over(args.config_fd)
     except ConfigError as e:
         print(f"creeld: {e}", file=sys.stderr)  # noqa: T201  before there is a log
-        _tell(args.ready_fd, f"0{e}")
+        _report_start(args.ready_fd, f"0{e}")
         return 2
     return serve(config, flags, embedded=args.embedded, ready_fd=args.ready_fd)
 

@@ -33,7 +33,7 @@ from creel.loader.dataloader import DataLoader as CreelLoader
 from creel.loader.digest import Leaf, digest
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
-Told: TypeAlias = dict[str, Any]
+Report: TypeAlias = dict[str, Any]
 
 _TorchDataLoader = torch.utils.data.DataLoader
 T = TypeVar("T")
@@ -57,7 +57,7 @@ _ARGUMENTS = (
 )
 
 
-def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None) -> Told:
+def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None) -> Report:
     """Compare both loaders on `target`, a script or MODULE:LOADER.
 
     Returns:
@@ -65,36 +65,39 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
         docs/cli.md.
 
     Raises:
-        ConfigError: no such script, module or loader, or it made no batch.
+        ConfigError: no such script, module or loader, or it produced no batch.
     """
     if target.endswith(".py") or Path(target).is_file():
-        told = _verify_script(target, arguments, steps)
+        report = _verify_script(target, arguments, steps)
     elif not all(target.partition(":")):
         raise ConfigError(f"{target!r} is neither a script (x.py) nor a loader (module:loader)")
     elif arguments:
         raise ConfigError(
-            f"{' '.join(arguments)!r} after a loader means nothing: options come before {target}"
+            f"unexpected arguments after the loader: {' '.join(arguments)!r}; options come before"
+            f" {target}"
         )
     else:
-        told = _verify_loader(target, steps)
-    if told["equal"] and not told["batches"] and not told["raised"]:
-        raise ConfigError(f"{target} made no batch: nothing was compared")
-    return told
+        report = _verify_loader(target, steps)
+    if report["equal"] and not report["batches"] and not report["raised"]:
+        raise ConfigError(f"{target} produced no batch: nothing was compared")
+    return report
 
 
-def sentence(told: Told) -> str:
+def sentence(report: Report) -> str:
     """Return the verdict as text of one or a few lines."""
-    times = f"torch {told['torch_s']:.1f} s, creel {told['creel_s']:.1f} s"
-    if told["equal"]:
-        what = f"{_count(told['batches'], 'batch', 'es')} of {_count(told['loaders'], 'loader')}"
-        then = f"; then both raise {told['raised']}" if told["raised"] else ""
+    times = f"torch {report['torch_s']:.1f} s, creel {report['creel_s']:.1f} s"
+    if report["equal"]:
+        what = (
+            f"{_count(report['batches'], 'batch', 'es')} of {_count(report['loaders'], 'loader')}"
+        )
+        then = f"; then both raise {report['raised']}" if report["raised"] else ""
         return f"equal: {what}, bit for bit{then} ({times})"
-    d = told["difference"]
+    d = report["difference"]
     where = f"loader {d['loader']}, epoch {d['epoch']}, batch {d['step']}"
     if d["where"]:
         where += f", at {d['where']}"
-    head = f"different after {_count(told['batches'], 'equal batch', 'es')}: {where}"
-    tail = "" if told["torch_repeats"] else f"\n{_UNSTEADY}"
+    head = f"different after {_count(report['batches'], 'equal batch', 'es')}: {where}"
+    tail = "" if report["torch_repeats"] else f"\n{_UNSTEADY}"
     return f"{head}\n  torch  {d['torch']}\n  creel  {d['creel']}{tail}"
 
 
@@ -111,21 +114,24 @@ def _count(n: int, word: str, plural: str = "s") -> str:
 # --- one loader -------------------------------------------------------------------------------
 
 
-def _verify_loader(target: str, steps: int | None) -> Told:
+def _verify_loader(target: str, steps: int | None) -> Report:
     given = _find(target)
     start = time.monotonic()
     with_torch = list(_batches(given, _TorchDataLoader, steps))
     middle = time.monotonic()
     with_creel = list(_batches(given, CreelLoader, steps))
     times = {"torch_s": middle - start, "creel_s": time.monotonic() - middle}
-    told = compare([with_torch], [with_creel]) | times
+    report = compare([with_torch], [with_creel]) | times
     last = with_torch[-1].leaves[0] if with_torch else ("", "", "")
-    if told["equal"] and last[1].startswith(_RAISES):
-        told |= {"batches": told["batches"] - 1, "raised": f"{last[1][len(_RAISES) :]}: {last[2]}"}
-    if not told["equal"]:
+    if report["equal"] and last[1].startswith(_RAISES):
+        report |= {
+            "batches": report["batches"] - 1,
+            "raised": f"{last[1][len(_RAISES) :]}: {last[2]}",
+        }
+    if not report["equal"]:
         again = list(_batches(given, _TorchDataLoader, steps))
-        told["torch_repeats"] = again == with_torch
-    return told
+        report["torch_repeats"] = again == with_torch
+    return report
 
 
 def _find(target: str) -> Any:
@@ -206,7 +212,7 @@ def rebuilt(loader: TorchLoader, kind: type[TorchLoader]) -> TorchLoader:
     arguments = {name: getattr(loader, name) for name in _ARGUMENTS if hasattr(loader, name)}
     shared: dict[int, object] = {id(loader.dataset): loader.dataset}
     if loader.generator is not None:
-        arguments["generator"] = shared[id(loader.generator)] = _twin(loader.generator)
+        arguments["generator"] = shared[id(loader.generator)] = _copied(loader.generator)
     if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
         batched = loader.batch_sampler is not None
         name = "batch_sampler" if batched else "sampler"
@@ -218,10 +224,10 @@ def rebuilt(loader: TorchLoader, kind: type[TorchLoader]) -> TorchLoader:
     return kind(loader.dataset, **arguments)
 
 
-def _twin(generator: torch.Generator) -> torch.Generator:
-    twin = torch.Generator(generator.device)
-    twin.set_state(generator.get_state())
-    return twin
+def _copied(generator: torch.Generator) -> torch.Generator:
+    copied = torch.Generator(generator.device)
+    copied.set_state(generator.get_state())
+    return copied
 
 
 def seed_all(seed: int) -> None:
@@ -243,7 +249,7 @@ class Record(NamedTuple):
     leaves: list[Leaf]
 
 
-def compare(ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]) -> Told:
+def compare(ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]) -> Report:
     """Compare the records of torch (`ours`) and creel (`theirs`), loader by loader."""
     equal = 0
     for a_side, b_side in zip_longest(ours, theirs, fillvalue=()):
@@ -255,7 +261,7 @@ def compare(ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]
     return _verdict(equal, len(ours), None)
 
 
-def _verdict(equal: int, loaders: int, difference: Told | None) -> Told:
+def _verdict(equal: int, loaders: int, difference: Report | None) -> Report:
     return {
         "equal": difference is None,
         "batches": equal,
@@ -266,18 +272,18 @@ def _verdict(equal: int, loaders: int, difference: Told | None) -> Told:
     }
 
 
-def _difference(a: Record | None, b: Record | None) -> Told:
+def _difference(a: Record | None, b: Record | None) -> Report:
     first = a or b
-    told: Told = {"where": ""}
+    report: Report = {"where": ""}
     if first is not None:
-        told |= {"loader": first.loader, "epoch": first.epoch, "step": first.step}
+        report |= {"loader": first.loader, "epoch": first.epoch, "step": first.step}
     if a is None or b is None or a[:3] != b[:3]:
-        return told | {"torch": _place(a), "creel": _place(b)}
+        return report | {"torch": _place(a), "creel": _place(b)}
     for left, right in zip_longest(a.leaves, b.leaves):
         if left != right:
-            told["where"] = (left or right)[0] or "the batch itself"
-            return told | {"torch": _leaf(left), "creel": _leaf(right)}
-    return told
+            report["where"] = (left or right)[0] or "the batch itself"
+            return report | {"torch": _leaf(left), "creel": _leaf(right)}
+    return report
 
 
 def _place(record: Record | None) -> str:
@@ -291,7 +297,7 @@ def _leaf(leaf: Leaf | None) -> str:
 # --- a script ---------------------------------------------------------------------------------
 
 
-def _verify_script(script: str, arguments: Sequence[str], steps: int | None) -> Told:
+def _verify_script(script: str, arguments: Sequence[str], steps: int | None) -> Report:
     if not Path(script).is_file():
         raise ConfigError(f"there is no script {script}")
     sides, times = {}, {}
@@ -299,10 +305,10 @@ def _verify_script(script: str, arguments: Sequence[str], steps: int | None) -> 
         start = time.monotonic()
         sides[kind] = _run_script(kind, script, arguments, steps)
         times[f"{kind}_s"] = time.monotonic() - start
-    told = compare(sides["torch"], sides["creel"]) | times
-    if not told["equal"]:
-        told["torch_repeats"] = _run_script("torch", script, arguments, steps) == sides["torch"]
-    return told
+    report = compare(sides["torch"], sides["creel"]) | times
+    if not report["equal"]:
+        report["torch_repeats"] = _run_script("torch", script, arguments, steps) == sides["torch"]
+    return report
 
 
 def _run_script(

@@ -62,7 +62,7 @@ class Readers:
     Args:
         uses: the next uses of each job.
         clock: for each job, (a, b): its step s is at common time a * s + b.
-        blind: whether no job knows more than the steps being read.
+        unplanned: whether no job knows more than the steps being read.
         once: whether every epoch reads each object at most once (except for padding).
         epoch: the epoch that the first job reads in.
     """

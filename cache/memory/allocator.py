@@ -46,39 +46,41 @@ def _joined(offsets: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes]:
 class Lengths(NamedTuple):
     """Summary of the lengths of a dataset's objects, in bytes.
 
-    `objects` in all, `known` of them with a known length, `nbytes` together, from `least` to
-    `most` (0 where none is known).
+    `objects` in all, `known` of them with a known length, `nbytes` together, from
+    `min_nbytes` to `max_nbytes` (0 where none is known).
     """
 
     objects: int
     known: int
     nbytes: int
-    least: int
-    most: int
+    min_nbytes: int
+    max_nbytes: int
 
     @classmethod
     def of(cls, length: NDArray[np.integer], count: NDArray[np.integer] | None = None) -> Lengths:
         """Summarize `count[i]` objects of `length[i]` bytes each (negative: unknown).
 
         >>> Lengths.of(np.array([5, -1, 3]))
-        Lengths(objects=3, known=2, nbytes=8, least=3, most=5)
+        Lengths(objects=3, known=2, nbytes=8, min_nbytes=3, max_nbytes=5)
         >>> Lengths.of(np.array([5, 7]), np.array([1000, 0]))
-        Lengths(objects=1000, known=1000, nbytes=5000, least=5, most=5)
+        Lengths(objects=1000, known=1000, nbytes=5000, min_nbytes=5, max_nbytes=5)
         """
         counts = np.ones(len(length), np.int64) if count is None else np.asarray(count, np.int64)
-        told = (length >= 0) & (counts > 0)
-        of_each, counts_told = length[told].astype(np.int64), counts[told]
-        least, most = (int(of_each.min()), int(of_each.max())) if len(of_each) else (0, 0)
-        known, nbytes = int(counts_told.sum()), int((of_each * counts_told).sum())
-        return cls(int(counts.sum()), known, nbytes, least, most)
+        known_lengths = (length >= 0) & (counts > 0)
+        of_each, counts_known = length[known_lengths].astype(np.int64), counts[known_lengths]
+        min_nbytes, max_nbytes = (
+            (int(of_each.min()), int(of_each.max())) if len(of_each) else (0, 0)
+        )
+        known, nbytes = int(counts_known.sum()), int((of_each * counts_known).sum())
+        return cls(int(counts.sum()), known, nbytes, min_nbytes, max_nbytes)
 
 
 class ObjectPool(Protocol):
     """One dataset's part of a space; places (see `runs`) and sizes are (k,) int64."""
 
-    alike: bool  # whether all rooms have one size
+    same_size: bool  # whether all rooms have one size
     used: int  # bytes of all rooms
-    record: int  # bytes of a room where all are alike, or 0
+    record: int  # bytes of a room where all have one size, or 0
     page: int  # rooms are multiples of it
 
     def alloc(self, nbytes: Sizes) -> Sizes:
@@ -128,8 +130,12 @@ class Allocator:
     def pool(self, lengths: Lengths) -> ObjectPool:
         """Make a pool for a dataset whose objects have these lengths."""
         pool: ObjectPool
-        if lengths.known and lengths.known == lengths.objects and lengths.least == lengths.most:
-            pool = FixedPool(self, max(lengths.least, 1))
+        if (
+            lengths.known
+            and lengths.known == lengths.objects
+            and lengths.min_nbytes == lengths.max_nbytes
+        ):
+            pool = FixedPool(self, max(lengths.min_nbytes, 1))
         else:
             pool = PagedPool(self, page_size(lengths.nbytes / max(lengths.known, 1)))
         self._pools.append(pool)
@@ -158,7 +164,7 @@ class Allocator:
             IllegalEventError: it still holds objects.
         """
         if pool.used:
-            raise IllegalEventError(f"a pool that holds {pool.used} bytes cannot go")
+            raise IllegalEventError(f"a pool that holds {pool.used} bytes cannot be removed")
         pool.trim()
         self._pools.remove(pool)
 
@@ -193,7 +199,7 @@ def page_size(mean: float) -> int:
 class FixedPool:
     """Records of one length, dense in slabs, at offsets that are multiples of that length."""
 
-    alike = True
+    same_size = True
     page = 1
 
     def __init__(self, space: Allocator, record: int) -> None:
@@ -239,7 +245,7 @@ class FixedPool:
         """Return the same: each object takes up its own record."""
         return places, nbytes
 
-    def free(self, places: Sizes, nbytes: Sizes) -> int:  # noqa: ARG002  (all pools alike)
+    def free(self, places: Sizes, nbytes: Sizes) -> int:  # noqa: ARG002  (as in ObjectPool)
         """Free objects; bytes of their records.
 
         Raises:
@@ -248,7 +254,7 @@ class FixedPool:
         if len(places) >= _MANY:  # the rest is several times as fast in order
             places = np.sort(places)
         records, rest = np.divmod(np.asarray(places, np.int64), self.record)
-        self._refuse_strangers(records, rest)
+        self._check_in_use(records, rest)
         self._state[records] = _FREE
         self._busy -= self._per_slab(records)
         self.used -= len(records) * self.record
@@ -264,20 +270,20 @@ class FixedPool:
 
     def trim(self) -> None:
         """Return empty slabs to the space."""
-        gone = self._busy == 0
-        if not gone.any():
+        empty = self._busy == 0
+        if not empty.any():
             return
         stack = self._stack[: self._top]
-        kept = stack[~gone[self._slab_of(stack)]]
+        kept = stack[~empty[self._slab_of(stack)]]
         self._stack[: len(kept)] = kept
         self._top = len(kept)
         for first, count in zip(
-            self._first[gone].tolist(), self._count[gone].tolist(), strict=True
+            self._first[empty].tolist(), self._count[empty].tolist(), strict=True
         ):
             self._state[first : first + count] = 0
             self._space.extents.put(first * self.record, count * self.record)
         self._first, self._count, self._busy = (
-            a[~gone] for a in (self._first, self._count, self._busy)
+            a[~empty] for a in (self._first, self._count, self._busy)
         )
 
     def ranges(self) -> tuple[Sizes, Sizes]:
@@ -294,7 +300,9 @@ class FixedPool:
         must((self._state[stack] == _FREE).all(), "a record that is listed as free is not")
         must(np.count_nonzero(self._state == _FREE) == self._top, "a free record is not listed")
         inuse = np.flatnonzero(self._state == _USED)
-        must((self._per_slab(inuse) == self._busy).all(), "slabs count wrongly")
+        must(
+            (self._per_slab(inuse) == self._busy).all(), "slabs count their records in use wrongly"
+        )
 
     def _grow(self, records: int) -> None:
         """Take slabs until `records` more are free, or the space has none left."""
@@ -336,7 +344,7 @@ class FixedPool:
     def _per_slab(self, records: Sizes) -> NDArray[np.intp]:
         return np.bincount(self._slab_of(records), minlength=len(self._first))
 
-    def _refuse_strangers(self, records: Sizes, rest: Sizes) -> None:
+    def _check_in_use(self, records: Sizes, rest: Sizes) -> None:
         if not len(records):
             return
         ordered = records if every(records[1:] > records[:-1]) else np.sort(records)
@@ -356,7 +364,7 @@ class PagedPool:
     The pool does not store the lengths of objects in one piece: the caller does.
     """
 
-    alike = False
+    same_size = False
     record = 0
 
     def __init__(self, space: Allocator, page: int) -> None:
@@ -417,7 +425,7 @@ class PagedPool:
             IllegalEventError: a place that no object in use has (nothing was freed).
         """
         at, size = self.rooms(np.asarray(places, np.int64), nbytes)
-        self._refuse_strangers(at)
+        self._check_in_use(at)
         for place in places[places < ABSENT].tolist():
             del self._chains[place]
         np.bitwise_xor.at(self._begins, *self._bits(at))
@@ -477,7 +485,7 @@ class PagedPool:
         page = at >> self._shift
         return page >> 3, np.left_shift(1, page & 7).astype(np.uint8)
 
-    def _refuse_strangers(self, at: Sizes) -> None:
+    def _check_in_use(self, at: Sizes) -> None:
         if not len(at):
             return
         ordered = np.sort(at)

@@ -81,8 +81,10 @@ class Arena:
         first, last = offset >> _PAGE_BITS, -(-(offset + length) >> _PAGE_BITS) - 1
         if not self._written[first].all():
             return False
-        most = int((last - first).max(initial=0)) + 1
-        pages = np.minimum(first[:, None] + np.arange(1, most), np.maximum(last, first)[:, None])
+        max_pages = int((last - first).max(initial=0)) + 1
+        pages = np.minimum(
+            first[:, None] + np.arange(1, max_pages), np.maximum(last, first)[:, None]
+        )
         return bool(self._written[pages].all())
 
     def parts(self, place: NDArray[np.int64], length: NDArray[np.int64]) -> list[list[memoryview]]:

@@ -75,20 +75,20 @@ class FreeRanges:
         self._cut(start, size, at, nbytes)
         return at
 
-    def carve(self, record: int, most: int) -> tuple[int, int]:
+    def carve(self, record: int, limit: int) -> tuple[int, int]:
         """(first, count): take records first..first+count-1, at `record` times their number.
 
-        As many as fit, up to `most`, in one range; count is 0 where not even one fits.
+        As many as fit, up to `limit`, in one range; count is 0 where not even one fits.
         """
         sizes = self._sizes
-        i = bisect_left(sizes, (most + 1) * record)
-        picks = (
+        i = bisect_left(sizes, (limit + 1) * record)
+        candidates = (
             sizes[i : i + 1] or sizes[: -_TRIES - 1 : -1]
         )  # a sure fit, or the largest there are
-        for size in picks:
+        for size in candidates:
             start = next(reversed(self._starts[size]))
             first = -(-start // record)
-            count = min((start + size) // record - first, most)
+            count = min((start + size) // record - first, limit)
             if count > 0:
                 self._cut(start, size, first * record, count * record)
                 return first, count
@@ -105,11 +105,11 @@ class FreeRanges:
         size = self._sizes[-1]
         start = next(reversed(self._starts[size]))
         at = -(-start // align) * align
-        most = (start + size - at) // align * align
-        if most <= 0:
+        limit = (start + size - at) // align * align
+        if limit <= 0:
             return ABSENT, 0
-        self._cut(start, size, at, most)
-        return at, most
+        self._cut(start, size, at, limit)
+        return at, limit
 
     @property
     def largest(self) -> int:

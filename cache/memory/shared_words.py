@@ -23,10 +23,10 @@ from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Offsets
 from creel.counters import OF_RANKS
 
-BOARD_NBYTES = 4096
+WORDS_NBYTES = 4096
 #: `LocationTable.offset` of an object that is not in the arena.
 ABSENT = -1
-_MOST_RECORDS = 2**31 - 1
+_MAX_RECORDS = 2**31 - 1
 
 # words the daemon writes
 HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
@@ -70,7 +70,7 @@ class SharedWords:
 
     def __init__(self, fd: int) -> None:
         """Map the words behind `fd` read-write; the caller keeps (and closes) `fd`."""
-        self._map = mmap.mmap(fd, BOARD_NBYTES)
+        self._map = mmap.mmap(fd, WORDS_NBYTES)
         self._words = memoryview(self._map).cast("q")
 
     def __getitem__(self, word: int) -> int:
@@ -96,7 +96,7 @@ class LocationTable:
     """Location table: where the objects of one dataset are in the arena.
 
     `offset` (n,): first byte in the arena, or ABSENT. `length` (n,) int64: bytes, or -1 while
-    unknown. Both are views of the shared memory; the lengths of records, which are all alike,
+    unknown. Both are views of the shared memory; the lengths of records, which are all the same,
     take none. An offset may change at any time, except for the objects of a step in [DONE, READY)
     of an open session: those are pinned.
     """
@@ -127,9 +127,13 @@ class LocationTable:
 
         Such objects are in a `FixedPool`.
         """
-        alike = lengths.known == lengths.objects and lengths.least == lengths.most
-        fits = alike and lengths.most > 0 and arena_nbytes // lengths.most < _MOST_RECORDS
-        return lengths.most if fits else 0
+        same_length = lengths.known == lengths.objects and lengths.min_nbytes == lengths.max_nbytes
+        fits = (
+            same_length
+            and lengths.max_nbytes > 0
+            and arena_nbytes // lengths.max_nbytes < _MAX_RECORDS
+        )
+        return lengths.max_nbytes if fits else 0
 
     def close(self) -> None:
         """Drop the views; the mapping is freed when no view is left."""

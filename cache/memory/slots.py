@@ -63,7 +63,7 @@ class Slot:
     address: int
     untouched: bool = False  # inherited: this process's page tables lack it
     filled: int = 0  # bytes used by the current batch
-    away: bool = False  # whether the trainer has it
+    handed_over: bool = False  # whether the trainer has it
     # The exporter that tensors made here over the slot (by collate) keep alive.
     local: weakref.ref[Buffer] | None = None
 
@@ -78,7 +78,7 @@ class Slot:
     @property
     def idle(self) -> bool:
         """Whether it is unused, by the trainer and by tensors made here."""
-        return not self.away and (self.local is None or self.local() is None)
+        return not self.handed_over and (self.local is None or self.local() is None)
 
     def touch(self) -> None:
         """Enter an inherited slot's pages at once: half the time of one fault for each."""
@@ -163,7 +163,7 @@ class SlotWriter:
         """Finish the batch and return its slots; the trainer has them until it gives them back."""
         used, self._open = self._open, []
         for slot in used:
-            slot.away = True
+            slot.handed_over = True
             if slot.once:
                 self._spent.append(slot)
         self._remember(sum(slot.filled for slot in used))
@@ -208,7 +208,7 @@ class SlotWriter:
             slot = self._slots.get(max(number, ~number))
             if slot is None:
                 continue
-            slot.away = False
+            slot.handed_over = False
             if number < 0 or (slot.nbytes > self._limit and slot.idle):
                 self._retire(slot)
 
@@ -315,7 +315,7 @@ class SlotReader:
         self._maps: dict[int, mmap.mmap | bytearray] = dict(enumerate(inherited))
         self._copies: set[int] = set()  # slots copied here instead of mapped: good for one batch
         self._live: dict[int, _Lease] = {}
-        self._stained: set[int] = set()
+        self._shared: set[int] = set()
         self._pid = os.getpid()
         self._self = weakref.ref(self, _readers.discard)
         _readers.add(self._self)
@@ -414,15 +414,15 @@ class SlotReader:
         self._live.pop(slot_id, None)
         if self._pid != os.getpid():
             return
-        stained = slot_id in self._stained
-        if stained:
-            self._stained.discard(slot_id)
+        shared = slot_id in self._shared
+        if shared:
+            self._shared.discard(slot_id)
             self._maps.pop(slot_id, None)
-        self.release(~slot_id if stained else slot_id, once=once)
+        self.release(~slot_id if shared else slot_id, once=once)
 
-    def stain(self) -> None:
+    def mark_shared(self) -> None:
         """Mark leased slots around a fork: the child sees them, so they are not written again."""
-        self._stained.update(self._live)
+        self._shared.update(self._live)
 
 
 def _copy_of(fd: int, nbytes: int) -> bytearray:
@@ -453,12 +453,12 @@ def _ended(lease: weakref.ref[Buffer], finalizing: Callable[[], bool] = sys.is_f
 _readers: set[weakref.ref[SlotReader]] = set()
 
 
-def _stain_all() -> None:
+def _mark_all_shared() -> None:
     for reader in list(_readers):
         owner = reader()
         if owner is not None:
-            owner.stain()
+            owner.mark_shared()
 
 
 # Both, as other threads go on: a slot may be given back or leased right beside the fork.
-at_fork(before=_stain_all, after_in_parent=_stain_all)
+at_fork(before=_mark_all_shared, after_in_parent=_mark_all_shared)

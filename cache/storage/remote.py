@@ -20,7 +20,7 @@ import numpy as np
 
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores import Filled, Place, Run, Store, too_short, wrong_size
+from creel.cache.storage.stores import Filled, Run, Store, StoredFile, too_short, wrong_size
 from creel.errors import SourceError
 
 T = TypeVar("T")
@@ -63,12 +63,12 @@ def _copy(data: memoryview, buffers: Sequence[memoryview]) -> None:
         at += len(buffer)
 
 
-def _check_size(place: Place, size: int, length: int) -> None:
+def _check_size(stored: StoredFile, size: int, length: int) -> None:
     """Raise unless a file of `size` bytes can be the listed one."""
-    if place.whole and size != length:
-        raise wrong_size(place.uri, length, size)
-    if size < place.least:
-        raise too_short(place.uri, place.least, size)
+    if stored.whole and size != length:
+        raise wrong_size(stored.uri, length, size)
+    if size < stored.min_nbytes:
+        raise too_short(stored.uri, stored.min_nbytes, size)
 
 
 def _each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exception]:
@@ -106,8 +106,8 @@ def arrow_of(uri: str, deadline_s: float) -> tuple[Any, str]:
         system, getattr(fs, "GcsFileSystem", ())
     ):
         return system, path
-    told: Any = system.__reduce__()
-    make, (options,) = told
+    reduced: Any = system.__reduce__()
+    make, (options,) = reduced
     limits = {
         "connect_timeout": deadline_s / _S3_TRIES,
         "request_timeout": deadline_s / _S3_TRIES,
@@ -129,30 +129,30 @@ class _ArrowStore:
         return self._prefix + unquote(urlsplit(uri).path)
 
     def read(
-        self, place: Place, offset: int, length: int, *, versioned: bool = False
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         """See Store."""
-        with self._fs.open_input_file(self._path(place.uri)) as f:
-            found = self._version(place.uri, f) if versioned else version.UNKNOWN
+        with self._fs.open_input_file(self._path(stored.uri)) as f:
+            found = self._version(stored.uri, f) if versioned else version.UNKNOWN
             nbytes = f.size() if length == UNKNOWN else length
-            _check_size(place, f.size(), nbytes)
+            _check_size(stored, f.size(), nbytes)
             f.seek(offset)
             data: bytes = f.read(nbytes)
         if len(data) < nbytes:
-            raise too_short(place.uri, nbytes, len(data))
+            raise too_short(stored.uri, nbytes, len(data))
         return data, found
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
-        with self._fs.open_input_file(self._path(place.uri)) as f:
-            _check_size(place, f.size(), runs[0].length)
-            found = self._version(place.uri, f)
+        with self._fs.open_input_file(self._path(stored.uri)) as f:
+            _check_size(stored, f.size(), runs[0].length)
+            found = self._version(stored.uri, f)
             for run in runs:
                 f.seek(run.offset)
                 for buffer in run.buffers:
                     got = f.readinto(buffer) if len(buffer) else 0
                     if got < len(buffer):
-                        raise too_short(place.uri, len(buffer), got)
+                        raise too_short(stored.uri, len(buffer), got)
                 yield Filled(int(run is runs[0]), found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
@@ -188,8 +188,8 @@ class _ArrowStore:
 
     def _version(self, uri: str, file: Any) -> int:
         """Version of an open file; needs no request where opening it gave enough."""
-        told = _tag({k: v.decode() for k, v in (file.metadata() or {}).items()}, file.size())
-        return version.of_tag(told) if told else _version_of(self._status(uri))
+        tag = _tag({k: v.decode() for k, v in (file.metadata() or {}).items()}, file.size())
+        return version.of_tag(tag) if tag else _version_of(self._status(uri))
 
 
 class _GcsStore(_ArrowStore):
@@ -204,27 +204,27 @@ class _GcsStore(_ArrowStore):
         self._deadline_s = deadline_s
 
     def read(
-        self, place: Place, offset: int, length: int, *, versioned: bool = False
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         """See Store."""
         del versioned  # asking for the size tells it, too
-        info = self._file(place.uri)
+        info = self._file(stored.uri)
         nbytes = info.size if length == UNKNOWN else length
-        _check_size(place, info.size, nbytes)
-        return self._bytes(place, [(offset, nbytes)])[0], _version_of(info)
+        _check_size(stored, info.size, nbytes)
+        return self._bytes(stored, [(offset, nbytes)])[0], _version_of(info)
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
-        info = self._file(place.uri)
-        _check_size(place, info.size, runs[0].length)
-        parts = self._bytes(place, [(run.offset, run.length) for run in runs])
+        info = self._file(stored.uri)
+        _check_size(stored, info.size, runs[0].length)
+        parts = self._bytes(stored, [(run.offset, run.length) for run in runs])
         for run, data in zip(runs, parts, strict=True):
             _copy(memoryview(data), run.buffers)
             yield Filled(int(run is runs[0]), _version_of(info))
 
-    def _bytes(self, place: Place, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+    def _bytes(self, stored: StoredFile, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of (offset, nbytes) each, in memory of their own: a late thread may write."""
-        path = self._path(place.uri)
+        path = self._path(stored.uri)
         nbytes = sum(span[1] for span in spans)
         at_head = len(spans) == 1 and spans[0][0] == 0
         head = nbytes if at_head else 0
@@ -246,7 +246,7 @@ class _GcsStore(_ArrowStore):
         parts = [first] if at_head else self._in_time(rest, nbytes)
         for data, (_, n) in zip(parts, spans, strict=True):
             if len(data) < n:
-                raise too_short(place.uri, n, len(data))
+                raise too_short(stored.uri, n, len(data))
         return parts
 
     def _file(self, uri: str) -> Any:
@@ -316,19 +316,19 @@ class _HttpStore:
         self._deadline_s = deadline_s
 
     def read(
-        self, place: Place, offset: int, length: int, *, versioned: bool = False
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         """See Store."""
         del versioned  # an answer has it
-        if length == 0 and not place.whole:
+        if length == 0 and not stored.whole:
             return b"", version.UNKNOWN
-        found: tuple[bytes, int] = self._do(self._request, place, offset, length)
+        found: tuple[bytes, int] = self._do(self._request, stored, offset, length)
         return found
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
         for run in runs:
-            data, found = self.read(place, run.offset, run.length)
+            data, found = self.read(stored, run.offset, run.length)
             _copy(memoryview(data), run.buffers)
             yield Filled(1, found)
 
@@ -355,22 +355,22 @@ class _HttpStore:
 
         return sync(self._fs.loop, job, *args)
 
-    async def _request(self, place: Place, offset: int, length: int) -> tuple[bytes, int]:
-        part = length != UNKNOWN and not place.whole
+    async def _request(self, stored: StoredFile, offset: int, length: int) -> tuple[bytes, int]:
+        part = length != UNKNOWN and not stored.whole
         span = {"Range": f"bytes={offset}-{offset + length - 1}"} if part else {}
-        async with await self._send("GET", place.uri, span) as r:
-            self._fs._raise_not_found_for_status(r, place.uri)  # noqa: SLF001
+        async with await self._send("GET", stored.uri, span) as r:
+            self._fs._raise_not_found_for_status(r, stored.uri)  # noqa: SLF001
             size = _size_of(r)
             if r.status == 206:
-                _check_span(place.uri, r.headers.get("Content-Range", ""), offset)
+                _check_span(stored.uri, r.headers.get("Content-Range", ""), offset)
             if size is not None and length != UNKNOWN:
-                _check_size(place, size, length)
+                _check_size(stored, size, length)
             data = await self._body(r)
         if r.status != 206 and length != UNKNOWN:  # everything
-            _check_size(place, len(data), length)
-            data = data if place.whole else data[offset : offset + length]
+            _check_size(stored, len(data), length)
+            data = data if stored.whole else data[offset : offset + length]
         if length not in (UNKNOWN, len(data)):
-            raise too_short(place.uri, length, len(data))
+            raise too_short(stored.uri, length, len(data))
         tag = _tag(r.headers, size)
         return data, version.of_tag(tag) if tag else version.UNKNOWN
 
@@ -436,11 +436,13 @@ def _size_of(r: Any) -> int | None:
     return int(length) if length.isdecimal() else None
 
 
-def _check_span(uri: str, told: str, offset: int) -> None:
+def _check_span(uri: str, content_range: str, offset: int) -> None:
     """Check that a part is the requested one; a server may not say."""
-    span = _RANGE.fullmatch(told)
+    span = _RANGE.fullmatch(content_range)
     if span and int(span[1]) != offset:
-        raise SourceError(errno.EPROTO, f"was asked from byte {offset} on, sent {told}", uri)
+        raise SourceError(
+            errno.EPROTO, f"the server sent {content_range}, not bytes from {offset} on", uri
+        )
 
 
 # --- whatever else fsspec opens ---------------------------------------------------------------
@@ -494,32 +496,32 @@ class _FsspecStore:
         self._deadline_s = deadline_s
 
     def read(
-        self, place: Place, offset: int, length: int, *, versioned: bool = False
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         """See Store."""
-        found = self._ask(place.uri) if versioned else version.UNKNOWN
-        return self._read(place, offset, length), found
+        found = self._ask(stored.uri) if versioned else version.UNKNOWN
+        return self._read(stored, offset, length), found
 
-    def _read(self, place: Place, offset: int, length: int) -> bytes:
-        if length == 0 and not place.whole:
+    def _read(self, stored: StoredFile, offset: int, length: int) -> bytes:
+        if length == 0 and not stored.whole:
             return b""
         if length == UNKNOWN:
-            everything: bytes = self._do("cat_file", place.uri)
+            everything: bytes = self._do("cat_file", stored.uri)
             return everything
         # One byte more than the whole file, to notice that it has grown.
-        end = offset + length + int(place.whole)
-        data: bytes = self._do("cat_file", place.uri, start=offset, end=end)
-        if place.whole and len(data) != length:
-            raise wrong_size(place.uri, length, len(data))
+        end = offset + length + int(stored.whole)
+        data: bytes = self._do("cat_file", stored.uri, start=offset, end=end)
+        if stored.whole and len(data) != length:
+            raise wrong_size(stored.uri, length, len(data))
         if len(data) != length:
-            raise too_short(place.uri, length, len(data))
+            raise too_short(stored.uri, length, len(data))
         return data
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
-        found = self._ask(place.uri)
+        found = self._ask(stored.uri)
         for run in runs:
-            _copy(memoryview(self._read(place, run.offset, run.length)), run.buffers)
+            _copy(memoryview(self._read(stored, run.offset, run.length)), run.buffers)
             yield Filled(1, found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:

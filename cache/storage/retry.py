@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("creel.source")
 
-_AGAIN = frozenset(
+_TRANSIENT = frozenset(
     {
         errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ETIMEDOUT, errno.ECONNRESET, errno.EPIPE,
         errno.ECONNABORTED, errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH,
@@ -27,21 +27,28 @@ _AGAIN = frozenset(
     }
 )  # fmt: skip
 #: Words for transient errors in the AWS SDK behind pyarrow, which gives no errno.
-_AGAIN_WORDS = ("SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_")
+_TRANSIENT_WORDS = (
+    "SLOW_DOWN",
+    "THROTTL",
+    "TIMEOUT",
+    "NETWORK_CONNECTION",
+    "UNAVAILABLE",
+    "INTERNAL_",
+)
 #: Words for credentials that are wrong, expired or insufficient.
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
 _QUIET_S = 60.0  # between two log lines about one storage: a server that is down fails every read
 _SECRET = re.compile(r"(?i)([?&][^=&]*(?:sig|token|secret|key|credential|pass)[^=&]*=)[^&\s'\"]*")
 #: An invalid port: part of a password with a slash in it.
-_NO_PORT = re.compile(r":(?!\d*$)[^\]]*$")
+_INVALID_PORT = re.compile(r":(?!\d*$)[^\]]*$")
 #: Bytes as Python shows them, perhaps within a text shown that way; and their remains.
 _QUOTED_BYTES = re.compile(r"\bb(\\*['\"]).*\1", re.DOTALL)
 _NEWLINES = re.compile(r"\\+n")
 _ESCAPED = re.compile(r"(?:\\+(?:x[0-9a-f]{2}|u[0-9a-f]{4}))+")
-_MOST_TEXT = 300
+_MAX_TEXT = 300
 
 _random = random.Random()  # noqa: S311  its own: a person's generator must not move
-_told: dict[str, float] = {}  # time of the last log line about each storage
+_warned: dict[str, float] = {}  # time of the last log line about each storage
 
 
 def transient(error: BaseException) -> bool:
@@ -61,10 +68,10 @@ def transient(error: BaseException) -> bool:
     if isinstance(error, ConnectionError) or _timed_out(type(error)):
         return True
     if isinstance(error, OSError) and error.errno is not None:
-        return error.errno in _AGAIN
+        return error.errno in _TRANSIENT
     if type(error).__module__.partition(".")[0] == "aiohttp":
         return "Invalid" not in type(error).__name__
-    return any(word in str(error).upper() for word in _AGAIN_WORDS)
+    return any(word in str(error).upper() for word in _TRANSIENT_WORDS)
 
 
 def _timed_out(kind: type) -> bool:
@@ -84,7 +91,7 @@ def public(uri: str) -> str:
     if not found:
         return uri
     host, slash, path = rest.partition("/")
-    if "@" not in host and "@" in path and _NO_PORT.search(host):
+    if "@" not in host and "@" in path and _INVALID_PORT.search(host):
         host, slash, path = path.partition("@")[2].partition("/")
     host, path = host.rpartition("@")[2], _SECRET.sub(r"\1...", path)
     return f"{scheme}://{host}{slash}{path}"
@@ -115,7 +122,7 @@ def legible(text: str) -> str:
     text = _ESCAPED.sub("?", _NEWLINES.sub(" ", _QUOTED_BYTES.sub("...", text)))
     plain = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
     line = " ".join(plain.split())
-    return line if len(line) <= _MOST_TEXT else f"{line[: _MOST_TEXT - 3]}..."
+    return line if len(line) <= _MAX_TEXT else f"{line[: _MAX_TEXT - 3]}..."
 
 
 def _reason(error: Exception) -> tuple[int, str]:
@@ -139,14 +146,14 @@ def retried(
     *,
     error: Exception | None = None,
     began: float | None = None,
-    again: Callable[[], None] = lambda: None,
+    on_retry: Callable[[], None] = lambda: None,
 ) -> T:
     """Do `job`, and again after errors that may pass: the one place where storage is retried.
 
     Args:
         uri: what is read, for the log.
         error, began: of a first attempt that failed before, and when it began (`time.monotonic`).
-        again: called before each further attempt.
+        on_retry: called before each further attempt.
 
     Raises:
         Exception: that of the last attempt.
@@ -165,19 +172,21 @@ def retried(
             pause = pause_s(settings, tries, elapsed_s, _random.random())
             if pause is None or not transient(error):
                 raise error
-            _tell(error, uri, settings.deadline_s)
+            _warn(error, uri, settings.deadline_s)
             time.sleep(pause)
-            again()
+            on_retry()
             error = None
     finally:
         del error  # it refers to this frame by its traceback
 
 
-def _tell(error: Exception, uri: str, deadline_s: float) -> None:
+def _warn(error: Exception, uri: str, deadline_s: float) -> None:
     """Log one line about each storage, however many of its reads fail."""
     now, storage = time.monotonic(), "/".join(uri.split("/", 3)[:3]) if "://" in uri else ""
     level = logging.DEBUG
-    if now - _told.get(storage, -_QUIET_S) >= _QUIET_S:
-        _told[storage], level = now, logging.WARNING
-    told = source_error(error, uri)
-    log.log(level, "%s: %s: trying again for up to %g s", told.uri, told.strerror, deadline_s)
+    if now - _warned.get(storage, -_QUIET_S) >= _QUIET_S:
+        _warned[storage], level = now, logging.WARNING
+    reported = source_error(error, uri)
+    log.log(
+        level, "%s: %s: trying again for up to %g s", reported.uri, reported.strerror, deadline_s
+    )

@@ -26,7 +26,7 @@ from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
 from creel.cache.storage.remote import open_store
 from creel.cache.storage.retry import retried, source_error, transient
-from creel.cache.storage.stores import Filled, LocalStore, Place, Run, Store, TornError
+from creel.cache.storage.stores import Filled, LocalStore, Run, Store, StoredFile, TornError
 from creel.errors import SourceError
 from creel.settings import FetchSettings
 
@@ -38,7 +38,7 @@ Part: TypeAlias = Sequence[memoryview]
 #: From this many objects on, check whether they are records of one local file.
 _MANY = 8
 #: Read them separately if at most one in this many is another's neighbour.
-_FEW = 8
+_MAX_SEPARATE = 8
 #: Most objects of one read: Linux takes 1024 buffers at once (IOV_MAX).
 _VECTOR = 512
 #: Upper ends of the histogram's buckets, in seconds: page cache to a slow object store.
@@ -69,7 +69,7 @@ class Counters:
                 self.seconds[bisect_left(SECONDS, s)] += 1
             self.seconds_sum += sum(seconds)
 
-    def count_alike(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:
+    def count_evenly(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:
         """Count reads that succeeded, with `seconds` in all."""
         with self._lock:
             self.reads += reads
@@ -151,9 +151,9 @@ class Source:
         """
         ids = np.array([object_id])
         (offset,), (length,) = (a.tolist() for a in self.manifest.ranges(ids))
-        place = self._place(int(self.manifest.rows(ids)[0]))
+        stored = self._stored_file(int(self.manifest.rows(ids)[0]))
         start = time.perf_counter()
-        data = self._patiently(place, lambda store: store.read(place, offset, length))[0]
+        data = self._with_retries(stored, lambda store: store.read(stored, offset, length))[0]
         self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
         return data
 
@@ -180,7 +180,7 @@ class Source:
 
         if uris:
             with suppress(Exception):  # what failed is MISSING
-                retried(self._settings, ask, uris[0], again=self.counters.count_retry)
+                retried(self._settings, ask, uris[0], on_retry=self.counters.count_retry)
         return found
 
     def _ask(
@@ -197,11 +197,11 @@ class Source:
         for store, members in stores.items():
             if store is None:
                 continue
-            for i, told in zip(members, self._versions(store, uris, members), strict=True):
-                if not isinstance(told, Exception):
-                    found[i] = told
-                elif transient(told):
-                    failed[i] = told
+            for i, answer in zip(members, self._versions(store, uris, members), strict=True):
+                if not isinstance(answer, Exception):
+                    found[i] = answer
+                elif transient(answer):
+                    failed[i] = answer
         return failed
 
     def _versions(
@@ -225,9 +225,9 @@ class Source:
         total = 0
         for row in self.manifest.rows(ids).tolist():
             start = time.perf_counter()
-            place = self._place(row)
+            stored = self._stored_file(row)
             try:
-                one = self._whole_of(place)
+                one = self._whole_of(stored)
             except SourceError:
                 found.append(None)
                 continue
@@ -237,8 +237,10 @@ class Source:
         self.counters.count_reads(total, seconds, len(seconds))
         return found
 
-    def _whole_of(self, place: Place) -> tuple[bytes, int]:
-        return self._patiently(place, lambda store: store.read(place, 0, UNKNOWN, versioned=True))
+    def _whole_of(self, stored: StoredFile) -> tuple[bytes, int]:
+        return self._with_retries(
+            stored, lambda store: store.read(stored, 0, UNKNOWN, versioned=True)
+        )
 
     def read_into(
         self, ids: NDArray[np.integer], length: NDArray[np.int64], buffer: memoryview
@@ -274,12 +276,12 @@ class Source:
                 Run(at, n, [buffer for i in members for buffer in parts[done + i]])
                 for at, n, members in reads
             ]
-            place = self._place(int(rows[done + reads[0].members[0]]))
-            for one, told in zip(reads, self._fill(place, runs), strict=True):
-                if told is not None:
+            stored = self._stored_file(int(rows[done + reads[0].members[0]]))
+            for one, filled in zip(reads, self._fill(stored, runs), strict=True):
+                if filled is not None:
                     members = np.array(one.members) + done
                     read.nbytes[members] = length[members]
-                    read.version[members] = told.version
+                    read.version[members] = filled.version
         return read
 
     def _read_pieces(
@@ -300,21 +302,21 @@ class Source:
             return None
         order = offset.argsort(kind="stable")  # mostly in order
         at = offset[order]
-        if np.count_nonzero(at[1:] == at[:-1] + length[order[:-1]]) * _FEW > len(at):
+        if np.count_nonzero(at[1:] == at[:-1] + length[order[:-1]]) * _MAX_SEPARATE > len(at):
             return None  # neighbours are better read at once
-        place = self._place(row)
+        stored = self._stored_file(row)
         try:
-            store = self._store(place.uri)
+            store = self._store(stored.uri)
             if not isinstance(store, LocalStore):
                 return None
             start = time.perf_counter()
             into = [parts[i] for i in order.tolist()]
             pieces = zip(at.tolist(), length[order].tolist(), into, strict=True)
-            filled = store.pieces(place, list(pieces))
+            filled = store.pieces(stored, list(pieces))
         except OSError:
             return None
         seconds = time.perf_counter() - start
-        self.counters.count_alike(len(rows), int(length.sum()), seconds, filled.opens)
+        self.counters.count_evenly(len(rows), int(length.sum()), seconds, filled.opens)
         return filled
 
     def _read_files(
@@ -349,54 +351,58 @@ class Source:
             self._check_path(uri)
             read.version[i] = self._local.single(uri, length, part)
         except Exception as e:  # noqa: BLE001  as `_fill`
-            filled = self._fill_again(self._place(row), Run(0, length, part), e, time.monotonic())
+            filled = self._retry_fill(
+                self._stored_file(row), Run(0, length, part), e, time.monotonic()
+            )
             if filled is not None:
                 read.nbytes[i], read.version[i] = length, filled.version
             return False
         read.nbytes[i] = length
         return True
 
-    def _fill(self, place: Place, runs: list[Run]) -> list[Filled | None]:
-        """The result of each run of one address. The first attempt reads all with one open."""
+    def _fill(self, stored: StoredFile, runs: list[Run]) -> list[Filled | None]:
+        """The result of each run of one file. The first attempt reads all with one open."""
         done: list[Filled | None] = []
         while len(done) < len(runs):
             seconds: list[float] = []
             opens, at, start = 0, len(done), time.monotonic()
             try:
-                for filled in self._store(place.uri).fill(place, runs[at:]):
+                for filled in self._store(stored.uri).fill(stored, runs[at:]):
                     now = time.monotonic()
                     seconds.append(now - start)
                     start, opens = now, opens + filled.opens
                     done.append(filled)
             except Exception as e:  # noqa: BLE001  stores raise what they like
-                done.append(self._fill_again(place, runs[len(done)], e, start))
+                done.append(self._retry_fill(stored, runs[len(done)], e, start))
             read = sum(run.length for run in runs[at : at + len(seconds)])
             self.counters.count_reads(read, seconds, opens)
         return done
 
-    def _fill_again(self, place: Place, run: Run, error: Exception, began: float) -> Filled | None:
+    def _retry_fill(
+        self, stored: StoredFile, run: Run, error: Exception, began: float
+    ) -> Filled | None:
         """Retry the one run that failed; None if that fails, too."""
 
         def once(store: Store) -> Filled:
-            (filled,) = store.fill(place, [run])
+            (filled,) = store.fill(stored, [run])
             return filled
 
         try:
             first = None if isinstance(error, TornError) else error
-            filled = self._patiently(place, once, first, began)
+            filled = self._with_retries(stored, once, first, began)
         except SourceError:
             return None  # counted; a reader of the object gets the error itself
         self.counters.count_reads(run.length, [], 1)
         return filled
 
-    def _place(self, row: int) -> Place:
+    def _stored_file(self, row: int) -> StoredFile:
         uri, single = self.manifest.uri(row), bool(self._single[row])
-        least = self.manifest.extent(row) if is_remote(uri) else UNKNOWN
-        return Place(uri, keep=not single, whole=bool(self._whole[row]), least=least)
+        min_nbytes = self.manifest.extent(row) if is_remote(uri) else UNKNOWN
+        return StoredFile(uri, keep=not single, whole=bool(self._whole[row]), min_nbytes=min_nbytes)
 
-    def _patiently(
+    def _with_retries(
         self,
-        place: Place,
+        stored: StoredFile,
         job: Callable[[Store], T],
         error: Exception | None = None,
         began: float | None = None,
@@ -411,16 +417,16 @@ class Source:
         try:
             return retried(
                 self._settings,
-                lambda: job(self._store(place.uri)),
-                place.uri,
+                lambda: job(self._store(stored.uri)),
+                stored.uri,
                 error=error,
                 began=began,
-                again=self.counters.count_retry,
+                on_retry=self.counters.count_retry,
             )
         except Exception as e:
-            told = source_error(e, place.uri)
-            self.counters.count_error(told)
-            raise told from e
+            failure = source_error(e, stored.uri)
+            self.counters.count_error(failure)
+            raise failure from e
 
     def _store(self, uri: str) -> Store:
         if not is_remote(uri):
@@ -436,7 +442,9 @@ class Source:
 
     def _check_path(self, path: str) -> None:
         if not self._relative and not path.startswith(("/", "file:/")):
-            raise SourceError(errno.EINVAL, "a relative path means nothing to a daemon", path)
+            raise SourceError(
+                errno.EINVAL, "is a relative path: the daemon reads absolute ones only", path
+            )
 
 
 def _single(manifest: Manifest) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

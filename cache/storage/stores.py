@@ -24,20 +24,20 @@ from creel.errors import SourceError
 
 
 @dataclass(frozen=True)
-class Place:
-    """One address. `keep`: its file has many objects; `whole`: it is one object, from byte 0 on.
+class StoredFile:
+    """One file. `keep`: it has many objects; `whole`: it is one object, from byte 0 on.
 
-    `least`: least size in bytes, as far as the manifest knows; the exact size if `whole`.
+    `min_nbytes`: smallest size in bytes, as far as the manifest knows; the exact size if `whole`.
     """
 
     uri: str
     keep: bool = False
     whole: bool = False
-    least: int = UNKNOWN
+    min_nbytes: int = UNKNOWN
 
 
 class Run(NamedTuple):
-    """Adjacent bytes of one address, and the buffers to fill with them."""
+    """Adjacent bytes of one file, and the buffers to fill with them."""
 
     offset: int
     length: int
@@ -55,7 +55,7 @@ class Store(Protocol):
     """One kind of storage."""
 
     def read(
-        self, place: Place, offset: int, length: int, *, versioned: bool = False
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         """Return `length` bytes from `offset` on (UNKNOWN: the whole object), and their version.
 
@@ -63,7 +63,7 @@ class Store(Protocol):
         and a file that is written to meanwhile is read as the user's own code would.
         """
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         """Fill the buffers of one run after the other."""
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
@@ -78,7 +78,9 @@ class Store(Protocol):
 
 def too_short(uri: str, length: int, got: int) -> SourceError:
     """Error for `got` bytes where `length` were requested."""
-    return SourceError(errno.ENODATA, f"ends {length - got} bytes before the manifest says", uri)
+    return SourceError(
+        errno.ENODATA, f"is {length - got} bytes shorter than the manifest says", uri
+    )
 
 
 def wrong_size(uri: str, length: int, size: int) -> SourceError:
@@ -105,10 +107,10 @@ def read_file(path: str) -> bytes:
     Raises:
         OSError: it cannot be read.
     """
-    return _everything(path)[0]
+    return _read_all(path)[0]
 
 
-def _everything(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
+def _read_all(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
     """Return all bytes of a file, and its status before and after."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -124,7 +126,7 @@ def _everything(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
         os.close(fd)
 
 
-def _undisturbed(uri: str) -> tuple[bytes, int]:
+def _read_unchanged(uri: str) -> tuple[bytes, int]:
     """All bytes of a file and their version.
 
     Raises:
@@ -132,10 +134,10 @@ def _undisturbed(uri: str) -> tuple[bytes, int]:
     """
     for _ in range(_TRIES):
         now = time.time_ns()
-        data, before, after = _everything(path_of(uri))
+        data, before, after = _read_all(path_of(uri))
         if not version.torn(before, after):
             return data, version.of_stat(before, now)
-    raise SourceError(errno.EBUSY, "is written to while it is read", uri)
+    raise SourceError(errno.EBUSY, "changed while it was read", uri)
 
 
 class LocalStore:
@@ -152,44 +154,44 @@ class LocalStore:
         self._kept.close()
 
     def read(
-        self, place: Place, offset: int, length: int, *, versioned: bool = False
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         """See Store."""
         if length == UNKNOWN and versioned:
-            return _undisturbed(place.uri)
+            return _read_unchanged(stored.uri)
         if length == UNKNOWN:
-            return _everything(path_of(place.uri))[0], version.UNKNOWN
+            return _read_all(path_of(stored.uri))[0], version.UNKNOWN
         now = time.time_ns()
-        with self._kept.open(path_of(place.uri), keep=place.keep) as file:
-            _check_size(place, file.status.st_size, length)
+        with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
+            _check_size(stored, file.status.st_size, length)
             data = os.pread(file.fd, length, offset)
             while len(data) < length:
                 more = os.pread(file.fd, length - len(data), offset + len(data))
                 if not more:
-                    raise too_short(place.uri, length, len(data))
+                    raise too_short(stored.uri, length, len(data))
                 data += more
             return data, version.of_stat(file.status, now) if versioned else version.UNKNOWN
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         """See Store."""
         now = time.time_ns()
-        with self._kept.open(path_of(place.uri), keep=place.keep) as file:
-            _check_size(place, file.status.st_size, runs[0].length)
+        with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
+            _check_size(stored, file.status.st_size, runs[0].length)
             before = file.status
             for run in runs:
                 for _ in range(_TRIES):
                     got, after = _preadv(file.fd, run), os.fstat(file.fd)
                     if got < run.length:
-                        raise too_short(place.uri, run.length, got)
+                        raise too_short(stored.uri, run.length, got)
                     if not version.torn(before, after):
                         break
                     now, before = time.time_ns(), os.fstat(file.fd)
                 else:
-                    raise SourceError(errno.EBUSY, "is written to while it is read", place.uri)
+                    raise SourceError(errno.EBUSY, "changed while it was read", stored.uri)
                 yield Filled(file.opens if run is runs[0] else 0, version.of_stat(before, now))
 
     def pieces(
-        self, place: Place, pieces: Sequence[tuple[int, int, Sequence[memoryview]]]
+        self, stored: StoredFile, pieces: Sequence[tuple[int, int, Sequence[memoryview]]]
     ) -> Filled:
         """Fill buffers from an offset in the file, each time with so many bytes.
 
@@ -198,12 +200,12 @@ class LocalStore:
             TornError: the file changed meanwhile.
         """
         now = time.time_ns()
-        with self._kept.open(path_of(place.uri), keep=place.keep) as file:
+        with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
             for offset, length, buffers in pieces:
                 if os.preadv(file.fd, buffers, offset) != length:
-                    raise too_short(place.uri, length, 0)
+                    raise too_short(stored.uri, length, 0)
             if version.torn(file.status, os.fstat(file.fd)):
-                raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), place.uri)
+                raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), stored.uri)
         return Filled(file.opens, version.of_stat(file.status, now))
 
     def single(self, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
@@ -218,7 +220,7 @@ class LocalStore:
         try:
             before = os.fstat(fd)
             if before.st_size != length:
-                _check_size(Place(uri, whole=True), before.st_size, length)
+                _check_size(StoredFile(uri, whole=True), before.st_size, length)
             got = _preadv(fd, Run(0, length, buffers))
             if got < length:
                 raise too_short(uri, length, got)
@@ -261,9 +263,9 @@ def _version(uri: str) -> int | Exception:
         return e
 
 
-def _check_size(place: Place, size: int, length: int) -> None:
-    if place.whole and size != length:
-        raise wrong_size(place.uri, length, size)
+def _check_size(stored: StoredFile, size: int, length: int) -> None:
+    if stored.whole and size != length:
+        raise wrong_size(stored.uri, length, size)
 
 
 def _preadv(fd: int, run: Run) -> int:

@@ -50,7 +50,7 @@ class Admission:
 
         Evicts as far as retention allows; where `stalled`, also whatever is not pinned.
         """
-        if h.pool.alike:
+        if h.pool.same_size:
             return self._swap(h, sizes, need, stalled=stalled)
         out = np.full(len(sizes), NOWHERE, np.int64)
         lack = np.arange(len(sizes))

@@ -57,7 +57,7 @@ from creel.policies.prefetch import Window
 #: read must not hold up all later steps: seconds, plus four times the worst fetch latency.
 _OVERDUE_S = 5.0
 _OVERDUE_LATENCIES = 4
-_OVERDUE_MOST_S = 30.0
+_MAX_OVERDUE_S = 30.0
 
 
 class Core:
@@ -86,7 +86,7 @@ class Core:
         Raises:
             MalformedError: a plan that does not continue where the last one ended. Nothing changed.
             IllegalEventError: an event that cannot happen. Nothing changed.
-            Exception: anything else (no memory, a bug): call `mend` before anything else.
+            Exception: anything else (no memory, a bug): call `recover` before anything else.
         """
         self._out = []
         self._inflight.mark()
@@ -123,8 +123,8 @@ class Core:
         self._stored.clear()
 
     def _announce(self, s: RankStream) -> None:
-        if s.ready != s.told:
-            s.told = s.ready
+        if s.ready != s.published:
+            s.published = s.ready
             self._out.append(SetReady(s.id, s.ready, s.failed))
 
     # --- events --------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ class Core:
         del now
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
-        told = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
-        self._residencies[e.dataset] = Residency(e.dataset, *told)
+        columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
+        self._residencies[e.dataset] = Residency(e.dataset, *columns)
 
     def _opened(self, e: SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:
@@ -163,10 +163,10 @@ class Core:
         if e.step != s.stream.end:
             raise MalformedError(f"the plan goes on at step {s.stream.end}, not {e.step}")
         s.stream.extend(e.epoch, e.objects, e.ends)
-        s.blind = e.blind
+        s.unplanned = e.unplanned
         if s.recheck == "step":
             s.begin(e.epoch, self._generation())
-        s.foretell(e.step)
+        s.announce(e.step)
         self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._survey()
 
@@ -176,11 +176,11 @@ class Core:
         if s is None or e.step >= s.stream.end:
             return
         step = max(e.step, s.done)
-        loose = s.rewind(step)
+        unpinned = s.rewind(step)
         s.wanted = min(s.wanted, step)
         s.truncate(step)
         s.group.replan()
-        self._unplanned(s.residency, loose)
+        self._unplanned(s.residency, unpinned)
 
     def _progressed(self, e: Progressed, now: float) -> None:
         s = self._sessions.get(e.session)
@@ -203,11 +203,11 @@ class Core:
         s = self._sessions.pop(e.session, None)
         if s is None:
             return
-        loose = s.stream.objects(s.at, s.front).astype(np.intp)
-        s.residency.unpin(loose)
+        unpinned = s.stream.objects(s.at, s.front).astype(np.intp)
+        s.residency.unpin(unpinned)
         s.residency.leave(s)
         s.group.replan()
-        self._unplanned(s.residency, loose)
+        self._unplanned(s.residency, unpinned)
 
     def _fetched(self, e: Fetched, now: float) -> None:
         pending = self._inflight.land(e.fetch, len(e.nbytes))
@@ -254,14 +254,14 @@ class Core:
         if not len(ids):
             return
         self._prefetcher.stuck.clear()
-        gone = np.zeros(len(h), np.bool_)
-        gone[ids] = True
+        removed = np.zeros(len(h), np.bool_)
+        removed[ids] = True
         for s in (s for s in self._sessions.values() if s.residency is h):
-            hit = gone[s.stream.objects(s.at, s.front)]
+            hit = removed[s.stream.objects(s.at, s.front)]
             if some(hit):
-                loose = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
+                unpinned = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
                 self._announce(s)
-                h.release(loose[~gone[loose]])
+                h.release(unpinned[~removed[unpinned]])
         h.outdate(ids)
 
     def _partly(
@@ -276,7 +276,7 @@ class Core:
         wrong = bad & (e.nbytes >= 0)
         if h.listed is not None:  # a length learned from a read may be the cause
             wrong |= bad & ~h.listed[pending.ids]
-        h.unlearn(pending.ids[wrong])
+        h.clear_lengths(pending.ids[wrong])
         if not every(known):
             self._store(e.fetch, pending, good & ~known, e.nbytes)
             if some(~known & ~good & (e.nbytes >= 0)):  # read from an older version
@@ -288,7 +288,7 @@ class Core:
     ) -> None:
         """Make room for objects whose lengths are known only after reading."""
         h, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
-        h.learn(ids, nbytes)
+        h.set_lengths(ids, nbytes)
         stalled = any(s.stalling for s in self._sessions.values() if s.residency is h)
         place = self._admission.place(h, nbytes, pending.need, stalled=stalled)
         placed = place != NOWHERE
@@ -322,12 +322,12 @@ class Core:
         residency = self._residencies.get(e.dataset)
         if residency is not None:
             residency.warming = -1
-            residency.evict(residency.loose(), "dropped")
+            residency.evict(residency.unpinned(), "dropped")
 
     def _unregistered(self, e: Unregistered, now: float) -> None:
         del now
         if e.dataset not in self._residencies or self.busy(e.dataset):
-            raise IllegalEventError(f"dataset {e.dataset!r} cannot go")
+            raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
         residency = self._residencies[e.dataset]
         residency.evict_all()
         self._admission.space.discard(residency.pool)
@@ -348,7 +348,7 @@ class Core:
             if s.stalling and s.blocked >= 0:
                 h = s.residency
                 retry_s = _OVERDUE_S + _OVERDUE_LATENCIES * h.latency.seconds
-                self._give_up(h, s.blocked, now - min(retry_s, _OVERDUE_MOST_S))
+                self._give_up(h, s.blocked, now - min(retry_s, _MAX_OVERDUE_S))
 
     def _give_up(self, h: Residency, blocked: int, before: float) -> None:
         """Stop waiting for an object, or its file's version, requested before the time `before`."""
@@ -366,16 +366,16 @@ class Core:
     def _replanned(self, s: RankStream, ids: Index, epoch: int) -> None:
         """Tell the eviction policy that a session's plan continues with these reads of `epoch`."""
         h = s.residency
-        h.choose_keeper(self._window)
+        h.choose_policy(self._window)
         if h.policy is not None:
             h.policy.plan_extended(ids, epoch)
 
-    def _unplanned(self, h: Residency, loose: Index) -> None:
-        """Handle the end of a plan or session; `loose` are the objects that were pinned for it."""
-        h.choose_keeper(self._window)
+    def _unplanned(self, h: Residency, unpinned: Index) -> None:
+        """Handle the end of a plan or session; `unpinned`: the objects that were pinned for it."""
+        h.choose_policy(self._window)
         if h.policy is not None:
             h.policy.replanned()
-        h.release(loose)
+        h.release(unpinned)
         self._survey()
 
     def _consume(self, s: RankStream, done: int) -> None:
@@ -417,7 +417,7 @@ class Core:
             if residency.policy is not None:
                 residency.policy.resized()
 
-    def mend(self, session: int) -> list[Action]:
+    def recover(self, session: int) -> list[Action]:
         """Make all tables consistent again after an exception in `handle`.
 
         The session that the event was about, if any, is gone; fetches that the shell was not given
@@ -428,9 +428,9 @@ class Core:
         """
         self._stored.clear()
         self._let_go()
-        gone = self._sessions.pop(session, None)
-        if gone is not None:
-            gone.residency.leave(gone)
+        stream = self._sessions.pop(session, None)
+        if stream is not None:
+            stream.residency.leave(stream)
         self._inflight.abort()
         for h in self._residencies.values():
             h.rebuild(self._inflight.ids(h), self._window)
@@ -481,7 +481,7 @@ class Core:
             coming, length = self._inflight.offsets(h)
             place = np.append(h.offset[resident], coming)
             start, size = h.pool.rooms(place, np.append(h.length[resident], length))
-            must(int(size.sum()) == h.pool.used or h.pool.alike, "lost room")
+            must(int(size.sum()) == h.pool.used or h.pool.same_size, "lost room")
             at.append(start)
             end.append(start + size)
         if at:

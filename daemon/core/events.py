@@ -60,7 +60,7 @@ class PlanExtended:
     step: int
     objects: Ids
     ends: Sizes
-    blind: bool = False
+    unplanned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

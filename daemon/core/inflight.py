@@ -81,7 +81,7 @@ class Inflight:
         order = ids.argsort()
         ids, length = ids[order], length[order]
         # Rooms of one size are interchangeable: sorted, neighbours are written in one go.
-        offset = np.sort(offset) if h.pool.alike else offset[order]
+        offset = np.sort(offset) if h.pool.same_size else offset[order]
         nbytes, small = h.expected(length), ids.astype(np.int32)
         strange = nbytes is not length
         out = []

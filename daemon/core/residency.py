@@ -143,20 +143,20 @@ class Residency:
     def release(self, ids: Index) -> None:
         """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
         if self.policy is not None:
-            loose = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
-            if some(loose):
-                self.policy.released(ids if every(loose) else ids[loose])
+            unpinned = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
+            if some(unpinned):
+                self.policy.released(ids if every(unpinned) else ids[unpinned])
 
-    def learn(self, ids: Index, nbytes: Sizes) -> None:
+    def set_lengths(self, ids: Index, nbytes: Sizes) -> None:
         """Enter lengths that are known now."""
         new = self.length[ids] < 0
         self._known += int(new.sum())
         self._known_nbytes += int(nbytes[new].sum())
         self.length[ids] = nbytes
 
-    def unlearn(self, ids: Index) -> None:
+    def clear_lengths(self, ids: Index) -> None:
         """Forget wrong lengths. (A fixed pool's records have only one length.)"""
-        if not self.pool.alike:
+        if not self.pool.same_size:
             self._known -= len(ids)
             self._known_nbytes -= int(self.length[ids].sum())
             self.length[ids] = -1
@@ -165,7 +165,7 @@ class Residency:
         """Evict objects (distinct, resident, unpinned) of files that have changed."""
         self.evict(ids, "changed")
         if self.listed is not None:
-            self.unlearn(ids[~self.listed[ids]])
+            self.clear_lengths(ids[~self.listed[ids]])
 
     def residents_of(self, files: NDArray[np.int32]) -> Index:
         """(k,) resident objects of these files."""
@@ -202,7 +202,7 @@ class Residency:
     def evict_all(self) -> None:
         """Evict everything for good: there are no readers and no fetches in flight."""
         if not self.pool.clear():
-            self.evict(self.loose(), "dropped")
+            self.evict(self.unpinned(), "dropped")
         elif self.resident:
             self._emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
@@ -259,7 +259,7 @@ class Residency:
         self.life[ids] = FAILED
         self.counts["failed"] += len(ids)
 
-    def loose(self) -> Index:
+    def unpinned(self) -> Index:
         """(k,) residents that are not pinned."""
         return np.flatnonzero((self.life == RESIDENT) & (self.pins == 0))
 
@@ -283,14 +283,14 @@ class Residency:
         score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
         best = int(score.argmin())
         if not np.isfinite(score[best]):
-            if self.pool.alike:
+            if self.pool.same_size:
                 return 0
             best = int((held - stuck).argmax())  # in pages, a part of a region is of use, too
         inside = ids[(place == best) & (self.pins[ids] == 0)]
         return self.evict(inside, why)
 
     def _regions(self, offset: Sizes, need: int) -> tuple[Index, int]:
-        if self.pool.alike:
+        if self.pool.same_size:
             starts = self.pool.ranges()[0]
             return starts.searchsorted(offset, side="right") - 1, len(starts)
         size = max(need, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
@@ -331,7 +331,7 @@ class Residency:
         if not group.sessions:
             self.groups.remove(group)
 
-    def choose_keeper(self, window: Window) -> None:
+    def choose_policy(self, window: Window) -> None:
         """Choose the eviction policy that suits the plans; keep the current one if it does."""
         groups = [g for g in self.groups if g.planned()]
         if not groups:
@@ -342,7 +342,7 @@ class Residency:
         readers = Readers(
             [g.uses for g in groups],
             lambda: _clocks(groups),
-            unplanned=all(s.blind for g in groups for s in g.sessions.values()),
+            unplanned=all(s.unplanned for g in groups for s in g.sessions.values()),
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
         )
@@ -366,7 +366,7 @@ class Residency:
         for group in self.groups:
             group.replan()
         self.policy = None
-        self.choose_keeper(window)
+        self.choose_policy(window)
 
     def check(self, under_way: Index) -> None:
         """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
@@ -421,7 +421,7 @@ class _PlanningContext:
         """Bytes of this dataset's share."""
         share = min(int(self.admission.share(self.residency)), self.residency.space.nbytes)
         pool = self.residency.pool
-        return share // pool.record * pool.record if pool.alike else share
+        return share // pool.record * pool.record if pool.same_size else share
 
     @property
     def nbytes(self) -> float:
@@ -430,7 +430,7 @@ class _PlanningContext:
     @property
     def size(self) -> Sizes:
         pool = self.residency.pool
-        return np.array([pool.record]) if pool.alike else self.residency.length
+        return np.array([pool.record]) if pool.same_size else self.residency.length
 
     @property
     def page(self) -> int:

@@ -62,7 +62,7 @@ class JobGroup:
         """Rebuild the next uses from what the sessions still have to read."""
         self.uses.clear()
         for session in self.sessions.values():
-            session.foretell(session.done)
+            session.announce(session.done)
 
 
 class RankStream:
@@ -100,13 +100,13 @@ class RankStream:
         self.checked = 0  # positions before it are resident, current or failed
         self.front = 0
         self.reach = 0  # how far `front` may go for now
-        self.told = 0  # `ready` as last announced
+        self.published = 0  # `ready` as last announced
         self.epoch = 0  # of the last step done, on the group's count
         self.starved = False  # whether a reader has waited since the tick before the last
         self.blocked = -1  # the object that `checked` waits for
         self.failed = 0
         self._due = 0.0  # when what was fetched last is needed
-        self.blind = True  # nothing is known beyond the published plan
+        self.unplanned = True  # nothing is known beyond the published plan
         self.hits = self.joined = self.misses = self.stalls = 0
 
     @property
@@ -176,14 +176,14 @@ class RankStream:
     def rewind(self, step: int) -> Index:
         """Give up what was brought in from `step` on; (k,) objects that were pinned for it."""
         position = self.stream.start(step)
-        loose = self.stream.objects(position, max(self.front, position)).astype(np.intp)
-        self.residency.unpin(loose)
+        unpinned = self.stream.objects(position, max(self.front, position)).astype(np.intp)
+        self.residency.unpin(unpinned)
         self.front = min(self.front, position)
         self.checked = min(self.checked, position)
         self.verified = min(self.verified, position)
         self.ready = min(self.ready, step)
         self.blocked = -1
-        return loose
+        return unpinned
 
     def truncate(self, step: int) -> None:
         """Void the plan from `step` on."""
@@ -222,20 +222,20 @@ class RankStream:
             return []
         return self.stream.pieces(self.stream.start(first), self.stream.start(stop))
 
-    def foretell(self, step: int) -> None:
-        """Add the plan from `step` on to the group's next uses, unless the session is blind.
+    def announce(self, step: int) -> None:
+        """Add the plan from `step` on to the group's next uses, unless the session is unplanned.
 
         What was not predicted is read at once: it is pinned until then, and unknown afterwards.
         """
         while step < self.stream.end:
             epoch, stop = self.stream.epoch(step)
-            if self.blind:
+            if self.unplanned:
                 self.group.uses.mark_incomplete(epoch + self.epoch_shift)
             else:
-                self._foretell(epoch + self.epoch_shift, step, stop)
+                self._announce(epoch + self.epoch_shift, step, stop)
             step = stop
 
-    def _foretell(self, epoch: int, first: int, stop: int) -> None:
+    def _announce(self, epoch: int, first: int, stop: int) -> None:
         a, b = self.stream.start(first), self.stream.start(stop)
         ids = self.stream.objects(a, b).astype(np.intp)
         self.group.uses.extend(epoch, self.clocked(a, b), ids)

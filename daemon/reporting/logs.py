@@ -9,19 +9,19 @@ import sys
 import time
 
 #: Limit for an embedded daemon's standard error, which is a memory file.
-_MOST = 1 << 20
+_MAX_NBYTES = 1 << 20
 _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
 
 class _Handler(logging.Handler):
-    """Writes lines to a descriptor; to a file, at most _MOST bytes."""
+    """Writes lines to a descriptor; to a file, at most _MAX_NBYTES bytes."""
 
     def __init__(self, fd: int, *, as_json: bool) -> None:
         super().__init__()
         self._fd = fd
         self._json = as_json
         self._priorities = bool(os.environ.get("JOURNAL_STREAM"))
-        self._left = _MOST if os.path.isfile(f"/proc/self/fd/{fd}") else None  # noqa: PTH113
+        self._left = _MAX_NBYTES if os.path.isfile(f"/proc/self/fd/{fd}") else None  # noqa: PTH113
 
     def emit(self, record: logging.LogRecord) -> None:
         line = (_json(record) if self._json else self._plain(record)).encode(errors="replace")
@@ -46,15 +46,15 @@ class _Handler(logging.Handler):
 
 
 def _json(record: logging.LogRecord) -> str:
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "time": record.created,
         "level": record.levelname.lower(),
         "logger": record.name,
         "message": record.getMessage(),
     }
     if record.exc_info:
-        told["exception"] = logging.Formatter().formatException(record.exc_info)
-    return json.dumps(told)
+        fields["exception"] = logging.Formatter().formatException(record.exc_info)
+    return json.dumps(fields)
 
 
 def set_up_logging(level: str, *, as_json: bool = False) -> None:

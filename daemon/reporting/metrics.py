@@ -31,24 +31,24 @@ def memory(node: Node) -> dict[str, int]:
 
     Also what tables and plans take beside the arena, and may take.
     """
-    told: Any = node.core.snapshot()["datasets"].values()
+    counted: Any = node.core.snapshot()["datasets"].values()
     return {
         "budget_nbytes": node.arena.nbytes,
-        "used_nbytes": int(sum(d["used_nbytes"] for d in told)),
+        "used_nbytes": int(sum(d["used_nbytes"] for d in counted)),
         "held_nbytes": node.fetcher.held_nbytes(),
         "tables_nbytes": node.quota.used(),
         "tables_limit_nbytes": node.quota.limit,
     }
 
 
-def tiers(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Hits, misses and evictions of each tier, over all datasets of the core's snapshot.
 
     An object that was in flight for another session when it was requested counts as a hit: it
     costs no read.
     """
-    past = told.get("past", {}).get("datasets")
-    datasets = [*told["datasets"].values(), *([past] if past else [])]
+    past = core.get("past", {}).get("datasets")
+    datasets = [*core["datasets"].values(), *([past] if past else [])]
     evictions: dict[str, int] = {}
     for one in datasets:
         for name, count in one.items():
@@ -62,8 +62,8 @@ def tiers(told: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def dataset(node: Node, one: DatasetRecord) -> dict[str, Any]:
     """Counters of one dataset."""
-    told = node.core.snapshot()["datasets"][one.key]
-    return {"dataset": one.key, "root": public(one.manifest.root), **told}
+    counted = node.core.snapshot()["datasets"][one.key]
+    return {"dataset": one.key, "root": public(one.manifest.root), **counted}
 
 
 def datasets(node: Node) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
 
     `step_s` is the recent mean time of a step, in seconds.
     """
-    ahead = max(one.words[READY] - one.words[DONE], 0)
+    steps_ready = max(one.words[READY] - one.words[DONE], 0)
     return {
         "session": one.id,
         "dataset": one.dataset.key,
@@ -106,8 +106,8 @@ def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
         "ready": one.words[READY],
         "done": one.words[DONE],
         "waiting": len(one.waiters),
-        "ahead": ahead,
-        "lead_now_s": ahead * step_s,
+        "ahead": steps_ready,
+        "lead_now_s": steps_ready * step_s,
         **report(one.words.counters()),
     }
 
@@ -121,13 +121,13 @@ class Ranks:
     def __init__(self) -> None:
         self._closed: dict[tuple[str, int], dict[str, int]] = {}
 
-    def closes(self, one: SessionRecord) -> None:
+    def add_closed(self, one: SessionRecord) -> None:
         """Keep a session's counters at its end; its shared words still exist."""
         _add(self._closed, one)
         while len(self._closed) > _MAX_RANKS:
             del self._closed[next(iter(self._closed))]
 
-    def told(self, sessions: Iterable[SessionRecord]) -> list[dict[str, Any]]:
+    def reports(self, sessions: Iterable[SessionRecord]) -> list[dict[str, Any]]:
         """Counters of each rank, given the open sessions; the latest come last."""
         sums = {who: dict(counters) for who, counters in self._closed.items()}
         for one in sessions:
@@ -158,7 +158,7 @@ def stats(node: Node) -> dict[str, Any]:
         "core": core,
         "sources": [source(d) for d in node.registry.datasets.values()],
         "sessions": sessions,
-        "ranks": node.ranks.told(node.registry.sessions.values()),
+        "ranks": node.ranks.reports(node.registry.sessions.values()),
         "fetch": {
             "pending": node.fetcher.pending,
             "bugs": node.bugs,
@@ -212,16 +212,16 @@ class _Collector:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        told = self._take()
-        yield _build_info(told)
-        tiers = [([name], {**told["memory"], **tier}) for name, tier in told["tiers"].items()]
+        answer = self._take()
+        yield _build_info(answer)
+        tiers = [([name], {**answer["memory"], **tier}) for name, tier in answer["tiers"].items()]
         yield from _families("tier", ["tier"], tiers)
         # The key stands for the source: a root may contain a bucket's name and would grow without
         # bound.
-        sources = [([one["dataset"][:12]], one) for one in told["sources"]]
+        sources = [([one["dataset"][:12]], one) for one in answer["sources"]]
         yield from _families("source", ["source"], sources)
-        yield from _families("node", [], [([], {"errors": _errors(told)})])
-        yield from _families("rank", ["job", "rank"], _ranks(told))
+        yield from _families("node", [], [([], {"errors": _errors(answer)})])
+        yield from _families("rank", ["job", "rank"], _ranks(answer))
 
 
 def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], Any]) -> Any:
@@ -239,11 +239,11 @@ def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], 
     return box[0]
 
 
-def _build_info(told: dict[str, Any]) -> Metric:
+def _build_info(answer: dict[str, Any]) -> Metric:
     from prometheus_client.core import InfoMetricFamily
 
     build = InfoMetricFamily("creel_build", "Version of this daemon.")
-    build.add_metric([], {"version": told["version"]})
+    build.add_metric([], {"version": answer["version"]})
     return build
 
 
@@ -276,10 +276,10 @@ def _add_metric(family: Any, one: Counter, label: list[str], count: Any) -> None
         family.add_metric(label, count)
 
 
-def _errors(told: dict[str, Any]) -> dict[str, int]:
+def _errors(answer: dict[str, Any]) -> dict[str, int]:
     """Failures by kind, of all sources and of the daemon itself."""
-    kinds: dict[str, int] = {"bug": told["fetch"]["bugs"]}
-    for some in (told["fetch"]["past_errors"], *(s["errors_by_kind"] for s in told["sources"])):
+    kinds: dict[str, int] = {"bug": answer["fetch"]["bugs"]}
+    for some in (answer["fetch"]["past_errors"], *(s["errors_by_kind"] for s in answer["sources"])):
         for kind, count in some.items():
             kinds[kind] = kinds.get(kind, 0) + count
     return kinds
@@ -294,10 +294,10 @@ def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
     return buckets, seconds["sum"]
 
 
-def _ranks(told: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+def _ranks(answer: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
     """Counters of each rank; what its open sessions have ready: all steps, the shortest lead."""
-    found = {(one["job"], one["rank"]): dict(one) for one in told["ranks"]}
-    for one in told["sessions"]:
+    found = {(one["job"], one["rank"]): dict(one) for one in answer["ranks"]}
+    for one in answer["sessions"]:
         rank = found.get((one["job"], one["rank"]))
         if rank is not None:
             rank["ahead"] = rank.get("ahead", 0) + one["ahead"]

@@ -18,9 +18,9 @@ from http import HTTPStatus
 
 log = logging.getLogger("creel.page")
 
-_MOST = 32  # connections at once; Prometheus needs one
+_MAX_CONNECTIONS = 32  # connections at once; Prometheus needs one
 _LIFE_S = 10.0  # of a connection, first byte to last; also Prometheus' default timeout
-_MOST_NBYTES = 16 << 10  # of a request
+_MAX_REQUEST_NBYTES = 16 << 10  # of a request
 _PIECE_NBYTES = 64 << 10
 _BACKLOG = 128
 _ACCEPTS = 64  # a turn
@@ -31,7 +31,7 @@ Render = Callable[[str], tuple[str, bytes]]
 
 
 @dataclass(eq=False)
-class _Visitor:
+class _PageConnection:
     socket: socket.socket
     until: float
     request: bytearray = field(default_factory=bytearray)
@@ -55,17 +55,17 @@ class PageServer:
         self._listener = socket.create_server((where[0], port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
-        self._ear, self._mouth = socket.socketpair()
-        self._visitors: dict[int, _Visitor] = {}  # the oldest first
+        self._close_receiver, self._close_sender = socket.socketpair()
+        self._connections: dict[int, _PageConnection] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._ear, selectors.EVENT_READ)
+        self._selector.register(self._close_receiver, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="creel-page", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop serving."""
-        self._mouth.close()
+        self._close_sender.close()
         self._thread.join(5.0)
 
     def _run(self) -> None:
@@ -73,27 +73,27 @@ class PageServer:
             while self._turn():
                 pass
         finally:
-            for visitor in list(self._visitors.values()):
-                self._end(visitor)
+            for connection in list(self._connections.values()):
+                self._end(connection)
             self._selector.close()
-            self._ear.close()
+            self._close_receiver.close()
             self._listener.close()
 
     def _turn(self) -> bool:
         """Serve what is ready; False once closed."""
         now = time.monotonic()
-        next_end = min((v.until for v in self._visitors.values()), default=None)
+        next_end = min((v.until for v in self._connections.values()), default=None)
         ready = self._selector.select(None if next_end is None else max(next_end - now, 0))
         now = time.monotonic()
-        for visitor in [v for v in self._visitors.values() if v.until <= now]:
-            self._end(visitor)
+        for connection in [v for v in self._connections.values() if v.until <= now]:
+            self._end(connection)
         for key, _ in ready:
-            if key.fileobj is self._ear:
+            if key.fileobj is self._close_receiver:
                 return False
             if key.fileobj is self._listener:
                 self._accept(now)
-            elif key.fd in self._visitors:
-                self._serve(self._visitors[key.fd])
+            elif key.fd in self._connections:
+                self._serve(self._connections[key.fd])
         return True
 
     def _accept(self, now: float) -> None:
@@ -105,42 +105,42 @@ class PageServer:
         except OSError:  # the peer left again; or descriptors are short, which would repeat at once
             time.sleep(_SHORT_S)
 
-    def _welcome(self, connection: socket.socket, now: float) -> None:
-        connection.setblocking(False)
-        if len(self._visitors) >= _MOST:  # connections without a request are closed first
-            asking = (v for v in self._visitors.values() if v.answer is None)
-            self._end(next(asking, next(iter(self._visitors.values()))))
-        visitor = self._visitors[connection.fileno()] = _Visitor(connection, now + _LIFE_S)
-        self._selector.register(connection, selectors.EVENT_READ)
-        self._serve(visitor)  # its request may have arrived already
+    def _welcome(self, sock: socket.socket, now: float) -> None:
+        sock.setblocking(False)
+        if len(self._connections) >= _MAX_CONNECTIONS:  # those without a request are closed first
+            asking = (v for v in self._connections.values() if v.answer is None)
+            self._end(next(asking, next(iter(self._connections.values()))))
+        connection = self._connections[sock.fileno()] = _PageConnection(sock, now + _LIFE_S)
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._serve(connection)  # its request may have arrived already
 
-    def _serve(self, visitor: _Visitor) -> None:
+    def _serve(self, connection: _PageConnection) -> None:
         try:
-            if visitor.answer is None:
-                self._read(visitor)
-            if visitor.answer is not None:
-                visitor.answer = visitor.answer[visitor.socket.send(visitor.answer) :]
-                if not visitor.answer:
-                    visitor.socket.shutdown(socket.SHUT_WR)
-                    self._end(visitor)
+            if connection.answer is None:
+                self._read(connection)
+            if connection.answer is not None:
+                connection.answer = connection.answer[connection.socket.send(connection.answer) :]
+                if not connection.answer:
+                    connection.socket.shutdown(socket.SHUT_WR)
+                    self._end(connection)
         except BlockingIOError:
             pass
         except OSError:
-            self._end(visitor)
+            self._end(connection)
 
-    def _read(self, visitor: _Visitor) -> None:
-        piece = visitor.socket.recv(_PIECE_NBYTES)
-        visitor.request += piece
-        if b"\r\n\r\n" in visitor.request:
-            visitor.answer = memoryview(respond(bytes(visitor.request), self._render))
-            self._selector.modify(visitor.socket, selectors.EVENT_WRITE)
-        elif not piece or len(visitor.request) > _MOST_NBYTES:
-            self._end(visitor)
+    def _read(self, connection: _PageConnection) -> None:
+        piece = connection.socket.recv(_PIECE_NBYTES)
+        connection.request += piece
+        if b"\r\n\r\n" in connection.request:
+            connection.answer = memoryview(respond(bytes(connection.request), self._render))
+            self._selector.modify(connection.socket, selectors.EVENT_WRITE)
+        elif not piece or len(connection.request) > _MAX_REQUEST_NBYTES:
+            self._end(connection)
 
-    def _end(self, visitor: _Visitor) -> None:
-        if self._visitors.pop(visitor.socket.fileno(), None) is not None:
-            self._selector.unregister(visitor.socket)
-            visitor.socket.close()
+    def _end(self, connection: _PageConnection) -> None:
+        if self._connections.pop(connection.socket.fileno(), None) is not None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
 
 
 def respond(request: bytes, render: Render) -> bytes:
@@ -157,7 +157,7 @@ def respond(request: bytes, render: Render) -> bytes:
     try:
         kind, body = render(fields.get("accept", "").strip())
     except Exception:  # the daemon's loop may be busy; the next scrape comes soon
-        log.exception("a page could not be made")
+        log.exception("the metrics page could not be rendered")
         return _answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"")
     whole = _answer(HTTPStatus.OK, kind, body)
     return whole if method == "GET" else whole[: len(whole) - len(body)]

@@ -31,7 +31,7 @@ def answer(node: Node, ask: Command) -> dict[str, Any]:
     return command(node, ask.args)
 
 
-def told(node: Node) -> dict[str, Any]:
+def status_and_stats(node: Node) -> dict[str, Any]:
     """Return status and stats together."""
     return {**_status(node), **metrics.stats(node)}
 
@@ -51,10 +51,10 @@ def _status(node: Node) -> dict[str, Any]:
     }
 
 
-def _hand_on(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, Any]:
+def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, Any]:
     """Give the core an event about one dataset."""
     dataset = _named(node, args)
-    node.feed(event(dataset.key))
+    node.handle_event(event(dataset.key))
     return metrics.dataset(node, dataset)
 
 
@@ -82,7 +82,7 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
         "settings": node.config.flat(),
         "effective": node.effective.flat(),
     },
-    "warm": lambda node, args: _hand_on(node, Warm, args),
-    "drop": lambda node, args: _hand_on(node, Dropped, args),
+    "warm": lambda node, args: _submit(node, Warm, args),
+    "drop": lambda node, args: _submit(node, Dropped, args),
     "stop": _stop,
 }

@@ -41,7 +41,7 @@ from creel.messages import (
 )
 from creel.peers import peer_of, why_apart
 
-log = logging.getLogger("creel.local")
+log = logging.getLogger("creel.control_socket")
 
 _MAX_FDS = 4
 _ROLES = frozenset({"trainer", "worker", "cli"})
@@ -76,9 +76,9 @@ class ControlSocket:
         self._limit = limit
         self._uid = os.getuid()
         self._connections: dict[int, _Connection] = {}
-        self._address_index: dict[str, _Connection] = {}
-        self.patrons = KeepAlive(epoll)
-        self._deaf = False
+        self._by_token: dict[str, _Connection] = {}
+        self.keep_alive = KeepAlive(epoll)
+        self._accept_paused = False
         kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         self._listener = socket.socket(socket.AF_UNIX, kind)
         try:
@@ -97,23 +97,23 @@ class ControlSocket:
 
     def pids(self) -> dict[str, int]:
         """Process id of each token's owner."""
-        return {token: c.pid for token, c in self._address_index.items()}
+        return {token: c.pid for token, c in self._by_token.items()}
 
     def knows(self, token: str) -> bool:
         """Whether this token was issued and its owner is still connected."""
-        return token in self._address_index
+        return token in self._by_token
 
     def handles(self, fd: int) -> bool:
         """Whether this descriptor belongs to the control socket."""
-        return fd == self.fd or fd in self._connections or fd in self.patrons
+        return fd == self.fd or fd in self._connections or fd in self.keep_alive
 
     def ready(self, fd: int, now: float) -> None:
         """Handle a descriptor that is readable or hung up."""
         if fd == self.fd:
             self._accept(now)
             return
-        if fd in self.patrons:
-            self.patrons.ended(fd)
+        if fd in self.keep_alive:
+            self.keep_alive.ended(fd)
             return
         connection = self._connections.get(fd)
         if connection is None:
@@ -125,16 +125,16 @@ class ControlSocket:
 
     def sweep(self, now: float) -> None:
         """Close connections without a handshake; listen again where descriptors were short."""
-        if self._deaf and self._listener.fileno() >= 0:
+        if self._accept_paused and self._listener.fileno() >= 0:
             self._epoll.modify(self.fd, select.EPOLLIN)
-        self._deaf = False
+        self._accept_paused = False
         for connection in list(self._connections.values()):
             if not connection.role and now > connection.hello_by:
                 self._end(connection)
 
     def drop(self, token: str, why: str) -> None:
         """Close the connection of a client that violated the protocol."""
-        connection = self._address_index.get(token)
+        connection = self._by_token.get(token)
         if connection is not None:
             log.warning("dropping client %d: %s", connection.pid, why)
             self._end(connection)
@@ -148,7 +148,7 @@ class ControlSocket:
     def close(self) -> None:
         """Close all connections."""
         self.stop_listening()
-        self.patrons.close()
+        self.keep_alive.close()
         for connection in list(self._connections.values()):
             self._end(connection)
 
@@ -163,7 +163,9 @@ class ControlSocket:
             except OSError as e:
                 # Out of descriptors or memory, or the peer left again: keep serving the others.
                 if e.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                    self._deaf = True  # waiting connections must not wake the loop continuously
+                    self._accept_paused = (
+                        True  # waiting connections must not wake the loop continuously
+                    )
                     self._epoll.modify(self.fd, 0)
                 elif e.errno != errno.ECONNABORTED:
                     raise
@@ -185,14 +187,14 @@ class ControlSocket:
 
     def _refusal(self, sock: socket.socket, uid: int, served: int) -> Refused | None:
         if uid != self._uid:  # also root: this daemon reads with its own user's rights
-            return Refused(f"this daemon serves user {self._uid} alone: start one of your own")
+            return Refused(f"this daemon belongs to user {self._uid}: start your own")
         if why := why_apart(sock):
             return Refused(
-                f"this daemon cannot tell that you see the same files ({why}):"
-                " start one of your own"
+                f"this daemon cannot verify that your process sees the same files ({why}):"
+                " start your own"
             )
         if served >= self._limit:
-            reason = f"{self._limit} clients are connected, which is the limit"
+            reason = f"the limit of {self._limit} clients is reached"
             return Refused(f"{reason}: raise daemon.max_connections", retry_after=5.0)
         return None
 
@@ -204,8 +206,8 @@ class ControlSocket:
             self._epoll.unregister(fd)
         connection.socket.close()
         if connection.role in {"trainer", "cli"}:
-            del self._address_index[connection.token]
-            self._node.left(connection.token)
+            del self._by_token[connection.token]
+            self._node.client_left(connection.token)
 
     def _serve(self, connection: _Connection) -> None:
         fds: list[int] = []
@@ -250,12 +252,12 @@ class ControlSocket:
         if isinstance(request, Hello):
             self._hello(connection, request, fds)
         elif not connection.role:
-            raise MalformedError("who does not say hello first is not served")
+            raise MalformedError("the first message must be Hello")
         elif isinstance(request, Attach):
             session = self._node.registry.owned(connection.token, request.session)
             self._send(connection, _opened(session))
         elif connection.role == "worker":
-            raise UnavailableError(f"a {connection.role} may not ask for that")
+            raise UnavailableError(f"a {connection.role} must not send this request")
         elif isinstance(request, Register):
             self._register(connection, request, fds)
         elif isinstance(request, Open):
@@ -265,24 +267,24 @@ class ControlSocket:
 
     def _hello(self, connection: _Connection, hello: Hello, fds: list[int]) -> None:
         if connection.role:
-            raise MalformedError("hello is said once")
+            raise MalformedError("a second Hello on one connection")
         if hello.protocol != PROTOCOL:
             raise UnavailableError(
-                f"this daemon speaks version {PROTOCOL}, you speak {hello.protocol}:"
+                f"this daemon uses protocol {PROTOCOL}, the client {hello.protocol}:"
                 " restart the daemon with the installed version"
             )
         if hello.role not in _ROLES:
             raise MalformedError(f"no such role: {hello.role!r}")
         if hello.role == "worker":
-            if hello.token not in self._address_index:
+            if hello.token not in self._by_token:
                 raise UnavailableError("the trainer of this worker is not connected")
             connection.token = hello.token
         else:
             connection.token = secrets.token_hex(16)
-            self._address_index[connection.token] = connection
+            self._by_token[connection.token] = connection
         connection.role = hello.role
         if fds:
-            self.patrons.take(fds.pop())
+            self.keep_alive.take(fds.pop())
         welcome, arena = self._node.welcome(connection.token)
         self._send(connection, Answer(welcome, (arena,)))
 

@@ -96,7 +96,7 @@ class Fetcher:
         self._arena = arena
         self._scratch = _Scratch()
         self._post = post
-        self._room = _Room(threads)
+        self._free_threads = _FreeThreads(threads)
         self._per_source = per_source
         self._lanes: dict[str, _Lane] = {}
         self._checks: dict[str, _Lane] = {}
@@ -106,7 +106,7 @@ class Fetcher:
 
     def add(self, dataset: str, source: Source) -> None:
         """Add a lane: fetches of `dataset` read from `source`."""
-        threads = self._per_source, self._room
+        threads = self._per_source, self._free_threads
         self._lanes[dataset] = _Lane(dataset, source, self._run, *threads)
         self._checks[dataset] = _Lane(f"check-{dataset}", source, self._look, *threads)
 
@@ -114,7 +114,7 @@ class Fetcher:
         """Remove a dataset's lanes; no fetch of it may be in flight or follow."""
         for lane in (self._lanes.pop(dataset), self._checks.pop(dataset)):
             lane.close()
-            self._room.give(len(lane.threads) - 1)
+            self._free_threads.give(len(lane.threads) - 1)
 
     def object_ns(self, dataset: str) -> int:
         """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
@@ -321,9 +321,9 @@ def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[
     [(0, 2), (2, 3)]
     """
     ends = offset + np.array([len(d) for d in data])
-    apart = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT) | (offset[:-1] < ABSENT)
-    apart |= np.diff((ends - ends[0]) // _SCRATCH_NBYTES) != 0
-    cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(data)]
+    separate = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT) | (offset[:-1] < ABSENT)
+    separate |= np.diff((ends - ends[0]) // _SCRATCH_NBYTES) != 0
+    cuts = [0, *(np.flatnonzero(separate) + 1).tolist(), len(data)]
     yield from pairwise(cuts)
 
 
@@ -347,7 +347,7 @@ class _Scratch(threading.local):
         return self._view
 
 
-class _Room:
+class _FreeThreads:
     """The number of threads that may still be started."""
 
     def __init__(self, threads: int) -> None:
@@ -378,14 +378,14 @@ class _Lane:
         source: Source,
         run: Callable[[Source, _Job, slice], None],
         limit: int,
-        room: _Room,
+        free_threads: _FreeThreads,
     ) -> None:
         self.source = source
         self.threads: list[threading.Thread] = []
         self._name = name
         self._run = run
         self._limit = limit
-        self._room = room
+        self._free_threads = free_threads
         self._heap: list[tuple[float, int, _Job, int]] = []  # the last: first object not yet taken
         self._waiting = 0  # objects in the heap
         self._count = 0
@@ -402,11 +402,11 @@ class _Lane:
             self._count += 1
             self._waiting += job.left
             self._grow()
-            alone = not self.threads
-        if alone:
-            self._work_alone()
+            no_threads = not self.threads
+        if no_threads:
+            self._work_in_caller()
 
-    def _work_alone(self) -> None:
+    def _work_in_caller(self) -> None:
         """Read what is queued in the calling thread, where the system gives no thread at all."""
         while True:
             with self._ready:
@@ -446,14 +446,14 @@ class _Lane:
             return
         self._ready.notify(spare)
         for _ in range(min(spare - self._idle, self._limit - len(self.threads))):
-            if self.threads and not self._room.take():
+            if self.threads and not self._free_threads.take():
                 return
             name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # a limit of the system: use the threads there are until `tick`
-                self._room.give(min(len(self.threads), 1))
+                self._free_threads.give(min(len(self.threads), 1))
                 return
             self.threads.append(thread)
 

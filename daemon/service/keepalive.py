@@ -11,7 +11,7 @@ import select
 from contextlib import suppress
 from pathlib import Path
 
-_MOST = 256  # processes; for further ones the daemon only lingers
+_MAX_PIDS = 256  # processes; for further ones the daemon only lingers
 _PID = "Pid:"
 
 
@@ -25,7 +25,7 @@ class KeepAlive:
     def take(self, fd: int) -> None:
         """Add the process of this pidfd, for which a client works; takes over the descriptor."""
         pid = _pid_of(fd)
-        if pid > 0 and pid not in self._pids.values() and len(self._pids) < _MOST:
+        if pid > 0 and pid not in self._pids.values() and len(self._pids) < _MAX_PIDS:
             self._epoll.register(fd, select.EPOLLIN)
             self._pids[fd] = pid
         else:

@@ -1,7 +1,7 @@
 """The node: registry, core, arena and fetch threads put together, called by both sockets.
 
 Runs on the loop thread alone; other threads (fetch threads, the registrar) hand their results in
-through `call_soon`. Every event goes through `feed`, which executes the core's actions.
+through `call_soon`. Every event goes through `handle_event`, which executes the core's actions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config, memory_budget
-from creel.daemon.core import events as mind
+from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.reporting import metrics
 from creel.daemon.service.fetcher import Fetcher
@@ -120,7 +120,7 @@ class Node:
 
     # --- events and actions -------------------------------------------------------------------
 
-    def feed(self, event: mind.Event) -> bool:
+    def handle_event(self, event: events.Event) -> bool:
         """Handle an event and execute the actions; False when that failed and its session is over.
 
         Does nothing while draining: READY does not go back for clients that disconnect now, so no
@@ -137,19 +137,19 @@ class Node:
             actions = self.core.handle(event, now)
         except Exception:
             log.exception("the core failed at %s", type(event).__name__)
-            self._mend(getattr(event, "session", 0))
+            self._recover(getattr(event, "session", 0))
             return False
         try:
             lost = [loss for action in actions for loss in self._do(action)]
         except Exception:
-            log.exception("what the core wants done after %s failed", type(event).__name__)
+            log.exception("an action of the core after %s failed", type(event).__name__)
             self._give_up()
             return False
         for loss in lost:
-            self.feed(loss)
+            self.handle_event(loss)
         return True
 
-    def _mend(self, number: int) -> None:
+    def _recover(self, number: int) -> None:
         """End the session that the core failed at; the others continue.
 
         A failure is a bug of ours, or lack of memory. Where the core stays inconsistent, the daemon
@@ -158,58 +158,58 @@ class Node:
         self.bugs += 1
         session = self.registry.sessions.get(number)
         if session is not None:
-            self.ranks.closes(session)
+            self.ranks.add_closed(session)
             session.unready(0)
             self.registry.remove(session)
         try:
-            lost = [loss for action in self.core.mend(number) for loss in self._do(action)]
+            lost = [loss for action in self.core.recover(number) for loss in self._do(action)]
             for loss in lost:
-                self.feed(loss)
+                self.handle_event(loss)
             self.core.check()
         except Exception:
-            log.exception("the core cannot be mended")
+            log.exception("the core cannot recover")
             self._give_up()
 
     def _give_up(self) -> None:
-        log.error("this daemon ends: its books may be wrong")
+        log.error("this daemon ends: its state may be inconsistent")
         self.stop(True)
 
-    def _do(self, action: mind.Action) -> list[mind.Lost]:
+    def _do(self, action: events.Action) -> list[events.Lost]:
         """Perform an action; return what the machine had no memory for."""
-        if isinstance(action, mind.StoreObjects):
+        if isinstance(action, events.StoreObjects):
             k = self.fetcher.store(action, self._table(action.dataset))
             if k < len(action.ids):
-                return [mind.Lost(action.dataset, action.ids[k:], action.offset[k:])]
-        elif isinstance(action, mind.Publish):
+                return [events.Lost(action.dataset, action.ids[k:], action.offset[k:])]
+        elif isinstance(action, events.Publish):
             self._table(action.dataset)[action.ids] = action.offset
-        elif isinstance(action, mind.SetReady):
+        elif isinstance(action, events.SetReady):
             self._set_ready(action)
-        elif isinstance(action, mind.DiscardFetch):
+        elif isinstance(action, events.DiscardFetch):
             self.fetcher.discard(action)
-        elif isinstance(action, mind.FetchObjects):
+        elif isinstance(action, events.FetchObjects):
             self.fetcher.submit(action)
-        elif isinstance(action, mind.CheckVersions):
+        elif isinstance(action, events.CheckVersions):
             self.fetcher.check(action)
         else:
             self._planner.put(partial(self._plan, action))
         return []
 
-    def _plan(self, action: mind.PlanRetention) -> None:
+    def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
         try:
-            planned = mind.RetentionPlanned(action.dataset, action.turn, plan(action.turn))
+            planned = events.RetentionPlanned(action.dataset, action.turn, plan(action.turn))
         except Exception:
-            log.exception("no plan could be made of %s", action.dataset)
+            log.exception("retention could not be planned for %s", action.dataset)
         else:
             self._call_soon(lambda: self._planned(planned))
 
-    def _planned(self, event: mind.RetentionPlanned) -> None:
-        self.feed(event)
+    def _planned(self, event: events.RetentionPlanned) -> None:
+        self.handle_event(event)
 
     def _table(self, dataset: str) -> Offsets:
         return self.registry.datasets[dataset].table.offset
 
-    def _set_ready(self, action: mind.SetReady) -> None:
+    def _set_ready(self, action: events.SetReady) -> None:
         session = self.registry.sessions.get(action.session)
         if session is None:
             return
@@ -219,13 +219,13 @@ class Node:
         for who, call, step in session.set_ready(action.ready, action.failed):
             self._send(who, Ready(call, session.id, step))
 
-    def _fetched(self, event: mind.Fetched | mind.Checked) -> None:
+    def _fetched(self, event: events.Fetched | events.Checked) -> None:
         self.fetcher.finished(event)
-        self.feed(event)
-        if isinstance(event, mind.Checked):
+        self.handle_event(event)
+        if isinstance(event, events.Checked):
             return
         # What the core has not stored by now it never will: the fetch was no longer current.
-        self.fetcher.discard(mind.DiscardFetch(event.fetch))
+        self.fetcher.discard(events.DiscardFetch(event.fetch))
 
     def beat(self, now: float) -> None:
         """Write the heartbeat of all sessions when it is due."""
@@ -238,13 +238,13 @@ class Node:
         moved = False
         for session, done, wanted in self.registry.progress():
             moved = True
-            self.feed(mind.Progressed(session.id, done, wanted))
+            self.handle_event(events.Progressed(session.id, done, wanted))
         return moved
 
     def tick(self) -> None:
         """Handle the passing of time."""
         self.fetcher.tick()
-        self.feed(mind.Tick())
+        self.handle_event(events.Tick())
 
     # --- Host ---------------------------------------------------------------------------------
 
@@ -334,9 +334,9 @@ class Node:
                 return Answer(Refused(str(e)))
             table, lengths = dataset.table, dataset.lengths
             columns = table.offset.view(), table.length, lengths, dataset.versions
-            if not self.feed(mind.DatasetAdded(dataset.key, *columns)):
+            if not self.handle_event(events.DatasetAdded(dataset.key, *columns)):
                 dataset.close()
-                return Answer(Refused("this daemon has no room for another dataset"))
+                return Answer(Refused("this daemon has no memory for another dataset"))
             self.registry.add(dataset)
             self.fetcher.add(dataset.key, dataset.source)
             self._prefault_when_it_will_be_full()
@@ -360,29 +360,29 @@ class Node:
         if dataset is not None:
             self.quota.check(4 * len(dataset.manifest), f"a job on {len(dataset.manifest)} objects")
         session = self.registry.open(token, request)
-        told = (session.id, request.dataset, request.job, request.rank, request.world)
-        if not self.feed(mind.SessionOpened(*told, request.recheck)):
-            raise UnavailableError("this daemon cannot serve one more session")
+        fields = (session.id, request.dataset, request.job, request.rank, request.world)
+        if not self.handle_event(events.SessionOpened(*fields, request.recheck)):
+            raise UnavailableError("this daemon cannot open another session")
         session.words[OBJECT_NS] = self.fetcher.object_ns(request.dataset)
         return session
 
     def _check_serving(self) -> None:
         if self.state == "draining":
-            raise UnavailableError("this daemon is about to end: the next one will serve you")
+            raise UnavailableError("this daemon is stopping: connect again to reach the next one")
 
     def close_session(self, session: SessionRecord) -> None:
         """Close a session; the core takes back all it had pinned."""
-        self.ranks.closes(session)
+        self.ranks.add_closed(session)
         if self.state != "draining":  # while draining nothing in the arena changes any more
             session.unready(0)
         self.registry.remove(session)
-        self.feed(mind.SessionClosed(session.id))
+        self.handle_event(events.SessionClosed(session.id))
 
-    def left(self, token: str) -> None:
-        """Close the sessions of a client that is gone."""
+    def client_left(self, token: str) -> None:
+        """Close the sessions of a client that has disconnected."""
         for session in self.registry.of(token):
             self.close_session(session)
-        self.registry.left(token)
+        self.registry.client_left(token)
 
     def forget_idle(self, *, room: int = 0) -> None:
         """Free idle datasets beyond the time and number in the settings.
@@ -395,7 +395,7 @@ class Node:
             time.monotonic(),
             limits_.idle_s,
             limits_.max_idle_datasets,
-            limit=self.quota.limit,
+            tables_limit=self.quota.limit,
             room=room,
         )
         for dataset in spare:
@@ -404,40 +404,40 @@ class Node:
     def _forget(self, dataset: DatasetRecord) -> None:
         """Free what an idle dataset holds, unless it has fetches in flight."""
         if not self.core.busy(dataset.key):
-            self.feed(mind.Unregistered(dataset.key))
+            self.handle_event(events.Unregistered(dataset.key))
             self.fetcher.remove(dataset.key)
             self.registry.forget(dataset)
 
     def extended(self, session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]) -> None:
         """Append to a session's plan.
 
-        Where memory is short for the next uses of another epoch, the session becomes blind; where
-        it is short for the plan itself, the session ends and its client reads directly.
+        Where memory is short for the next uses of another epoch, the session becomes unplanned;
+        where it is short for the plan itself, the session ends and its client reads directly.
         """
         objects, ends = arrays
         nbytes = objects.nbytes + ends.nbytes
-        blind = message.unplanned
+        unplanned = message.unplanned
         try:
-            if message.epoch != session.epoch and not blind:
-                blind = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))
+            if message.epoch != session.epoch and not unplanned:
+                unplanned = not self.quota.fits(nbytes + 5 * len(session.dataset.manifest))
             self.quota.check(nbytes, f"{len(objects)} reads to come")
         except UnavailableError as e:
             pid = self.pids().get(session.token, 0)
             log.warning("session %d of process %d ends: %s", session.id, pid, e)
             self.close_session(session)
             return
-        if not blind:
+        if not unplanned:
             session.epoch = message.epoch
         session.steps += len(ends)
-        told = (session.id, message.epoch, message.step, objects, ends, blind)
-        if self.feed(mind.PlanExtended(*told)):
+        fields = (session.id, message.epoch, message.step, objects, ends, unplanned)
+        if self.handle_event(events.PlanExtended(*fields)):
             session.words[KNOWN] = session.steps
             self.waiting(session)
 
     def truncated(self, session: SessionRecord, step: int) -> None:
         """Truncate a session's plan."""
         session.truncate(step)
-        self.feed(mind.PlanTruncated(session.id, step))
+        self.handle_event(events.PlanTruncated(session.id, step))
         session.acknowledge()
 
     def waiting(self, session: SessionRecord) -> None:
@@ -446,7 +446,7 @@ class Node:
             self._send(who, Ready(call, session.id, step))
         moved = session.progress()
         if moved is not None:
-            self.feed(mind.Progressed(session.id, *moved))
+            self.handle_event(events.Progressed(session.id, *moved))
 
     # --- memory -------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.shared_words import (
-    BOARD_NBYTES,
     DONE,
     FAILED,
     HEARTBEAT,
@@ -26,6 +25,7 @@ from creel.cache.memory.shared_words import (
     STATE,
     TRUNCATED,
     WANTED,
+    WORDS_NBYTES,
     LocationTable,
     SharedWords,
     sealed_memfd,
@@ -94,7 +94,7 @@ class DatasetRecord:
         self.used_at = time.monotonic()
 
     def unclaim(self, token: str) -> None:
-        """Drop the claim of `token`, whose owner opened a session or is gone."""
+        """Drop the claim of `token`, whose owner opened a session or disconnected."""
         if token in self.claims:
             self.claims.remove(token)
             self.used_at = time.monotonic()
@@ -196,7 +196,7 @@ def _new_words() -> tuple[SharedWords, int]:
     """Shared words and their descriptor; UnavailableError where the system gives none."""
     fd = -1
     try:
-        fd = sealed_memfd("creel-board", BOARD_NBYTES)
+        fd = sealed_memfd("creel-words", WORDS_NBYTES)
         return SharedWords(fd), fd
     except OSError as e:  # the mapping takes a descriptor, too
         if fd >= 0:
@@ -220,7 +220,7 @@ class Registry:
         """Raise UnavailableError when one more dataset would be too many."""
         if len(self.datasets) >= self._max_datasets:
             raise UnavailableError(
-                f"{self._max_datasets} datasets are known, which is the limit:"
+                f"the limit of {self._max_datasets} registered datasets is reached:"
                 " raise daemon.max_datasets"
             )
 
@@ -235,20 +235,20 @@ class Registry:
         return sorted(idle, key=lambda d: d.used_at)
 
     def spare(
-        self, now: float, linger_s: float, most: int, *, limit: int, room: int = 0
+        self, now: float, linger_s: float, max_idle: int, *, tables_limit: int, room: int = 0
     ) -> list[DatasetRecord]:
-        """Idle datasets that should be removed: unused for `linger_s`, or beyond `most` of them.
+        """Idle datasets to remove: unused for `linger_s`, or beyond `max_idle` of them.
 
         One with large tables is removed sooner: in inverse proportion to its part of the limit.
 
         Args:
-            limit: bytes that all tables and plans may take.
+            tables_limit: bytes that all tables and plans may take.
             room: number of further datasets that must fit within the limit on all.
         """
         idle = self.idle()
-        most = min(most, self._max_datasets - room - (len(self.datasets) - len(idle)))
-        over = max(len(idle) - most, 0)
-        small = _SMALL * limit
+        max_idle = min(max_idle, self._max_datasets - room - (len(self.datasets) - len(idle)))
+        over = max(len(idle) - max_idle, 0)
+        small = _SMALL * tables_limit
         return idle[:over] + [
             d
             for d in idle[over:]
@@ -276,7 +276,7 @@ class Registry:
             raise UnavailableError(f"dataset {request.dataset!r} is not registered here")
         if len(self.sessions) >= self._max_sessions:
             raise UnavailableError(
-                f"{self._max_sessions} sessions are open, which is the limit:"
+                f"the limit of {self._max_sessions} open sessions is reached:"
                 " raise daemon.max_sessions",
                 retry_after=10.0,
             )
@@ -302,8 +302,8 @@ class Registry:
         """Return all sessions of the owner of `token`."""
         return [s for s in self.sessions.values() if s.token == token]
 
-    def left(self, token: str) -> None:
-        """Drop all claims of the owner of `token`, who is gone."""
+    def client_left(self, token: str) -> None:
+        """Drop all claims of the owner of `token`, who has disconnected."""
         for dataset in self.datasets.values():
             dataset.unclaim(token)
 

@@ -39,10 +39,10 @@ from creel.messages import (
     request_address,
 )
 
-log = logging.getLogger("creel.line")
+log = logging.getLogger("creel.request_socket")
 
 _MESSAGES = 64  # a turn, so that a flood leaves time for other clients
-_TURN_S = 0.01  # a turn takes no longer, except for its last message
+_MAX_TURN_S = 0.01  # a turn takes no longer, except for its last message
 _MAX_PIECE = 1 << 20  # reads, and steps, in a message
 _MAX_FRAME = 16 << 20  # bytes: more than such a piece takes, so that its sender gets an answer
 
@@ -67,7 +67,7 @@ class RequestSocket:
 
     def turn(self) -> bool:
         """Handle messages, up to a limit; return whether more may wait."""
-        until = time.monotonic() + _TURN_S
+        until = time.monotonic() + _MAX_TURN_S
         for _ in range(_MESSAGES):
             if time.monotonic() > until:
                 break
@@ -94,7 +94,7 @@ class RequestSocket:
     def _message(self, who: bytes, frames: list[zmq.Frame]) -> None:
         token = ""
         try:
-            message = self._authentic(frames)
+            message = self._authenticated(frames)
             token = message.token
             arrays = decode_frames(type(message), [f.buffer for f in frames[1:]])
             self._request(who, message, arrays)
@@ -106,17 +106,17 @@ class RequestSocket:
             if token:
                 self._control_socket.drop(token, "its message could not be handled")
 
-    def _authentic(self, frames: list[zmq.Frame]) -> Any:
+    def _authenticated(self, frames: list[zmq.Frame]) -> Any:
         if not frames:
             raise MalformedError("no body")
         message = decode(frames[0].buffer, RequestMessage)
         if not self._control_socket.knows(message.token):
-            raise MalformedError("a token that nobody has")
+            raise MalformedError("an unknown token")
         return message
 
     def _request(self, who: bytes, message: Any, arrays: list[NDArray[Any]]) -> None:
         if isinstance(message, Command):
-            self._ask(who, message)
+            self._answer_command(who, message)
             return
         try:
             session = self._node.registry.owned(message.token, message.session)
@@ -127,7 +127,7 @@ class RequestSocket:
         if isinstance(message, Extend):
             self._node.extended(session, message, _checked(session, message, arrays))
         elif isinstance(message, Begin):
-            self._node.feed(EpochBegan(session.id, message.epoch))
+            self._node.handle_event(EpochBegan(session.id, message.epoch))
         elif isinstance(message, Truncate):
             if not session.done <= message.step <= session.steps:
                 raise MalformedError(f"truncate at {message.step} of {session.steps} steps")
@@ -139,11 +139,11 @@ class RequestSocket:
         if not 0 <= message.step < 1 << 62:
             raise MalformedError(f"wait for step {message.step}")
         if not session.wait(who, message.call, message.step):
-            self.send(who, Failed(message.call, "too many wait for this session"))
+            self.send(who, Failed(message.call, "too many waits are pending for this session"))
         else:
             self._node.waiting(session)
 
-    def _ask(self, who: bytes, message: Command) -> None:
+    def _answer_command(self, who: bytes, message: Command) -> None:
         try:
             self.send(who, CommandReply(message.call, commands.answer(self._node, message)))
         except (ConfigError, UnavailableError) as e:

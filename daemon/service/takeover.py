@@ -27,10 +27,10 @@ from creel.messages import (
 )
 from creel.peers import peer_of
 
-_PATIENCE_S = 2.0
+_TIMEOUT_S = 2.0
 
 
-def made_way(address: str) -> bool:
+def released(address: str) -> bool:
     """Whether the embedded daemon at `address` freed it; that daemon ends with its last client.
 
     False for a service, for a daemon of another user, and for one that does not answer or cannot be
@@ -39,10 +39,10 @@ def made_way(address: str) -> bool:
     with socket.socket(
         socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
     ) as control_socket:
-        control_socket.settimeout(_PATIENCE_S)
+        control_socket.settimeout(_TIMEOUT_S)
         try:
             welcome = _greet(control_socket, address)
-            return welcome is not None and _asked(welcome)
+            return welcome is not None and _ask_to_stop(welcome)
         except (OSError, MalformedError):
             return False
 
@@ -59,21 +59,23 @@ def _greet(control_socket: socket.socket, address: str) -> Welcome | None:
     return reply if isinstance(reply, Welcome) else None
 
 
-def _asked(welcome: Welcome) -> bool:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as line:
-        line.linger = 0
-        line.rcvtimeo = int(_PATIENCE_S * 1000)
-        line.connect(welcome.request_address)
-        status = _answer(line, Command(welcome.token, 1, "status", {}))
+def _ask_to_stop(welcome: Welcome) -> bool:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as request_socket:
+        request_socket.linger = 0
+        request_socket.rcvtimeo = int(_TIMEOUT_S * 1000)
+        request_socket.connect(welcome.request_address)
+        status = _answer(request_socket, Command(welcome.token, 1, "status", {}))
         if status is None or not status.get("embedded"):
             return False
-        return _answer(line, Command(welcome.token, 2, "stop", {"now": False})) is not None
+        return (
+            _answer(request_socket, Command(welcome.token, 2, "stop", {"now": False})) is not None
+        )
 
 
-def _answer(line: zmq.Socket[bytes], ask: Command) -> dict[str, Any] | None:
+def _answer(request_socket: zmq.Socket[bytes], ask: Command) -> dict[str, Any] | None:
     try:
-        line.send(encode(ask))
-        reply = decode(line.recv_multipart()[0], RequestReply)
+        request_socket.send(encode(ask))
+        reply = decode(request_socket.recv_multipart()[0], RequestReply)
     except zmq.ZMQError:
         return None
     return reply.body if isinstance(reply, CommandReply) else None

@@ -155,12 +155,12 @@ class Binding:
         allowed = None if ids is None else frozenset(ids.tolist())
         return Lease(session, self._bases, self._named, allowed, stamp)
 
-    def counting(self, *, aside: bool = False) -> Lease:
+    def counting(self, *, without_daemon: bool = False) -> Lease:
         """A lease without a session: the leaves are read directly, and the reads counted.
 
-        `aside`: `creel.wrap` proxies in the dataset must not ask the daemon either.
+        `without_daemon`: `creel.wrap` proxies in the dataset must not ask the daemon either.
         """
-        return Lease(None, self._bases, self._named, None, aside=aside)
+        return Lease(None, self._bases, self._named, None, without_daemon=without_daemon)
 
     def frozen(self) -> Binding:
         """A binding of a private copy of the dataset; only where `gather` is not None."""

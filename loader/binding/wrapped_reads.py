@@ -144,7 +144,7 @@ class DaemonLink:
 
     def counted(self, samples: int, lengths: NDArray[np.int64] | None, lease: Lease) -> None:
         """Count a batch for `creel stats`; `lengths`: (k,) bytes of its objects in the arena."""
-        if lease.aside:
+        if lease.without_daemon:
             seen = lease.direct_reads, lease.direct_nbytes, lease.direct_ns
             self._direct.saw(*seen, lease.blocked)
         self._count(
@@ -206,7 +206,7 @@ class WrappedReads:
             return self._fetch_recorded(fetch)
         step, pinned = link.begin(indices)
         binding, lengths = link.binding, None
-        lease = binding.counting(aside=pinned is None)
+        lease = binding.counting(without_daemon=pinned is None)
         try:
             if pinned is not None:
                 lengths = link.session.table.length[pinned.ids]

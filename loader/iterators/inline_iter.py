@@ -60,13 +60,13 @@ class BatchReader:
         self._meter = meter or loader_state.meter
         self._ring = loader_state.ring
         self._wait_s = loader_state.config.loader.wait_s
-        self._tell_after_s = loader_state.config.loader.hung_s
+        self._warn_after_s = loader_state.config.loader.hung_s
         # Where workers were asked for, reading side by side is what counts: threads wait.
         allowed = loader_state.config.loader.direct == "auto" and frozen is None
         self._direct = DirectReads(allowed=allowed)
         self._gatherer: Gatherer | None = None
         self._gathers: BatchStream | None = None  # the stream `_gatherer` reads rows of
-        self._told = False
+        self._warned = False
         self._gather: Gather | None = None
         self._labels: list[object] = []  # the binding's labels when `_gather` was made
         self._binding: Binding | None = None
@@ -106,7 +106,7 @@ class BatchReader:
             return self._fetch(index, binding.counting())
         stamp = -1 if ids is None else self._hold(stream, ids, step)
         if stamp < 0 or ids is None:
-            return self._fetch(index, binding.counting(aside=step >= 0))
+            return self._fetch(index, binding.counting(without_daemon=step >= 0))
         gatherer = self._gatherer_of(stream, binding)
         if gatherer is not None:
             start = time.monotonic_ns()
@@ -160,12 +160,12 @@ class BatchReader:
     def _wait(self, stream: BatchStream, ids: Ids, step: int) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""
         session, start = stream.session, time.monotonic_ns()
-        quiet_s = min(self._wait_s, self._tell_after_s)
+        quiet_s = min(self._wait_s, self._warn_after_s)
         ready = session.wait(step, quiet_s)
         waited = time.monotonic_ns() - start
         if not ready and session.alive and waited >= quiet_s * 1e9:
             left_s = self._wait_s - quiet_s
-            self._tell(stream, ids, quiet_s, left_s)
+            self._warn(stream, ids, quiet_s, left_s)
             ready = left_s > 0 and session.wait(step, left_s)
             waited = time.monotonic_ns() - start
         if ready or session.alive:
@@ -174,14 +174,14 @@ class BatchReader:
             self._meter["stall_daemon_ns"] += waited
         return ready
 
-    def _tell(self, stream: BatchStream, ids: Ids, waited_s: float, left_s: float) -> None:
+    def _warn(self, stream: BatchStream, ids: Ids, waited_s: float, left_s: float) -> None:
         """Warn once what a long wait is for."""
-        if self._told:
+        if self._warned:
             return
-        self._told = True
+        self._warned = True
         absent = ids[stream.session.table.offset[ids] == ABSENT]
         what = public(stream.binding.manifest.location(int(absent[0]))[0]) if len(absent) else "it"
-        then = f"up to {left_s:g} s more" if left_s > 0 else "then it is read directly"
+        then = f"up to {left_s:g} s more" if left_s > 0 else "then creel reads it directly"
         text = f"no batch for {waited_s:g} s: waiting for the daemon to read {what}; {then}"
         _log.warning(text)
         warnings.warn(text, StallWarning, stacklevel=2)

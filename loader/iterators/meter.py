@@ -16,7 +16,7 @@ class Meter(dict[str, int]):
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(_NAMES, 0))
-        self._told = dict(self)
+        self._reported = dict(self)
 
     def awaited(self, times: Times, since: int, until: int) -> None:
         """Count a wait for a worker's batch, from `since` until `until` (monotonic ns)."""
@@ -36,16 +36,16 @@ class Meter(dict[str, int]):
         self["direct_reads"] += reads
         self["direct_nbytes"] += nbytes
 
-    def workers(self, news: Sequence[int]) -> None:
+    def workers(self, changes: Sequence[int]) -> None:
         """Add worker counters: busy ns by stage, direct reads and bytes (`WorkerPool.news`)."""
-        *busy, reads, nbytes = news
+        *busy, reads, nbytes = changes
         for stage, ns in zip(STAGES, busy, strict=True):
             self[f"busy_{stage}_ns"] += ns
         self.direct(reads, nbytes)
 
-    def unsaid(self) -> dict[str, int]:
+    def unreported(self) -> dict[str, int]:
         """Return the nonzero increments since the last call, except for batches."""
-        then, self._told = self._told, dict(self)
+        then, self._reported = self._reported, dict(self)
         return {k: n - then[k] for k, n in self.items() if n != then[k] and k != "batches"}
 
     def stats(self) -> dict[str, Any]:

@@ -120,13 +120,13 @@ class EpochRun:
         self.delivered = 0
         self._counted = 0  # batches of these that the daemon's statistics include
         self._counted_at = 0.0
-        self._untold: dict[int, int] = {}  # number of samples of batches without a step
+        self._unpublished: dict[int, int] = {}  # number of samples of batches without a step
         self._many = True  # a batch is made of several samples
         self.finished = False
         self.slices = False  # an array of the order stands for a list of ints
         self.order: EpochOrder | None = None
         self.epoch = 0
-        self._foreseen = False
+        self._published_ahead = False
 
     def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> EpochOrder:
         """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
@@ -154,9 +154,9 @@ class EpochRun:
         loader_state.order, loader_state.run = order, self
         self.order, self.epoch = order, loader_state.epoch
         self._count()
-        self.delivered, self.finished, self._foreseen = self.skipped, False, False
+        self.delivered, self.finished, self._published_ahead = self.skipped, False, False
         self._counted = self.skipped
-        self._untold.clear()
+        self._unpublished.clear()
         self._many = loader._auto_collation  # noqa: SLF001  torch's
         if self.stream is not None:
             start = time.monotonic_ns()
@@ -175,18 +175,18 @@ class EpochRun:
             return -1
         step = self.stream.give(self.skipped + i, index)
         if step < 0:
-            self._untold[self.skipped + i] = samples_in(index) if self._many else 1
+            self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
         return step
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
         if self.stream is not None:
             self.stream.done(self.skipped + i)
-            self._foresee(self.stream)
+            self._publish_ahead(self.stream)
 
-    def _foresee(self, stream: BatchStream) -> None:
-        if not self._foreseen and self.order is not None:
-            self._foreseen = True
+    def _publish_ahead(self, stream: BatchStream) -> None:
+        if not self._published_ahead and self.order is not None:
+            self._published_ahead = True
             start = time.monotonic_ns()
             stream.publish_upcoming(self.order)
             self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
@@ -213,8 +213,10 @@ class EpochRun:
         if self.stream is None or not self.stream.alive:
             return
         first, self._counted = self._counted, self.delivered
-        more = self._loader_state.meter.unsaid()
-        sizes = [self._untold.pop(i) for i in range(first, self._counted) if i in self._untold]
+        more = self._loader_state.meter.unreported()
+        sizes = [
+            self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished
+        ]
         if sizes:
             more |= {"batches": len(sizes), "samples": sum(sizes)}
         self.stream.count(first, self._counted, more)
@@ -257,13 +259,13 @@ def prepare_resume(loader_state: LoaderState, loader: DataLoader[Any], state: Pr
         return
     given: object = state
     if not isinstance(given, Mapping) or "version" not in given:
-        raise ConfigError("this is no state_dict of a creel.DataLoader: begin without it")
+        raise ConfigError("this is not a state_dict of a creel.DataLoader: start without it")
     if state["version"] != VERSION:
         raise ConfigError(f"this state_dict has version {state['version']}, not {VERSION}")
     lacks = {"epoch", "batches", "finished"} - state.keys()
     if lacks or ("order" not in state and state["epoch"] >= 0):
         # torch.distributed.checkpoint loses keys: it fills in only those that a fresh state has.
-        raise ConfigError("this state_dict has lost keys: save and load it as one value (pickle)")
+        raise ConfigError("this state_dict lacks keys: save and load it as one value (pickle)")
     loader_state.epoch = state["epoch"]
     loader_state.resume = None
     if "order" in state:

@@ -69,8 +69,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         self._worker_init_fn = loader.worker_init_fn
         self._loader_state = loader_state
         self._meter = loader_state.meter
-        self._tell_after_s = loader_state.config.loader.hung_s
-        self._told = False
+        self._warn_after_s = loader_state.config.loader.hung_s
+        self._warned = False
         if loader_state.resume is not None:
             self._base_seed = loader_state.resume["order"]["base_seed"]
         self._run = run
@@ -224,7 +224,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
         if self._run.due():
-            self._meter.workers(self._pool.news())
+            self._meter.workers(self._pool.new_counts())
         self._run.deliver()
         return data
 
@@ -250,7 +250,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         waits_for = self._task_info[self._rcvd_idx][0]
         while True:
             self._raise_if_dead()
-            look_s = min(_LOOK_S, self._tell_after_s)
+            look_s = min(_LOOK_S, self._warn_after_s)
             left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else look_s
             event = pool.next_event(max(left, 0.0))
             if isinstance(event, BatchResult):
@@ -260,7 +260,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             elif event is None and self._timeout > 0:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
             elif event is None:
-                self._tell(waits_for, time.monotonic() - start)
+                self._warn(waits_for, time.monotonic() - start)
 
     def _raise_if_dead(self) -> None:
         dead = [
@@ -277,11 +277,11 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             f"DataLoader worker (pid(s) {pids}) exited unexpectedly"
         ) from RuntimeError(_last_words(dead[0][1]))
 
-    def _tell(self, worker: int, waited_s: float) -> None:
+    def _warn(self, worker: int, waited_s: float) -> None:
         """Warn once per iterator what a long wait is for."""
-        if self._told or waited_s < self._tell_after_s:
+        if self._warned or waited_s < self._warn_after_s:
             return
-        self._told = True
+        self._warned = True
         text = (
             f"no batch for {waited_s:.0f} s: batch {self._rcvd_idx} is with"
             f" {self._pool.describe(worker)}; still waiting (DataLoader(timeout=...) sets a limit)"
@@ -300,7 +300,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         self._shutdown = True
         if os.getpid() != self._pool.pid:
             return
-        self._meter.workers(self._pool.news())
+        self._meter.workers(self._pool.new_counts())
         self._run.leave()
         self._drop_held()
         self._loader_state.spare = self._pool.close()

@@ -75,14 +75,13 @@ class Lease:
 
     Counts what it could not serve: `direct_reads`, `direct_nbytes` and `direct_ns` are the direct
     reads of its leaves; `blocked` is how often the thread slept meanwhile, counted only with
-    `aside`. Use each lease for one `with` only.
+    `without_daemon`. Use each lease for one `with` only.
     """
 
     __slots__ = (
         "_allowed",
         "_session",
         "_stamp",
-        "aside",
         "bases",
         "blocked",
         "direct_nbytes",
@@ -90,6 +89,7 @@ class Lease:
         "direct_reads",
         "named",
         "outer",
+        "without_daemon",
     )
 
     def __init__(
@@ -100,7 +100,7 @@ class Lease:
         allowed: frozenset[int] | None,
         stamp: int = -1,
         *,
-        aside: bool = False,
+        without_daemon: bool = False,
     ) -> None:
         """Make a lease.
 
@@ -110,13 +110,13 @@ class Lease:
             named: leaves whose objects can be found by address.
             allowed: the only ids that may be copied, None for all.
             stamp: what `session.stamp()` must still be after each copy; -1 for its value now.
-            aside: `creel.wrap` proxies read inside this lease must not ask the daemon either.
+            without_daemon: `creel.wrap` proxies inside this lease do not ask the daemon either.
         """
         self._session = session
         self._stamp = session.stamp() if session is not None and stamp < 0 else stamp
         self.bases = bases
         self.named = named
-        self.aside = aside
+        self.without_daemon = without_daemon
         self._allowed = allowed
         self.outer: Lease | None = None
         self.direct_reads = 0
@@ -125,7 +125,7 @@ class Lease:
         self.blocked = 0
 
     def __enter__(self) -> Lease:
-        if self.aside:
+        if self.without_daemon:
             self.blocked -= _sleeps()
         self.outer = _active.lease
         _active.lease = self
@@ -133,7 +133,7 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         _active.lease = self.outer
-        if self.aside:
+        if self.without_daemon:
             self.blocked += _sleeps()
 
     @property
@@ -242,9 +242,9 @@ def foreign(leaf: object) -> bool:
 
 
 def leasing() -> bool:
-    """Whether this thread is inside a lease that has a session, or that reads `aside`."""
+    """Whether this thread is inside a lease that has a session, or that reads `without_daemon`."""
     lease = _active.lease
-    return lease is not None and (lease.serves or lease.aside)
+    return lease is not None and (lease.serves or lease.without_daemon)
 
 
 def leased(leaf: object, object_id: int) -> bytes | None:

@@ -84,7 +84,7 @@ def parse_index(data: bytes, address: str) -> Listing:
     try:
         names, nbytes = _from_json(data) if address.endswith(".json") else _from_arrow(data)
     except (msgspec.DecodeError, MalformedError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{public(address)} is no index of files: {e}") from e
+        raise ConfigError(f"{public(address)} is not an index of files: {e}") from e
     if nbytes is not None and len(nbytes) != len(names):
         raise ConfigError(f"{public(address)} has {len(names)} names and {len(nbytes)} sizes")
     if any(name.startswith("/") or ".." in name.split("/") for name in names):

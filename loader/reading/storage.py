@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote, urlsplit
 from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.remote import ARROW, open_store
 from creel.cache.storage.retry import public, retried, source_error
-from creel.cache.storage.stores import LocalStore, Place, Store, read_file
+from creel.cache.storage.stores import LocalStore, Store, StoredFile, read_file
 from creel.config import Config
 from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.settings import FetchSettings
@@ -68,7 +68,9 @@ def absolute(address: str | os.PathLike[str]) -> str:
         return unquote(urlsplit(text).path)
     if scheme:
         if not text.partition("://")[2].strip("/"):
-            raise NotFoundError(f"{text} names nothing: write {scheme}://bucket-or-host/path")
+            raise NotFoundError(
+                f"{text} lacks a bucket or host: write {scheme}://bucket-or-host/path"
+            )
         return text.rstrip("/")
     # No abspath() or resolve(): links, and `..` behind them, are followed when the file is read.
     text = os.path.expanduser(text)  # noqa: PTH111
@@ -149,29 +151,29 @@ def nbytes_of(address: str) -> int:
         if not path.is_file():
             raise NotFoundError(f"there is no file {address}")
         return path.stat().st_size
-    with _plainly(address):
-        size = _patiently(address, lambda store: store.size(address))
+    with _creel_errors(address):
+        size = _with_retries(address, lambda store: store.size(address))
     if size is None:
-        raise ConfigError(f"the storage does not tell the size of {public(address)}")
+        raise ConfigError(f"the storage does not report the size of {public(address)}")
     return size
 
 
 @contextmanager
-def _plainly(address: str) -> Iterator[None]:
+def _creel_errors(address: str) -> Iterator[None]:
     """Turn what a storage raises about `address` into one of creel's errors, in one sentence."""
     try:
         yield
     except CreelError:
         raise
     except Exception as e:
-        told = source_error(e, address)
-        if told.errno == errno.ENOENT:
-            why = told.strerror or ""
+        failure = source_error(e, address)
+        if failure.errno == errno.ENOENT:
+            why = failure.strerror or ""
             more = f": {why}" if "bucket" in why else ""
-            raise NotFoundError(f"there is no {told.uri}{more}") from e
-        if told.errno == errno.EACCES:
-            raise ConfigError(f"{told.uri}: {told.strerror}") from e
-        raise told from e
+            raise NotFoundError(f"there is no {failure.uri}{more}") from e
+        if failure.errno == errno.EACCES:
+            raise ConfigError(f"{failure.uri}: {failure.strerror}") from e
+        raise failure from e
 
 
 def _store(address: str) -> Store:
@@ -187,14 +189,14 @@ def _store(address: str) -> Store:
         return _stores[key]
 
 
-def _patiently(address: str, job: Callable[[Store], R]) -> R:
+def _with_retries(address: str, job: Callable[[Store], R]) -> R:
     return retried(settings(), lambda: job(_store(address)), address)
 
 
 def _read(address: str, offset: int, length: int) -> bytes:
-    place = Place(address)
+    stored = StoredFile(address)
     try:
-        return _patiently(address, lambda store: store.read(place, offset, length))[0]
+        return _with_retries(address, lambda store: store.read(stored, offset, length))[0]
     except Exception as e:
         raise source_error(e, address) from e
 
@@ -250,8 +252,8 @@ def list_remote(root: str) -> Listing:
         ConfigError: the storage denies access.
         SourceError: the storage fails.
     """
-    with _plainly(root):
-        return _patiently(root, lambda store: in_walk_order(store.list(root)))
+    with _creel_errors(root):
+        return _with_retries(root, lambda store: in_walk_order(store.list(root)))
 
 
 def in_walk_order(found: Iterable[tuple[str, int]]) -> Listing:

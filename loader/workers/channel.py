@@ -98,7 +98,7 @@ class Channel:
         """Send, or keep for the next `flush` if the socket's buffer is full. Never blocks.
 
         Raises:
-            OSError: the other end is gone, or no descriptor is free.
+            OSError: the other process has closed the channel, or no descriptor is free.
             Exception: whatever pickling `message` raises; then nothing was sent.
         """
         body, owned = _packed(message)
@@ -140,7 +140,7 @@ class Channel:
             other end had none left for it.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other process has closed the channel.
             Exception: whatever pickling `message` raises; then nothing was sent.
         """
         body, owned = _packed(message)
@@ -164,7 +164,7 @@ class Channel:
         """The next message and its descriptors, which the caller owns; None on timeout.
 
         Raises:
-            EOFError: the other end is gone, or this one was closed.
+            EOFError: the other process has closed the channel, or this one was closed.
             OSError: this process has no free descriptor; the message is lost.
         """
         while True:
@@ -175,13 +175,13 @@ class Channel:
                     self._sock, 2 * _INLINE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
                 )
             except ConnectionError as e:
-                raise EOFError("the other end is gone") from e
+                raise EOFError("the other process has closed the channel") from e
             except (OSError, ValueError) as e:
                 if self.fileno() < 0:  # closed by another thread than the one that reads
                     raise EOFError("this end is closed") from e
                 raise
             if not packet:
-                raise EOFError("the other end is gone")
+                raise EOFError("the other process has closed the channel")
             self._ahead += fds
             self._cut |= bool(flags & socket.MSG_CTRUNC)
             kind = packet[:1]
@@ -203,7 +203,10 @@ class Channel:
             _close(self._ahead)
             self._ahead, self._pieces = [], []
         if kind in (_PLAIN_TOLD, _SPILLED_TOLD):
-            with self._lock, suppress(OSError):  # the other end is gone: the next read says so
+            with (
+                self._lock,
+                suppress(OSError),
+            ):  # the other process has closed the channel: the next read says so
                 self._backlog.append(_Packet(_CUT if cut else _WHOLE, [], []))
                 self.flush()
         elif cut:

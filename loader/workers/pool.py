@@ -113,7 +113,7 @@ class WorkerPool:
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
         self._open_words()
-        self._heard = np.zeros(WORDS, np.int64)
+        self._last_counts = np.zeros(WORDS, np.int64)
         _pools.add(self)
         try:
             for i in range(workers):
@@ -150,7 +150,7 @@ class WorkerPool:
             raise
         finally:
             theirs.close()
-        channel.post(("board",), [self._words_fd])
+        channel.post(("words",), [self._words_fd])
         member = WorkerProcess(process, channel, Inbox(self._max_leased, args.inherited))
         for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
             self._watched[fd] = (member, worker, is_sentinel)
@@ -217,8 +217,8 @@ class WorkerPool:
         """Raise RuntimeError in a forked child: the sockets and the pids are its parent's."""
         if os.getpid() != self.pid:
             raise RuntimeError(
-                f"this iterator belongs to process {self.pid}, whose workers answer to it alone;"
-                f" in the forked process {os.getpid()} begin a new one: iter(loader)"
+                f"this iterator belongs to process {self.pid} and cannot be used in the forked"
+                f" process {os.getpid()}: create a new one with iter(loader)"
             )
 
     def next_event(self, timeout_s: float) -> Event | None:
@@ -310,10 +310,10 @@ class WorkerPool:
         since = (time.monotonic_ns() - self.words[counts + SINCE_NS]) / 1e9
         return self.words[counts + STAGE], self.words[counts + BATCH], since
 
-    def news(self) -> list[int]:
+    def new_counts(self) -> list[int]:
         """Sums of all workers' counters (SOURCE_NS to DIRECT_NBYTES) since the last call."""
         counts = np.array(self.words[FIRST:], np.int64).reshape(-1, WORDS).sum(axis=0)
-        new, self._heard = counts - self._heard, counts
+        new, self._last_counts = counts - self._last_counts, counts
         return [int(n) for n in new[SOURCE_NS : DIRECT_NBYTES + 1]]
 
     def describe(self, worker: int) -> str:

@@ -1,7 +1,7 @@
 """A worker process: fetches and collates batches exactly as torch's own worker does.
 
 Messages (tuples over a `Channel`; T from the trainer, W from the worker):
-    T "board" + fd               memfd of the shared words below; always first
+    T "words" + fd               memfd of the shared words below; always first
     T "again", tag               another epoch, keeping all state (persistent workers)
     T "join", daemon's name, token, session
                                  read through the daemon from now on
@@ -96,7 +96,7 @@ class WorkerArgs:
 
 
 def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
-    """Run a worker until "quit" or until the trainer is gone."""
+    """Run a worker until "quit" or until the trainer has ended."""
     try:
         signal_handling._set_worker_signal_handlers()  # type: ignore[attr-defined]  # noqa: SLF001  as torch
         set_thread_name = getattr(torch.multiprocessing, "_set_thread_name", None)  # torch >= 2.6
@@ -198,14 +198,14 @@ class _Worker:
         return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]  # torch's
 
     def _get(self) -> tuple[tuple[object, ...], list[int]]:
-        """The next message; EOFError when the trainer is gone."""
+        """The next message; EOFError when the trainer has ended."""
         while True:
             got = self._channel.get(MP_STATUS_CHECK_INTERVAL)
             if got is not None:
                 return got
             # The trainer's end may still be open in a process that it forked unnoticed.
             if os.getppid() != self._parent:
-                raise EOFError("the trainer is gone")
+                raise EOFError("the training process has ended")
 
     def serve(self) -> None:
         """Handle messages until "quit"."""

@@ -483,7 +483,7 @@ def test_a_state_that_a_checkpoint_took_apart_is_refused(tmp_path: Path) -> None
     whole = resumable()
     next(iter(whole))
     state_dict_saver.save({"loader": whole}, checkpoint_id=tmp_path)
-    with pytest.raises(ConfigError, match="lost keys"):
+    with pytest.raises(ConfigError, match="lacks keys"):
         state_dict_loader.load({"loader": resumable()}, checkpoint_id=tmp_path)
 
 

@@ -67,7 +67,7 @@ print(s.recv(1000))
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "serves user 0 alone" in told.stdout
+    assert "belongs to user 0" in told.stdout
     assert status(daemon)["state"] == "serving"
 
 

@@ -135,7 +135,7 @@ def test_a_daemon_is_seen_warmed_and_stopped(
     assert f"daemon         {name}" in creel("--name", name, "doctor")
 
     stopped = creel("--name", name, "stop", "--json")
-    assert json.loads(stopped)["stopping"] == "once its clients have left"
+    assert json.loads(stopped)["stopping"] == "once its clients have disconnected"
     assert daemon.wait(60) == 0
     creel("--name", name, "status", code=3)
 

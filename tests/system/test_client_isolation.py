@@ -28,7 +28,7 @@ SMALL = """
 import sys
 from creel.daemon.service import quota
 from creel.daemon import main
-quota._LEAST_NBYTES = 32 << 20
+quota._MIN_LIMIT_NBYTES = 32 << 20
 {more}
 sys.exit(main.main())
 """

@@ -101,10 +101,10 @@ def test_sighup_reads_the_settings_again(daemon_name: str, tmp_path: Path) -> No
             assert effective["daemon.log_level"] == "debug"
         settings.write_text("[daemon]\nlog_levle = 1\n")
         daemon.signal(signal.SIGHUP)
-        until(lambda: "the settings stay as they are" in daemon.log(), what="it has looked")
+        until(lambda: "the settings are not reloaded" in daemon.log(), what="it has looked")
         log = daemon.end()
-    assert "daemon.log_level = 'debug' (was 'info'), from now on" in log
-    assert "daemon.max_sessions = 7 (was 1024), from the next start on" in log
+    assert "daemon.log_level = 'debug' (was 'info'), in effect now" in log
+    assert "daemon.max_sessions = 7 (was 1024), takes effect at the next start" in log
     assert "memory.budget" not in log, "a flag is stronger than the files, this time too"
 
 

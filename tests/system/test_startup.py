@@ -88,16 +88,16 @@ def test_a_service_takes_over_from_an_embedded_daemon(tmp_path: Path) -> None:
                 session = ours.open(ours.register(manifest))
                 plan(session, np.arange(8), 2)
                 assert read_steps(session, manifest, np.arange(8), 2) == 8
-        assert "made way" in service.log()
+        assert "released the address" in service.log()
         embedded.close()
-        until(lambda: gone(embedded.daemon_pid), what="it goes with its last client")
+        until(lambda: gone(embedded.daemon_pid), what="it ends with its last client")
 
 
 def test_a_second_service_is_refused(running: Running) -> None:
     command = [sys.executable, *COMMAND, "--name", running.name, "--memory", "8MiB"]
     second = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
-    assert f"a daemon named {running.name!r} serves you already" in second.stderr
+    assert f"your daemon named {running.name!r} is already running" in second.stderr
     with running.client("cli") as client:
         assert client.ask("status")["pid"] == running.pid
 

@@ -267,8 +267,8 @@ def test_a_stopped_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     next(iterator)
     (worker,) = pids(iterator)
     until(lambda: stopped(worker))
-    assert iterator._tell_after_s == 70
-    iterator._tell_after_s = 0.5  # the first batch may take longer to come
+    assert iterator._warn_after_s == 70
+    iterator._warn_after_s = 0.5  # the first batch may take longer to come
     with (
         pytest.warns(StallWarning, match=r"batch 1 .* stopped by a signal.* reading") as told,
         woken_when(lambda: len(told) > 0, worker),
@@ -380,8 +380,8 @@ def test_a_forked_child_is_told_to_begin_an_iterator_of_its_own() -> None:
     os.close(write)
     with os.fdopen(read) as told:
         assert told.read() == (
-            f"this iterator belongs to process {os.getpid()}, whose workers answer to it alone;"
-            f" in the forked process {child} begin a new one: iter(loader)"
+            f"this iterator belongs to process {os.getpid()} and cannot be used in the forked"
+            f" process {child}: create a new one with iter(loader)"
         )
     os.waitpid(child, 0)
     assert [int(b[0]) for b in iterator] == [(4 * i) ** 2 for i in range(1, 10)]

@@ -116,14 +116,14 @@ class Rig:
         self.feed(SessionOpened(session, name, job, rank, world, recheck))
 
     def extend(
-        self, session: int, epoch: int, steps: list[list[int]], *, blind: bool = False
+        self, session: int, epoch: int, steps: list[list[int]], *, unplanned: bool = False
     ) -> list[Action]:
         reader = self.readers[session]
         first = len(reader.objects)
         reader.objects += steps
         ids = np.array([x for step in steps for x in step], np.int32)
         ends = np.cumsum([len(step) for step in steps], dtype=np.int64)
-        return self.feed(PlanExtended(session, epoch, first, ids, ends, blind))
+        return self.feed(PlanExtended(session, epoch, first, ids, ends, unplanned))
 
     def truncate(self, session: int, step: int) -> None:
         reader = self.readers[session]
@@ -192,9 +192,9 @@ class Rig:
             self.look()
         return actions
 
-    def mend(self, session: int) -> None:
+    def recover(self, session: int) -> None:
         """After an exception in `handle`."""
-        for action in self.core.mend(session):
+        for action in self.core.recover(session):
             self.do(action)
         self.core.check()
 
@@ -307,7 +307,7 @@ class Chaos:
             opens_dominate=bool(rng.random() < 0.2),
         )
         self.rig = Rig(capacity // (10 if tight else 1), window)
-        self.blind = float(rng.choice([0.0, 0.2, 1.0], p=[0.6, 0.2, 0.2]))
+        self.unplanned = float(rng.choice([0.0, 0.2, 1.0], p=[0.6, 0.2, 0.2]))
         self.epoch: dict[int, int] = {}
         self.next = 1
         for name in "abc"[: rng.integers(1, 4)]:
@@ -377,8 +377,8 @@ class Chaos:
         cuts = [ids[i : i + batch].tolist() for i in range(0, len(ids), batch)]
         if rng.random() < 0.1:
             cuts.insert(0, [])
-        if rng.random() < self.blind:
-            self.rig.extend(session, self.epoch[session], cuts[:1], blind=True)
+        if rng.random() < self.unplanned:
+            self.rig.extend(session, self.epoch[session], cuts[:1], unplanned=True)
             return
         self.rig.extend(session, self.epoch[session], cuts)
         self.epoch[session] += rng.random() < 0.8
@@ -473,7 +473,7 @@ class Images(Chaos):
         capacity = int(total * rng.uniform(0.25, 0.8))
         self.rig: Bytes = Bytes(capacity, Window(fetch_objects=8, min_steps=3))
         self.sizes = {name: len(s) for name, s in sizes.items()}
-        self.epoch, self.next, self.blind = {}, 1, 0.2 * (seed % 2)
+        self.epoch, self.next, self.unplanned = {}, 1, 0.2 * (seed % 2)
         for name, s in sizes.items():
             self.rig.register(name, s.tolist(), known=bool(rng.random() < 0.6))
             self.rig.bad[name] = set(rng.integers(0, len(s), 2).tolist())

@@ -51,13 +51,13 @@ def test_a_message_that_lost_its_descriptors_is_an_error_that_says_why(
     limits: tuple[int, int],
 ) -> None:
     ours, theirs = map(Channel, pair())
-    ours.post(("board",), [0])
+    ours.post(("words",), [0])
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     with pytest.raises(OSError, match="ulimit -n") as error:
         theirs.get()
     assert error.value.errno == errno.EMFILE
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    ours.post(("board",), [0])
+    ours.post(("words",), [0])
     got = theirs.get()
     assert got is not None
     os.close(got[1][0])

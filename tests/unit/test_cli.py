@@ -166,7 +166,7 @@ def test_wrong_usage_is_2(words: str) -> None:
     [
         (["--name", "a b", "status"], "daemon.name = 'a b' should be"),
         (["run", "--memory", "lots"], "memory.budget = 'lots' should be"),
-        (["run", "--", "no-such-program"], "there is no program 'no-such-program'"),
+        (["run", "--", "no-such-program"], "program not found: 'no-such-program'"),
     ],
 )
 def test_an_impossible_value_is_2_and_names_itself(
@@ -244,7 +244,7 @@ def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) 
     assert main.main(["stop"]) == 0
     assert main.main(["stop", "--now"]) == 0
     assert daemon.asked == [("stop", {"now": False}), ("stop", {"now": True})]
-    assert "once its clients have left" in capsys.readouterr().err
+    assert "once its clients have disconnected" in capsys.readouterr().err
 
 
 def test_rates_are_differences_over_time() -> None:
@@ -399,7 +399,7 @@ def test_env_names_versions_and_our_variables(
 
 
 def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:
-    with pytest.raises(ConfigError, match="there is no program"):
+    with pytest.raises(ConfigError, match="program not found"):
         run.check_command("/nowhere/python")
 
 

@@ -394,7 +394,7 @@ def test_a_dataset_in_use_cannot_go(why: str) -> None:
     if why == "warming":
         rig.feed(Warm("d"))
     fetches = dict(rig.fetches)
-    with pytest.raises(IllegalEventError, match="cannot go"):
+    with pytest.raises(IllegalEventError, match="still in use"):
         rig.core.handle(Unregistered("e" if why == "unknown" else "d"), rig.now)
     rig.core.check()
     assert rig.fetches == fetches
@@ -424,7 +424,7 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
         "creel.policies.prefetch.SessionPlan.extend",
         "creel.policies.next_use.NextUses.extend",
         "creel.policies.next_use._Epoch.add",
-        "creel.daemon.core.residency.Residency.choose_keeper",
+        "creel.daemon.core.residency.Residency.choose_policy",
         "creel.daemon.core.prefetcher.Prefetcher.look",
         "creel.daemon.core.prefetcher.Prefetcher.settle",
         "creel.daemon.core.admission.Admission.place",
@@ -454,8 +454,8 @@ def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str,
     with mock.patch(where, side_effect=MemoryError), pytest.raises(MemoryError):
         both()
     del rig.readers[3]
-    rig.mend(3)
-    rig.mend(0)  # an event that was about no session
+    rig.recover(3)
+    rig.recover(0)  # an event that was about no session
     for session in (1, 2):
         rig.extend(session, 1, rng.permutation(60).reshape(-1, 5).tolist())
         for done in range(25):

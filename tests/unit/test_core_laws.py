@@ -140,7 +140,7 @@ def test_who_is_followed_blindly_has_residents_sorted_but_once(
     for step, ids in enumerate(
         np.concatenate([rng.permutation(n) for _ in range(epochs)]).reshape(-1, batch).tolist()
     ):
-        rig.extend(1, step * batch // n, [ids], blind=True)
+        rig.extend(1, step * batch // n, [ids], unplanned=True)
         rig.settle()
         rig.progress(1, step, step + 1)
     assert len(sorts) == 1

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from creel.cache.memory.shared_words import BOARD_NBYTES, COUNTER, SharedWords, sealed_memfd
+from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords, sealed_memfd
 from creel.cli import view
 from creel.counters import CAUSES, COUNTERS, OF_RANKS, STAGES, Counter, report
 from creel.daemon.reporting.metrics import Page
@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def words() -> Iterator[SharedWords]:
-    fd = sealed_memfd("board", BOARD_NBYTES)
+    fd = sealed_memfd("words", WORDS_NBYTES)
     one = SharedWords(fd)
     os.close(fd)
     yield one

@@ -23,9 +23,9 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.free_ranges import ABSENT
 from creel.cache.memory.runs import chained, pieces
 from creel.cache.memory.shared_words import (
-    BOARD_NBYTES,
     HEARTBEAT,
     WANTED,
+    WORDS_NBYTES,
     SharedWords,
     sealed_memfd,
 )
@@ -150,7 +150,7 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     node.fetcher._held[3] = {0: b"x" * 50}
     with mock.patch.object(node.core, "handle") as handle:
         handle.return_value = [StoreObjects(3, dataset.key, ids * 0, at * 2)]
-        node.feed(Tick())
+        node.handle_event(Tick())
     # Who decides is not asked: what it thought done and was not would put its tables wrong.
     assert handle.called is not draining
     assert bool(node.arena.array.sum() > 50 * 7) is not draining
@@ -205,7 +205,7 @@ def test_the_heart_beats_between_events_of_one_turn() -> None:
     with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
         for _ in range(3):
             session.words[HEARTBEAT] = 0
-            node.feed(Tick())
+            node.handle_event(Tick())
             assert session.words[HEARTBEAT] > 0
     node.close()
 
@@ -245,7 +245,7 @@ def test_who_knocks_while_the_system_is_short_ends_no_daemon(number: int, tmp_pa
         with mock.patch.object(control_socket, "_listener") as listener:
             listener.accept.side_effect = OSError(number, os.strerror(number))
             control_socket.ready(control_socket.fd, 0.0)
-        assert control_socket._deaf
+        assert control_socket._accept_paused
         control_socket.close()
 
 
@@ -347,7 +347,7 @@ def test_portions_fill_a_buffer_and_no_more_than_one_object_is_over() -> None:
 
 def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
     """Else the next plan's step of that number would count as a stall before its time."""
-    fd = sealed_memfd("board", BOARD_NBYTES)
+    fd = sealed_memfd("words", WORDS_NBYTES)
     words = SharedWords(fd)
     session = SessionRecord(1, "token", mock.Mock(), Open("d"), words, fd, steps=10)
     assert session.wait(b"who", 1, 7)

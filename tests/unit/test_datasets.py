@@ -226,7 +226,7 @@ def test_an_empty_path_is_not_the_working_directory() -> None:
 def test_a_scheme_alone_and_a_folder_for_a_file_are_said_to_be_that(tmp_path: Path) -> None:
     makers: list[Callable[[str], object]] = [ImageFolder, FileDataset, TarDataset]
     for make in (*makers, creel.open, creel.read):
-        with pytest.raises(NotFoundError, match=r"s3:/* names nothing: write s3://"):
+        with pytest.raises(NotFoundError, match=r"s3:/* lacks a bucket or host: write s3://"):
             make("s3://")
     for file in (TarDataset, lambda path: RecordDataset(path, "uint8", 4)):
         with pytest.raises(NotFoundError, match="is a folder: give the files in it, as a list"):

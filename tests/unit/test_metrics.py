@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from creel.cache.memory.shared_words import BOARD_NBYTES, SharedWords, sealed_memfd
+from creel.cache.memory.shared_words import WORDS_NBYTES, SharedWords, sealed_memfd
 from creel.daemon.reporting.metrics import Page, Ranks
 from creel.messages import Open
 
@@ -76,7 +76,7 @@ def session() -> Iterator[Callable[..., Any]]:
     all_words: list[SharedWords] = []
 
     def make(job: str, rank: int, **counters: int) -> Any:
-        fd = sealed_memfd("board", BOARD_NBYTES)
+        fd = sealed_memfd("words", WORDS_NBYTES)
         one = Session(Open("d", job, rank, 1500), SharedWords(fd))
         os.close(fd)
         all_words.append(one.words)
@@ -93,20 +93,20 @@ def test_a_ranks_counters_stay_when_a_loader_of_it_is_closed(session: Callable[.
     first = session("a", 0, samples=100, stall_source_ns=10**9)
     second = session("a", 0, samples=30, busy_decode_ns=3 * 10**9)
     other = session("a", 1, samples=5)
-    ranks.closes(second)
+    ranks.add_closed(second)
     first.count(samples=10)
-    told = {one["rank"]: one for one in ranks.told([first, other])}
+    told = {one["rank"]: one for one in ranks.reports([first, other])}
     assert (told[0]["samples"], told[1]["samples"]) == (140, 5)
     assert (told[0]["stall_s"]["source"], told[0]["busy_s"]["decode"]) == (1.0, 3.0)
-    ranks.closes(first)
-    ranks.closes(other)
-    assert {one["rank"]: one["samples"] for one in ranks.told([])} == {0: 140, 1: 5}
+    ranks.add_closed(first)
+    ranks.add_closed(other)
+    assert {one["rank"]: one["samples"] for one in ranks.reports([])} == {0: 140, 1: 5}
 
 
 def test_a_client_that_lies_takes_nothing_from_its_rank(session: Callable[..., Any]) -> None:
     ranks = Ranks()
-    ranks.closes(session("a", 0, samples=7))
-    (told,) = ranks.told([session("a", 0, samples=-1000)])
+    ranks.add_closed(session("a", 0, samples=7))
+    (told,) = ranks.reports([session("a", 0, samples=-1000)])
     assert told["samples"] == 7
 
 
@@ -114,9 +114,9 @@ def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> 
     ranks = Ranks()
     for rank in range(1025):
         one = session("a", rank)
-        ranks.closes(one)
+        ranks.add_closed(one)
         one.words.close()
-    told = ranks.told([session("b", 0)])
+    told = ranks.reports([session("b", 0)])
     assert len(told) == 1024
     assert (told[0]["rank"], told[-1]["job"]) == (2, "b")
 

@@ -54,7 +54,7 @@ def test_a_thousand_half_requests_cost_no_thread_and_keep_nobody_out(server: Pag
             if i % 100 == 0:
                 assert ask(server) == BODY
         assert threading.active_count() == before
-        assert len(server._visitors) <= page._MOST
+        assert len(server._connections) <= page._MAX_CONNECTIONS
         assert ask(server) == BODY
 
 
@@ -67,7 +67,7 @@ def test_a_connection_has_a_deadline_whatever_it_sends_or_reads(
         deaf.sendall(b"GET / HTTP/1.1\r\n\r\n")
         for one in (silent, slow):
             assert one.recv(1) == b""
-        until(lambda: not server._visitors, what="who does not read loses the connection")
+        until(lambda: not server._connections, what="who does not read loses the connection")
     monkeypatch.undo()
     assert ask(server) == BODY
 
@@ -88,5 +88,5 @@ def test_a_page_that_cannot_be_made_is_said(caplog: pytest.LogCaptureFixture) ->
         raise TimeoutError("the daemon's loop is busy")
 
     assert respond(b"GET / HTTP/1.1\r\n\r\n", busy).startswith(b"HTTP/1.1 503 ")
-    assert "could not be made" in caplog.text
+    assert "could not be rendered" in caplog.text
     assert respond(b"HEAD / HTTP/1.1\r\n\r\n", lambda _: ("k", b"abc")).endswith(b"\r\n\r\n")

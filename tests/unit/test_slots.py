@@ -220,7 +220,7 @@ def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
         send(writer, reader, bytes([c]) * MB)
     assert [len(mapping) for mapping in reader.spare(2 * MB)] == [MB, MB]
     buffer = reader.lease(0)
-    reader.stain()
+    reader.mark_shared()
     del buffer
     assert len(reader.spare(16 * MB)) == 2
     with monkeypatch.context() as none:

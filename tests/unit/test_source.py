@@ -20,7 +20,7 @@ from creel.cache.storage import retry
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.retry import source_error, transient
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import Filled, LocalStore, Place, Run
+from creel.cache.storage.stores import Filled, LocalStore, Run, StoredFile
 from creel.errors import SourceError
 from creel.policies.retry import pause_s
 from creel.settings import FetchSettings
@@ -194,14 +194,14 @@ class _Flaky(LocalStore):
         self.error, self.left = error, failures
 
     def read(
-        self, place: Place, offset: int, length: int, *, versioned: bool = False
+        self, place: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         if self.left:
             self.left -= 1
             raise self.error
         return super().read(place, offset, length, versioned=versioned)
 
-    def fill(self, place: Place, runs: Sequence[Run]) -> Iterator[Filled]:
+    def fill(self, place: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         if self.left:
             self.left -= 1
             raise self.error
@@ -468,7 +468,7 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"0123456789")
     store = _ArrowStore.__new__(_ArrowStore)
     store._fs, store._prefix = fs.LocalFileSystem(), ""
-    place = Place(f"s3://{tmp_path}/x")
+    place = StoredFile(f"s3://{tmp_path}/x")
     assert store.read(place, 0, -1)[0] == b"0123456789"
     assert store.read(place, 2, 5)[0] == b"23456"
     first, second, third = bytearray(2), bytearray(3), bytearray(1)
@@ -488,11 +488,11 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
     """A source whose every read fails in a way that may pass."""
 
-    def fail(_: LocalStore, place: Place, *__: int) -> bytes:
+    def fail(_: LocalStore, place: StoredFile, *__: int) -> bytes:
         raise OSError(errno.EIO, "the disk coughs", place.uri)
 
     monkeypatch.setattr(LocalStore, "read", fail)
-    monkeypatch.setattr(retry, "_told", {})
+    monkeypatch.setattr(retry, "_warned", {})
     return Source(folder(tmp_path, [1, 1])[0], _QUICK)
 
 

@@ -45,9 +45,9 @@ def test_what_is_told_adds_up_to_what_was_counted() -> None:
         meter.awaited((10, 20, 60, 70, 30, 0), i * 20, 75 + i * 20)
         meter.gave_up(WAITING if i % 2 else READING, 7)
         meter.workers([1, 2, 3, 4, 5, 600])
-        for name, value in meter.unsaid().items():
+        for name, value in meter.unreported().items():
             said[name] = said.get(name, 0) + value
-    assert meter.unsaid() == {}
+    assert meter.unreported() == {}
     stalls = [n for k, n in said.items() if k.startswith("stall_")]
     assert sum(stalls) == 5 * 75 + 5 * 7
     assert (said["busy_handover_ns"], said["direct_reads"], said["direct_nbytes"]) == (20, 25, 3000)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(180)
 class Road:
     """A worker's and a trainer's end in one process."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.writer = SlotWriter(**limits)
         self.reader = SlotReader()
 

@@ -156,14 +156,14 @@ def _address(name: str) -> Finding:
 
 def _daemon(ask: Callable[[str], dict[str, object]]) -> Finding:
     try:
-        told = ask("status")
+        status = ask("status")
     except NoDaemonError:
         return Finding("daemon", "ok", "none runs; the first DataLoader will start one")
     except CreelError as e:
         remedy = "it may hang or be of another version: creel stop --now, or end its process"
         return Finding("daemon", "bad", str(e), remedy)
-    found = f"{told['name']} (pid {told['pid']}, creel {told['version']})"
-    if told["version"] != VERSION:
+    found = f"{status['name']} (pid {status['pid']}, creel {status['version']})"
+    if status["version"] != VERSION:
         remedy = f"this is creel {VERSION}: creel stop, and let a new one start"
         return Finding("daemon", "warn", found, remedy)
     return Finding("daemon", "ok", found)
@@ -201,13 +201,13 @@ def _cpus() -> str:
 def environment() -> dict[str, str]:
     """Return versions and limits, to paste into an issue."""
     have = limits.memory()
-    told = {
+    facts = {
         "creel": VERSION,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpus": _cpus(),
         "memory": f"{format_size(have.available)} free of {format_size(have.total)}",
     }
-    told |= {package: _version(package) for package in _PACKAGES}
-    told["files"] = ", ".join(map(str, config_files())) or "-"
-    return told | {k: v for k, v in sorted(os.environ.items()) if k.startswith("CREEL_")}
+    facts |= {package: _version(package) for package in _PACKAGES}
+    facts["files"] = ", ".join(map(str, config_files())) or "-"
+    return facts | {k: v for k, v in sorted(os.environ.items()) if k.startswith("CREEL_")}

@@ -27,12 +27,12 @@ _WORDS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (docs/cli.md)."""
     color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
-    told: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     try:
-        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=told)
+        code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=state)
     except click.ClickException as e:
         e.show()
-        _tell_error(told, e.format_message())
+        _print_error(state, e.format_message())
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
@@ -41,14 +41,14 @@ def main(args: list[str] | None = None) -> int:
         return 0
     except CreelError as e:
         click.secho(f"creel: {e}", err=True, fg="red", color=color)
-        _tell_error(told, str(e))
+        _print_error(state, str(e))
         return _exit_code(e)
     return code if isinstance(code, int) else 0
 
 
-def _tell_error(told: dict[str, Any], why: str) -> None:
+def _print_error(state: dict[str, Any], why: str) -> None:
     """Report errors as JSON to callers that asked for JSON and read standard output only."""
-    if told.get("json"):
+    if state.get("json"):
         from creel.cli import view
 
         view.print_json({"error": why}, line=True)
@@ -61,7 +61,7 @@ def _exit_code(error: CreelError) -> int:
 
 
 @click.group(context_settings=_WORDS)
-@click.option("--name", help="Which daemon (default: CREEL_SOCKET, or the configuration's).")
+@click.option("--name", help="Name of the daemon (default: CREEL_SOCKET, or the configuration's).")
 @click.version_option(VERSION, message="%(prog)s %(version)s")
 @click.pass_context
 def creel(context: click.Context, name: str | None) -> None:
@@ -72,7 +72,7 @@ def creel(context: click.Context, name: str | None) -> None:
     context.obj["flags"] = {"daemon.name": name}
 
 
-def _note_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
+def _remember_json(context: click.Context, _: click.Parameter, value: bool) -> bool:
     context.obj["json"] = value
     return value
 
@@ -85,7 +85,7 @@ class _Seconds(click.FloatRange):
     ) -> float:
         seconds = float(super().convert(value, param, ctx))
         if not math.isfinite(seconds):
-            self.fail(f"{value} is no number of seconds.", param, ctx)
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
         return seconds
 
 
@@ -94,15 +94,15 @@ _as_json = click.option(
     "as_json",
     is_flag=True,
     is_eager=True,
-    callback=_note_json,
-    help="One JSON object (docs/cli.md).",
+    callback=_remember_json,
+    help="Print JSON (docs/cli.md has the schema).",
 )
 _interval = click.option(
     "--interval",
     type=_Seconds(0.1, 86_400),
     default=1.0,
     show_default=True,
-    help="Seconds between.",
+    help="Seconds between updates.",
 )
 
 
@@ -153,7 +153,7 @@ def _no_daemon(name: str) -> str:
 
 
 @creel.command(context_settings={"allow_interspersed_args": False})
-@click.option("--memory", metavar="SIZE", help='Budget: "64GiB", "50%" or "auto".')
+@click.option("--memory", metavar="SIZE", help='Memory budget: "64GiB", "50%" or "auto".')
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, memory: str | None, command: tuple[str, ...]) -> int:
@@ -175,16 +175,18 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
 
 
 @creel.command()
-@click.option("--now", is_flag=True, help="Do not wait for its clients to leave.")
+@click.option(
+    "--now", is_flag=True, help="Stop at once, without waiting for clients to disconnect."
+)
 @_as_json
 @click.pass_context
 def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
-    """Ask the daemon to end."""
+    """Stop the daemon."""
     from creel.cli import view
 
     with _client(context) as client:
         client.ask("stop", now=now)
-    when = "now" if now else "once its clients have left"
+    when = "now" if now else "once its clients have disconnected"
     if as_json:
         view.print_json({"stopping": when})
     else:
@@ -198,24 +200,24 @@ def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
 @_as_json
 @click.pass_context
 def status(context: click.Context, *, as_json: bool) -> None:
-    """Is a daemon there, and who uses it."""
+    """Show whether a daemon runs, and what uses it."""
     from creel.cli import view
 
     with _client(context) as client:
-        told = client.ask("status")
+        answer = client.ask("status")
     if as_json:
-        view.print_json(told)
+        view.print_json(answer)
     else:
-        view.pairs(view.status_pairs(told))
+        view.pairs(view.status_pairs(answer))
 
 
 @creel.command()
-@click.option("--watch", is_flag=True, help="Again and again, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @_interval
 @_as_json
 @click.pass_context
 def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool) -> None:
-    """Hits, source reads, evictions, stall by cause."""
+    """Show hits, source reads, evictions, and stalls by cause."""
     import time
 
     with _client(context) as client:
@@ -227,22 +229,22 @@ def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool
             _show_stats(client.ask("stats"), as_json=as_json, line=True)
 
 
-def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
+def _show_stats(answer: dict[str, Any], *, as_json: bool, line: bool) -> None:
     from creel.cli import view
     from creel.counters import OF_RANKS
 
     if as_json:
-        view.print_json(told, line=line)
+        view.print_json(answer, line=line)
         return
-    view.pairs(view.summary_pairs(told))
-    if told["sessions"]:
-        rows = [view.session_row(s) for s in told["sessions"]]
+    view.pairs(view.summary_pairs(answer))
+    if answer["sessions"]:
+        rows = [view.session_row(s) for s in answer["sessions"]]
         view.table(view.SESSION_HEADER, rows, drop=view.DROP)
-    elif told["ranks"]:
-        click.echo("nobody trains now; until now:")
-        rows = [view.rank_row(r) for r in told["ranks"]]
+    elif answer["ranks"]:
+        click.echo("no open sessions; totals so far:")
+        rows = [view.rank_row(r) for r in answer["ranks"]]
         view.table(view.RANK_HEADER, rows, drop=view.DROP)
-    if shown := told["sessions"] or told["ranks"]:
+    if shown := answer["sessions"] or answer["ranks"]:
         for one in filter(lambda c: c.members, OF_RANKS):
             click.echo(f"{one.name} by {one.label}")
             view.table(*view.by_member(one, shown))
@@ -252,7 +254,7 @@ def _show_stats(told: dict[str, Any], *, as_json: bool, line: bool) -> None:
 @_interval
 @click.pass_context
 def top(context: click.Context, interval: float) -> None:
-    """What it does, live; q or Ctrl-C ends it."""
+    """Show live statistics; quit with q or Ctrl-C."""
     from creel.cli import top
 
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
@@ -273,11 +275,11 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
     from creel.cli import view, warm
 
     with _client(context) as client:
-        told = warm.warm(client, path, quiet=as_json)
+        result = warm.warm(client, path, quiet=as_json)
     if as_json:
-        view.print_json(told)
+        view.print_json(result)
     else:
-        click.echo(warm.sentence(told))
+        click.echo(warm.sentence(result))
 
 
 @creel.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -289,8 +291,8 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     """Compare every batch with torch's, bit for bit.
 
     TARGET is a SCRIPT (with ARGUMENTS), or MODULE:LOADER: a DataLoader or a function that returns
-    one. Options come before it. Both sides run from equal seeds. Ends with 1 at the first
-    difference, and names it.
+    one. Options come before it. Both sides run from equal seeds. Reports the first difference
+    and exits with 1.
     """
     from creel.cli import view
 
@@ -303,12 +305,12 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
             raise
         raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
 
-    told = verification.verify(target, arguments, steps)
+    result = verification.verify(target, arguments, steps)
     if as_json:
-        view.print_json(told)
+        view.print_json(result)
     else:
-        click.echo(verification.sentence(told))
-    return 0 if told["equal"] else _FAILED
+        click.echo(verification.sentence(result))
+    return 0 if result["equal"] else _FAILED
 
 
 # --- doctor, env, config ----------------------------------------------------------------------
@@ -318,7 +320,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
 @_as_json
 @click.pass_context
 def doctor(context: click.Context, *, as_json: bool) -> int:
-    """Find what would make creel slow here."""
+    """Check this machine for what would slow creel down."""
     from creel.cli import doctor, view
 
     def ask(what: str) -> dict[str, object]:
@@ -345,27 +347,27 @@ def _show_check(name: str, level: str, found: str, remedy: str) -> None:
 @creel.command()
 @_as_json
 def env(*, as_json: bool) -> None:
-    """Versions and limits, to paste into an issue."""
+    """Print versions and limits, for bug reports."""
     from creel.cli import doctor, view
 
-    told = doctor.environment()
+    result = doctor.environment()
     if as_json:
-        view.print_json(told)
+        view.print_json(result)
     else:
-        view.pairs(told.items())
+        view.pairs(result.items())
 
 
 @creel.group()
 def config() -> None:
-    """The settings."""
+    """Show the settings."""
 
 
 @config.command()
-@click.option("--origin", is_flag=True, help="Where each value came from.")
+@click.option("--origin", is_flag=True, help="Show where each value came from.")
 @_as_json
 @click.pass_context
 def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
-    """Every setting with its value."""
+    """Show every setting with its value."""
     from creel.cli import view
     from creel.config import Config
 
@@ -382,7 +384,7 @@ def show(context: click.Context, *, origin: bool, as_json: bool) -> None:
 
 
 def _show_toml(values: dict[str, object]) -> None:
-    """As a file that could be saved as creel.toml."""
+    """Print the settings as a file that can be saved as creel.toml."""
     before = ""
     for key, value in values.items():
         section, _, name = key.partition(".")

@@ -31,7 +31,7 @@ def daemon_env(config: Config) -> dict[str, str]:
 def check_command(word: str) -> None:
     """Raise ConfigError unless the program exists."""
     if shutil.which(word) is None:
-        raise ConfigError(f"there is no program {word!r}")
+        raise ConfigError(f"program not found: {word!r}")
 
 
 def serve(config: Config) -> int:

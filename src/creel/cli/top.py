@@ -19,7 +19,7 @@ from rich.text import Text
 from creel.cli.view import (
     DROP,
     TOP_HEADER,
-    Told,
+    Values,
     fitting,
     format_seconds,
     rich_table,
@@ -32,31 +32,34 @@ from creel.cli.view import (
 _RATES_S = 10.0
 
 
-def show(stats: Callable[[], Told], status: Callable[[], Told], interval: float) -> None:
+def show(stats: Callable[[], Values], status: Callable[[], Values], interval: float) -> None:
     """Draw until q or Ctrl-C."""
     past = deque([(time.monotonic(), stats())])
     console = Console()
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(screen(status(), past[0][1], {}, console.width), refresh=True)
         while "q" not in pressed(interval):
-            about, told, now = status(), stats(), time.monotonic()
+            daemon, answer, now = status(), stats(), time.monotonic()
             while len(past) > 1 and now - past[1][0] >= _RATES_S:
                 past.popleft()
-            live.update(screen(about, told, starts(past, now), console.width), refresh=True)
-            past.append((now, told))
+            live.update(screen(daemon, answer, starts(past, now), console.width), refresh=True)
+            past.append((now, answer))
 
 
-def starts(past: Iterable[tuple[float, Told]], now: float) -> dict[int, tuple[Told, float]]:
+def starts(past: Iterable[tuple[float, Values]], now: float) -> dict[int, tuple[Values, float]]:
     """Start values of rates: each stream as first reported, and how many seconds ago."""
-    found: dict[int, tuple[Told, float]] = {}
-    for then, told in past:
-        for session in told["sessions"]:
+    found: dict[int, tuple[Values, float]] = {}
+    for then, answer in past:
+        for session in answer["sessions"]:
             found.setdefault(session["session"], (session, now - then))
     return found
 
 
 def screen(
-    about: Told, told: Told, before: Mapping[int, tuple[Told, float]], width: int
+    daemon: Values,
+    answer: Values,
+    before: Mapping[int, tuple[Values, float]],
+    width: int,
 ) -> RenderableType:
     """Render one screen, `width` places wide: the node, then a row per stream of batches.
 
@@ -64,16 +67,16 @@ def screen(
     """
     title = Text.assemble(
         ("creel ", "bold"),
-        f"{about['name']}  pid {about['pid']}  up {format_seconds(about['uptime_s'])}",
+        f"{daemon['name']}  pid {daemon['pid']}  up {format_seconds(daemon['uptime_s'])}",
         ("   q ends", "dim"),
     )
     lines = [
         Text.assemble((f"{name:<20} ", "dim"), value, overflow="ellipsis", no_wrap=True)
-        for name, value in summary_pairs(told)
+        for name, value in summary_pairs(answer)
     ]
-    rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in told["sessions"]]
+    rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in answer["sessions"]]
     table = fitting(TOP_HEADER, rows, DROP, width)
-    below = rich_table(*table) if rows else Text("\nno sessions: nobody trains", "dim")
+    below = rich_table(*table) if rows else Text("\nno open sessions", "dim")
     return Group(title, *lines, below)
 
 

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 #: An answer of the daemon: plain values (docs/cli.md has the schema).
-Told: TypeAlias = Mapping[str, Any]
+Values: TypeAlias = Mapping[str, Any]
 
 _SCHEMA = 1
 _NAME = 32  # characters of a source's name; its end is kept, which says more
 
 
-def print_json(told: Told, *, line: bool = False) -> None:
+def print_json(answer: Values, *, line: bool = False) -> None:
     """An object with its schema number as JSON; `line`: on one line, for a stream of objects."""
-    click.echo(json.dumps({"schema": _SCHEMA, **told}, indent=None if line else 2))
+    click.echo(json.dumps({"schema": _SCHEMA, **answer}, indent=None if line else 2))
     sys.stdout.flush()
 
 
@@ -139,22 +139,24 @@ def rich_table(
 # --- the daemon's answers ---------------------------------------------------------------------
 
 
-def memory_line(memory: Told) -> str:
+def memory_line(memory: Values) -> str:
     """ "3.2 of 64 GiB used (5 %)"."""
     used, budget = memory.get("used_nbytes", 0), memory.get("budget_nbytes", 0)
     share = 100 * used / budget if budget else 0
     return f"{format_size(used)} of {format_size(budget)} used ({share:.0f} %)"
 
 
-def status_pairs(told: Told) -> list[tuple[str, str]]:
+def status_pairs(answer: Values) -> list[tuple[str, str]]:
     """Format the answer to `status`."""
-    kind = "embedded, goes with its last client" if told.get("embedded") else "stays until stopped"
-    in_use = {k: told[k] for k in ("clients", "sessions", "datasets")}
+    kind = (
+        "embedded, ends with its last client" if answer.get("embedded") else "stays until stopped"
+    )
+    in_use = {k: answer[k] for k in ("clients", "sessions", "datasets")}
     in_use["clients"] = max(in_use["clients"] - 1, 0)  # the asking client is one itself
     return [
-        ("daemon", f"{told['name']} (pid {told['pid']}, creel {told['version']}, {kind})"),
-        ("state", f"{told['state']}, up {format_seconds(told['uptime_s'])}"),
-        ("memory", memory_line(told["memory"])),
+        ("daemon", f"{answer['name']} (pid {answer['pid']}, creel {answer['version']}, {kind})"),
+        ("state", f"{answer['state']}, up {format_seconds(answer['uptime_s'])}"),
+        ("memory", memory_line(answer["memory"])),
         ("in use", ", ".join(_plural(count, words) for words, count in in_use.items())),
     ]
 
@@ -163,32 +165,32 @@ def _plural(count: int, words: str) -> str:
     return f"{count} {words if count != 1 else words[:-1]}"
 
 
-def summary_pairs(told: Told) -> list[tuple[str, str]]:
+def summary_pairs(answer: Values) -> list[tuple[str, str]]:
     """Format what `stats` says of the whole node."""
-    rows = [("memory", memory_line(told["memory"]))]
-    for name, tier in told.get("tiers", {}).items():
+    rows = [("memory", memory_line(answer["memory"]))]
+    for name, tier in answer.get("tiers", {}).items():
         hits, misses = tier.get("hits", 0), tier.get("misses", 0)
         share = f" ({100 * hits / (hits + misses):.1f} %)" if hits + misses else ""
         rows.append(
             (f"hits in {name}", f"{format_count(hits)} of {format_count(hits + misses)}{share}")
         )
-        gone = ", ".join(
+        evicted = ", ".join(
             f"{format_count(n)} {why.replace('_', ' ')}"
             for why, n in tier.get("evictions", {}).items()
             if n
         )
-        rows.append((f"evicted from {name}", gone or "none"))
-    return rows + [row for s in told.get("sources", ()) for row in _source_rows(s)]
+        rows.append((f"evicted from {name}", evicted or "none"))
+    return rows + [row for s in answer.get("sources", ()) for row in _source_rows(s)]
 
 
-def _source_rows(source: Told) -> Iterator[tuple[str, str]]:
+def _source_rows(source: Values) -> Iterator[tuple[str, str]]:
     name = source["source"]
-    line = (
+    row = (
         f"{name if len(name) <= _NAME else '...' + name[3 - _NAME :]}:"
         f" {format_count(source['reads'])} reads, {format_count(source['opens'])} opens,"
         f" {format_size(source['nbytes'])}"
     )
-    yield "read from", line
+    yield "read from", row
     trouble = [f"{format_count(source[k])} {k}" for k in ("errors", "retries") if source.get(k)]
     if trouble:
         last = source.get("last_error", "")
@@ -206,20 +208,20 @@ _DROP = ("direct bytes", "mean lead", "batches", "busy", "lead", "failed", "byte
 DROP = (CAUSES, *((name, f"{name}/s") for name in (*_DROP, "direct", "step")))
 
 
-def session_row(session: Told) -> tuple[str, ...]:
+def session_row(session: Values) -> tuple[str, ...]:
     """A row for one stream of batches since its start."""
     return *_whose(session), *_counts(session)
 
 
-def rank_row(rank: Told) -> tuple[str, ...]:
+def rank_row(rank: Values) -> tuple[str, ...]:
     """A row for all streams of batches of one rank since the daemon's start."""
     return _job(rank), str(rank["rank"]), *_counts(rank)
 
 
-def _counts(told: Told) -> Iterator[str]:
+def _counts(counted: Values) -> Iterator[str]:
     """The columns of all counters."""
     for one in _COLUMNS:
-        count = _total(told, one) / (max(told.get(one.per, 0), 1) if one.per else 1)
+        count = _total(counted, one) / (max(counted.get(one.per, 0), 1) if one.per else 1)
         yield _FORMAT[one.unit](count)
 
 
@@ -230,13 +232,15 @@ _FORMAT: dict[str, Callable[[float], str]] = {
 }
 
 
-def _total(told: Told, one: Counter) -> float:
+def _total(counted: Values, one: Counter) -> float:
     """A counter, its members together; 0 where a daemon does not have it."""
-    count = told.get(one.key, 0)
+    count = counted.get(one.key, 0)
     return sum(count.values()) if isinstance(count, Mapping) else float(count)
 
 
-def by_member(one: Counter, rows: Sequence[Told]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def by_member(
+    one: Counter, rows: Sequence[Values]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows: seconds of a counter by its members, for each stream of batches.
 
     >>> stall = next(c for c in OF_RANKS if c.name == "stall")
@@ -254,7 +258,7 @@ def by_member(one: Counter, rows: Sequence[Told]) -> tuple[tuple[str, ...], list
     ]
 
 
-def top_row(session: Told, before: Told | None, seconds: float) -> tuple[str, ...]:
+def top_row(session: Values, before: Values | None, seconds: float) -> tuple[str, ...]:
     """A row for one stream of batches over the last `seconds`; durations are shares of it."""
     old = before or {}
     row = list(_whose(session))
@@ -283,7 +287,7 @@ def worst_cause(stall_s: Mapping[str, float]) -> str:
     return worst if stall_s.get(worst, 0) > 0 else "-"
 
 
-def _whose(session: Told) -> tuple[str, ...]:
+def _whose(session: Values) -> tuple[str, ...]:
     return (
         _job(session),
         str(session["rank"]),
@@ -293,7 +297,7 @@ def _whose(session: Told) -> tuple[str, ...]:
     )
 
 
-def _job(session: Told) -> str:
+def _job(session: Values) -> str:
     """Name of a job: that of the scheduler, else of its process."""
     name: str = session["job"] or session.get("name", "")
     return name[:12] or (f"pid {session['pid']}" if "pid" in session else "-")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from creel.cache.storage.retry import public
-from creel.cli.view import Told, format_count, format_seconds
+from creel.cli.view import Values, format_count, format_seconds
 from creel.errors import ConfigError, NotFoundError
 from creel.units import format_size
 
@@ -23,7 +23,7 @@ _IDLE_S = 10.0  # the source is lost after this time without a new object
 _SETTLED_S = 1.0  # loading is complete after this time with none in flight
 
 
-def warm(client: Client, path: str, *, quiet: bool) -> Told:
+def warm(client: Client, path: str, *, quiet: bool) -> Values:
     """Load the folder at `path` and show the progress.
 
     Returns:
@@ -35,13 +35,13 @@ def warm(client: Client, path: str, *, quiet: bool) -> Told:
     start = time.monotonic()
     client.ask("warm", dataset=dataset)
     with _bar(len(manifest), quiet=quiet) as advance:
-        told = _follow(client, dataset, len(manifest), advance)
+        counted = _follow(client, dataset, len(manifest), advance)
     return {
         "dataset": dataset,
         "objects": len(manifest),
-        "resident": told["resident_objects"],
-        "failed": _failed(client, dataset, len(manifest) - told["resident_objects"]),
-        "nbytes": told["resident_nbytes"],
+        "resident": counted["resident_objects"],
+        "failed": _failed(client, dataset, len(manifest) - counted["resident_objects"]),
+        "nbytes": counted["resident_nbytes"],
         "seconds": time.monotonic() - start,
     }
 
@@ -74,18 +74,18 @@ def _all_files(path: str) -> Manifest:
     return Manifest.of_files(names, root=root, lengths=found.nbytes)
 
 
-def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Told:
+def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Values:
     """Poll until everything is loaded or nothing more comes."""
     seen, since = -1, time.monotonic()
     while True:
-        told = next(d for d in client.ask("datasets")["datasets"] if d["dataset"] == dataset)
-        resident = int(told["resident_objects"])
+        counted = next(d for d in client.ask("datasets")["datasets"] if d["dataset"] == dataset)
+        resident = int(counted["resident_objects"])
         advance(resident)
         if resident != seen:
             seen, since = resident, time.monotonic()
         idle = time.monotonic() - since
         if resident >= objects or idle > _IDLE_S or (idle > _SETTLED_S and _settled(client)):
-            return dict(told)
+            return dict(counted)
         time.sleep(_POLL_S)
 
 
@@ -138,16 +138,16 @@ def _bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=done)
 
 
-def sentence(told: Told) -> str:
+def sentence(result: Values) -> str:
     """Summarize the result in one line."""
-    seconds = max(told["seconds"], 1e-3)
+    seconds = max(result["seconds"], 1e-3)
     line = (
-        f"{format_count(told['resident'])} of {format_count(told['objects'])} files"
-        f" ({format_size(told['nbytes'])}) in memory after {format_seconds(seconds)}"
+        f"{format_count(result['resident'])} of {format_count(result['objects'])} files"
+        f" ({format_size(result['nbytes'])}) in memory after {format_seconds(seconds)}"
     )
-    if told["failed"]:
-        failed = f"  -> {format_count(told['failed'])} failed: `creel stats` says how"
+    if result["failed"]:
+        failed = f"  -> {format_count(result['failed'])} failed: `creel stats` says how"
         return line + click.style(failed, dim=True)
-    if told["resident"] < told["objects"]:
+    if result["resident"] < result["objects"]:
         return line + click.style("  -> the rest does not fit: raise memory.budget", dim=True)
     return line
