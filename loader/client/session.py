@@ -20,6 +20,7 @@ from creel.cache.memory.arena import Rows
 from creel.cache.memory.shared_words import (
     DONE,
     HEARTBEAT,
+    KNOWN,
     OBJECT_NS,
     READY,
     REVOKED,
@@ -43,6 +44,9 @@ STALE_NS = 2_000_000_000
 STALE_CONFIRM_NS = 500_000_000
 #: Longest delay with which a waiting thread notices a stale heartbeat.
 POLL_S = 0.05
+#: A live daemon that has not received the plan of a step after this time will not: libzmq connects
+#: in the background, and tries in vain for as long as the process has no descriptor left.
+ARRIVAL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +221,10 @@ class Session:
         return int(self.table.length.take(ids).clip(0).sum())
 
     def wait(self, step: int, timeout_s: float) -> bool:
-        """Wait until `step` is ready; False if it is not in time or the daemon is lost."""
+        """Wait until `step` is ready; False if it is not in time or the daemon is lost.
+
+        A session whose plan does not reach the daemon within ARRIVAL_S is lost, too.
+        """
         if self.ready(step):
             return True
         if not self.alive:
@@ -228,12 +235,14 @@ class Session:
         call = next(client.calls)
         if not self._send(Wait(self.token, call, self.id, step)):
             return False
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         while True:
             received = client.received
             if self.ready(step):
                 return True
-            left = deadline - time.monotonic()
+            waited = time.monotonic() - began
+            left = timeout_s - waited
+            self._lost |= waited > ARRIVAL_S and self.words[KNOWN] <= step
             if left <= 0 or self._dead() or client.refused(call):
                 return self.ready(step)
             client.listen(min(left, POLL_S), received)

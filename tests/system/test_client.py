@@ -399,6 +399,26 @@ def test_waiting_has_a_deadline(daemon: Running, tmp_path: Path) -> None:
         assert session.words[WANTED] == 1
 
 
+def test_a_plan_that_never_reaches_the_daemon_is_not_waited_for(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no descriptor is left for libzmq's connection, which is made in the background."""
+    monkeypatch.setattr("creel.loader.client.session.ARRIVAL_S", 0.2)
+    with daemon.client() as client:
+        dataset = client.register(folder(tmp_path, [10] * 4))
+        session, other = client.open(dataset), client.open(dataset)
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "send", lambda *_: None)
+            plan(session, np.arange(4), 2)
+            start = time.monotonic()
+            assert not session.wait(0, 60)
+            assert time.monotonic() - start < 30
+            assert not session.alive
+        plan(other, np.arange(4), 2)
+        assert other.wait(1, 60)
+        assert other.alive
+
+
 @pytest.mark.parametrize("inside", ["recv_multipart", "send_multipart", "exchange"])
 def test_a_finaliser_may_end_a_session_wherever_its_client_is(
     daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: str
