@@ -62,9 +62,9 @@ def test_every_request_has_the_deadline(silent: str, what: str) -> None:
 _S3 = """
 import socket, sys
 from creel.cache.storage.remote import open_store
-from creel.cache.storage.stores import Place
+from creel.cache.storage.stores import StoredFile
 try:
-    open_store("s3://bucket/x", 0.6).read(Place("s3://bucket/x"), 0, -1)
+    open_store("s3://bucket/x", 0.6).read(StoredFile("s3://bucket/x"), 0, -1)
 except OSError as e:
     print("NETWORK" in str(e))
 """

@@ -113,9 +113,9 @@ def test_a_worker_may_only_attach(daemon: Running, tmp_path: Path) -> None:
         with pytest.raises(UnavailableError, match="not connected"):
             daemon.client("worker", "no such token")
         with daemon.client("worker", trainer.token) as worker:
-            with pytest.raises(UnavailableError, match="may not"):
+            with pytest.raises(UnavailableError, match="must not"):
                 worker.register(manifest)
-            with pytest.raises(UnavailableError, match="may not"):
+            with pytest.raises(UnavailableError, match="must not"):
                 worker.open(session.dataset)
             with pytest.raises(UnavailableError, match="no session"):
                 worker.attach(session.id + 1)
