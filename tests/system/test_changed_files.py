@@ -60,7 +60,7 @@ def in_place(path: Path, data: bytes) -> None:
 
 
 def overwritten(path: Path, data: bytes) -> None:
-    """As `in_place`, but whoever reads meanwhile, as workers do ahead of use, sees no empty file."""
+    """As `in_place`, but whoever reads meanwhile, as workers do, sees no empty file."""
     with path.open("r+b", buffering=0) as f:
         f.write(data)
 
