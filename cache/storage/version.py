@@ -7,10 +7,13 @@ tag (ETag, generation), else from its time and size.
 
 from __future__ import annotations
 
-import os
 import struct
+from typing import TYPE_CHECKING
 
 import xxhash
+
+if TYPE_CHECKING:
+    import os
 
 #: The storage gives no version.
 UNKNOWN = 0

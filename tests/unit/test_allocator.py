@@ -272,6 +272,19 @@ def test_what_finds_no_room_in_pieces_either_takes_none() -> None:
     memory.check()
 
 
+def test_no_object_is_in_more_runs_than_the_loop_has_time_for() -> None:
+    """Free memory of splinters, each a page of 64 bytes: 5 MB would be 100,000 runs, 0.3 s."""
+    payload, most = 64 - HEADER.size, 1024
+    memory = Memory(4 * most * 64, sizes(64, 65))
+    assert memory.add([b"x" * 64] * (4 * most))
+    memory.drop(list(memory.held)[::2])
+    free = memory.space.free_bytes
+    assert not memory.add([b"y" * (payload * most + 1)])
+    assert memory.space.free_bytes == memory.space.extents.nbytes == free
+    assert memory.add([b"y" * (payload * most)])
+    memory.check()
+
+
 def test_a_place_of_runs_is_given_back_once() -> None:
     memory = Memory(6400, sizes(64, 65))
     memory.add([b"x" * 64] * 100)
