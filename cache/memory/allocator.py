@@ -25,8 +25,8 @@ _SLABS = 64  # at least this many slabs in a space, so that several pools can sh
 _PAGE_SHARE = 512  # pages are at most mean / 512: an object wastes half a page, 0.1 %, on average
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
 
-#: Most runs of one object: each takes 3 us here and 1 us of a reader. Where free memory is in smaller
-#: splinters than an object of this many, it waits for others to leave.
+#: Most runs of one object: each takes 3 us here and 1 us of a reader. An object that would need
+#: more waits for others to leave.
 _MAX_RUNS = 1024
 #: From this many rooms on, join them before freeing: one by one, a million would take seconds.
 _MANY = 4096

@@ -463,10 +463,10 @@ def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     """The object-store path, over pyarrow's own local file system."""
     from pyarrow import fs
 
-    from creel.cache.storage.remote import _ArrowStore
+    from creel.cache.storage.arrow_store import ArrowStore
 
     (tmp_path / "x").write_bytes(b"0123456789")
-    store = _ArrowStore.__new__(_ArrowStore)
+    store = ArrowStore.__new__(ArrowStore)
     store._fs, store._prefix = fs.LocalFileSystem(), ""
     place = StoredFile(f"s3://{tmp_path}/x")
     assert store.read(place, 0, -1)[0] == b"0123456789"

@@ -1,0 +1,63 @@
+"""Shared by remote stores: an answer's size and version tag, and many requests at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from creel.cache.storage.stores import StoredFile, too_short, wrong_size
+
+#: Versions requested at a time: each is a round trip of hardly any bytes.
+AT_ONCE = 32
+#: Bytes per second below which an answer counts as none.
+SLOWEST_BPS = 16 << 10
+
+
+def copy_over(data: memoryview, buffers: Sequence[memoryview]) -> None:
+    """Copy `data` over the buffers, in order; numpy copies without the GIL."""
+    at = 0
+    for buffer in buffers:
+        target = np.frombuffer(buffer, np.uint8)
+        np.copyto(target, np.frombuffer(data[at : at + len(buffer)], np.uint8))
+        at += len(buffer)
+
+
+def check_size(stored: StoredFile, size: int, length: int) -> None:
+    """Raise unless a file of `size` bytes can be the listed one."""
+    if stored.whole and size != length:
+        raise wrong_size(stored.uri, length, size)
+    if size < stored.min_nbytes:
+        raise too_short(stored.uri, stored.min_nbytes, size)
+
+
+def of_each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exception]:
+    """The result or exception of `job` for each address, many at a time."""
+
+    def one(uri: str) -> int | Exception:
+        try:
+            return job(uri)
+        except Exception as e:  # noqa: BLE001  stores raise what they like
+            return e
+
+    if len(uris) <= 1:
+        return [one(uri) for uri in uris]
+    with ThreadPoolExecutor(min(AT_ONCE, len(uris)), "creel-version") as pool:
+        try:
+            return list(pool.map(one, uris))
+        except RuntimeError:  # no thread available
+            return [one(uri) for uri in uris]
+
+
+def tag_of(headers: Mapping[str, str], size: int | None) -> str:
+    """Text that identifies a version of an object; "" where there is none.
+
+    >>> tag_of({"ETag": '"a"', "Last-Modified": "Sun"}, 9), tag_of({"Last-Modified": "Sun"}, 9)
+    ('"a"', 'Sun 9')
+    """
+    tag = headers.get("ETag") or headers.get("etag") or headers.get("generation")
+    if tag:
+        return tag
+    when = headers.get("Last-Modified") or headers.get("updated")
+    return f"{when} {size}" if when and size is not None else ""

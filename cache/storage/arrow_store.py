@@ -1,0 +1,219 @@
+"""Remote stores that pyarrow.fs reads with its own clients: S3, Google Cloud Storage, HDFS, Azure.
+
+pyarrow is imported with the first such address.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from creel.cache.storage import version
+from creel.cache.storage.answers import SLOWEST_BPS, check_size, copy_over, of_each, tag_of
+from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.stores import Filled, Run, StoredFile, too_short
+
+T = TypeVar("T")
+
+_S3_TRIES = 3  # pyarrow's AwsStandardS3RetryStrategy, which a client made from options has
+
+
+def arrow_of(uri: str, deadline_s: float) -> tuple[Any, str]:
+    """Return pyarrow's file system of an address, and the path in it.
+
+    S3's client gives up a request after `deadline_s` without an answer, all its own retries
+    together; Google's retries no longer than that. An address cannot set this, but the arguments in
+    the client's pickle can be changed.
+    """
+    from pyarrow import fs
+
+    system, path = fs.FileSystem.from_uri(uri)
+    if not isinstance(system, getattr(fs, "S3FileSystem", ())) and not isinstance(
+        system, getattr(fs, "GcsFileSystem", ())
+    ):
+        return system, path
+    reduced: Any = system.__reduce__()
+    make, (options,) = reduced
+    limits = {
+        "connect_timeout": deadline_s / _S3_TRIES,
+        "request_timeout": deadline_s / _S3_TRIES,
+        "retry_time_limit": timedelta(seconds=deadline_s),
+    }
+    return make(options | {k: v for k, v in limits.items() if k in options}), path
+
+
+class ArrowStore:
+    """pyarrow.fs: one client per scheme and host. Opening sends HEAD for the size, then GET."""
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        parts = urlsplit(uri)
+        query = f"?{parts.query}" if parts.query else ""
+        self._fs, root = arrow_of(f"{parts.scheme}://{parts.netloc}/{query}", deadline_s)
+        self._prefix = root.rstrip("/")
+
+    def _path(self, uri: str) -> str:
+        return self._prefix + unquote(urlsplit(uri).path)
+
+    def read(
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        """See Store."""
+        with self._fs.open_input_file(self._path(stored.uri)) as f:
+            found = self._version(stored.uri, f) if versioned else version.UNKNOWN
+            nbytes = f.size() if length == UNKNOWN else length
+            check_size(stored, f.size(), nbytes)
+            f.seek(offset)
+            data: bytes = f.read(nbytes)
+        if len(data) < nbytes:
+            raise too_short(stored.uri, nbytes, len(data))
+        return data, found
+
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        with self._fs.open_input_file(self._path(stored.uri)) as f:
+            check_size(stored, f.size(), runs[0].length)
+            found = self._version(stored.uri, f)
+            for run in runs:
+                f.seek(run.offset)
+                for buffer in run.buffers:
+                    got = f.readinto(buffer) if len(buffer) else 0
+                    if got < len(buffer):
+                        raise too_short(stored.uri, len(buffer), got)
+                yield Filled(int(run is runs[0]), found)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """See Store."""
+        return of_each(self._ask, uris)
+
+    def size(self, uri: str) -> int | None:
+        """See Store."""
+        info = self._status(uri)
+        return None if info.size is None else int(info.size)
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store."""
+        from pyarrow import fs
+
+        base = self._path(root).rstrip("/")
+        for info in self._info(fs.FileSelector(base, recursive=True)):
+            if info.type is fs.FileType.File:
+                yield info.path[len(base) + 1 :], UNKNOWN if info.size is None else int(info.size)
+
+    def _info(self, of: Any) -> Any:
+        return self._fs.get_file_info(of)
+
+    def _status(self, uri: str) -> Any:
+        info = self._info(self._path(uri))
+        if info.type.name == "NotFound":
+            raise FileNotFoundError(errno.ENOENT, "not found", uri)
+        return info
+
+    def _ask(self, uri: str) -> int:
+        with self._fs.open_input_file(self._path(uri)) as f:
+            return self._version(uri, f)
+
+    def _version(self, uri: str, file: Any) -> int:
+        """Version of an open file; needs no request where opening it gave enough."""
+        tag = tag_of({k: v.decode() for k, v in (file.metadata() or {}).items()}, file.size())
+        return version.of_tag(tag) if tag else _version_of(self._status(uri))
+
+
+class GcsStore(ArrowStore):
+    """gs: Google's client waits for an answer without end, so each request has a thread.
+
+    A file with random access is opened while the client holds the interpreter: nothing else would
+    run, nor see that it is late. So a stream must begin before; most objects need nothing else.
+    """
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        super().__init__(uri, deadline_s)
+        self._deadline_s = deadline_s
+
+    def read(
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        """See Store."""
+        del versioned  # asking for the size tells it, too
+        info = self._file(stored.uri)
+        nbytes = info.size if length == UNKNOWN else length
+        check_size(stored, info.size, nbytes)
+        return self._bytes(stored, [(offset, nbytes)])[0], _version_of(info)
+
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        info = self._file(stored.uri)
+        check_size(stored, info.size, runs[0].length)
+        parts = self._bytes(stored, [(run.offset, run.length) for run in runs])
+        for run, data in zip(runs, parts, strict=True):
+            copy_over(memoryview(data), run.buffers)
+            yield Filled(int(run is runs[0]), _version_of(info))
+
+    def _bytes(self, stored: StoredFile, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of (offset, nbytes) each, in memory of their own: a late thread may write."""
+        path = self._path(stored.uri)
+        nbytes = sum(span[1] for span in spans)
+        at_head = len(spans) == 1 and spans[0][0] == 0
+        head = nbytes if at_head else 0
+
+        def begin() -> bytes:
+            with self._fs.open_input_stream(path) as f:
+                data: bytes = f.read(head)
+                return data
+
+        def rest() -> list[bytes]:
+            out = []
+            with self._fs.open_input_file(path) as f:
+                for offset, n in spans:
+                    f.seek(offset)  # read_at would cost another request
+                    out.append(f.read(n))
+            return out
+
+        first = self._in_time(begin, head)
+        parts = [first] if at_head else self._in_time(rest, nbytes)
+        for data, (_, n) in zip(parts, spans, strict=True):
+            if len(data) < n:
+                raise too_short(stored.uri, n, len(data))
+        return parts
+
+    def _file(self, uri: str) -> Any:
+        info = self._status(uri)
+        if info.size is None:
+            raise IsADirectoryError(errno.EISDIR, "is a folder", uri)
+        return info
+
+    def _info(self, of: Any) -> Any:
+        return self._in_time(lambda: self._fs.get_file_info(of))
+
+    def _ask(self, uri: str) -> int:
+        return _version_of(self._status(uri))
+
+    def _in_time(self, job: Callable[[], T], nbytes: int = 0) -> T:
+        """`job()`, in a thread that is left behind where no answer comes in time."""
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(job())
+            except BaseException as e:  # noqa: BLE001  raised by the one who waits
+                answer.set_exception(e)
+
+        try:
+            threading.Thread(target=work, name="creel-gs", daemon=True).start()
+        except RuntimeError:  # no thread available
+            return job()
+        late_s = self._deadline_s + nbytes / SLOWEST_BPS
+        if not wait([answer], late_s).done:
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {late_s:g} s")
+        return answer.result()
+
+
+def _version_of(info: Any) -> int:
+    """Version from time and size; Google takes one write of an object per second."""
+    if info.mtime_ns is None:
+        return version.UNKNOWN
+    return version.of_tag(f"{info.mtime_ns} {info.size}")

@@ -1,0 +1,276 @@
+"""Remote stores that fsspec opens: http(s) in requests of our own, any other scheme by its calls.
+
+fsspec is imported with the first such address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from creel.cache.storage import version
+from creel.cache.storage.answers import AT_ONCE, SLOWEST_BPS, check_size, copy_over, of_each, tag_of
+from creel.cache.storage.manifest import UNKNOWN
+from creel.cache.storage.stores import Filled, Run, StoredFile, too_short, wrong_size
+from creel.errors import SourceError
+
+#: HEAD statuses of servers that may still answer GET: no HEAD, or addresses signed for GET alone.
+_NO_HEAD = frozenset({400, 403, 405, 501})
+#: Status for the first byte of an empty file.
+_NO_SUCH_RANGE = 416
+_RANGE = re.compile(r"bytes (\d+)-.*")
+
+
+# --- http -------------------------------------------------------------------------------------
+
+
+class HttpStore:
+    """http(s): one request per object, in fsspec's session, so that its settings apply.
+
+    An object that is a whole file is requested whole, so that a file that grew is noticed; others
+    by range. Answers are not compressed in transit: a tag would be that of the packed bytes.
+    """
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        self._fs, _ = fsspec_of(uri, deadline_s)
+        self._deadline_s = deadline_s
+
+    def read(
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        """See Store."""
+        del versioned  # an answer has it
+        if length == 0 and not stored.whole:
+            return b"", version.UNKNOWN
+        found: tuple[bytes, int] = self._do(self._request, stored, offset, length)
+        return found
+
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        for run in runs:
+            data, found = self.read(stored, run.offset, run.length)
+            copy_over(memoryview(data), run.buffers)
+            yield Filled(1, found)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """See Store."""
+
+        async def ask() -> list[int | Exception]:
+            gate = asyncio.Semaphore(AT_ONCE)
+
+            async def one(uri: str) -> int | Exception:
+                async with gate:
+                    try:
+                        return await self._version(uri)
+                    except Exception as e:  # noqa: BLE001  aiohttp raises what it likes
+                        return e
+
+            return list(await asyncio.gather(*map(one, uris)))
+
+        found: list[int | Exception] = self._do(ask)
+        return found
+
+    def _do(self, job: Callable[..., Any], *args: Any) -> Any:
+        from fsspec.asyn import sync
+
+        return sync(self._fs.loop, job, *args)
+
+    async def _request(self, stored: StoredFile, offset: int, length: int) -> tuple[bytes, int]:
+        part = length != UNKNOWN and not stored.whole
+        span = {"Range": f"bytes={offset}-{offset + length - 1}"} if part else {}
+        async with await self._send("GET", stored.uri, span) as r:
+            self._fs._raise_not_found_for_status(r, stored.uri)  # noqa: SLF001
+            size = _size_of(r)
+            if r.status == 206:
+                _check_span(stored.uri, r.headers.get("Content-Range", ""), offset)
+            if size is not None and length != UNKNOWN:
+                check_size(stored, size, length)
+            data = await self._body(r)
+        if r.status != 206 and length != UNKNOWN:  # everything
+            check_size(stored, len(data), length)
+            data = data if stored.whole else data[offset : offset + length]
+        if length not in (UNKNOWN, len(data)):
+            raise too_short(stored.uri, length, len(data))
+        tag = tag_of(r.headers, size)
+        return data, version.of_tag(tag) if tag else version.UNKNOWN
+
+    async def _body(self, r: Any) -> bytes:
+        """Read the body; one of unknown length may take as long as data keeps coming."""
+        length = r.headers.get("Content-Length", "")
+        late_s = self._deadline_s + int(length) / SLOWEST_BPS if length.isdecimal() else None
+        data: bytes = await asyncio.wait_for(r.read(), late_s)
+        return data
+
+    def size(self, uri: str) -> int | None:
+        """See Store. fsspec's own reports every failure as a missing file."""
+
+        async def ask() -> int | None:
+            size = await self._ask(uri, lambda r: r.status in _NO_HEAD or _size_of(r) is None)
+            return size[1]
+
+        found: int | None = self._do(ask)
+        return found
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store."""
+        for name, size in _found(self._fs, root, on_error=_unless_missing):
+            # A web page links to more than the folder's files: to other sort orders.
+            if not {"?", "#"} & set(name):
+                yield unquote(name), size
+
+    async def _version(self, uri: str) -> int:
+        headers, size = await self._ask(uri, lambda r: r.status in _NO_HEAD)
+        tag = tag_of(headers, size)
+        return version.of_tag(tag) if tag else version.UNKNOWN
+
+    async def _ask(
+        self, uri: str, lacks: Callable[[Any], bool]
+    ) -> tuple[Mapping[str, str], int | None]:
+        """Headers and size from HEAD; where that `lacks` something, from a GET of one byte."""
+        async with await self._send("HEAD", uri, {}) as r:
+            if not lacks(r):
+                self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
+                return r.headers, _size_of(r)
+        async with await self._send("GET", uri, {"Range": "bytes=0-0"}) as r:
+            if r.status != _NO_SUCH_RANGE:
+                self._fs._raise_not_found_for_status(r, uri)  # noqa: SLF001
+            return r.headers, _size_of(r)
+
+    async def _send(self, method: str, uri: str, headers: Mapping[str, str]) -> Any:
+        options = dict(self._fs.kwargs)
+        sent = {**options.pop("headers", {}), **headers, "Accept-Encoding": "identity"}
+        options.setdefault("allow_redirects", True)
+        session = await self._fs.set_session()
+        answer = session.request(method, self._fs.encode_url(uri), headers=sent, **options)
+        return await asyncio.wait_for(answer, self._deadline_s)
+
+
+def _size_of(r: Any) -> int | None:
+    """Bytes of the whole file, as far as an answer says."""
+    if r.headers.get("Content-Encoding", "identity") != "identity":
+        return None
+    if r.status in {206, _NO_SUCH_RANGE}:
+        total = r.headers.get("Content-Range", "").rpartition("/")[2]
+        return int(total) if total.isdecimal() else None
+    length = r.headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() else None
+
+
+def _check_span(uri: str, content_range: str, offset: int) -> None:
+    """Check that a part is the requested one; a server may not say."""
+    span = _RANGE.fullmatch(content_range)
+    if span and int(span[1]) != offset:
+        raise SourceError(
+            errno.EPROTO, f"the server sent {content_range}, not bytes from {offset} on", uri
+        )
+
+
+# --- whatever else fsspec opens ---------------------------------------------------------------
+
+
+def fsspec_of(uri: str, deadline_s: float) -> tuple[Any, str]:
+    """Return fsspec's file system of an address, and the path in it.
+
+    Its HTTP requests end after `deadline_s` without data.
+
+    Raises:
+        SourceError: fsspec is not installed.
+        ImportError, ValueError: it has no such file system.
+    """
+    try:
+        import fsspec
+    except ImportError as e:
+        raise SourceError(errno.ENOSYS, "needs `pip install creel[http]`", uri) from e
+    scheme = uri.partition("://")[0].lower()
+    options: dict[str, Any] = {}
+    if scheme in {"http", "https"}:
+        import aiohttp
+
+        limit = aiohttp.ClientTimeout(None, sock_connect=deadline_s, sock_read=deadline_s)
+        given = fsspec.config.conf.get(scheme, {}).get("client_kwargs", {})
+        options["client_kwargs"] = {"timeout": limit, **given}
+    found: tuple[Any, str] = fsspec.core.url_to_fs(uri, **options)
+    return found
+
+
+def _found(system: Any, root: str, **options: Any) -> Iterator[tuple[str, int]]:
+    """Yield the name below `root`, and the size or UNKNOWN, of each file fsspec finds."""
+    base = system._strip_protocol(root).rstrip("/") + "/"  # noqa: SLF001  as url_to_fs does
+    for name, info in system.find(base, detail=True, **options).items():
+        size = info.get("size")
+        if name.startswith(base) and name != base:
+            yield name[len(base) :], UNKNOWN if size is None else int(size)
+
+
+def _unless_missing(error: Exception) -> None:
+    """Raise unless the folder is missing; fsspec would skip it whatever the reason."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+class FsspecStore:
+    """Any other fsspec file system: one request per object, and one for its version."""
+
+    def __init__(self, uri: str, deadline_s: float) -> None:
+        self._fs, _ = fsspec_of(uri, deadline_s)
+        self._deadline_s = deadline_s
+
+    def read(
+        self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
+    ) -> tuple[bytes, int]:
+        """See Store."""
+        found = self._ask(stored.uri) if versioned else version.UNKNOWN
+        return self._read(stored, offset, length), found
+
+    def _read(self, stored: StoredFile, offset: int, length: int) -> bytes:
+        if length == 0 and not stored.whole:
+            return b""
+        if length == UNKNOWN:
+            everything: bytes = self._do("cat_file", stored.uri)
+            return everything
+        # One byte more than the whole file, to notice that it has grown.
+        end = offset + length + int(stored.whole)
+        data: bytes = self._do("cat_file", stored.uri, start=offset, end=end)
+        if stored.whole and len(data) != length:
+            raise wrong_size(stored.uri, length, len(data))
+        if len(data) != length:
+            raise too_short(stored.uri, length, len(data))
+        return data
+
+    def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
+        """See Store."""
+        found = self._ask(stored.uri)
+        for run in runs:
+            copy_over(memoryview(self._read(stored, run.offset, run.length)), run.buffers)
+            yield Filled(1, found)
+
+    def versions(self, uris: Sequence[str]) -> list[int | Exception]:
+        """See Store."""
+        return of_each(self._ask, uris)
+
+    def size(self, uri: str) -> int | None:
+        """See Store."""
+        size = self._do("info", uri).get("size")
+        return None if size is None else int(size)
+
+    def list(self, root: str) -> Iterator[tuple[str, int]]:
+        """See Store."""
+        return _found(self._fs, root)
+
+    def _ask(self, uri: str) -> int:
+        self._fs.invalidate_cache(self._fs._parent(uri))  # noqa: SLF001  it may be outdated
+        info = self._do("info", uri)
+        return version.of_tag(str(sorted((k, str(v)) for k, v in info.items())))
+
+    def _do(self, name: str, uri: str, **args: Any) -> Any:
+        """Call a method, within the deadline where the file system can be interrupted."""
+        if not getattr(self._fs, "async_impl", False):
+            return getattr(self._fs, name)(uri, **args)
+        from fsspec.asyn import sync
+
+        job = getattr(self._fs, f"_{name}")
+        return sync(self._fs.loop, job, uri, timeout=self._deadline_s, **args)
