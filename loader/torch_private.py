@@ -6,6 +6,8 @@ class: correct, without a cache. Only modules that serve its iterators import fr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.utils.data
 
@@ -19,6 +21,7 @@ __all__ = [
     "SingleProcessDataLoaderIter",
     "WorkerInfo",
     "collate",
+    "default_store",
     "generate_state",
     "pin_memory",
     "profiler_enabled",
@@ -66,6 +69,26 @@ try:
             getattr(_owner, _name)
 except (ImportError, AttributeError) as e:
     MISSING = str(e)
+
+
+def default_store() -> Any:
+    """The store of the default process group, over a connection of its own where torch can.
+
+    None where there is no process group, or this torch has no way to ask.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+    except ImportError:
+        return None
+    store = _get_default_store()
+    try:
+        return store.clone()  # type: ignore[attr-defined]  # what waits there must not hold up the process group
+    except (AttributeError, RuntimeError):  # an older torch; a store in one process
+        return store
 
 
 def profiler_enabled() -> bool:

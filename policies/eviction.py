@@ -3,7 +3,8 @@
 The plans decide between three cases (laws L1 to L3, docs/architecture.md):
 
 - Every epoch reads each object at most once: `PlannedEviction`. What the epoch still has to read
-  stays (L1); of the rest, what retention planned for the epoch's turn (L2).
+  stays (L1); of the rest, what retention planned for the epoch's turn (L2). Where nodes serve each
+  other, `ClusterEviction`: planned for all of them alike (L3, L5).
 - All else (replacement, weights, several jobs on one dataset): `FarthestNextUse`, the farthest
   next use first, and never for something due later than the victim (MIN with bypass, Belady 1966).
 - Nothing is known beyond the steps being read (creel.wrap, samplers that cannot be run ahead):
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.candidates import Index, Sorted
+from creel.policies.cluster_eviction import ClusterEviction, Deals
 from creel.policies.eviction_policy import (
     ABSENT,
     FAILED,
@@ -65,6 +67,7 @@ class Readers:
         unplanned: whether no job knows more than the steps being read.
         once: whether every epoch reads each object at most once (except for padding).
         epoch: the epoch that the first job reads in.
+        deals: what is known of the first job on other nodes.
     """
 
     uses: list[NextUses]
@@ -72,6 +75,7 @@ class Readers:
     unplanned: bool
     once: bool
     epoch: int
+    deals: Deals
 
 
 def choose(
@@ -90,8 +94,15 @@ def choose(
             return present
         return MostRecentFirst(life, pins, uses)
     if len(uses) == 1 and readers.once:
-        if isinstance(present, PlannedEviction) and present.uses is uses[0]:
+        alone = readers.deals.view is None
+        if (
+            isinstance(present, PlannedEviction)
+            and present.uses is uses[0]
+            and isinstance(present, ClusterEviction) != alone
+        ):
             return present
+        if not alone:
+            return ClusterEviction(life, pins, uses[0], readers.epoch, readers.deals)
         return PlannedEviction(life, pins, uses[0], readers.epoch, opens_dominate=opens_dominate)
     if isinstance(present, FarthestNextUse) and present.all_uses == uses:
         return present

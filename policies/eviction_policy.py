@@ -11,6 +11,7 @@ from creel.policies.candidates import Index
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
+    from creel.policies.cluster_eviction import ClusterTurn, Placed
     from creel.policies.planned_eviction import PlanningContext
     from creel.policies.retention import Kept, Turn
 
@@ -69,11 +70,18 @@ class EvictionPolicy:
     def resized(self) -> None:
         """The dataset's share of the memory may have changed."""
 
-    def question(self, context: PlanningContext) -> Turn | None:  # noqa: ARG002
+    def sent(self, ids: Index) -> None:
+        """Objects were sent to the peer that reads them."""
+
+    def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:  # noqa: ARG002
+        """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no peers."""
+        return None
+
+    def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:  # noqa: ARG002
         """Return what retention should plan outside the loop, or None."""
         return None
 
-    def answer(self, turn: Turn, kept: Kept) -> None:
+    def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
         """Take the plan for an earlier `question`."""
 
     # --- who leaves ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ the bound on reads; the plan adds an even pace, and epochs that begin with hits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from creel.policies.eviction_policy import ABSENT, NONE, RESIDENT, EvictionPolic
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 from creel.policies.retention import Ids, Kept, Turn
+
+if TYPE_CHECKING:  # circular import
+    from creel.policies.cluster_eviction import ClusterTurn, Placed
 
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
 _WAIT_PART = 8
@@ -56,6 +59,10 @@ class PlanningContext(Protocol):
     @property
     def size(self) -> NDArray[np.int64]:
         """As `Turn.size`."""
+
+    @property
+    def same_size(self) -> NDArray[np.int64]:
+        """(n,) bytes of each object as every node knows them, or (1,) where some are unknown."""
 
     @property
     def page(self) -> int:
@@ -106,7 +113,7 @@ class PlannedEviction(EvictionPolicy):
 
     # --- the plan --------------------------------------------------------------------------------
 
-    def question(self, context: PlanningContext) -> Turn | None:
+    def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:
         """Return what to plan now, if anything; the next question comes after its `answer`."""
         if self._pending is not None or (self._asked == 2 and not self.stale):
             return None
@@ -157,9 +164,9 @@ class PlannedEviction(EvictionPolicy):
         first, end = uses.span(e)
         return int(_WAIT_PART * (context.clock - first) >= end - first)
 
-    def answer(self, turn: Turn, kept: Kept) -> None:
+    def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
         """Take a plan, if it answers the latest question."""
-        if turn is not self._pending:
+        if turn is not self._pending or not isinstance(kept, Kept):
             return
         again, self._released_since = self._released_since, []
         self._pending, self._stays, self._surplus = None, kept.stays, kept.surplus

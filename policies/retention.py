@@ -80,6 +80,10 @@ class Turn:
     lead: float
     opens_dominate: bool = False
 
+    def plan(self) -> Kept:
+        """See `plan`."""
+        return plan(self)
+
     def nbytes(self, ids: Ids) -> Floats:
         """(k,) bytes of room that these objects take up."""
         if len(self.size) == 1:

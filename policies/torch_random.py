@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 SHUFFLE_LIMIT = (2**32 - 1) // 20
 
 _TOUCH = 1 << 18  # entries of fresh memory that are touched at a time
+_PIECE = 1 << 14  # entries computed at a time where all are wanted
 
 _WORDS = 624  # words in the engine's state
 _LEFT, _NEXT, _STATE = 8, 16, 24  # byte offsets in the result of torch's get_state()
@@ -44,6 +45,14 @@ class TorchRandom:
             "bit_generator": "MT19937",
             "state": {"key": words, "pos": _WORDS + 1 - left},
         }
+
+    @classmethod
+    def seeded(cls, seed: int) -> TorchRandom:
+        """The generator after `manual_seed(seed)`; only the low 32 bits count, as in torch."""
+        made = cls.__new__(cls)
+        made.bits = np.random.MT19937(0)
+        made.bits._legacy_seeding(seed & 0xFFFFFFFF)  # noqa: SLF001  init_genrand, as torch
+        return made
 
     def into_state(self, state: bytes | memoryview | NDArray[np.uint8]) -> bytes:
         """Return `state` of a torch generator with its engine replaced by this one (5,056 bytes).
@@ -113,6 +122,11 @@ class Shuffle:
             self._put(targets, left)
         self._taken = first + k
         return taken.astype(np.int32)
+
+    def all(self) -> NDArray[np.int32]:
+        """(n,) all entries, in pieces that stay within the processor's caches."""
+        pieces = [self.more(_PIECE) for _ in range(0, self._n, _PIECE)]
+        return np.concatenate([np.empty(0, np.int32), *pieces])
 
     def prepare(self) -> None:
         """Allocate in advance what the second piece needs: memory for all n (0.1 s at 14 M)."""

@@ -3,6 +3,9 @@
 A version says nothing about the bytes themselves: equal versions of one address mean that its
 storage knows of no change in between. Locally it is made from stat, remotely from the storage's own
 tag (ETag, generation), else from its time and size.
+
+The upper bits of a version are the same on all nodes that mount the storage (`shared`). The lower
+ones come from inode and device, which each node may number differently.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import os
@@ -30,8 +35,11 @@ _COARSE_NS = 2_100_000_000
 _AHEAD_NS = 3600 * 10**9
 _SECOND_NS = 10**9
 _POSITIVE = (1 << 62) - 1
+#: Bits from inode and device; never all zero in a version from `of_stat`.
+_OWN = (1 << 20) - 1
 
-_pack = struct.Struct("<5Q").pack
+_pack = struct.Struct("<3Q").pack
+_pack_own = struct.Struct("<2Q").pack
 _WORD = (1 << 64) - 1
 
 
@@ -53,8 +61,9 @@ def of_stat(status: os.stat_result, now_ns: int) -> int:
     settled = now_ns - (_TICK_NS if ctime % _SECOND_NS else _COARSE_NS)
     if ctime > settled or settled < mtime < now_ns + _AHEAD_NS:
         return CHANGING
-    numbers = (status.st_size, mtime & _WORD, status.st_ino, status.st_dev, ctime & _WORD)
-    return _number(_pack(*numbers))
+    shared = _number(_pack(status.st_size, mtime & _WORD, ctime & _WORD)) & ~_OWN
+    own = _number(_pack_own(status.st_ino, status.st_dev)) & _OWN
+    return shared | (own or 1)
 
 
 def of_tag(tag: str) -> int:
@@ -64,6 +73,25 @@ def of_tag(tag: str) -> int:
     True
     """
     return _number(tag.encode("utf-8", "surrogateescape"))
+
+
+def shared(versions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(k,) the part of each version that is the same on every node, its other bits zero.
+
+    >>> same = np.array([of_tag("a"), UNKNOWN, CHANGING])
+    >>> bool((shared(shared(same)) == shared(same)).all()), shared(same)[1:].tolist()
+    (True, [0, -1])
+    """
+    return np.where(versions > 0, versions & ~_OWN, versions)
+
+
+def differ(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """(k,) whether the bytes may differ: where either came from another node, by shared parts."""
+    other: NDArray[np.bool_] = (old != new) | (old == CHANGING)
+    foreign = other & (((old & _OWN) == 0) | ((new & _OWN) == 0)) & (old > 0) & (new > 0)
+    if np.count_nonzero(foreign):
+        other &= ~(foreign & (shared(old) == shared(new)))
+    return other
 
 
 def torn(before: os.stat_result, after: os.stat_result) -> bool:

@@ -15,16 +15,20 @@ from creel.cache.memory.free_ranges import must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks
 from creel.daemon.core.events import (
+    SOURCE,
     Action,
     Checked,
     DatasetAdded,
     DiscardFetch,
     Dropped,
     EpochBegan,
+    EpochDealt,
     Event,
     Fetched,
     FetchObjects,
     Lost,
+    PeerAsked,
+    PeerServed,
     PlanExtended,
     PlanRetention,
     PlanTruncated,
@@ -42,6 +46,7 @@ from creel.daemon.core.events import (
 from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.serving import Serving
 from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.eviction import (
@@ -75,6 +80,7 @@ class Core:
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
         self._checks = Checks(self._inflight)
         self._residencies = self._admission.residencies
+        self._serving = Serving(self._residencies)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[Action] = []
@@ -155,6 +161,15 @@ class Core:
         if s is not None:
             s.begin(e.epoch, self._generation())
 
+    def _dealt(self, e: EpochDealt, now: float) -> None:
+        del now
+        s = self._sessions.get(e.session)
+        if s is None:
+            return
+        s.group.deals.view = e.view
+        s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
+        s.residency.choose_policy(self._window)
+
     def _extended(self, e: PlanExtended, now: float) -> None:
         del now
         s = self._sessions.get(e.session)
@@ -214,19 +229,41 @@ class Core:
         if pending is None:
             return  # forgotten meanwhile
         h = pending.residency
-        h.latency.saw(max(now - pending.begun, 0.0))
-        h.service.saw(len(pending.ids), pending.begun, now)
         known = pending.offset != NOWHERE
         good = (e.nbytes >= 0) & ((e.nbytes == pending.length) | ~known)
-        good[good] = self._current(pending, good, e.version)
+        if pending.origin == SOURCE:
+            h.latency.saw(max(now - pending.begun, 0.0))
+            h.service.saw(len(pending.ids), pending.begun, now)
+            good[good] = self._current(pending, good, e.version)
+            h.counts["reads"] += int(np.count_nonzero(good))
+            h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+        else:
+            e, pending = self._received(e, pending, good, now)
+            good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
         if every(good) and every(known):
             if h.landed(pending.ids, pending.offset):
                 self._prefetcher.stuck.clear()
         else:
             self._prefetcher.stuck.clear()
             self._partly(e, pending, good, known)
-        h.counts["reads"] += int(np.count_nonzero(good))
-        h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+
+    def _received(
+        self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float
+    ) -> tuple[Fetched, InflightFetch]:
+        """Handle a peer's answer: fetch what it did not have from the source; return the rest."""
+        h = pending.residency
+        version = np.zeros(len(good), np.int64) if e.version is None else e.version
+        late = h.versions.received(pending.ids[good], version[good])
+        good[good] = ~late
+        h.counts["peer_reads"] += int(np.count_nonzero(good))
+        h.counts["peer_nbytes"] += int(e.nbytes[good].sum())
+        if every(good):
+            return e, pending
+        h.counts["peer_misses"] += int(np.count_nonzero(~good))
+        rest = pending.only(~good)
+        again = rest.ids, rest.offset, rest.length
+        self._out += self._inflight.start(h, *again, rest.need, now, rest.due)
+        return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
 
     def _current(
         self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
@@ -311,6 +348,14 @@ class Core:
         residency = self._residencies.get(e.dataset)
         if residency is not None and residency.policy is not None:
             residency.policy.answer(e.turn, e.kept)
+
+    def _asked(self, e: PeerAsked, now: float) -> None:
+        del now
+        self._out.append(self._serving.ask(e))
+
+    def _served(self, e: PeerServed, now: float) -> None:
+        del now
+        self._serving.end(e.request)
 
     def _warmed(self, e: Warm, now: float) -> None:
         del now
@@ -443,7 +488,8 @@ class Core:
     def busy(self, dataset: str) -> bool:
         """Whether the dataset has readers, is being warmed or has fetches in flight."""
         h = self._residencies[dataset]
-        return h.active or h.warming >= 0 or len(self._inflight.ids(h)) > 0
+        under_way = len(self._inflight.ids(h)) > 0 or len(h.served) > 0
+        return h.active or h.warming >= 0 or under_way
 
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""
@@ -498,6 +544,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     SessionOpened: Core._opened,
     PlanExtended: Core._extended,
     EpochBegan: Core._begun,
+    EpochDealt: Core._dealt,
     PlanTruncated: Core._truncated,
     Progressed: Core._progressed,
     SessionClosed: Core._closed,
@@ -505,6 +552,8 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     Checked: Core._checked,
     Lost: Core._lost,
     RetentionPlanned: Core._planned,
+    PeerAsked: Core._asked,
+    PeerServed: Core._served,
     Warm: Core._warmed,
     Dropped: Core._dropped,
     Unregistered: Core._unregistered,

@@ -12,10 +12,15 @@ from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
+from creel.policies.cluster_eviction import ClusterTurn, ClusterView, Placed
+from creel.policies.job_order import JobOrder
 from creel.policies.retention import Kept, Turn
 
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
+
+#: The origin of a fetch: the dataset's storage. Other origins are numbers of peers.
+SOURCE = -1
 
 # --- events -----------------------------------------------------------------------------------
 
@@ -61,6 +66,16 @@ class PlanExtended:
     objects: Ids
     ends: Sizes
     unplanned: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpochDealt:
+    """How an epoch of a session is dealt to all ranks of its job, and the nodes they run on."""
+
+    session: int
+    epoch: int
+    order: JobOrder
+    view: ClusterView
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +149,24 @@ class RetentionPlanned:
     """The answer to a `PlanRetention`: which objects are kept over the turn of an epoch."""
 
     dataset: str
-    turn: Turn
-    kept: Kept
+    turn: Turn | ClusterTurn
+    kept: Kept | Placed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PeerAsked:
+    """A peer asks for objects; `ServeObjects` is the answer. `request` is unique."""
+
+    request: int
+    dataset: str
+    ids: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class PeerServed:
+    """The bytes of a `ServeObjects` have left, or never will."""
+
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +202,7 @@ Event: TypeAlias = (
     DatasetAdded
     | SessionOpened
     | PlanExtended
+    | EpochDealt
     | EpochBegan
     | PlanTruncated
     | Progressed
@@ -179,6 +211,8 @@ Event: TypeAlias = (
     | Checked
     | Lost
     | RetentionPlanned
+    | PeerAsked
+    | PeerServed
     | Warm
     | Dropped
     | Unregistered
@@ -190,8 +224,9 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchObjects:
-    """Read these objects from the source: length[i] bytes of ids[i] to the place offset[i].
+    """Read these objects from `origin`: length[i] bytes of ids[i] to the place offset[i].
 
+    `origin` is SOURCE, or the number of a peer, which may not have them (-1 bytes).
     `runs` has the runs of those that are in several; their headers are to be written, too. Where
     offset[i] is ABSENT the length is unknown: read into private memory, report the size. Objects
     are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
@@ -204,6 +239,20 @@ class FetchObjects:
     length: Sizes
     deadline: float
     runs: Runs = field(default_factory=dict)
+    origin: int = SOURCE
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServeObjects:
+    """Send a peer the objects it asked for; `PeerServed` says when their bytes have left.
+
+    (k,) `place` in the arena, ABSENT where an object is not here; `nbytes`; `version` of its file.
+    """
+
+    request: int
+    place: Sizes
+    nbytes: Sizes
+    version: Sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,13 +302,13 @@ class DiscardFetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanRetention:
-    """Compute `retention.plan(turn)` outside the loop; `RetentionPlanned` brings the result.
+    """Compute `turn.plan()` outside the loop; `RetentionPlanned` brings the result.
 
     It may read the dataset's columns, which keep changing.
     """
 
     dataset: str
-    turn: Turn
+    turn: Turn | ClusterTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,5 +325,12 @@ class SetReady:
 
 
 Action: TypeAlias = (
-    FetchObjects | Publish | CheckVersions | StoreObjects | DiscardFetch | PlanRetention | SetReady
+    FetchObjects
+    | ServeObjects
+    | Publish
+    | CheckVersions
+    | StoreObjects
+    | DiscardFetch
+    | PlanRetention
+    | SetReady
 )

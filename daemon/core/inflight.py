@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.admission import Admission
-from creel.daemon.core.events import FetchObjects
+from creel.daemon.core.events import SOURCE, FetchObjects
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.errors import IllegalEventError
 from creel.policies.eviction import ABSENT, FETCHING
@@ -40,6 +41,13 @@ class InflightFetch:
     nbytes: int
     expected: int
     generation: int  # see `Versions`
+    due: float
+    origin: int = SOURCE
+
+    def only(self, which: NDArray[np.bool_]) -> InflightFetch:
+        """Return the same fetch of fewer objects; which: (k,)."""
+        room = self.ids[which], self.offset[which], self.length[which]
+        return replace(self, ids=room[0], offset=room[1], length=room[2])
 
 
 class Inflight:
@@ -73,6 +81,7 @@ class Inflight:
         need: int,
         now: float,
         due: float,
+        origin: int = SOURCE,
     ) -> list[FetchObjects]:
         """Start fetches of these objects, all equally urgent."""
         if not len(ids):
@@ -90,13 +99,17 @@ class Inflight:
             total = int(nbytes[part].sum())
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
-            pending = InflightFetch(h, ids[part], *room, need, now, total, guessed, self.generation)
+            pending = InflightFetch(
+                *(h, ids[part], *room, need, now, total, guessed, self.generation, due, origin)
+            )
             self._inflight[self._last] = pending
             self.objects += len(pending.ids)
             self.nbytes += total
             self._admission.expected += guessed
             out.append(
-                FetchObjects(self._last, h.name, small[part], *room, due, h.pool.runs(room[0]))
+                FetchObjects(
+                    *(self._last, h.name, small[part], *room, due, h.pool.runs(room[0]), origin)
+                )
             )
         return out
 

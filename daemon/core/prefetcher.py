@@ -199,7 +199,10 @@ class Prefetcher:
         # every
         # step: small records from the page cache are slower then.
         due = s.due(step, now, in_turn=h.service.deliverable(_GRAIN_S) < _CHUNK)
-        out += self._inflight.start(h, ids, offset, length, need, now, due)
+        epoch = s.stream.epoch(step)[0] + s.epoch_shift
+        for origin, which in h.origins(ids, epoch):
+            fetch = ids[which], offset[which], length[which]
+            out += self._inflight.start(h, *fetch, need, now, due, origin)
         return k
 
     def _room(

@@ -6,6 +6,7 @@ there, it emits as `Publish`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,9 +19,10 @@ from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import chained
-from creel.daemon.core.events import Action, Publish
+from creel.daemon.core.events import SOURCE, Action, Publish
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
+from creel.policies.cluster_eviction import ClusterTurn
 from creel.policies.eviction import (
     ABSENT,
     FAILED,
@@ -49,6 +51,15 @@ _GUESS_NBYTES = 128 << 10
 #: much.
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
+
+#: Steps in which a mean length doubles: coarse, so that two nodes rarely get different ones.
+_PARTS = 16
+#: Objects and bytes read from storage; objects that failed; objects and bytes that peers sent, and
+#: objects they did not have; the same for what this node sent.
+_COUNTED = (
+    *("reads", "read_nbytes", "failed", "peer_reads", "peer_nbytes", "peer_misses"),
+    *("served", "served_nbytes", "refused"),
+)
 
 
 class Residency:
@@ -88,12 +99,13 @@ class Residency:
         self.policy: EvictionPolicy | None = None
         self.latency = Latency()
         self.service = Service()
+        self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
         self.warming = -1  # next object to load for `Warm`, or -1
         #: Which lengths come from the manifest (None: all); the others from the last read.
         self.listed = _listed(length, lengths)
         self._known = lengths.known
         self._known_nbytes = lengths.nbytes
-        self.counts = dict.fromkeys((*COUNTED, "reads", "read_nbytes", "failed"), 0)
+        self.counts = dict.fromkeys((*COUNTED, *_COUNTED), 0)
         why = ("due_later", "other_dataset", "dropped", "stalled", "changed")
         self.evicted = dict.fromkeys(why, 0)
         self.resident = 0
@@ -177,7 +189,7 @@ class Residency:
         """Free these places; bytes of their rooms."""
         return self.pool.free(place, self.length[ids])
 
-    def _places(self, ids: Index) -> Sizes:
+    def places(self, ids: Index) -> Sizes:
         """(k,) places of residents, also of those that this event publishes."""
         place = self.offset[ids]
         for fresh, where in self.fresh:
@@ -191,7 +203,7 @@ class Residency:
 
     def vacate(self, ids: Index, why: str) -> Sizes:
         """Evict objects, but keep their places allocated; (k,) places for others."""
-        place = self._places(ids)
+        place = self.places(ids)
         self._emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
         self.life[ids] = ABSENT
         self.resident -= len(ids)
@@ -259,6 +271,13 @@ class Residency:
         self.life[ids] = FAILED
         self.counts["failed"] += len(ids)
 
+    def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
+        """Where to fetch objects (k,) for their read in `epoch`: (origin, which of them) each."""
+        holder = None if self.policy is None else self.policy.holders(ids, epoch)
+        if holder is None:
+            return [(SOURCE, slice(None))]
+        return [(int(node), np.flatnonzero(holder == node)) for node in np.unique(holder)]
+
     def unpinned(self) -> Index:
         """(k,) residents that are not pinned."""
         return np.flatnonzero((self.life == RESIDENT) & (self.pins == 0))
@@ -271,7 +290,7 @@ class Residency:
             busy: (k,) offsets of fetches in flight, which cannot leave.
         """
         ids = np.flatnonzero(self.life == RESIDENT)
-        at = self._places(ids)
+        at = self.places(ids)
         ids, at = ids[at != NOWHERE], at[at != NOWHERE]  # the shell still has to store the others
         if not len(ids):
             return 0
@@ -345,11 +364,12 @@ class Residency:
             unplanned=all(s.unplanned for g in groups for s in g.sessions.values()),
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
+            deals=groups[0].deals,
         )
         held, dominate = (self.life, self.pins), window.opens_dominate
         self.policy = choose(self.policy, readers, *held, opens_dominate=dominate)
 
-    def question(self, admission: Admission, window: Window) -> Turn | None:
+    def question(self, admission: Admission, window: Window) -> Turn | ClusterTurn | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
         if self.policy is None or not self.groups:
             return None
@@ -361,6 +381,8 @@ class Residency:
         self.pins[:] = 0
         for s in (s for group in self.groups for s in group.sessions.values()):
             np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
+        for ids in self.served.values():
+            np.add.at(self.pins, ids, ONE)
         self.life[self.life == FETCHING] = ABSENT
         self.life[under_way] = FETCHING
         for group in self.groups:
@@ -376,6 +398,8 @@ class Residency:
             must(s.at == s.stream.start(s.done), f"session {s.id}: at is not where done begins")
             must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
             np.add.at(pins, s.stream.objects(s.at, s.front), 1)
+        for ids in self.served.values():
+            np.add.at(pins, ids, 1)
         must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
         must(not (self.pins[self.life == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.life == RESIDENT, self.length >= 0
@@ -433,6 +457,13 @@ class _PlanningContext:
         return np.array([pool.record]) if pool.same_size else self.residency.length
 
     @property
+    def same_size(self) -> Sizes:
+        h = self.residency
+        if h.pool.same_size:
+            return np.array([h.pool.record])
+        return h.length if h.listed is None else np.array([_rounded_up(h.mean)])
+
+    @property
     def page(self) -> int:
         return self.residency.pool.page
 
@@ -445,6 +476,15 @@ class _PlanningContext:
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:
         return self.group.orders(epoch)
+
+
+def _rounded_up(mean: float) -> int:
+    """A mean length as all nodes get it, though each has seen other objects.
+
+    >>> _rounded_up(110_000.0) == _rounded_up(109_000.0)
+    True
+    """
+    return math.ceil(2 ** (math.ceil(_PARTS * math.log2(max(mean, 1.0))) / _PARTS))
 
 
 def _clocks(groups: list[JobGroup]) -> list[tuple[float, float]]:

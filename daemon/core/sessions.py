@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.cluster_eviction import Deals
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Pace, SessionPlan
 
@@ -32,6 +33,7 @@ class JobGroup:
     world: int
     uses: NextUses
     sessions: dict[int, RankStream] = field(default_factory=dict)  # by rank
+    deals: Deals = field(default_factory=Deals)
 
     def clock(self) -> int:
         """Steps that all ranks have done."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.version import CHANGING, UNKNOWN
+from creel.cache.storage.version import CHANGING, UNKNOWN, differ, shared
 from creel.policies.masks import unique
 
 Files = NDArray[np.int32]
@@ -85,9 +85,9 @@ class Versions:
             (k,) those whose residents are out of date.
         """
         old = self.version[files]
-        changed = (old != version) | (old == CHANGING)
-        changed &= self.seen[files] <= generation
-        self.version[files[changed]] = version[changed]
+        changed = differ(old, version) & (self.seen[files] <= generation)
+        newer = (old != version) & (self.seen[files] <= generation)
+        self.version[files[newer]] = version[newer]
         self.seen[files] = np.maximum(self.seen[files], generation)
         out: Files = files[changed]
         return out
@@ -105,7 +105,7 @@ class Versions:
             version = np.zeros(len(ids), np.int64)
         files = self.files(ids)
         old = self.version[files]
-        other = (old != version) | (version == CHANGING)
+        other = differ(old, version) | (version == CHANGING)
         late = other & (self.seen[files] > generation)
         good, found = (
             (files, version) if not np.count_nonzero(late) else (files[~late], version[~late])
@@ -115,6 +115,20 @@ class Versions:
         self.version[good] = found
         self.seen[good] = np.maximum(self.seen[good], generation)
         return late, np.empty(0, np.int32)
+
+    def received(self, ids: Index, version: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Enter the versions (k,) of objects `ids` that a peer sent, read at any time before.
+
+        What nobody here has asked for since is current only once a check finds the same version.
+
+        Returns:
+            (k,) whether each is of another version than the one known here, and so of no use.
+        """
+        files = self.files(ids)
+        fresh = (self.seen[files] == 0) & (self.version[files] == UNKNOWN)
+        self.version[files[fresh]] = shared(version[fresh])
+        late: NDArray[np.bool_] = differ(self.version[files], version) | (version == CHANGING)
+        return late
 
     def _replaced(self, files: Index, version: NDArray[np.int64], generation: int) -> Files:
         """Handle reads of files whose version differs from the known one, or that keep changing."""

@@ -32,6 +32,10 @@ from creel.messages import (
     Close,
     ControlRequest,
     Hello,
+    Host,
+    Hosting,
+    Join,
+    Joined,
     Open,
     Opened,
     Refused,
@@ -260,6 +264,12 @@ class ControlSocket:
             raise UnavailableError(f"a {connection.role} must not send this request")
         elif isinstance(request, Register):
             self._register(connection, request, fds)
+        elif isinstance(request, Host):
+            member = self._node.clusters.host(request.host)
+            self._send(connection, Answer(Hosting(member)))
+        elif isinstance(request, Join):
+            self._node.clusters.join(connection.token, request)
+            self._send(connection, Answer(Joined()))
         elif isinstance(request, Open):
             self._send(connection, _opened(self._node.open(connection.token, request)))
         elif isinstance(request, Close):

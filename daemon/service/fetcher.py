@@ -20,7 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,7 @@ from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.source import Read, Source
 from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.events import (
+    SOURCE,
     Checked,
     CheckVersions,
     DiscardFetch,
@@ -40,14 +43,20 @@ from creel.daemon.core.events import (
     Ids,
     StoreObjects,
 )
+from creel.daemon.peers.lane import PeerSource
 from creel.policies.concurrency import Concurrency
 
 log = logging.getLogger("creel.fetch")
+
+#: What a lane may read from: a dataset's storage, or a peer.
+Readable: TypeAlias = Source | PeerSource
 
 #: Size of the read buffer in front of the arena; stays within a core's cache.
 _SCRATCH_NBYTES = 512 << 10
 #: Objects up to this size go through the buffer where the arena was never written to.
 _LARGE_NBYTES = 1 << 20
+#: Threads that read from one peer: one copies while the other waits.
+_PEER_THREADS = 2
 _CORES = len(os.sched_getaffinity(0))
 
 
@@ -81,6 +90,7 @@ class Fetcher:
     Args:
         arena: where objects are written.
         post: called with each `Fetched` and `Checked`, from any thread.
+        peer: makes what reads a dataset from a peer, by origin and dataset.
         threads: most threads over all lanes (a lane always gets one).
         per_source: most threads of one lane.
     """
@@ -89,6 +99,7 @@ class Fetcher:
         self,
         arena: Arena,
         post: Callable[[Fetched | Checked], None],
+        peer: Callable[[int, str], PeerSource],
         *,
         threads: int = 32,
         per_source: int = 32,
@@ -98,7 +109,9 @@ class Fetcher:
         self._post = post
         self._free_threads = _FreeThreads(threads)
         self._per_source = per_source
+        self._peer = peer
         self._lanes: dict[str, _Lane] = {}
+        self._peer_lanes: dict[tuple[str, int], _Lane] = {}
         self._checks: dict[str, _Lane] = {}
         self._held: dict[int, dict[int, bytes]] = {}
         self._short = False  # whether the machine ran out of memory
@@ -107,12 +120,16 @@ class Fetcher:
     def add(self, dataset: str, source: Source) -> None:
         """Add a lane: fetches of `dataset` read from `source`."""
         threads = self._per_source, self._free_threads
-        self._lanes[dataset] = _Lane(dataset, source, self._run, *threads)
-        self._checks[dataset] = _Lane(f"check-{dataset}", source, self._look, *threads)
+        self._lanes[dataset] = _Lane(dataset, source, partial(self._run, source), *threads)
+        self._checks[dataset] = _Lane(
+            f"check-{dataset}", source, partial(self._look, source), *threads
+        )
 
     def remove(self, dataset: str) -> None:
         """Remove a dataset's lanes; no fetch of it may be in flight or follow."""
-        for lane in (self._lanes.pop(dataset), self._checks.pop(dataset)):
+        of_peers = [key for key in self._peer_lanes if key[0] == dataset]
+        lanes = [self._lanes.pop(dataset), self._checks.pop(dataset)]
+        for lane in lanes + [self._peer_lanes.pop(key) for key in of_peers]:
             lane.close()
             self._free_threads.give(len(lane.threads) - 1)
 
@@ -125,9 +142,20 @@ class Fetcher:
         self.pending += 1
         job = _job(fetch, len(fetch.ids))
         if job.left:
-            self._lanes[fetch.dataset].put(fetch.deadline, job)
+            self._lane(fetch.dataset, fetch.origin).put(fetch.deadline, job)
         else:
             self._finish(job)
+
+    def _lane(self, dataset: str, origin: int) -> _Lane:
+        if origin == SOURCE:
+            return self._lanes[dataset]
+        lane = self._peer_lanes.get((dataset, origin))
+        if lane is None:
+            threads = _PEER_THREADS, self._free_threads
+            source = self._peer(origin, dataset)
+            lane = _Lane(f"peer{origin}", source, partial(self._run, source), *threads)
+            self._peer_lanes[dataset, origin] = lane
+        return lane
 
     def check(self, check: CheckVersions) -> None:
         """Start a check of versions; `Checked` is always posted at its end."""
@@ -169,7 +197,7 @@ class Fetcher:
         return sum(len(data) for held in list(self._held.values()) for data in held.values())
 
     def _all(self) -> list[_Lane]:
-        return [*self._lanes.values(), *self._checks.values()]
+        return [*self._lanes.values(), *self._checks.values(), *self._peer_lanes.values()]
 
     def tick(self) -> None:
         """Replace threads that hang; called periodically."""
@@ -189,7 +217,7 @@ class Fetcher:
             thread.join(max(deadline - time.monotonic(), 0))
         return not any(thread.is_alive() for thread in threads)
 
-    def _run(self, source: Source, job: _Job, part: slice) -> None:
+    def _run(self, source: Readable, job: _Job, part: slice) -> None:
         """Read one part, in a lane's thread."""
         try:
             self._read(source, job, part)
@@ -225,7 +253,7 @@ class Fetcher:
             self._held[fetch.fetch] = job.held
         self._post(Fetched(fetch.fetch, job.nbytes, job.version))
 
-    def _read(self, source: Source, job: _Job, part: slice) -> None:
+    def _read(self, source: Readable, job: _Job, part: slice) -> None:
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
         nbytes, version = job.nbytes[part], job.version[part]
@@ -245,7 +273,7 @@ class Fetcher:
                 job.held[int(ids[i])] = found[0]
 
     def _fill(
-        self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
+        self, source: Readable, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
     ) -> Read:
         """Read objects to their places, directly or through a buffer.
 
@@ -280,7 +308,7 @@ class Fetcher:
             data = data[held:]
 
     def _fill_buffered(
-        self, source: Source, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
+        self, source: Readable, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
     ) -> Read:
         ends = length.cumsum()
         scratch = self._scratch.view(int(ends[-1]))
@@ -375,8 +403,8 @@ class _Lane:
     def __init__(
         self,
         name: str,
-        source: Source,
-        run: Callable[[Source, _Job, slice], None],
+        source: Readable,
+        run: Callable[[_Job, slice], None],
         limit: int,
         free_threads: _FreeThreads,
     ) -> None:
@@ -413,7 +441,7 @@ class _Lane:
                 if not self._heap:
                     return
                 job, part = self._part()
-            self._run(self.source, job, part)
+            self._run(job, part)
 
     def tick(self) -> None:
         """Wake or start threads, also to replace ones that hang."""
@@ -462,7 +490,7 @@ class _Lane:
         while (work := self._take(me)) is not None:
             job, part = work
             start, cpu, user = time.perf_counter(), time.thread_time(), _user_s()
-            self._run(self.source, job, part)
+            self._run(job, part)
             cpu, user = time.thread_time() - cpu, _user_s() - user
             # A lost update between threads does no harm.
             self._speed.measured(part.stop - part.start, time.perf_counter() - start, cpu, user)

@@ -29,6 +29,7 @@ from creel.config import Config, memory_budget
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.reporting import metrics
+from creel.daemon.service.clusters import Clusters
 from creel.daemon.service.fetcher import Fetcher
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registrar import Registrar
@@ -36,7 +37,10 @@ from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
 from creel.errors import CreelError, UnavailableError
 from creel.messages import (
     PROTOCOL,
+    Deal,
     Extend,
+    Hosting,
+    Joined,
     Open,
     Opened,
     Ready,
@@ -44,8 +48,8 @@ from creel.messages import (
     Registered,
     Welcome,
 )
+from creel.policies.job_order import JobOrder
 from creel.policies.prefetch import Window
-from creel.policies.retention import plan
 from creel.version import VERSION
 
 T = TypeVar("T")
@@ -61,7 +65,7 @@ _KEPT_FILES = 128
 class Answer:
     """An answer over the control socket: a message and descriptors, which the sender keeps open."""
 
-    message: Welcome | Registered | Opened | Refused
+    message: Welcome | Registered | Opened | Hosting | Joined | Refused
     fds: tuple[int, ...] = ()
 
 
@@ -103,9 +107,11 @@ class Node:
         )
         self.ranks = metrics.Ranks()
         self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
+        self.clusters = Clusters(self.arena, self.handle_event, call_soon)
         self.fetcher = Fetcher(
             self.arena,
             lambda event: call_soon(lambda: self._fetched(event)),
+            self.clusters.source,
             threads=config.fetch.threads,
             per_source=config.fetch.per_source,
         )
@@ -190,6 +196,8 @@ class Node:
             self.fetcher.submit(action)
         elif isinstance(action, events.CheckVersions):
             self.fetcher.check(action)
+        elif isinstance(action, events.ServeObjects):
+            self.clusters.serve(action)
         else:
             self._planner.put(partial(self._plan, action))
         return []
@@ -197,7 +205,7 @@ class Node:
     def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
         try:
-            planned = events.RetentionPlanned(action.dataset, action.turn, plan(action.turn))
+            planned = events.RetentionPlanned(action.dataset, action.turn, action.turn.plan())
         except Exception:
             log.exception("retention could not be planned for %s", action.dataset)
         else:
@@ -383,6 +391,7 @@ class Node:
         for session in self.registry.of(token):
             self.close_session(session)
         self.registry.client_left(token)
+        self.clusters.client_left(token)
 
     def forget_idle(self, *, room: int = 0) -> None:
         """Free idle datasets beyond the time and number in the settings.
@@ -434,6 +443,17 @@ class Node:
             session.words[KNOWN] = session.steps
             self.waiting(session)
 
+    def dealt(self, session: SessionRecord, message: Deal) -> None:
+        """Note how an epoch is dealt to the ranks of a session's job."""
+        view = self.clusters.view(message.cluster)
+        if view is None or message.samples != len(session.dataset.manifest):
+            return
+        order = JobOrder(
+            *(message.samples, message.world, message.each, message.batch, message.seed)
+        )
+        if order.sound() and message.world == len(view.nodes):
+            self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
+
     def truncated(self, session: SessionRecord, step: int) -> None:
         """Truncate a session's plan."""
         session.truncate(step)
@@ -472,6 +492,7 @@ class Node:
             self._prefault.join(1.0)
         self._registrar.close()
         self._planner.close()
+        self.clusters.close()
         self.fetcher.join(0.5)
         self.registry.close()
         self.arena.close()

@@ -28,6 +28,7 @@ from creel.messages import (
     Begin,
     Command,
     CommandReply,
+    Deal,
     Extend,
     Failed,
     RequestMessage,
@@ -126,6 +127,8 @@ class RequestSocket:
             return  # the session may have ended meanwhile
         if isinstance(message, Extend):
             self._node.extended(session, message, _checked(session, message, arrays))
+        elif isinstance(message, Deal):
+            self._node.dealt(session, message)
         elif isinstance(message, Begin):
             self._node.handle_event(EpochBegan(session.id, message.epoch))
         elif isinstance(message, Truncate):

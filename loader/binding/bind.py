@@ -30,6 +30,9 @@ from creel.loader.reading.lease import Lease, ReadableSession
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
 
+#: Samples by which `Binding.one_to_one` judges.
+_PROBED = 64
+
 
 @dataclass(frozen=True)
 class Gather:
@@ -141,6 +144,12 @@ class Binding:
             IndexError: outside the dataset.
         """
         return self._root.objects(np.asarray(indices, np.int64))
+
+    def one_to_one(self, samples: int) -> bool:
+        """Whether sample i is object i of the manifest, judged by some of them."""
+        some = np.unique(np.linspace(0, samples - 1, _PROBED).astype(np.int64))
+        ids, counts = self.objects(some)
+        return len(self.manifest) == samples and np.array_equal(ids, some) and bool(counts.all())
 
     def reading(
         self, session: ReadableSession, ids: NDArray[np.integer] | None = None, stamp: int = -1

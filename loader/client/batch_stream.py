@@ -18,6 +18,7 @@ from creel.cache.memory.shared_words import READY
 from creel.config import Config
 from creel.errors import UnavailableError
 from creel.loader.client.client import Client
+from creel.loader.client.cluster import join_cluster
 from creel.loader.client.connections import client_of
 from creel.loader.client.publish import PlanPublisher, PublishedEpoch
 from creel.loader.client.ranks import job_name, rank_and_world
@@ -55,6 +56,7 @@ class BatchStream:
         self._unplanned = UnplannedBatches()  # unplanned batches of this epoch
         self._counted_at = time.monotonic_ns()
         self._next = 0  # all steps below were given out
+        self._dealt = -1  # epochs up to here: the cluster knows how they are dealt
 
     @property
     def alive(self) -> bool:
@@ -172,6 +174,19 @@ class BatchStream:
             step = max(step, min(epoch_plan.step(i), epoch_plan.stop, self._next))
         self.session.done(step)
         self._publisher.pump()
+        if self.client.cluster:
+            self._deal()
+
+    def _deal(self) -> None:
+        """Tell the daemon how this epoch and the next ones are dealt to the job's ranks."""
+        known = [e for e in (self._current, *self._upcoming) if e is not None]
+        for epoch in known:
+            if epoch.epoch <= self._dealt or not epoch.plan.opened:
+                continue
+            self._dealt = epoch.epoch
+            deal = epoch.plan.deal
+            if deal is not None and self.binding.one_to_one(deal.samples):
+                self.session.deal(epoch.epoch, deal)
 
     def leave(self) -> None:
         """End the epoch, complete or not: no more of it is read."""
@@ -229,6 +244,7 @@ def open_stream(binding: Binding, config: Config) -> BatchStream | None:
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
         _log.warning("creel reads directly, without a cache: %s", e)
         return None
+    join_cluster(client, rank, world)
     return BatchStream(client, session, binding, config.daemon.name)
 
 

@@ -56,6 +56,11 @@ from creel.messages import (
     ControlRequest,
     Failed,
     Hello,
+    Host,
+    Hosting,
+    Join,
+    Joined,
+    Member,
     Open,
     Opened,
     Register,
@@ -101,6 +106,9 @@ class Client:
         self._wakeups: set[int] = set()  # eventfds of listening threads, to wake them up
         self.calls = itertools.count(1)
         self._answers: dict[int, CommandReply | Failed] = {}
+        #: The cluster that this node's daemon has joined for this process's job; "": none.
+        self.cluster = ""
+        self.joining = False
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         forget_in_child(self)
 
@@ -222,6 +230,23 @@ class Client:
         """
         reply, fds = self._call(Attach(session_id), Opened)
         return self._session(reply, fds, trainer=False)
+
+    def host(self, address: str) -> Member:
+        """Have the daemon serve peers at this address of this node.
+
+        Raises:
+            UnavailableError: refused, or the daemon is lost.
+        """
+        return self._call(Host(address), Hosting)[0].member
+
+    def join(self, request: Join) -> None:
+        """Give the daemon its peers; see `messages.Join`.
+
+        Raises:
+            UnavailableError: refused, or the daemon is lost.
+        """
+        self._call(request, Joined)
+        self.cluster = request.cluster
 
     def ask(self, what: str, *, timeout_s: float = 10.0, **args: object) -> dict[str, Any]:
         """Return the daemon's reply to a command (see `messages.Command`).

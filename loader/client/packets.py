@@ -16,6 +16,8 @@ from creel.messages import (
     MAX_BODY,
     ControlReply,
     ControlRequest,
+    Hosting,
+    Joined,
     Opened,
     Refused,
     Registered,
@@ -25,7 +27,7 @@ from creel.messages import (
 )
 from creel.peers import known_apart, peer_of
 
-M = TypeVar("M", Welcome, Registered, Opened)
+M = TypeVar("M", Welcome, Registered, Opened, Hosting, Joined)
 
 _MAX_FDS = 4
 _SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE

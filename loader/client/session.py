@@ -32,7 +32,8 @@ from creel.cache.memory.shared_words import (
 )
 from creel.errors import DaemonLostError
 from creel.forks import forget_in_child
-from creel.messages import Begin, Close, Extend, Opened, RequestMessage, Truncate, Wait
+from creel.messages import Begin, Close, Deal, Extend, Opened, RequestMessage, Truncate, Wait
+from creel.policies.job_order import JobOrder
 
 if TYPE_CHECKING:  # the two modules import each other
     from creel.loader.client.client import Client
@@ -251,6 +252,10 @@ class Session:
         """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""
         if not self._closed and not self._lost and step > self.words[DONE]:
             self.words[DONE] = step
+
+    def deal(self, epoch: int, deal: JobOrder) -> None:
+        """Tell the daemon how an epoch is dealt to all ranks of the job."""
+        self._send(Deal(self.token, self.id, epoch, self.client.cluster, *deal))
 
     def forget(self) -> None:
         """In a forked child: stop using the session, whose shared words belong to the parent."""

@@ -12,7 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.order.drain import DrainedSampler
-from creel.loader.order.streams import FromArray, SamplerStream, Sequential, indices_of
+from creel.loader.order.streams import (
+    Distributed,
+    FromArray,
+    SamplerStream,
+    Sequential,
+    indices_of,
+)
+from creel.policies.job_order import JobOrder
 
 _log = logging.getLogger("creel.loader")
 
@@ -137,6 +144,17 @@ class EpochPlan:
     def at_once(self) -> bool:
         """Whether the first step costs as much as the whole plan."""
         return self._opened().stream.at_once
+
+    @property
+    def deal(self) -> JobOrder | None:
+        """How this epoch is dealt to all ranks of the job; None where the sampler does not say."""
+        predicted = self._opened()
+        stream, shape = predicted.stream, predicted.shape
+        if isinstance(stream, Distributed) and isinstance(shape, Shape):
+            return stream.deal(
+                min(shape.start(shape.steps(stream.total)), stream.total), shape.size or 1
+            )
+        return None
 
     @property
     def spread(self) -> int:

@@ -26,6 +26,7 @@ from creel.loader.order.draws import (
     pack,
     state_of,
 )
+from creel.policies.job_order import IN_ORDER, JobOrder
 
 Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
 
@@ -315,6 +316,15 @@ class Distributed(SamplerStream):
             return places % max(self._n, 1)
         head = self._order.items(0, min(int(places[-1]) + 1, self._n))
         return np.asarray(head)[places % self._n]
+
+    def deal(self, each: int, batch: int) -> JobOrder | None:
+        """The whole job's epoch: `each` samples of every rank, in steps of `batch`.
+
+        None where a daemon could not compute it.
+        """
+        in_order = isinstance(self._order, Sequential)
+        seed = IN_ORDER if in_order else self._order.facts().get("seed")
+        return None if seed is None else JobOrder(self._n, self._world, each, batch, seed)
 
     def rebase(self, source: RandomSource) -> None:
         self._order = self._order.fork(source)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Increased whenever an old client could misread a new daemon, or the reverse.
-PROTOCOL = 5
+PROTOCOL = 6
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -102,6 +102,34 @@ class Close(Message, frozen=True):
     session: int
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A node of a cluster: its daemon's id, where it serves peers, and the bytes of its arena."""
+
+    node: str
+    host: str
+    port: int
+    arena_nbytes: int
+
+
+class Host(Message, frozen=True):
+    """Serve peers at this address of this node, from now on; the answer is `Hosting`."""
+
+    host: str
+
+
+class Join(Message, frozen=True):
+    """The nodes of this client's job, this one included: they serve each other from now on.
+
+    `key` (32 bytes) is known to them alone. Rank r runs on the node `members[ranks[r]]`. All nodes
+    of a job get the same message. The answer is `Joined`.
+    """
+
+    cluster: str
+    key: bytes
+    members: list[Member]
+    ranks: list[int]
+
+
 # --- control socket: daemon to client ---------------------------------------------------------
 
 
@@ -130,6 +158,16 @@ class Opened(Message, frozen=True):
     record: int = 0
 
 
+class Hosting(Message, frozen=True):
+    """This node as a member of any cluster."""
+
+    member: Member
+
+
+class Joined(Message, frozen=True):
+    """Done."""
+
+
 class Refused(Message, frozen=True):
     """A refusal, in one sentence that says what to do. The connection stays usable."""
 
@@ -153,6 +191,23 @@ class Extend(Message, frozen=True):
     epoch: int
     step: int
     unplanned: bool = False
+
+
+class Deal(Message, frozen=True):
+    """How an epoch of the session is dealt to all ranks of its job; see `policies.job_order`.
+
+    Only a hint: with it, the nodes of `cluster` plan alike what each of them keeps. No reply.
+    """
+
+    token: str
+    session: int
+    epoch: int
+    cluster: str
+    samples: int
+    world: int
+    each: int
+    batch: int
+    seed: int
 
 
 class Begin(Message, frozen=True):
@@ -217,9 +272,9 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-ControlRequest: TypeAlias = Hello | Register | Attach | Open | Close
-ControlReply: TypeAlias = Welcome | Registered | Opened | Refused
-RequestMessage: TypeAlias = Extend | Begin | Truncate | Wait | Command
+ControlRequest: TypeAlias = Hello | Register | Attach | Open | Host | Join | Close
+ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | Refused
+RequestMessage: TypeAlias = Extend | Deal | Begin | Truncate | Wait | Command
 RequestReply: TypeAlias = Ready | CommandReply | Failed
 
 #: Arrays that follow the body on the request socket, by class: (name, dtype).
@@ -240,7 +295,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), ControlRequest)
-    Hello(protocol=5, role='cli', pid=7, token='')
+    Hello(protocol=6, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 

@@ -38,7 +38,6 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
-from creel.policies.retention import plan
 
 
 @dataclass
@@ -201,7 +200,7 @@ class Rig:
     def plan(self) -> None:
         """The planner answers the oldest question."""
         asked = self.plans.pop(0)
-        self.feed(RetentionPlanned(asked.dataset, asked.turn, plan(asked.turn)))
+        self.feed(RetentionPlanned(asked.dataset, asked.turn, asked.turn.plan()))
 
     def do(self, action: Action) -> None:
         if isinstance(action, FetchObjects):

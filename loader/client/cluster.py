@@ -1,0 +1,112 @@
+"""Make one cluster of the daemons of a job's nodes, through the store of its process group.
+
+Every rank writes where its node's daemon serves peers; rank 0 adds a fresh key. Once all have, each
+rank gives its daemon the list. Nothing waits for that: until then, and where it fails, each node
+reads for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from creel.errors import UnavailableError
+from creel.loader import torch_private
+from creel.loader.client.client import Client
+from creel.messages import Join, Member
+
+_log = logging.getLogger("creel.loader")
+
+_PREFIX = "creel/cluster/"
+#: Pauses between two looks at the store, in seconds: the first, and the longest.
+_FIRST_S, _LONGEST_S = 0.05, 2.0
+#: Ranks that make no creel.DataLoader would be waited for in vain.
+_GIVE_UP_S = 600.0
+
+
+def join_cluster(client: Client, rank: int, world: int) -> None:
+    """Join this node's daemon with those of the other ranks' nodes, in the background."""
+    if client.joining or world < 2 or on_one_node(os.environ, world):
+        return
+    store = torch_private.default_store()
+    if store is None:
+        return
+    client.joining = True
+    thread = threading.Thread(
+        target=_join, args=(client, store, rank, world), name="creel-join", daemon=True
+    )
+    try:
+        thread.start()
+    except RuntimeError:  # no thread available: this node reads for itself
+        _log.debug("no thread to join the cluster", exc_info=True)
+
+
+def on_one_node(env: Mapping[str, str], world: int) -> bool:
+    """Whether the launcher says that all ranks run on this node.
+
+    >>> on_one_node({"LOCAL_WORLD_SIZE": "8"}, 8), on_one_node({}, 8)
+    (True, False)
+    """
+    return any(
+        env.get(local) == str(world)
+        for local in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    )
+
+
+def _join(client: Client, store: Any, rank: int, world: int) -> None:
+    try:
+        member = client.host(own_address(store))
+        store.set(f"{_PREFIX}{rank}", msgspec.msgpack.encode(member))
+        if rank == 0:
+            store.set(f"{_PREFIX}key", secrets.token_bytes(48))
+        if not _all_there(client, store, world):
+            return
+        secret: bytes = store.get(f"{_PREFIX}key")
+        found = [
+            msgspec.msgpack.decode(store.get(f"{_PREFIX}{r}"), type=Member) for r in range(world)
+        ]
+        members = list(dict.fromkeys(found))
+        if len(members) > 1:
+            ranks = [members.index(one) for one in found]
+            client.join(Join(secret[:16].hex(), secret[16:], members, ranks))
+    except (UnavailableError, OSError, RuntimeError, msgspec.MsgspecError) as e:
+        _log.warning("this node shares no cache with the job's others: %s", e)
+
+
+def _all_there(client: Client, store: Any, world: int) -> bool:
+    """Wait until every rank has written to the store; False where that takes too long."""
+    keys = [f"{_PREFIX}key", *(f"{_PREFIX}{r}" for r in range(world))]
+    pause_s, until = _FIRST_S, time.monotonic() + _GIVE_UP_S
+    while not store.check(keys):
+        if not client.alive or time.monotonic() > until:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+    return True
+
+
+def own_address(store: Any) -> str:
+    """The address of this node that the others reach: the one from which it reaches the store.
+
+    Raises:
+        OSError: there is no way to tell.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR", "")
+    if not host:
+        raise OSError("the job's store has no address")
+    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, where = found[0]
+    with socket.socket(family, kind, protocol) as towards:
+        towards.connect(where)  # UDP: sends nothing
+        address: str = towards.getsockname()[0]
+        return address

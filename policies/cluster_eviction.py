@@ -1,0 +1,207 @@
+"""Eviction where the nodes of a job serve each other: what stays is planned for all alike. Pure.
+
+All nodes compute from the job's orders which of them holds each object when an epoch turns
+(`placement.turn`), so each knows where to ask and what the others will ask for, without a message.
+What a plan gets wrong costs a read of the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies import placement
+from creel.policies.candidates import Index
+from creel.policies.eviction_policy import RESIDENT
+from creel.policies.job_order import JobOrder
+from creel.policies.next_use import NextUses
+from creel.policies.placement import Nodes, nobody
+from creel.policies.planned_eviction import PlannedEviction, PlanningContext
+from creel.policies.retention import Ids, Kept, Turn
+
+#: Later epochs that placement looks at: on how many nodes an object is used soonest.
+_DEPTH = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterView:
+    """The nodes of a job, as one of them sees them.
+
+    Args:
+        me: the number of this node among them.
+        nodes: (world,) the node of each rank.
+        capacity: (nodes,) bytes of memory of each.
+        origin: (nodes,) what each is called as origin of a fetch; -1: this node itself.
+    """
+
+    me: int
+    nodes: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    origin: NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class Deals:
+    """What a node knows of its job: the other nodes, and how epochs are dealt to the ranks."""
+
+    view: ClusterView | None = None
+    orders: dict[int, JobOrder] = field(default_factory=dict)
+
+    def forget(self, epoch: int) -> None:
+        """Forget epochs before `epoch`."""
+        self.orders = {e: order for e, order in self.orders.items() if e >= epoch}
+
+    def known(self, epoch: int) -> bool:
+        """Whether an epoch and the one after it are known."""
+        return self.view is not None and {epoch, epoch + 1} <= set(self.orders)
+
+    def from_epoch(self, epoch: int) -> list[JobOrder]:
+        """The orders of `epoch`, which is `known`, and of _DEPTH later ones."""
+        now, then = self.orders[epoch], self.orders[epoch + 1]
+        return [now, then, *(then.after(now, i) for i in range(1, _DEPTH))]
+
+
+class Placed(NamedTuple):
+    """The answer to a `ClusterTurn`.
+
+    Args:
+        holder, reader: (n,) node that holds each object when the epoch turns, and that reads it in
+            the next one; `placement.nobody`: none does.
+        surplus: what this node holds in vain.
+    """
+
+    holder: Nodes
+    reader: Nodes
+    surplus: list[Ids]
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterTurn:
+    """What is known about the turn of an epoch of a whole job; arrays may be live views.
+
+    Args:
+        view: the nodes.
+        orders: of this epoch and of later ones.
+        holder: (n,) who held each object when this epoch began; None: nobody anything.
+        size: (n,) bytes of each object, or (1,) where all are equal or some are unknown.
+        life: (n,) states on this node.
+        lead: share of the next epoch that is kept first.
+    """
+
+    view: ClusterView
+    orders: list[JobOrder]
+    holder: Nodes | None
+    size: NDArray[np.int64]
+    life: NDArray[np.uint8]
+    lead: float
+
+    def plan(self) -> Placed:
+        """Return who holds what when the epoch turns; takes a second for a million objects."""
+        now = self._uses(self.orders[0].by_rank(), self.orders[0])
+        following = [order.by_rank() for order in self.orders[1:]]
+        owners = [
+            self._uses(ranks, order).owner
+            for ranks, order in zip(following, self.orders[1:], strict=True)
+        ]
+        holder = self.holder
+        if holder is None:
+            holder = np.full_like(now.owner, nobody(now.owner))
+        rest = owners, following[0], self.size, self.view.capacity
+        after = placement.turn(holder, now, *rest, lead=self.lead)
+        vain = (self.life == RESIDENT) & (after != self.view.me)
+        return Placed(after, owners[0], [vain.nonzero()[0].astype(np.int32)])
+
+    def _uses(self, ranks: list[Ids], order: JobOrder) -> placement.Uses:
+        nodes = self.view.nodes.tolist()
+        sizes = {"objects": len(self.life), "nodes": len(self.view.capacity)}
+        return placement.uses_of(ranks, nodes, order.batch, **sizes)
+
+
+class ClusterEviction(PlannedEviction):
+    """For jobs of several nodes whose epochs read each object at most once.
+
+    Args:
+        deals: what is known of the job, a live view.
+    """
+
+    name = "cluster"
+
+    def __init__(
+        self,
+        life: NDArray[np.uint8],
+        pins: NDArray[np.int32],
+        uses: NextUses,
+        epoch: int,
+        deals: Deals,
+    ) -> None:
+        super().__init__(life, pins, uses, epoch)
+        self.deals = deals
+        self._holder: Nodes | None = None  # when this epoch began
+        self._next: Placed | None = None  # when it ends
+        self._asking: ClusterTurn | None = None
+        # Held for a peer that reads it in this epoch; sent already for the next one.
+        self._lent = np.zeros(len(life), np.bool_)
+        self._sent_early = np.zeros(len(life), np.bool_)
+
+    def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:
+        """Return what to plan now, if anything: once for each epoch."""
+        view = self.deals.view
+        if self._asking is not None or self._next is not None or view is None:
+            return None
+        if not self.deals.known(self.epoch):
+            return None
+        orders = self.deals.from_epoch(self.epoch)
+        least, steps = context.lead
+        lead = max(least, steps) / max(orders[1].steps, 1)
+        self._asking = ClusterTurn(view, orders, self._holder, context.same_size, self._life, lead)
+        return self._asking
+
+    def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
+        """Take a plan, if it answers the latest question."""
+        if turn is not self._asking or not isinstance(kept, Placed) or self.deals.view is None:
+            return
+        self._asking, self._next = None, kept
+        self._stays, self._surplus = kept.holder == self.deals.view.me, kept.surplus
+
+    def turn(self, uses: NextUses, epoch: int) -> None:
+        """The first object of `epoch` was read."""
+        if uses is not self.uses or epoch <= self.epoch:
+            return
+        placed = self._next if epoch == self.epoch + 1 else None
+        super().turn(uses, epoch)
+        self._asking = self._next = None
+        self._holder = None if placed is None else placed.holder
+        self._lent[:] = False
+        if placed is not None and self.deals.view is not None:
+            me = self.deals.view.me
+            np.equal(placed.holder, me, out=self._lent)
+            self._lent &= placed.reader != me
+            self._lent &= ~self._sent_early
+        self._sent_early[:] = False
+        self.deals.forget(epoch)
+
+    def wanted(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether the current epoch reads each again, here or on a peer."""
+        return super().wanted(ids) | self._lent[ids]
+
+    def sent(self, ids: Index) -> None:
+        """Objects were sent to the peer that reads them."""
+        self._sent_early[ids[~self._lent[ids]]] = True
+        self._lent[ids] = False
+
+    def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:
+        """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no plan."""
+        holder = self._holder
+        if epoch == self.epoch + 1:
+            holder = None if self._next is None else self._next.holder
+        elif epoch != self.epoch:
+            holder = None
+        if holder is None or self.deals.view is None:
+            return None
+        found, origin = holder[ids].astype(np.int64), self.deals.view.origin
+        none = found == nobody(holder)
+        found[none] = 0
+        return np.where(none, -1, origin[found])

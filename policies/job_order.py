@@ -1,0 +1,79 @@
+"""The order in which all ranks of a job read an epoch, from a few numbers. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
+
+#: `JobOrder.seed` of an order that is not shuffled.
+IN_ORDER = -1
+
+
+class JobOrder(NamedTuple):
+    """One epoch of a job, as torch's `DistributedSampler` deals it to the ranks.
+
+    Item i of the order goes to rank i % world, as its item i // world. The order is a permutation
+    of the samples, with its head repeated or its tail cut off: `each * world` items in all.
+
+    Args:
+        samples: number of samples; sample i is object i.
+        world: number of ranks.
+        each: samples of each rank.
+        batch: samples in a step of a rank; the last may have fewer.
+        seed: of the permutation, or IN_ORDER.
+    """
+
+    samples: int
+    world: int
+    each: int
+    batch: int
+    seed: int
+
+    def sound(self) -> bool:
+        """Whether the numbers are possible."""
+        counts = self.samples, self.world, self.each, self.batch
+        dealt = self.each * self.world
+        return (
+            all(0 < n < 1 << 31 for n in counts)
+            and dealt <= 2 * max(self.samples, self.world)
+            and (self.seed == IN_ORDER or self.samples < SHUFFLE_LIMIT)
+            and IN_ORDER <= self.seed < 1 << 63
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps of each rank."""
+        return -(-self.each // self.batch)
+
+    def permutation(self) -> NDArray[np.int32]:
+        """(samples,) the order before its head is repeated or its tail cut off.
+
+        >>> JobOrder(3, 1, 3, 1, IN_ORDER).permutation().tolist()
+        [0, 1, 2]
+        """
+        if self.seed == IN_ORDER:
+            return np.arange(self.samples, dtype=np.int32)
+        return Shuffle(self.samples, TorchRandom.seeded(self.seed)).all()
+
+    def by_rank(self) -> list[NDArray[np.int32]]:
+        """For each rank, (each,) the objects that it reads, in order.
+
+        >>> [ids.tolist() for ids in JobOrder(3, 2, 2, 1, IN_ORDER).by_rank()]
+        [[0, 2], [1, 0]]
+        """
+        dealt = np.resize(self.permutation(), self.each * self.world)
+        return [dealt[rank :: self.world] for rank in range(self.world)]
+
+    def after(self, other: JobOrder, epochs: int) -> JobOrder:
+        """The order `epochs` after this one, if seeds go on as from `other`, the one before.
+
+        >>> JobOrder(3, 1, 3, 1, 8).after(JobOrder(3, 1, 3, 1, 7), 2).seed
+        10
+        """
+        if IN_ORDER in {self.seed, other.seed}:
+            return self
+        return self._replace(seed=max(self.seed + epochs * (self.seed - other.seed), 0))
