@@ -17,7 +17,8 @@ from creel.policies.candidates import Index
 from creel.policies.eviction_policy import ABSENT, NONE, RESIDENT, EvictionPolicy, joined
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
-from creel.policies.retention import Ids, Kept, Turn
+from creel.policies.retention import Kept, Turn
+from creel.policies.selection import Ids
 
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster_eviction import ClusterTurn, Placed

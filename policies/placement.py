@@ -1,0 +1,343 @@
+"""Placement: which node of a cluster holds each object when an epoch turns. Pure.
+
+All nodes compute the same plan from what they all know (law L5): who holds what when an epoch
+begins, who reads what in it and in some epochs after it, sizes and capacities. No metadata crosses
+the network; whoever needs an object asks its holder.
+
+While an epoch runs, an object lies where it was until it is read, and from then on at its planned
+holder, or nowhere. Its consumer has its bytes anyway; so it stays there, or it stays at the old
+holder, whichever reads it again sooner. Only what neither has room for is handed to a third node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.selection import (
+    LEAD,
+    PIECE,
+    Ids,
+    Ints,
+    Nodes,
+    Part,
+    Piece,
+    Tally,
+    coprime,
+    in_order,
+    select,
+)
+
+#: `when` counts the parts of an epoch.
+EPOCH = 1 << 16
+#: The lead takes at most this part of the memory.
+_MAX_LEAD_OF_MEMORY = 0.5
+#: Attempts to distribute one kind's surplus over the nodes that have room.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """Who reads what in an epoch that reads each object once.
+
+    Args:
+        owner: (n,) uint8 or uint16, node that reads each object; `nobody(owner)`: none does.
+        when: (n,) uint16, after what part of the epoch, in 65,536ths; 0 where nobody does.
+    """
+
+    owner: Nodes
+    when: NDArray[np.uint16]
+
+
+def node_type(nodes: int) -> np.dtype[np.uint8] | np.dtype[np.uint16]:
+    """The smallest type for nodes and nobody: one byte for 255 nodes, two for 65,535.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if nodes >= EPOCH:
+        raise ValueError(f"{nodes} nodes: at most {EPOCH - 1}")
+    return np.dtype(np.uint8) if nodes < 256 else np.dtype(np.uint16)
+
+
+def nobody(nodes: Nodes) -> int:
+    """The number in `nodes` that stands for no node."""
+    return int(np.iinfo(nodes.dtype).max)
+
+
+def by_rank(order: Ids, world: int) -> list[Ids]:
+    """What each rank reads, from a global order as torch's DistributedSampler deals it out.
+
+    >>> [ids.tolist() for ids in by_rank(np.array([5, 3, 4, 1], np.int32), 2)]
+    [[5, 4], [3, 1]]
+    """
+    return [order[rank::world] for rank in range(world)]
+
+
+def uses_of(
+    orders: Sequence[Ids], node_of: Sequence[int], batch: int, *, objects: int, nodes: int
+) -> Uses:
+    """Return who reads what, from what each rank reads.
+
+    Where two ranks read the same object (padding), the last one counts.
+
+    Args:
+        orders: for each rank, the objects that it reads, in order.
+        node_of: the node of each rank.
+        batch: objects that a rank reads per step.
+
+    >>> uses = uses_of([np.array([2, 0])], [0], 1, objects=3, nodes=1)
+    >>> uses.owner.tolist(), uses.when.tolist()
+    ([0, 255, 0], [32768, 0, 0])
+    """
+    dtype = node_type(nodes)
+    owner = np.full(objects, np.iinfo(dtype).max, dtype)
+    when = np.zeros(objects, np.uint16)
+    steps = max(-(-max(map(len, orders), default=0) // batch), 1)
+    for ids, node in zip(orders, node_of, strict=True):
+        owner[ids] = node
+        when[ids] = np.arange(len(ids)) // batch * EPOCH // steps
+    return Uses(owner, when)
+
+
+def turn(
+    holder: Nodes,
+    now: Uses,
+    owners: Sequence[Nodes],
+    orders: Sequence[Ids],
+    size: Ints,
+    capacity: Ints,
+    *,
+    lead: float,
+    clock: int = 0,
+) -> Nodes:
+    """Return (n,) holder of each object when this epoch turns; `nobody(holder)`: none.
+
+    The source reads of the next epoch are the objects without a holder. After a change of
+    members, what lost nodes held has no holder, their capacity is 0, and the rest is planned anew.
+
+    Args:
+        holder: (n,) node that holds each object; mid-epoch, of objects that were read already,
+            their planned holder.
+        now: who reads what in this epoch.
+        owners: for each of the next d >= 1 epochs, (n,) node that reads each object in it. Local
+            hits grow with d up to `useful_depth`.
+        orders: for each rank, what it reads in the next epoch, in order.
+        size: (n,) bytes of each object, or (1,) where all are equal.
+        capacity: (nodes,) bytes.
+        lead: share of an epoch that is read ahead; as much of the next one stays first.
+        clock: how much of this epoch all ranks have read, in 65,536ths.
+
+    >>> uses = uses_of([np.array([0, 1]), np.array([2, 3])], [0, 1], 1, objects=4, nodes=2)
+    >>> swapped = uses_of([np.array([3, 0]), np.array([1, 2])], [0, 1], 1, objects=4, nodes=2)
+    >>> nowhere = np.full(4, 255, np.uint8)
+    >>> last = [np.array([3, 0], np.int32), np.array([1, 2], np.int32)]
+    >>> turn(nowhere, uses, [swapped.owner], last, np.array([1]), np.array([1, 1]), lead=0.5)
+    array([255,   0, 255,   1], dtype=uint8)
+    """
+    nodes, depth, n = len(capacity), len(owners), len(holder)
+    capacity = np.asarray(capacity, np.int64)
+    site = _Sites(holder, now, owners, size, clock)
+    where, kind = site.best()
+    _level(where, kind, site, capacity)
+    whole = int(size[0]) if len(size) == 1 else 0
+    tally = Tally(-(-n // max(nodes, 1)), nodes=nodes, kinds=depth + 3, whole=whole)
+    total = int(size[0]) * n if len(size) == 1 else int(size.sum())
+    lead = min(lead, _MAX_LEAD_OF_MEMORY * int(capacity.sum()) / max(total, 1))
+    for ids in _pieces(n):
+        site.flow(ids, tally)
+    parts = []
+    for piece in in_order([[ids] for ids in orders], n, lead):
+        part = _sort_in(piece, where, kind, site, tally)
+        if len(part.ids):
+            parts.append(part)
+    out = np.full_like(holder, nobody(holder))
+    select(parts, tally, capacity, lead, site.nbytes, out)
+    return out
+
+
+def useful_depth(nodes: int, capacity: float) -> int:
+    """Epochs to look ahead, beyond which local hits hardly grow; `capacity` in datasets.
+
+    A node reads an object again after `nodes` epochs on average. What is read again within T of
+    them fills its memory, T = sqrt(2 * capacity * nodes) [reference: retention, 1.3].
+
+    >>> useful_depth(8, 1.0), useful_depth(8, 2.0), useful_depth(1, 0.5)
+    (5, 7, 1)
+    """
+    return max(1, min(int((2 * capacity * nodes) ** 0.5) + (nodes > 1), 2 * nodes - 1))
+
+
+class _Sites:
+    """Where objects lie and are read."""
+
+    def __init__(
+        self, holder: Nodes, now: Uses, owners: Sequence[Nodes], size: Ints, clock: int
+    ) -> None:
+        self.holder, self.now, self.owners = holder, now, owners
+        self.size, self.clock = size, clock
+        self.nobody = nobody(holder)
+
+    def nbytes(self, ids: Ids) -> Ints:
+        """(k,) bytes of objects."""
+        return np.full(len(ids), self.size[0]) if len(self.size) == 1 else self.size[ids]
+
+    def unread(self, ids: Ids | slice) -> NDArray[np.bool_]:
+        """(k,) whether this epoch is yet to read each."""
+        unread: NDArray[np.bool_] = self.now.owner[ids] != self.nobody
+        return unread & (self.now.when[ids] >= self.clock)
+
+    def best(self) -> tuple[Nodes, NDArray[np.uint8]]:
+        """(n,) node where each object would best stay, or nobody; (n,) epochs until it reads it.
+
+        It is at its consumer of this epoch; where it came from another node, that may keep it.
+        """
+        depth = len(self.owners)
+        where = np.empty_like(self.holder)
+        kind = np.empty(len(where), np.uint8)
+        for ids in _pieces(len(where)):
+            consumer, holder = self.now.owner[ids].copy(), self.holder[ids]
+            read = ~self.unread(ids)
+            consumer[read] = holder[read]
+            mine = np.full(len(consumer), depth + 1, np.uint8)
+            theirs = mine.copy()
+            for gap in range(depth, 0, -1):
+                owner = self.owners[gap - 1][ids]
+                mine[owner == consumer] = gap
+                theirs[owner == holder] = gap
+            stays = (theirs < mine) & (holder != self.nobody)
+            where[ids] = np.where(stays, holder, consumer)
+            kind[ids] = np.where(stays, theirs, mine)
+        return where, kind
+
+    def flow(self, ids: slice, tally: Tally) -> None:
+        """Count what leaves nodes along this epoch, and what they fetch for their own ranks."""
+        here = np.arange(ids.start, ids.stop, dtype=np.int32)
+        here = here[self.unread(here)]
+        stretch = self.stretch(here, tally)
+        nbytes = self.nbytes(here)
+        holder, owner = self.holder[here], self.now.owner[here]
+        held, missing = holder != self.nobody, holder != owner
+        tally.leave(holder[held].astype(np.int64) * tally.width + stretch[held], nbytes[held])
+        at = owner[missing].astype(np.int64) * tally.width + stretch[missing]
+        tally.miss(at, nbytes[missing])
+
+    def stretch(self, ids: Ids, tally: Tally) -> NDArray[np.int64]:
+        """(k,) stretch of what is left of this epoch that reads each of these."""
+        when = self.now.when[ids].astype(np.int64) - self.clock
+        return 1 + np.maximum(when, 0) * tally.stretches // (EPOCH - self.clock)
+
+
+def _pieces(n: int) -> Iterator[slice]:
+    for start in range(0, n, PIECE):
+        yield slice(start, min(start + PIECE, n))
+
+
+def _sort_in(
+    piece: Piece, where: Nodes, kind: NDArray[np.uint8], site: _Sites, tally: Tally
+) -> Part:
+    """Node, kind and stretch of all objects that could stay."""
+    could = np.flatnonzero(where[piece.ids] != site.nobody)
+    ids, early = piece.ids[could], piece.early[could]
+    kinds: NDArray[np.int64] | int = tally.kinds - 1
+    if piece.read:
+        kinds = np.where(early, LEAD, kind[ids]).astype(np.int64)
+    stretch = np.where(site.unread(ids), site.stretch(ids, tally), 0)
+    cell = (where[ids].astype(np.int64) * tally.kinds + kinds) * tally.width + stretch
+    tally.add(cell, site.nbytes(ids))
+    return Part(ids, cell.astype(np.int32), piece.block[could], piece.read)
+
+
+# --- nodes with more than fits, and nodes with room ----------------------------------------------
+
+
+def _level(where: Nodes, kind: NDArray[np.uint8], site: _Sites, capacity: Ints) -> None:
+    """Move what does not fit on one node to nodes that have room, where they can.
+
+    First to the node of consumer and holder that is not `where`, which costs no transfer; then to
+    any node. Of each node's objects, those that it reads latest are moved first.
+    """
+    demand = np.zeros(len(capacity), np.int64)
+    for piece in _pieces(len(where)):
+        some = piece.start + np.flatnonzero(where[piece] != site.nobody).astype(np.int32)
+        np.add.at(demand, where[some], site.nbytes(some))
+    surplus, room = np.maximum(demand - capacity, 0), np.maximum(capacity - demand, 0)
+    if not surplus.any() or not room.any():
+        return
+    crowded = np.append(surplus > 0, np.zeros(site.nobody + 1 - len(surplus), np.bool_))
+    for move in (_to_the_other, _to_any):
+        for latest in range(len(site.owners) + 1, 0, -1):
+            if not surplus.any() or not room.any():
+                return
+            ids = _scattered(np.flatnonzero((kind == latest) & crowded[where]).astype(np.int32))
+            move(ids[site.unread(ids)], where, site, surplus, room)
+
+
+def _scattered(ids: Ids) -> Ids:
+    return ids[np.arange(len(ids)) * coprime(len(ids)) % len(ids)] if len(ids) else ids
+
+
+def _to_the_other(ids: Ids, where: Nodes, site: _Sites, surplus: Ints, room: Ints) -> None:
+    """Move objects to their other place, as far as `surplus` and `room` go; updates all three."""
+    nodes = len(surplus)
+    for _ in range(_ROUNDS):
+        place, owner, holder = where[ids], site.now.owner[ids], site.holder[ids]
+        other = np.where(place == owner, holder, owner)
+        could = other != site.nobody
+        ids, place, other = ids[could], place[could].astype(np.int64), other[could]
+        could = (surplus[place] > 0) & (room[other] > 0)
+        ids, place, other = ids[could], place[could], other[could].astype(np.int64)
+        if not len(ids):
+            return
+        way, nbytes = place * nodes + other, site.nbytes(ids)
+        ways, index = np.unique(way, return_inverse=True)
+        offered = np.zeros(len(ways), np.int64)
+        np.add.at(offered, index, nbytes)
+        start, end = np.divmod(ways, nodes)
+        quota = _scaled(_scaled(offered, start, surplus), end, room)
+        moves = _first_bytes(index, nbytes, quota)
+        where[ids[moves]] = other[moves]
+        np.add.at(surplus, place[moves], -nbytes[moves])
+        np.add.at(room, other[moves], -nbytes[moves])
+
+
+def _scaled(nbytes: Ints, node: Ints, limit: Ints) -> Ints:
+    """`nbytes`, scaled down so that those of each node sum up to no more than its limit."""
+    total = np.zeros(len(limit), np.int64)
+    np.add.at(total, node, nbytes)
+    factor = np.minimum(limit / np.maximum(total, 1), 1.0)
+    return np.floor(nbytes * factor[node]).astype(np.int64)
+
+
+def _to_any(ids: Ids, where: Nodes, site: _Sites, surplus: Ints, room: Ints) -> None:
+    """Move objects to nodes with room, as far as `surplus` and `room` go; updates all three.
+
+    Each of these nodes gets objects from all over the list.
+    """
+    place = where[ids].astype(np.int64)
+    moves = _first_bytes(place, site.nbytes(ids), surplus)
+    ids = _scattered(ids[moves])
+    ends = room.cumsum()
+    nbytes = site.nbytes(ids)
+    node = np.searchsorted(ends, nbytes.cumsum(), side="left")
+    fits = node < len(room)
+    ids, node, nbytes = ids[fits], node[fits], nbytes[fits]
+    np.add.at(surplus, where[ids], -nbytes)
+    np.add.at(room, node, -nbytes)
+    np.maximum(room, 0, out=room)
+    where[ids] = node
+
+
+def _first_bytes(group: NDArray[np.integer], nbytes: Ints, limit: Ints) -> NDArray[np.intp]:
+    """Indices of the first members of each group that together have up to `limit` bytes."""
+    order = group.argsort(kind="stable")
+    total = nbytes[order].cumsum()
+    group = group[order]
+    first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(group)])
+    lengths = np.diff(np.append(first, len(group)))
+    total -= np.repeat((total - nbytes[order])[first], lengths)
+    fits: NDArray[np.intp] = order[total <= limit[group]]
+    return fits

@@ -1,0 +1,452 @@
+"""Which objects stay when an epoch turns: shares by kind and stretch, and an even choice. Pure.
+
+`retention` plans one node with it, `placement` all nodes of a cluster. Both sort their candidates
+into cells (node, kind, stretch of this epoch) in a `Tally`, which says what share of each cell may
+stay; `choose` then selects that share along the next epoch's order.
+
+All numbers are integers, or floats whose operations IEEE 754 defines to the last bit and that are
+taken one by one (no sum of floats, whose result depends on its order): every machine computes the
+same. Work is done in pieces of about 65,536 objects of a few ms each, as it may run beside a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+Ints = NDArray[np.int64]
+#: (n,) node of each object, uint8 or uint16; the largest number of that type is nobody.
+Nodes = NDArray[np.uint8] | NDArray[np.uint16]
+
+PIECE = 1 << 16
+#: Objects of one rank, one after the other in the next epoch, of which an even share stays.
+BLOCK = 256
+#: Stretches of this epoch for which inflow is planned: at least 16 objects each, at most 1,024
+#: (a lead of three in a hundred covers ten of them from 300 on).
+_STRETCHES, _MIN_PER_STRETCH = 1024, 16
+#: The same where sizes differ: with fewer, single large objects decide the share of their stretch,
+#: and 5 % more objects are read in the same bytes.
+_MIN_PER_UNEQUAL_STRETCH = 64
+#: The best kind: what the next epoch begins with; all of it stays.
+LEAD = 0
+#: Shares are integers, in parts of this.
+_ONE = 1 << 20
+#: Rounds in which objects of two nodes change places within their blocks, and the objects of each
+#: piece that may be added or removed at the end.
+_MAX_ROUNDS, _MAX_SWAPPED = 8, 4096
+_GOLDEN = 0.6180339887498949
+_NODES_AT_ONCE = 64
+
+NbytesOf = Callable[[Ids], Ints]
+
+
+class Piece(NamedTuple):
+    """Objects in the order of the next epoch, rank by rank.
+
+    Args:
+        ids: (k,) objects, each at most once in all pieces.
+        early: (k,) whether each belongs to the lead.
+        block: (k,) number of the block of `BLOCK` objects, ascending.
+        read: whether the next epoch reads them.
+    """
+
+    ids: Ids
+    early: NDArray[np.bool_]
+    block: NDArray[np.int32]
+    read: bool
+
+
+class Part(NamedTuple):
+    """Candidates of a piece: ids, (k,) cells as in `Tally`, blocks, and whether they are read."""
+
+    ids: Ids
+    cell: NDArray[np.int32]
+    block: NDArray[np.int32]
+    read: bool
+
+
+class Tally:
+    """Bytes and counts of candidates by cell, and of what comes and goes by node and stretch.
+
+    cell = (node * kinds + kind) * width + stretch; stretch 0 is what this epoch has read already.
+    `at` is node * width + stretch.
+
+    Args:
+        objects: candidates that one node may have.
+        whole: bytes of each object where all are equal, else 0.
+    """
+
+    def __init__(self, objects: int, *, nodes: int, kinds: int, whole: int) -> None:
+        least = _MIN_PER_STRETCH if whole else _MIN_PER_UNEQUAL_STRETCH
+        self.stretches = max(min(_STRETCHES, objects // least), 8)
+        self.width = self.stretches + 1
+        self.nodes, self.kinds, self.whole = nodes, kinds, whole
+        self.nbytes = np.zeros(nodes * kinds * self.width, np.int64)
+        self._leaving = np.zeros(nodes * self.width, np.int64)  # bytes held, yet to be read
+        self._missing = np.zeros(nodes * self.width, np.int64)  # bytes yet to be fetched
+        self._number = self.nbytes if whole else np.zeros_like(self.nbytes)
+
+    def add(self, cell: NDArray[np.integer], nbytes: Ints) -> None:
+        """Count candidates."""
+        np.add.at(self.nbytes, cell, nbytes)
+        if not self.whole:
+            np.add.at(self._number, cell, 1)
+
+    def leave(self, at: NDArray[np.integer], nbytes: Ints) -> None:
+        """Count bytes that a node holds until they are read."""
+        np.add.at(self._leaving, at, nbytes)
+
+    def miss(self, at: NDArray[np.integer], nbytes: Ints) -> None:
+        """Count bytes that a node has to fetch for its own ranks."""
+        np.add.at(self._missing, at, nbytes)
+
+    def counts(self) -> Ints:
+        """Candidates by cell."""
+        return self._number // self.whole if self.whole else self._number
+
+    def demand(self) -> Ints:
+        """(nodes,) bytes of all candidates."""
+        total: Ints = self.nbytes.reshape(self.nodes, -1).sum(1)
+        return total
+
+    def shares(self, capacity: Ints, lead: float) -> Ints:
+        """Share of each cell that stays, in parts of `_ONE`.
+
+        Args:
+            capacity: (nodes,) bytes held at the turn.
+            lead: share of this epoch that is read ahead.
+        """
+        out = np.empty((self.nodes, self.kinds, self.width), np.int64)
+        have = self.nbytes.reshape(out.shape)
+        limit = self._limits(capacity, lead)
+        for first in range(0, self.nodes, _NODES_AT_ONCE):  # bounds the memory for what follows
+            some = slice(first, first + _NODES_AT_ONCE)
+            got = self._got(have[some], limit[some], capacity[some])
+            share = np.floor(got / np.maximum(have[some], 1) * _ONE)
+            out[some] = share.astype(np.int64)
+        return out.ravel()
+
+    def _limits(self, capacity: Ints, lead: float) -> Ints:
+        """(nodes, width) bytes that may have been kept by the end of each stretch."""
+        leaving = self._leaving.reshape(self.nodes, -1)
+        left = leaving[:, ::-1].cumsum(1)[:, ::-1] - leaving
+        fetched = self._missing.reshape(self.nodes, -1).cumsum(1)
+        # The window in stretches: a share of the epoch, of which this part is left.
+        ahead, part = divmod(int(lead * self.stretches * 256), 256)
+        low = np.minimum(np.arange(self.width) + ahead, self.stretches)
+        high = np.minimum(low + 1, self.stretches)
+        window = fetched[:, low] + (fetched[:, high] - fetched[:, low]) * part // 256 - fetched
+        limit: Ints = capacity[:, None] - left - window
+        limit[:, -1] = capacity
+        return limit
+
+    def _got(self, have: Ints, limit: Ints, capacity: Ints) -> Ints:
+        """(nodes, kinds, width) bytes that stay."""
+        got = np.zeros_like(have)
+        room = capacity.copy()
+        for k in range(self.kinds):
+            total = have[:, k].sum(1)
+            if not total.any():
+                continue
+            take = np.clip(room, 0, total)
+            got[:, k] = have[:, k] if k == LEAD else self._taken(have[:, k], limit, take, total)
+            limit -= got[:, k].cumsum(1)  # reserves the room of better kinds that come later
+            room -= total
+        target = np.minimum(capacity, have.sum((1, 2)))
+        if self.whole:
+            target -= target % self.whole
+        return _settled(have, got, target - got.sum((1, 2)))
+
+    def _taken(self, have: Ints, limit: Ints, take: Ints, total: Ints) -> Ints:
+        """(nodes, width) bytes of one kind: an even share, or what the limits allow.
+
+        What one stretch lacks is taken from the next ones: a queue, whose output is, up to each
+        stretch, its capacity so far less the most that it has ever been idle.
+        """
+        allowed = np.maximum(np.minimum.accumulate(limit[:, ::-1], 1)[:, ::-1], 0)
+        past = have.cumsum(1)
+        even = np.ceil(past * (take / np.maximum(total, 1))[:, None]).astype(np.int64)
+        wanted: Ints = np.minimum(np.minimum(allowed, even), take[:, None])
+        if self.whole:
+            wanted -= wanted % self.whole
+        idle = np.minimum(np.minimum.accumulate(wanted - past, 1), 0)
+        return np.diff(past + idle, axis=1, prepend=0)
+
+
+def _settled(have: Ints, got: Ints, lack: Ints) -> Ints:
+    """`got` with its total corrected by (nodes,) `lack` bytes, late in the epoch.
+
+    Within a stretch the best kinds are added first, and the worst removed.
+    """
+    nodes, kinds, width = have.shape
+    more: Ints = np.clip(lack, 0, None)
+    if more.any():
+        room = (have - got)[:, :, ::-1].transpose(0, 2, 1).reshape(nodes, -1)
+        added: Ints = np.clip(more[:, None] - (room.cumsum(1) - room), 0, room)
+        got += added.reshape(nodes, width, kinds).transpose(0, 2, 1)[:, :, ::-1]
+    less: Ints = np.clip(-lack, 0, None)
+    if less.any():
+        room = got[:, ::-1, ::-1].transpose(0, 2, 1).reshape(nodes, -1)
+        gone: Ints = np.clip(less[:, None] - (room.cumsum(1) - room), 0, room)
+        got -= gone.reshape(nodes, width, kinds).transpose(0, 2, 1)[:, ::-1, ::-1]
+    return got
+
+
+def in_order(orders: Sequence[Sequence[Ids]], objects: int, lead: float) -> Iterator[Piece]:
+    """Yield all objects, each once, in the order of the next epoch.
+
+    Objects that it does not read come last, in an order that scatters any stretch of ids.
+
+    Args:
+        orders: for each rank, what it reads in the next epoch, in pieces.
+        objects: how many there are.
+        lead: share of the next epoch that is early.
+    """
+    seen = np.zeros(objects, np.bool_)
+    ranks = [_Flat(pieces) for pieces in orders]
+    longest = max(map(len, ranks), default=0)
+    # Whole blocks of each rank, so that no block is of two ranks.
+    step = max(PIECE // max(len(ranks), 1) // BLOCK, 1) * BLOCK
+    for start in range(0, longest, step):
+        found = [rank.between(start, start + step) for rank in ranks]
+        ids = np.concatenate(found)
+        lengths = np.array([len(part) for part in found])
+        at = np.arange(len(ids)) - np.repeat(lengths.cumsum() - lengths, lengths)
+        wholes = np.maximum([len(rank) for rank in ranks], 1)
+        early = start + at < np.repeat(np.ceil(lead * wholes), lengths)
+        block = np.repeat(np.arange(len(ranks)), lengths) * (step // BLOCK) + at // BLOCK
+        new = np.flatnonzero(~seen[ids])
+        if step >= longest:  # ranks that are padded with the first objects repeat them at once
+            new = np.sort(new[np.unique(ids[new], return_index=True)[1]])
+        seen[ids] = True
+        yield Piece(ids[new], early[new], block[new].astype(np.int32), read=True)
+    factor = coprime(objects)
+    for start in range(0, objects, PIECE):
+        ids = (np.arange(start, min(start + PIECE, objects)) * factor % objects).astype(np.int32)
+        ids = ids[~seen[ids]]
+        block = (np.arange(len(ids)) // BLOCK).astype(np.int32)
+        yield Piece(ids, np.zeros(len(ids), np.bool_), block, read=not longest)
+
+
+class _Flat:
+    """Pieces of an order, indexed as one."""
+
+    def __init__(self, pieces: Sequence[Ids]) -> None:
+        self._pieces = pieces
+        self._ends = np.cumsum([len(p) for p in pieces], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def between(self, start: int, stop: int) -> Ids:
+        """Entries from `start` to `stop`, as far as there are any."""
+        if len(self._pieces) == 1:
+            return self._pieces[0][start:stop]
+        first, last = np.searchsorted(self._ends, [start, stop], side="right").tolist()
+        out = [np.empty(0, np.int32)]
+        for i in range(first, min(last + 1, len(self._pieces))):
+            begin = int(self._ends[i]) - len(self._pieces[i])
+            out.append(self._pieces[i][max(start - begin, 0) : max(stop - begin, 0)])
+        return np.concatenate(out)
+
+
+def select(
+    parts: Sequence[Part],
+    tally: Tally,
+    capacity: Ints,
+    lead: float,
+    nbytes: NbytesOf,
+    out: Nodes,
+    *,
+    even: bool = True,
+) -> None:
+    """Write the node that keeps each candidate into `out`; the others are left as they are.
+
+    Args:
+        parts: all candidates.
+        capacity: (nodes,) bytes.
+        lead: share of an epoch that is read ahead.
+        nbytes: what gives (k,) bytes of objects.
+        out: (n,) filled with nobody.
+        even: whether each block of the next epoch keeps an equal part; without, small differences
+            between blocks are left.
+    """
+    choice = _Choice(tally, tally.shares(capacity, lead), even=even)
+    held = np.zeros(tally.nodes, np.int64)
+    for part in parts:
+        stays = choice.of(part)
+        node = part.cell[stays] // (tally.kinds * tally.width)
+        out[part.ids[stays]] = node
+        np.add.at(held, node, nbytes(part.ids[stays]))
+    _fill(parts, tally, np.minimum(capacity, tally.demand()) - held, nbytes, out)
+
+
+class _Choice:
+    """Take its share of each cell, evenly along both epochs.
+
+    Systematic sampling: shares are summed up along all candidates; whoever takes the sum over a
+    whole number stays. The sum runs along the next epoch from block to block, so any run of blocks
+    keeps what it should to within one object; within a block it runs along this epoch.
+    """
+
+    def __init__(self, tally: Tally, share: Ints, *, even: bool) -> None:
+        self._tally, self._share, self._even = tally, share, even
+        self._carry = _ONE // 2
+        self._behind = np.zeros(tally.nodes, np.int64)  # chosen less due, in parts of _ONE
+        self._rate = self._mean_share()
+
+    def _mean_share(self) -> int:
+        """Of all candidates that the next epoch reads, except for the lead."""
+        tally = self._tally
+        kinds = np.arange(len(self._share)) // tally.width % tally.kinds
+        some = (kinds != LEAD) & (kinds != tally.kinds - 1)
+        number = tally.counts()[some]
+        return int((self._share[some] * number).sum()) // max(int(number.sum()), 1)
+
+    def of(self, part: Part) -> NDArray[np.intp]:
+        """Indices of the candidates of this part that stay."""
+        if not len(part.ids):
+            return np.empty(0, np.intp)
+        tally = self._tally
+        due = share = self._share[part.cell]
+        lead = part.cell // tally.width % tally.kinds == LEAD
+        if self._even and part.read:
+            share = _evened(due, part.block, lead, self._rate)
+        levels = max(PIECE // (int(part.block[-1]) + 1), 1)
+        now = (part.cell % tally.width) * levels // tally.width
+        order = (part.block * levels + now).astype(np.uint16).argsort(kind="stable")  # radix sort
+        total = share[order].cumsum() + self._carry
+        chosen = np.zeros(len(order), np.bool_)
+        chosen[order] = total // _ONE != (total - share[order]) // _ONE
+        self._carry = int(total[-1]) % _ONE
+        if tally.nodes > 1:
+            node = part.cell // (tally.kinds * tally.width)
+            self._behind += _sums(node, chosen * _ONE - due, tally.nodes)
+            _exchange(chosen, node, part.block, (due > 0) & (due < _ONE), self._behind)
+        return np.flatnonzero(chosen)
+
+
+def _evened(share: Ints, block: NDArray[np.int32], lead: NDArray[np.bool_], rate: int) -> Ints:
+    """Shares of which each block's sum is `rate` for each object that is not of the lead.
+
+    The kinds that stay in part are adapted first; where these do not suffice, all.
+    """
+    blocks = int(block[-1]) + 1
+    free = ~lead
+    full, none = free & (share == _ONE), share == 0
+    partly = ~(lead | full | none)
+    number = {
+        name: np.bincount(block[mask], minlength=blocks)
+        for name, mask in (("free", free), ("full", full), ("none", none), ("partly", partly))
+    }
+    due = np.where(partly, share, 0)
+    has = _sums(block, due, blocks)
+    most = number["partly"] * _ONE
+    target = number["free"] * rate
+    need = np.clip(target - number["full"] * _ONE, 0, most)
+    up = need > has
+    grown = _ONE - (_ONE - share) * (most - need)[block] // np.maximum(most - has, 1)[block]
+    shrunk = share * need[block] // np.maximum(has, 1)[block]
+    of_full = np.minimum(target // np.maximum(number["full"], 1), _ONE)
+    rest = np.maximum(target - number["full"] * _ONE - most, 0) // np.maximum(number["none"], 1)
+    out = np.where(up[block], grown, shrunk)
+    out = np.where(full, of_full[block], np.where(none, np.minimum(rest, _ONE)[block], out))
+    return np.where(lead, share, out)
+
+
+def _sums(at: NDArray[np.integer], values: Ints, length: int) -> Ints:
+    out = np.zeros(length, np.int64)
+    np.add.at(out, at, values)
+    return out
+
+
+def _exchange(
+    chosen: NDArray[np.bool_],
+    node: NDArray[np.int32],
+    block: NDArray[np.int32],
+    partly: NDArray[np.bool_],
+    behind: Ints,
+) -> None:
+    """Let objects of two nodes change places within their block, until no node has too many.
+
+    A block keeps as many as before, and a node gets as many as are due to it.
+    """
+    could = np.flatnonzero(partly)
+    for _ in range(_MAX_ROUNDS):
+        excess = np.sign(behind) * (np.abs(behind) // _ONE)  # whole objects
+        lost = could[chosen[could] & (excess[node[could]] > 0)]
+        won = could[~chosen[could] & (excess[node[could]] < 0)]
+        lost, won = lost[_first(block[lost])], won[_first(block[won])]
+        _, a, b = np.intersect1d(block[lost], block[won], assume_unique=True, return_indices=True)
+        lost, won = lost[a], won[b]
+        fits = (_times_before(node[lost]) < excess[node[lost]]) & (
+            _times_before(node[won]) < -excess[node[won]]
+        )
+        if not fits.any():
+            return
+        lost, won = lost[fits], won[fits]
+        chosen[lost], chosen[won] = False, True
+        np.add.at(behind, node[lost], -_ONE)
+        np.add.at(behind, node[won], _ONE)
+
+
+def _first(ascending: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """(k,) whether each is the first of its number."""
+    return np.append(True, ascending[1:] != ascending[:-1])[: len(ascending)]
+
+
+def _times_before(numbers: NDArray[np.int32]) -> NDArray[np.intp]:
+    """(k,) how often each number came before.
+
+    >>> _times_before(np.array([3, 1, 3, 3], np.int32)).tolist()
+    [0, 0, 1, 2]
+    """
+    order = numbers.argsort(kind="stable")
+    begins = np.flatnonzero(_first(numbers[order]))
+    out = np.empty(len(numbers), np.intp)
+    lengths = np.diff(np.append(begins, len(numbers)))
+    out[order] = np.arange(len(numbers)) - np.repeat(begins, lengths)
+    return out
+
+
+def _fill(parts: Sequence[Part], tally: Tally, lack: Ints, nbytes: NbytesOf, out: Nodes) -> None:
+    """Add or remove objects of the last kinds, scattered, until each node has its bytes."""
+    found = [(np.empty(0, np.int32), np.empty(0, np.int32))]
+    nobody = np.iinfo(out.dtype).max
+    for part in parts:
+        node, kind = np.divmod(part.cell // tally.width, tally.kinds)
+        stays = out[part.ids] != nobody
+        short = lack[node]
+        may = np.flatnonzero((stays == (short < 0)) & (short != 0) & (kind != LEAD))
+        may = may[:: max(len(may) // _MAX_SWAPPED, 1)]
+        better = np.where(lack[node[may]] < 0, tally.kinds - kind[may], kind[may])
+        found.append((part.ids[may], node[may] * (tally.kinds + 1) + better))
+    ids = np.concatenate([ids for ids, _ in found])
+    key = np.concatenate([key for _, key in found])
+    order = key.argsort(kind="stable")
+    ids, node = ids[order], key[order] // (tally.kinds + 1)
+    size = nbytes(ids)
+    total = size.cumsum()
+    first = np.flatnonzero(_first(node))
+    before = np.repeat((total - size)[first], np.diff(np.append(first, len(ids))))
+    total -= before
+    # Add as long as it fits; remove until it does.
+    changes = np.where(lack[node] > 0, total <= lack[node], total - size < -lack[node])
+    ids, node = ids[changes], node[changes]
+    out[ids] = np.where(lack[node] > 0, node, nobody)
+
+
+def coprime(n: int) -> int:
+    """A number near the golden section of n that shares no divisor with it.
+
+    >>> coprime(10), coprime(1)
+    (7, 1)
+    """
+    k = max(int(n * _GOLDEN), 1)
+    while np.gcd(k, n) != 1:
+        k += 1
+    return k
