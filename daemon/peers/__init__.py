@@ -1,0 +1,1 @@
+"""How daemons of different nodes serve each other: what travels, who sends, who reads."""

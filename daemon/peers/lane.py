@@ -1,0 +1,398 @@
+"""PeerSource: reads the objects of one dataset from another node's daemon.
+
+It reads as `cache/storage/source.Source` does, so that a fetcher's lane works for either. It never
+raises: what the peer does not have, or did not send in time, is -1, and the caller reads it from
+elsewhere. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.storage.source import Counters, Part, Read
+from creel.cache.storage.version import UNKNOWN
+from creel.daemon.peers import wire
+from creel.daemon.peers.server import watch
+from creel.daemon.peers.wire import LATER, Credentials, Numbers
+from creel.errors import MalformedError, ProtocolError, SourceError
+from creel.messages import Message
+
+log = logging.getLogger("creel.peers")
+
+_CONNECT_S = 2.0  # also of the whole handshake
+_ANSWER_S = 3.0  # an answer may come so much later than the reader can wait
+_STALL_S = 3.0  # a payload may pause for so long
+#: Bytes of one request: two are on their way at a time, so that the peer always has one to send.
+_REQUEST_NBYTES = 2 << 20
+_WINDOW = 2
+_GUESS_NBYTES = 128 << 10  # of an object of unknown length
+_CHUNK_NBYTES = 16 << 20  # allocated at once for such an object
+#: A lost peer is tried again after the first; each further failure doubles the time.
+_LOST_S = 0.5
+_LOST_MAX_S = 4.0
+
+#: Called with the nbytes and versions of objects (by position), whose payload follows.
+_Take: TypeAlias = Callable[["_PeerLink", NDArray[np.intp], Numbers, Numbers], None]
+
+
+class _PeerLink:
+    """One authenticated connection; for one thread at a time.
+
+    Raises:
+        OSError, MalformedError: from every method, when the connection is of no use any more.
+    """
+
+    def __init__(self, address: tuple[str, int], peer: str, credentials: Credentials) -> None:
+        until = time.monotonic() + _CONNECT_S
+        self._limit_s = 0.0
+        self.socket = socket.create_connection(address, _CONNECT_S)
+        try:
+            self.socket.settimeout(None)  # the kernel's limits cost no system call each time
+            self._set_limit(socket.SO_SNDTIMEO, _STALL_S)
+            watch(self.socket)
+            self._shake_hands(peer, credentials, until)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def _shake_hands(self, peer: str, credentials: Credentials, until: float) -> None:
+        nonce = secrets.token_bytes(wire.NONCE_NBYTES)
+        who = credentials.cluster, credentials.name
+        greeting = wire.Greeting(wire.PEER_PROTOCOL, *who, nonce)
+        self.socket.sendall(wire.pack(greeting))
+        challenge, _ = self._message(wire.Challenge, until)
+        if challenge.name != peer:
+            raise MalformedError(f"this is node {challenge.name!r}, not {peer!r}")
+        self._session = wire.PeerSession(credentials.key, greeting, challenge)
+        self.socket.sendall(wire.pack(self._session.proof("client")))
+        proof, _ = self._message(wire.Proof, until)
+        if not self._session.proves("server", proof):
+            raise MalformedError(f"node {peer!r} has another key")
+
+    def ask(self, number: int, dataset: str, ids: NDArray[np.integer], wait_s: float) -> None:
+        """Send a request."""
+        request = wire.PeerRequest(number, dataset, wait_s)
+        self.socket.sendall(wire.pack(request, [ids.astype("<i4")], self._session.requests))
+
+    def answer(self, until: float) -> tuple[int, bytes]:
+        """The number of the next answer and its arrays; its payload follows."""
+        answer, arrays = self._message(wire.PeerAnswer, until, self._session.answers)
+        return answer.number, arrays
+
+    def _message(
+        self, kind: type[Message], until: float, seal: wire.Seal | None = None
+    ) -> tuple[Any, bytes]:
+        header = self._exactly(wire.HEADER.size, until)
+        return wire.unpack(header, self._exactly(wire.following(header, kind), until), kind, seal)
+
+    def _exactly(self, nbytes: int, until: float) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
+            self._set_limit(socket.SO_RCVTIMEO, left_s)
+            more = self.socket.recv(nbytes - len(data), socket.MSG_WAITALL)
+            if not more:
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+            data += more
+        return data
+
+    def fill(self, buffers: list[memoryview]) -> None:
+        """Receive payload; none of the buffers is empty."""
+        while buffers:
+            self._set_limit(socket.SO_RCVTIMEO, _STALL_S)
+            some = buffers[: wire.MAX_BUFFERS]
+            received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
+            if not received:
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+            buffers = wire.cut(buffers, received)[1]
+
+    def drain(self, nbytes: int) -> None:
+        """Receive payload that nobody wants."""
+        scratch = memoryview(bytearray(min(nbytes, 1 << 20)))
+        while nbytes > 0:
+            piece = scratch[: min(nbytes, len(scratch))]
+            self.fill([piece])
+            nbytes -= len(piece)
+
+    def whole(self, nbytes: int) -> bytes:
+        """Receive one object into new memory, which grows only as bytes come."""
+        chunks = []
+        while nbytes > 0:
+            chunk = bytearray(min(nbytes, _CHUNK_NBYTES))
+            self.fill([memoryview(chunk)])
+            chunks.append(chunk)
+            nbytes -= len(chunk)
+        return b"".join(chunks)
+
+    def _set_limit(self, which: int, seconds: float) -> None:
+        """Limit how long one system call waits; it then raises BlockingIOError."""
+        if which == socket.SO_RCVTIMEO:
+            if seconds == self._limit_s:
+                return
+            self._limit_s = seconds
+        micros = max(int(seconds * 1e6), 1)
+        self.socket.setsockopt(
+            socket.SOL_SOCKET, which, struct.pack("ll", micros // 1_000_000, micros % 1_000_000)
+        )
+
+
+class PeerSource:
+    """Reads objects from node `peer`; thread-safe.
+
+    Each thread that reads has a connection while it does; they are kept open for the next reads.
+
+    Args:
+        address: host and port of the peer's `PeerServer`.
+        peer: its node's name.
+        credentials: this node's.
+        wait_s: how long the peer may take to get an object, where a read does not say.
+        lost: called from the reading thread each time the peer is lost.
+
+    Attributes:
+        lost_until: time (`time.monotonic`) before which the peer is not asked: all reads fail at
+            once.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        peer: str,
+        dataset: str,
+        credentials: Credentials,
+        *,
+        wait_s: float = 1.0,
+        lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.counters = Counters()
+        self.lost_until = 0.0
+        self.wait_s = wait_s
+        self._address = address
+        self._peer = peer
+        self._dataset = dataset
+        self._credentials = credentials
+        self._lost = lost
+        self._failures = 0  # since the peer last answered
+        self._numbers = count(1)
+        self._idle: list[_PeerLink] = []
+        self._busy: set[_PeerLink] = set()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End all connections, also those in use. Later reads fail at once."""
+        with self._lock:
+            self._closed = True
+            for link in self._busy:  # its thread closes it
+                _shut(link)
+        self._close_idle()
+
+    def read_into(
+        self,
+        ids: NDArray[np.integer],
+        length: Numbers,
+        buffer: memoryview,
+        *,
+        wait_s: float | None = None,
+    ) -> Read:
+        """`read_parts` into one buffer that holds all objects, one after the other."""
+        ends = length.cumsum()
+        ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
+        return self.read_parts(ids, length, [[buffer[a:b]] for a, b in ranges], wait_s=wait_s)
+
+    def read_parts(
+        self,
+        ids: NDArray[np.integer],
+        length: Numbers,
+        parts: Sequence[Part],
+        *,
+        wait_s: float | None = None,
+    ) -> Read:
+        """Fill each of `parts` with an object.
+
+        Args:
+            ids: (k,) objects.
+            length: (k,) bytes of each.
+            parts: (k,) buffers, together of these lengths.
+
+        Returns:
+            nbytes: as the peer has it. Where that is not `length`, nothing was read; -1: the peer
+                does not have it, or is lost.
+        """
+        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64))
+        wanted = length.tolist()
+
+        def take(
+            link: _PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+        ) -> None:
+            into: list[memoryview] = []
+            for i, size in zip(where.tolist(), nbytes.tolist(), strict=True):
+                if size == wanted[i]:
+                    if size:
+                        into += parts[i]
+                elif size > 0:
+                    link.fill(into)
+                    into = []
+                    link.drain(size)
+            link.fill(into)
+            read.nbytes[where], read.version[where] = nbytes, version
+
+        self._read(ids, length, take, wait_s)
+        return read
+
+    def read_whole(
+        self, ids: NDArray[np.integer], *, wait_s: float | None = None
+    ) -> list[tuple[bytes, int] | None]:
+        """Bytes and version of each object (for those of unknown length), None where it failed."""
+        found: list[tuple[bytes, int] | None] = [None] * len(ids)
+
+        def take(
+            link: _PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+        ) -> None:
+            columns = where.tolist(), nbytes.tolist(), version.tolist()
+            for i, size, of in zip(*columns, strict=True):
+                if size >= 0:
+                    found[i] = link.whole(size), of
+
+        self._read(ids, np.full(len(ids), _GUESS_NBYTES), take, wait_s)
+        return found
+
+    # --- connections --------------------------------------------------------------------------
+
+    def _read(
+        self, ids: NDArray[np.integer], length: Numbers, take: _Take, wait_s: float | None
+    ) -> None:
+        """Ask for all objects, and once more where a connection that was kept proves dead."""
+        left = _requests(length)
+        for _ in range(2):
+            if not left or self._closed or time.monotonic() < self.lost_until:
+                return
+            link, kept = None, False
+            try:
+                link, kept = self._open()
+                self._exchange(link, ids, left, take, self.wait_s if wait_s is None else wait_s)
+            except (OSError, ProtocolError) as e:
+                if not (kept and isinstance(e, ConnectionError)):
+                    self._lose(e)
+                    return
+                self._close_idle()  # the peer began anew: these are dead, too
+            else:
+                self._failures = 0
+            finally:
+                if link is not None:
+                    self._put_back(link, keep=not left)
+
+    def _exchange(
+        self,
+        link: _PeerLink,
+        ids: NDArray[np.integer],
+        left: deque[NDArray[np.intp]],
+        take: _Take,
+        wait_s: float,
+    ) -> None:
+        """Empty `left`, of requests; what was not answered stays in it."""
+        asked: dict[int, NDArray[np.intp]] = {}
+        try:
+            while left or asked:
+                while left and len(asked) < _WINDOW:
+                    number = next(self._numbers)
+                    asked[number] = where = left.popleft()
+                    link.ask(number, self._dataset, ids[where], wait_s)
+                number, arrays = link.answer(time.monotonic() + wait_s + _ANSWER_S)
+                began = time.monotonic()
+                if number not in asked:
+                    raise MalformedError("an answer to nothing")
+                where = asked[number]
+                nbytes, version = wire.answered(arrays, len(where))
+                now = nbytes != LATER
+                take(link, where[now], nbytes[now], version[now])
+                if not now.all():
+                    left.append(where[~now])
+                del asked[number]
+                self._count(nbytes, time.monotonic() - began)
+        finally:
+            left.extend(asked.values())
+
+    def _count(self, nbytes: Numbers, seconds: float) -> None:
+        here = nbytes >= 0
+        reads = int(np.count_nonzero(here))
+        if reads:
+            self.counters.count_evenly(reads, int(nbytes[here].sum()), seconds, 0)
+
+    def _open(self) -> tuple[_PeerLink, bool]:
+        """A connection, and whether it was kept."""
+        with self._lock:
+            link = self._idle.pop() if self._idle else None
+            if link is not None:
+                self._busy.add(link)
+                return link, True
+        link = _PeerLink(self._address, self._peer, self._credentials)
+        with self._lock:
+            self._busy.add(link)
+            if self._closed:
+                _shut(link)
+        return link, False
+
+    def _put_back(self, link: _PeerLink, *, keep: bool) -> None:
+        with self._lock:
+            self._busy.discard(link)
+            keep = keep and not self._closed
+            if keep:
+                self._idle.append(link)
+        if not keep:
+            link.socket.close()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.socket.close()
+
+    def _lose(self, error: Exception) -> None:
+        """Do not ask the peer again for a while."""
+        now = time.monotonic()
+        with self._lock:
+            if self._closed or now < self.lost_until:
+                return  # closed on purpose; or another thread said so
+            self.lost_until = now + min(_LOST_S * 2**self._failures, _LOST_MAX_S)
+            self._failures = min(self._failures + 1, 16)
+        level = logging.WARNING if self._failures == 1 else logging.DEBUG
+        log.log(level, "node %s is lost: %s", self._peer, error)
+        number = getattr(error, "errno", None) or 0
+        self.counters.count_error(SourceError(number, str(error), f"peer://{self._peer}"))
+        self._close_idle()
+        self._lost()
+
+
+def _requests(length: Numbers) -> deque[NDArray[np.intp]]:
+    """Cut objects, by position, into requests of about _REQUEST_NBYTES.
+
+    >>> _requests(np.array([1 << 20, 1 << 20, 1 << 20]))
+    deque([array([0, 1]), array([2])])
+    """
+    at = np.arange(len(length))
+    if not len(at):
+        return deque()
+    where = (length.cumsum() - 1) // _REQUEST_NBYTES, at // wire.MAX_OBJECTS
+    cuts = np.flatnonzero(np.diff(where[0]) | np.diff(where[1])) + 1
+    return deque(np.split(at, cuts))
+
+
+def _shut(link: _PeerLink) -> None:
+    with contextlib.suppress(OSError):
+        link.socket.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,550 @@
+"""The server of a daemon's objects to the daemons of other nodes.
+
+One thread and one epoll serve all connections: it waits for nobody, so a receiver that stopped
+costs neither a thread nor, after a few seconds, the memory that is pinned for it. More threads do
+not send more on few cores, and one fills 25 Gbit/s (`benchmarks/peers.py`).
+
+The bytes go from the arena to the socket; of several connections that take bytes, the one whose
+reader needs them first goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import heapq
+import logging
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from creel.cache.memory.arena import Arena
+from creel.cache.memory.runs import pieces as pieces_of
+from creel.cache.memory.shared_words import ABSENT
+from creel.daemon.peers import wire
+from creel.daemon.peers.wire import LATER, NOT_HERE, Ids, Numbers
+from creel.errors import MalformedError
+from creel.messages import Message
+
+log = logging.getLogger("creel.peers")
+
+_ACCEPTS = 32  # new connections a turn
+_STRANGERS = 64  # connections without proof; one more ends the oldest
+_HANDSHAKE_S = 3.0
+_STRANGER_NBYTES = 2048  # read from a stranger at once
+_READ_NBYTES = 64 << 10
+_QUANTUM = 2 << 20  # bytes sent to one connection before the most urgent one is looked for again
+#: A receiver may keep an answer waiting for so long, and so much longer per byte.
+_BLOCKED_S = 5.0
+_SLOWEST_BPS = 1e6
+_LONGEST_WAIT_S = 60.0
+_SWEEP_S = 0.25
+#: Of one peer: bytes of answers not yet sent, and requests not yet served, before the server stops
+#: reading its requests.
+_QUEUED_NBYTES = 32 << 20
+_QUEUED_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """Node `peer` of `cluster` asks for objects, which it can await for `wait_s` seconds.
+
+    `number` is the server's own; ids are (k,), 0 or more, and may be unknown here, as the dataset.
+    """
+
+    number: int
+    cluster: str
+    peer: str
+    dataset: str
+    ids: Ids
+    wait_s: float
+
+
+@dataclass(eq=False)
+class _Account:
+    """What is on its way to one peer, over all its connections."""
+
+    nbytes: int = 0
+    requests: int = 0
+    connections: set[_PeerConnection] = field(default_factory=set)
+
+    @property
+    def full(self) -> bool:
+        return self.nbytes >= _QUEUED_NBYTES or self.requests >= _QUEUED_REQUESTS
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request; once it is served, `left` has what is still to be sent."""
+
+    number: int
+    connection: _PeerConnection
+    call: int  # its number in the connection
+    objects: int
+    deadline: float
+    nbytes: int = 0
+    arrays: tuple[Numbers, Numbers] | None = None  # of the answer's frame
+    left: list[memoryview] = field(default_factory=list)
+
+    def __lt__(self, other: _Request) -> bool:
+        return (self.deadline, self.number) < (other.deadline, other.number)
+
+
+@dataclass(eq=False)
+class _PeerConnection:
+    socket: socket.socket
+    since: float
+    inbox: bytearray = field(default_factory=bytearray)
+    greeting: wire.Greeting | None = None
+    key: bytes = b""
+    session: wire.PeerSession | None = None
+    account: _Account | None = None  # set once the peer proved that it has the key
+    asked: set[int] = field(default_factory=set)  # requests that are not served yet
+    answers: list[_Request] = field(default_factory=list)  # a heap
+    current: _Request | None = None  # the answer that is being sent
+    blocked_since: float = 0.0  # 0: the socket takes bytes
+    blocked_s: float = 0.0  # seconds that the current answer had to wait
+    mask: int = select.EPOLLIN | select.EPOLLRDHUP
+
+    @property
+    def next(self) -> _Request:
+        """The answer to go on with."""
+        return self.current or self.answers[0]
+
+    def stuck(self, now: float) -> bool:
+        """Whether the receiver takes too long."""
+        if not self.blocked_since or self.current is None:
+            return False
+        allowed = _BLOCKED_S + self.current.nbytes / _SLOWEST_BPS
+        return self.blocked_s + now - self.blocked_since > allowed
+
+
+class PeerServer:
+    """Serves the arena to peers.
+
+    Its methods are for one thread, the loop.
+
+    Args:
+        host, port: where to listen; port 0: any. `address` has what it became.
+        name: of this node.
+        arena: what is served; closed only after this.
+        asked: called with each request; it is to lead to one `serve` of its number.
+        served: called once for each `serve`: its places are not read from any more.
+            Both are called in the server's thread and must neither wait nor raise.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        name: str,
+        arena: Arena,
+        asked: Callable[[Asked], None],
+        served: Callable[[int], None],
+    ) -> None:
+        self.nbytes = 0  # payload sent
+        self.refused = 0  # strangers that proved nothing
+        self._name = name
+        self._arena = arena
+        self._asked = asked
+        self._served = served
+        self._keys: dict[str, bytes] = {}
+        self._number = 0
+        self._requests: dict[int, _Request] = {}  # not served yet
+        self._connections: dict[int, _PeerConnection] = {}
+        self._strangers: dict[int, _PeerConnection] = {}  # oldest first
+        self._accounts: dict[tuple[str, str], _Account] = {}
+        self._sendable: set[_PeerConnection] = set()
+        self._orders: deque[Callable[[], None]] = deque()  # of the loop
+        self._swept = time.monotonic()
+        self._deaf = False  # descriptors are short: listens again at the next sweep
+        self._closing = False
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="creel-peers", daemon=True)
+        self._thread.start()
+
+    # --- for the loop -------------------------------------------------------------------------
+
+    def admit(self, cluster: str, key: bytes) -> None:
+        """Serve the nodes of a cluster; another key than before ends their connections."""
+        if len(key) != wire.KEY_NBYTES:
+            raise ValueError(f"a key has {wire.KEY_NBYTES} bytes")
+        self._order(partial(self._set_key, cluster, key))
+
+    def expel(self, cluster: str) -> None:
+        """Serve a cluster no longer and end its connections."""
+        self._order(partial(self._set_key, cluster, b""))
+
+    def serve(self, number: int, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
+        """Answer a request, with one element for each of its ids.
+
+        What is sent must stay where it is until `served`, which follows in any case. Objects whose
+        place is ABSENT are not here. After `close` nothing happens.
+        """
+        self._order(partial(self._serve, number, place, nbytes, version))
+
+    def close(self) -> None:
+        """End all connections; everything that was being served is `served` before this returns.
+
+        Nothing is called and nothing read from the arena afterwards.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _order(self, order: Callable[[], None]) -> None:
+        if not self._closing:
+            self._orders.append(order)
+            os.eventfd_write(self._wake, 1)
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._turn()
+            except Exception:  # noqa: PERF203  our bug, or no memory: start afresh
+                log.exception("peers could not be served")
+                self._end_all()
+                time.sleep(_SWEEP_S)
+        self._listener.close()
+        self._end_all()
+        self._obey()
+
+    def _end_all(self) -> None:
+        for connection in list(self._connections.values()):
+            self._end(connection)
+
+    def _turn(self) -> None:
+        ready = dict(self._epoll.poll(0 if self._sendable else _SWEEP_S))
+        now = time.monotonic()
+        if ready.pop(self._wake, None):
+            os.eventfd_read(self._wake)
+            self._obey()
+        knocked = ready.pop(self._listener.fileno(), None)
+        for fd, event in ready.items():
+            if connection := self._connections.get(fd):
+                self._guarded(connection, self._ready, connection, event, now)
+        if self._sendable:
+            connection = min(self._sendable, key=lambda c: c.next)
+            self._guarded(connection, self._send, connection, now)
+        if now - self._swept >= _SWEEP_S:
+            self._sweep(now)
+        if knocked:  # last: until here a descriptor is that of the connection it was reported for
+            self._accept(now)
+
+    def _obey(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+
+    def _guarded(self, connection: _PeerConnection, act: Callable[..., None], *args: Any) -> None:
+        """Act for one connection, and end it where that fails."""
+        try:
+            act(*args)
+        except (MalformedError, OSError) as e:
+            log.debug("a peer's connection ends: %s", e)
+            self._end(connection)
+        except Exception:  # our bug, or no memory
+            log.exception("a peer could not be served")
+            self._end(connection)
+
+    def _accept(self, now: float) -> None:
+        for _ in range(_ACCEPTS):
+            try:
+                sock, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                if e.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
+                    self._epoll.modify(self._listener, 0)
+                    self._deaf = True
+                    return
+                continue  # it left meanwhile
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):  # it is gone: epoll will report that
+                watch(sock)
+            if len(self._strangers) >= _STRANGERS:
+                self._end(next(iter(self._strangers.values())))
+            connection = _PeerConnection(sock, now)
+            self._connections[sock.fileno()] = self._strangers[sock.fileno()] = connection
+            self._epoll.register(sock, connection.mask)
+
+    def _sweep(self, now: float) -> None:
+        self._swept = now
+        if self._deaf:
+            self._deaf = False
+            self._epoll.modify(self._listener, select.EPOLLIN)
+        late = [c for c in self._strangers.values() if now - c.since > _HANDSHAKE_S]
+        for connection in late + [c for c in self._connections.values() if c.stuck(now)]:
+            self._end(connection)
+
+    def _set_key(self, cluster: str, key: bytes) -> None:
+        self._keys[cluster] = key
+        if not key:
+            del self._keys[cluster]
+        for c in list(self._connections.values()):
+            if c.greeting is not None and c.greeting.cluster == cluster and c.key != key:
+                self._end(c)
+
+    def _end(self, connection: _PeerConnection) -> None:
+        fd = connection.socket.fileno()
+        if fd < 0:
+            return
+        del self._connections[fd]
+        self.refused += self._strangers.pop(fd, None) is not None
+        self._sendable.discard(connection)
+        with contextlib.suppress(OSError):
+            self._epoll.unregister(fd)
+        connection.socket.close()
+        unsent = connection.answers + ([connection.current] if connection.current else [])
+        connection.answers, connection.current = [], None
+        for request in unsent:
+            self._done(request)
+        for number in connection.asked:
+            del self._requests[number]
+        account = connection.account
+        if account is not None and connection.greeting is not None:
+            account.requests -= len(connection.asked)
+            account.connections.discard(connection)
+            if account.connections:
+                self._resume(account)
+            else:
+                del self._accounts[connection.greeting.cluster, connection.greeting.name]
+
+    # --- one connection -----------------------------------------------------------------------
+
+    def _ready(self, connection: _PeerConnection, event: int, now: float) -> None:
+        if event & ~(select.EPOLLIN | select.EPOLLOUT):
+            raise ConnectionResetError("it left")
+        if event & select.EPOLLOUT:
+            connection.blocked_s += now - connection.blocked_since
+            connection.blocked_since = 0.0
+            self._watch(connection, select.EPOLLOUT, on=False)
+            self._sendable.add(connection)
+        if event & select.EPOLLIN:
+            room = _READ_NBYTES if connection.account else _STRANGER_NBYTES
+            data = connection.socket.recv(room)
+            if not data:
+                raise ConnectionResetError("it left")
+            connection.inbox += data
+            self._parse(connection, now)
+
+    def _watch(self, connection: _PeerConnection, event: int, *, on: bool) -> None:
+        mask = connection.mask | event if on else connection.mask & ~event
+        if mask != connection.mask:
+            connection.mask = mask
+            self._epoll.modify(connection.socket, mask)
+
+    def _parse(self, connection: _PeerConnection, now: float) -> None:
+        """Handle all whole frames that came, as long as the peer has credit."""
+        inbox, size = connection.inbox, wire.HEADER.size
+        while len(inbox) >= size and connection.socket.fileno() >= 0:
+            if connection.account is not None and connection.account.full:
+                self._watch(connection, select.EPOLLIN, on=False)
+                return
+            kind = _expected(connection)
+            stop = size + wire.following(inbox[:size], kind)
+            if len(inbox) < stop:
+                break
+            session = connection.session
+            seal = session.requests if session and connection.account else None
+            message, arrays = wire.unpack(inbox[:size], bytes(inbox[size:stop]), kind, seal)
+            del inbox[:stop]
+            self._handle(connection, message, arrays, now)
+
+    def _resume(self, account: _Account) -> None:
+        """Read on where the peer has credit again."""
+        if not account.full:
+            for c in [c for c in account.connections if not c.mask & select.EPOLLIN]:
+                self._watch(c, select.EPOLLIN, on=True)
+                self._guarded(c, self._parse, c, time.monotonic())
+
+    def _handle(
+        self, connection: _PeerConnection, message: Message, arrays: bytes, now: float
+    ) -> None:
+        if isinstance(message, wire.Greeting):
+            connection.greeting = message
+            known = self._keys.get(message.cluster, b"")
+            connection.key = known
+            challenge = wire.Challenge(self._name, secrets.token_bytes(wire.NONCE_NBYTES))
+            # A key that nobody has: whether the cluster is known shows in nothing.
+            key = known or secrets.token_bytes(wire.KEY_NBYTES)
+            connection.session = wire.PeerSession(key, message, challenge)
+            _send_whole(connection.socket, wire.pack(challenge))
+        elif isinstance(message, wire.Proof):
+            self._admit(connection, message)
+        elif isinstance(message, wire.PeerRequest):
+            self._ask(connection, message, wire.requested(message, arrays), now)
+
+    def _admit(self, connection: _PeerConnection, proof: wire.Proof) -> None:
+        greeting, session = connection.greeting, connection.session
+        assert greeting is not None  # noqa: S101
+        assert session is not None  # noqa: S101
+        if not session.proves("client", proof):
+            raise MalformedError(f"no proof that {greeting.name!r} is of {greeting.cluster!r}")
+        del self._strangers[connection.socket.fileno()]
+        account = self._accounts.setdefault((greeting.cluster, greeting.name), _Account())
+        account.connections.add(connection)
+        connection.account = account
+        _send_whole(connection.socket, wire.pack(session.proof("server")))
+
+    def _ask(
+        self, connection: _PeerConnection, message: wire.PeerRequest, ids: Ids, now: float
+    ) -> None:
+        assert connection.account is not None  # noqa: S101
+        assert connection.greeting is not None  # noqa: S101
+        self._number += 1
+        wait_s = min(message.wait_s, _LONGEST_WAIT_S)
+        number, deadline = self._number, now + wait_s
+        self._requests[number] = _Request(number, connection, message.number, len(ids), deadline)
+        connection.asked.add(number)
+        connection.account.requests += 1
+        who = connection.greeting.cluster, connection.greeting.name
+        self._asked(Asked(number, *who, message.dataset, ids, wait_s))
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def _serve(self, number: int, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
+        request = self._requests.pop(number, None)
+        if request is None:  # its connection ended
+            self._served(number)
+            return
+        connection = request.connection
+        connection.asked.discard(number)
+        heapq.heappush(connection.answers, request)
+        if not connection.blocked_since:
+            self._sendable.add(connection)
+        self._guarded(connection, self._prepare, request, place, nbytes, version)
+
+    def _prepare(
+        self, request: _Request, place: Numbers, nbytes: Numbers, version: Numbers
+    ) -> None:
+        connection = request.connection
+        assert connection.account is not None  # noqa: S101
+        if not len(place) == len(nbytes) == len(version) == request.objects:
+            raise ValueError(f"request {request.number} has {request.objects} objects")
+        nbytes, request.left = _payload(self._arena, place, nbytes)
+        request.arrays = nbytes.astype("<i8"), version.astype("<i8")
+        request.nbytes = sum(map(len, request.left))
+        connection.account.nbytes += request.nbytes
+
+    def _send(self, connection: _PeerConnection, now: float) -> None:
+        """Send one quantum of the most urgent answer."""
+        request = connection.current or _begin(connection)
+        portion, _ = wire.cut(request.left[: wire.MAX_BUFFERS], _QUANTUM)
+        wanted = sum(map(len, portion))
+        try:
+            sent = connection.socket.sendmsg(portion, [], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        request.left = wire.cut(request.left, sent)[1]
+        if sent < wanted:
+            connection.blocked_since = now
+            self._sendable.discard(connection)
+            self._watch(connection, select.EPOLLOUT, on=True)
+        elif not request.left:
+            connection.current = None
+            if not connection.answers:
+                self._sendable.discard(connection)
+            self.nbytes += request.nbytes
+            self._done(request)
+            if connection.account is not None:
+                self._resume(connection.account)
+
+    def _done(self, request: _Request) -> None:
+        """Give up the bytes of a request that was served."""
+        request.left = []
+        account = request.connection.account
+        if account is not None:
+            account.nbytes -= request.nbytes
+            account.requests -= 1
+        self._served(request.number)
+
+
+def _begin(connection: _PeerConnection) -> _Request:
+    """Begin the connection's most urgent answer. Its frame is made here: frames are numbered."""
+    assert connection.session is not None  # noqa: S101
+    request = connection.current = heapq.heappop(connection.answers)
+    connection.blocked_s = 0.0
+    answer = wire.PeerAnswer(request.call)
+    frame = wire.pack(answer, request.arrays or (), connection.session.answers)
+    request.left.insert(0, memoryview(frame))
+    return request
+
+
+def _expected(connection: _PeerConnection) -> type[Message]:
+    if connection.greeting is None:
+        return wire.Greeting
+    return wire.Proof if connection.account is None else wire.PeerRequest
+
+
+def _send_whole(sock: socket.socket, frame: bytes) -> None:
+    """Send a frame of the handshake, for which a new connection has room."""
+    if sock.send(frame, socket.MSG_NOSIGNAL) < len(frame):
+        raise MalformedError("a stranger that does not read")
+
+
+def _payload(arena: Arena, place: Numbers, nbytes: Numbers) -> tuple[Numbers, list[memoryview]]:
+    """What an answer says of the objects, and their bytes; neighbours in the arena are joined."""
+    nbytes = np.where((place == ABSENT) | (nbytes < 0), NOT_HERE, nbytes)
+    total = np.maximum(nbytes, 0).cumsum()
+    later = (total > wire.ANSWER_NBYTES) & (nbytes >= 0)
+    later[(nbytes >= 0).argmax()] = False  # the first that is here
+    nbytes[later] = LATER
+    if (place < ABSENT).any():
+        return nbytes, _in_runs(arena, place, nbytes)
+    here = np.flatnonzero(nbytes > 0)
+    if not len(here):
+        return nbytes, []
+    start = place[here]
+    stop = start + nbytes[here]
+    if stop.max() > arena.nbytes:
+        raise ValueError("an object ends beyond the arena")
+    cuts = np.flatnonzero(stop[:-1] != start[1:])
+    first, last = np.append(0, cuts + 1), np.append(cuts, len(here) - 1)
+    ranges = zip(start[first].tolist(), stop[last].tolist(), strict=True)
+    return nbytes, [arena.view[a:b] for a, b in ranges]
+
+
+def _in_runs(arena: Arena, place: Numbers, nbytes: Numbers) -> list[memoryview]:
+    """The bytes of objects of which some are in several runs; `nbytes` loses those in none."""
+    found: list[memoryview] = []
+    for i, (at, size) in enumerate(zip(place.tolist(), nbytes.tolist(), strict=True)):
+        pieces = pieces_of(arena.view, at, size)
+        if pieces is None and size >= 0:
+            nbytes[i] = NOT_HERE
+        found += [piece for piece in pieces or () if len(piece)]
+    return found
+
+
+def watch(sock: socket.socket) -> None:
+    """Have the system notice within seconds that the other side cannot be reached."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)

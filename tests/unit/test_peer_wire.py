@@ -1,0 +1,183 @@
+"""Frames and handshake between nodes: what was tampered with, recorded or made up is refused."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from creel.daemon.peers import wire
+from creel.daemon.peers.wire import (
+    HEADER,
+    Challenge,
+    Greeting,
+    PeerAnswer,
+    PeerRequest,
+    PeerSession,
+)
+from creel.errors import MalformedError
+from creel.messages import Message
+
+KEY = bytes(range(32))
+GREETING = Greeting(wire.PEER_PROTOCOL, "cluster", "client", b"c" * 32)
+CHALLENGE = Challenge("server", b"s" * 32)
+KINDS = [Greeting, Challenge, wire.Proof, PeerRequest, PeerAnswer]
+
+
+@dataclass
+class Pair:
+    """Both ends of one session."""
+
+    client: PeerSession = field(default_factory=lambda: PeerSession(KEY, GREETING, CHALLENGE))
+    server: PeerSession = field(default_factory=lambda: PeerSession(KEY, GREETING, CHALLENGE))
+
+    def request(self, number: int = 1) -> bytes:
+        ids = np.arange(5, dtype="<i4")
+        return wire.pack(PeerRequest(number, "data", 0.5), [ids], self.client.requests)
+
+    def receive(self, frame: bytes) -> Message:
+        return unpacked(frame, PeerRequest, self.server.requests)
+
+
+def unpacked(frame: bytes, kind: type[Message], seal: wire.Seal | None) -> Message:
+    header, rest = frame[: HEADER.size], frame[HEADER.size :]
+    if wire.following(header, kind) != len(rest):
+        raise MalformedError("cut")
+    message, arrays = wire.unpack(header, rest, kind, seal)
+    if isinstance(message, PeerRequest):
+        wire.requested(message, arrays)
+    assert isinstance(message, Message)
+    return message
+
+
+def test_frames_arrive_as_they_were_sent_in_order() -> None:
+    pair = Pair()
+    for number in range(3):
+        assert pair.receive(pair.request(number)) == PeerRequest(number, "data", 0.5)
+
+
+@given(st.integers(0), st.integers(1, 255))
+def test_no_byte_of_a_frame_can_be_changed(at: int, change: int) -> None:
+    pair = Pair()
+    frame = bytearray(pair.request())
+    frame[at % len(frame)] ^= change
+    with pytest.raises(MalformedError):
+        pair.receive(bytes(frame))
+
+
+def test_a_recorded_frame_is_worth_nothing_in_its_own_session() -> None:
+    pair = Pair()
+    frame = pair.request()
+    pair.receive(frame)
+    with pytest.raises(MalformedError):
+        pair.receive(frame)
+
+
+def test_a_frame_cannot_be_left_out() -> None:
+    pair = Pair()
+    pair.request()
+    with pytest.raises(MalformedError):
+        pair.receive(pair.request())
+
+
+@pytest.mark.parametrize(
+    "greeting, challenge",
+    [
+        (GREETING, Challenge("server", b"t" * 32)),
+        (Greeting(wire.PEER_PROTOCOL, "cluster", "client", b"d" * 32), CHALLENGE),
+        (Greeting(wire.PEER_PROTOCOL, "another", "client", b"c" * 32), CHALLENGE),
+        (Greeting(wire.PEER_PROTOCOL, "cluster", "clien", b"c" * 32), CHALLENGE),
+        (GREETING, Challenge("serve", b"s" * 32)),
+    ],
+)
+def test_proofs_and_frames_are_of_one_session_only(
+    greeting: Greeting, challenge: Challenge
+) -> None:
+    """Both nonces, both names and the cluster are under every MAC."""
+    pair, other = Pair(), PeerSession(KEY, greeting, challenge)
+    for side in "client", "server":
+        assert pair.server.proves(side, pair.client.proof(side))
+        assert not other.proves(side, pair.client.proof(side))
+    with pytest.raises(MalformedError):
+        unpacked(pair.request(), PeerRequest, other.requests)
+
+
+def test_another_key_proves_nothing() -> None:
+    pair, stranger = Pair(), PeerSession(KEY[::-1], GREETING, CHALLENGE)
+    assert not pair.server.proves("client", stranger.proof("client"))
+    with pytest.raises(MalformedError):
+        unpacked(pair.request(), PeerRequest, stranger.requests)
+
+
+def test_nothing_that_one_side_said_serves_as_word_of_the_other() -> None:
+    pair = Pair()
+    assert not pair.client.proves("server", pair.client.proof("client"))
+    with pytest.raises(MalformedError):
+        unpacked(pair.request(), PeerRequest, pair.client.answers)
+
+
+@pytest.mark.parametrize("nonces", [(b"", b"s" * 32), (b"c" * 32, b"s" * 31), (b"c" * 33,) * 2])
+def test_nonces_have_one_size(nonces: tuple[bytes, bytes]) -> None:
+    greeting = Greeting(wire.PEER_PROTOCOL, "cluster", "client", nonces[0])
+    with pytest.raises(MalformedError):
+        PeerSession(KEY, greeting, Challenge("server", nonces[1]))
+
+
+def test_another_protocol_is_refused() -> None:
+    with pytest.raises(MalformedError):
+        PeerSession(KEY, Greeting(wire.PEER_PROTOCOL + 1, "c", "n", b"c" * 32), CHALLENGE)
+
+
+@given(st.sampled_from(KINDS), st.binary(min_size=HEADER.size, max_size=400))
+def test_any_bytes_are_a_message_or_malformed(kind: type[Message], data: bytes) -> None:
+    with contextlib.suppress(MalformedError):
+        unpacked(data, kind, None)
+
+
+@given(st.sampled_from(KINDS), st.binary(max_size=400), st.integers(0, 400))
+def test_any_body_is_a_message_or_malformed(kind: type[Message], data: bytes, body: int) -> None:
+    """As above, behind a header that fits."""
+    body = min(body, len(data))
+    header = HEADER.pack(body, len(data) - body, bytes(16))
+    with contextlib.suppress(MalformedError):
+        unpacked(header + data, kind, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_of_absurd_size_is_refused_by_its_header(kind: type[Message]) -> None:
+    for sizes in (1 << 20, 0), (0, 1 << 20), (2**32 - 1, 2**32 - 1):
+        with pytest.raises(MalformedError):
+            wire.following(HEADER.pack(*sizes, bytes(16)), kind)
+
+
+@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0])
+def test_a_wait_is_a_time(wait_s: float) -> None:
+    with pytest.raises(MalformedError):
+        wire.requested(PeerRequest(1, "data", wait_s), b"\0\0\0\0")
+
+
+@pytest.mark.parametrize("arrays", [b"", b"\0\0\0", b"\xff\xff\xff\xff"])
+def test_ids_are_numbers_from_0_on(arrays: bytes) -> None:
+    with pytest.raises(MalformedError):
+        wire.requested(PeerRequest(1, "data", 1.0), arrays)
+
+
+@pytest.mark.parametrize("nbytes", [[-3, 0], [wire.LATER, wire.LATER], [5]])
+def test_an_answer_must_make_sense(nbytes: list[int]) -> None:
+    """One that only says "later" would be asked for for ever."""
+    arrays = np.array([nbytes, nbytes], "<i8").tobytes()
+    with pytest.raises(MalformedError):
+        wire.answered(arrays, 2)
+
+
+@given(st.lists(st.binary(max_size=9)), st.integers(0, 100))
+def test_cut_buffers_are_the_same_bytes(parts: list[bytes], nbytes: int) -> None:
+    first, rest = wire.cut([memoryview(p) for p in parts], nbytes)
+    whole = b"".join(parts)
+    assert b"".join(first) == whole[:nbytes]
+    assert b"".join(rest) == whole[nbytes:]
+    assert not rest or len(rest[0])
