@@ -18,9 +18,10 @@ from creel.policies.candidates import Index
 from creel.policies.eviction_policy import RESIDENT
 from creel.policies.job_order import JobOrder
 from creel.policies.next_use import NextUses
-from creel.policies.placement import Nodes, nobody
+from creel.policies.placement import nobody
 from creel.policies.planned_eviction import PlannedEviction, PlanningContext
-from creel.policies.retention import Ids, Kept, Turn
+from creel.policies.retention import Kept, Turn
+from creel.policies.selection import Ids, Nodes
 
 #: Later epochs that placement looks at: on how many nodes an object is used soonest.
 _DEPTH = 4
