@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import numpy as np
@@ -103,7 +103,7 @@ def send_raw(
     place: np.ndarray[tuple[int], np.dtype[np.int64]],
     nbytes: int,
 ) -> None:
-    with sock:
+    with sock, suppress(ConnectionError):
         while wanted := sock.recv(_RAW.size, socket.MSG_WAITALL):
             first, objects = _RAW.unpack(wanted)
             left = [arena.view[a : a + nbytes] for a in place[first : first + objects].tolist()]
