@@ -25,6 +25,8 @@ from creel.policies.selection import Ids, Nodes
 
 #: Later epochs that placement looks at: on how many nodes an object is used soonest.
 _DEPTH = 4
+#: Share of an epoch that is kept first, as it is read ahead: at least so much, and so many steps.
+_LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +157,8 @@ class ClusterEviction(PlannedEviction):
         if not self.deals.known(self.epoch):
             return None
         orders = self.deals.from_epoch(self.epoch)
-        least, steps = context.lead
-        lead = max(least, steps) / max(orders[1].steps, 1)
+        # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
+        lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
         self._asking = ClusterTurn(view, orders, self._holder, context.same_size, self._life, lead)
         return self._asking
 

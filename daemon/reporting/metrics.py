@@ -44,6 +44,8 @@ def memory(node: Node) -> dict[str, int]:
 def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Hits, misses and evictions of each tier, over all datasets of the core's snapshot.
 
+    What memory misses, peers may have: "peers" is there once one was asked.
+
     An object that was in flight for another session when it was requested counts as a hit: it
     costs no read.
     """
@@ -57,7 +59,13 @@ def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 evictions[why] = evictions.get(why, 0) + int(count)
     hits = sum(int(d["hits"] + d["joined"]) for d in datasets)
     misses = sum(int(d["misses"]) for d in datasets)
-    return {"memory": {"hits": hits, "misses": misses, "evictions": evictions}}
+    out: dict[str, dict[str, Any]] = {
+        "memory": {"hits": hits, "misses": misses, "evictions": evictions}
+    }
+    sent, refused = (sum(int(d[name]) for d in datasets) for name in ("peer_reads", "peer_misses"))
+    if sent + refused:
+        out["peers"] = {"hits": sent, "misses": refused, "evictions": {}}
+    return out
 
 
 def dataset(node: Node, one: DatasetRecord) -> dict[str, Any]:
@@ -214,7 +222,8 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         answer = self._take()
         yield _build_info(answer)
-        tiers = [([name], {**answer["memory"], **tier}) for name, tier in answer["tiers"].items()]
+        own = {"memory": answer["memory"]}
+        tiers = [([name], own.get(name, {}) | tier) for name, tier in answer["tiers"].items()]
         yield from _families("tier", ["tier"], tiers)
         # The key stands for the source: a root may contain a bucket's name and would grow without
         # bound.

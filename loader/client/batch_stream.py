@@ -244,7 +244,8 @@ def open_stream(binding: Binding, config: Config) -> BatchStream | None:
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
         _log.warning("creel reads directly, without a cache: %s", e)
         return None
-    join_cluster(client, rank, world)
+    if config.loader.cluster:
+        join_cluster(client, rank, world)
     return BatchStream(client, session, binding, config.daemon.name)
 
 

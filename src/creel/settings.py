@@ -136,6 +136,13 @@ class LoaderSettings(_Section, frozen=True):
     disable: Annotated[
         bool, _about("turn creel off: use torch's own DataLoader (also CREEL_DISABLE)")
     ] = False
+    cluster: Annotated[
+        bool,
+        _about(
+            "the nodes of a torch.distributed job read from each other's memory what one of them"
+            " holds (training processes and daemons on a trusted network)"
+        ),
+    ] = True
     embed: Annotated[bool, _about("start a daemon if none runs (else read directly)")] = True
     wait_s: Annotated[
         float, _seconds("a batch waits this long for the daemon, then is read directly", gt=0)

@@ -15,7 +15,6 @@ from creel.cache.memory.allocator import Allocator, Lengths
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.policies.prefetch import Window
-from creel.policies.retention import plan
 
 Ids = NDArray[np.int32]
 
@@ -87,7 +86,7 @@ class CoreNode:
         started = [s for a in self.core.handle(event, now) for s in self._did(a)]
         while self._plans:
             asked = self._plans.pop()
-            kept = plan(asked.turn)
+            kept = asked.turn.plan()
             started += self._feed(events.RetentionPlanned(asked.dataset, asked.turn, kept), now)
         return started
 

@@ -33,12 +33,15 @@ def main(folder: str, epochs: int, batch: int) -> None:
         for read in loader:
             for sample in read:
                 digest.update(bytes(sample.numpy()))
-            dist.all_reduce(torch.ones(1))  # ranks go in step, as they do below DDP
+            work = torch.ones(400, 400)
+            for _ in range(4):  # some ms of training
+                work = torch.tanh(work @ work)
+            dist.all_reduce(work)  # ranks go in step, as they do below DDP
         digests.append(digest.hexdigest())
         dist.barrier()
     client = client_of(Config.load()[0])
     stats = {} if client is None else client.ask("stats")
-    print(json.dumps({"digests": digests, "stats": stats}, default=str))
+    sys.stdout.write(json.dumps({"digests": digests, "stats": stats}, default=str))
     dist.barrier()
 
 

@@ -28,7 +28,6 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.eviction import FarthestNextUse, MostRecentFirst
-from creel.policies.retention import plan as planned
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -241,7 +240,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
             told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends)
             asked = [a for a in core.handle(told, 0.0) if isinstance(a, PlanRetention)]
         (question,) = asked
-        core.handle(RetentionPlanned("d", question.turn, planned(question.turn)), 0.0)
+        core.handle(RetentionPlanned("d", question.turn, question.turn.plan()), 0.0)
         del question, asked, told
         taken = tracemalloc.get_traced_memory()[0] - core.plans_nbytes()
     finally:

@@ -38,6 +38,7 @@ from creel.daemon.core.events import (
     StoreObjects,
     Tick,
 )
+from creel.daemon.peers.lane import PeerSource
 from creel.daemon.service import fetcher
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.fetcher import Fetcher
@@ -48,12 +49,17 @@ from creel.messages import Extend, Open
 from creel.settings import MemorySettings
 from kit import descriptors, until
 
+
+def no_peers(origin: int, dataset: str) -> PeerSource:
+    raise AssertionError(f"peer {origin} is asked for {dataset}")
+
+
 pytestmark = pytest.mark.timeout(120)
 
 
 def test_the_shell_stores_bytes_and_then_publishes() -> None:
     arena = Arena.create(4096)
-    fetcher = Fetcher(arena, lambda _: None)
+    fetcher = Fetcher(arena, lambda _: None, no_peers)
     fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"fghi"}
 
     class Watched(np.ndarray[Any, Any]):
@@ -73,7 +79,7 @@ def test_a_machine_without_memory_stores_no_more_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     arena = Arena.create(4096)
-    fetcher = Fetcher(arena, lambda _: None)
+    fetcher = Fetcher(arena, lambda _: None, no_peers)
     fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"f", 3: b"g"}
     write = arena.write
 
@@ -100,7 +106,7 @@ def test_an_object_in_several_runs_is_written_as_readers_read_it(
     data = np.random.default_rng(0).bytes(100)
     (tmp_path / "x").write_bytes(data)
     arena, done = Arena.create(8192), queue.SimpleQueue[Any]()
-    fetcher = Fetcher(arena, done.put)
+    fetcher = Fetcher(arena, done.put, no_peers)
     ids, place = np.array([0], np.int32), np.array([chained(4096)])
     runs = {chained(4096): np.array([[4096, 64], [0, 64], [640, 128]])}
     if stored:
@@ -122,7 +128,7 @@ def test_an_object_in_several_runs_is_written_as_readers_read_it(
 def test_what_is_stored_behind_an_object_in_several_runs_goes_to_its_own_place() -> None:
     """The place of the first, as a number, plus its length is where the second lies."""
     arena = Arena.create(8192)
-    fetcher = Fetcher(arena, print)
+    fetcher = Fetcher(arena, print, no_peers)
     first, second = b"a" * 66, b"b" * 50
     fetcher._held[7] = {0: first, 1: second}
     places = np.array([chained(0), 64])
@@ -277,7 +283,7 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
 
     done: queue.SimpleQueue[Any] = queue.SimpleQueue()
     arena = Arena.create(8192)
-    fetcher = Fetcher(arena, done.put, threads=1)
+    fetcher = Fetcher(arena, done.put, no_peers, threads=1)
     source: Any = Quick()
     fetcher.add("d", source)
     ids, ones = np.arange(2000, dtype=np.int32), np.ones(2000, np.int64)
@@ -300,7 +306,7 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
     )
     length = np.append(np.full(200, 4096), 1 << 28)
     with Arena.create(1 << 29) as arena:
-        fetcher = Fetcher(arena, lambda _: None)
+        fetcher = Fetcher(arena, lambda _: None, no_peers)
         tracemalloc.start()
         fetcher._fill(source, np.arange(201, dtype=np.int32), length.cumsum() - length, length)
         peak = tracemalloc.get_traced_memory()[1]
@@ -315,7 +321,7 @@ def test_neighbours_are_one_read_though_some_go_to_pages_that_exist(tmp_path: Pa
     run = np.array([0]), np.array([100]), np.array([100])
     source = Source(Manifest.of_runs([str(tmp_path / "records")], *run))
     with Arena.create(1 << 14) as arena:
-        fetcher = Fetcher(arena, lambda _: None)
+        fetcher = Fetcher(arena, lambda _: None, no_peers)
         for ids in np.split(np.arange(100, dtype=np.int32), 4):
             fetcher._fill(source, ids, 100 * ids.astype(np.int64), np.full(25, 100))
         assert bytes(arena.view[:10_000]) == content
@@ -328,7 +334,7 @@ def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Pat
     source = Source(Manifest.of_files([str(tmp_path / "empty")], lengths=[0]))
     nothing = np.zeros(1, np.int64)
     with Arena.create(4096) as arena:
-        fetcher = Fetcher(arena, lambda _: None)
+        fetcher = Fetcher(arena, lambda _: None, no_peers)
         assert fetcher._fill(source, np.zeros(1, np.int32), nothing, nothing).nbytes.tolist() == [0]
     assert (source.counters.reads, source.counters.opens) == (1, 1)
 

@@ -22,7 +22,6 @@ from creel.policies.eviction import (
     PlannedEviction,
 )
 from creel.policies.next_use import MAX_EPOCHS, NEVER, NextUses
-from creel.policies.retention import plan as planned
 
 
 @dataclass
@@ -38,6 +37,10 @@ class Facts:
     size: NDArray[np.int64] = field(default_factory=lambda: np.ones(1, np.int64))
     page: int = 1
     lead: tuple[int, int] = (2, 4)
+
+    @property
+    def same_size(self) -> NDArray[np.int64]:
+        return self.size
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:  # noqa: ARG002
         return [[ids.astype(np.int32) for ids in self.order]]
@@ -149,7 +152,7 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
                 )
             )
             if turn is not None:
-                policy.answer(turn, planned(turn))
+                policy.answer(turn, turn.plan())
             ids = plans[epoch][step]
             life[ids] = RESIDENT
             uses.consume(epoch, ids, np.full(batch, now, np.int32))
@@ -279,7 +282,7 @@ def test_a_plan_and_its_keeper_take_few_bytes_per_object(*, alike: bool) -> None
         policy = PlannedEviction(life, pins, uses)
         turn = policy.question(facts)
         assert turn is not None
-        policy.answer(turn, planned(turn))
+        policy.answer(turn, turn.plan())
         del turn  # the session has its orders anyway
         for ids in orders[0].reshape(-1, batch):
             uses.consume(0, ids)

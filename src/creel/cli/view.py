@@ -179,7 +179,8 @@ def summary_pairs(answer: Values) -> list[tuple[str, str]]:
             for why, n in tier.get("evictions", {}).items()
             if n
         )
-        rows.append((f"evicted from {name}", evicted or "none"))
+        if name != "peers":  # their memories are theirs
+            rows.append((f"evicted from {name}", evicted or "none"))
     return rows + [row for s in answer.get("sources", ()) for row in _source_rows(s)]
 
 

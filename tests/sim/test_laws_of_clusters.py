@@ -1,0 +1,47 @@
+"""Several nodes with one memory: who reads the source, and how much moves between them.
+
+`nodes.Nodes` runs the cores of all nodes; the bounds are those of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+from nodes import Nodes
+
+from creel.policies.job_order import JobOrder
+
+
+def job(nodes: int, samples: int = 3840, batch: int = 4) -> JobOrder:
+    return JobOrder(samples, nodes, samples // nodes, batch, 100)
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("held", [0.5, 0.9])
+def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: float) -> None:
+    order = job(nodes)
+    first, *later = Nodes(nodes, order, held).run(5)
+    # Each node reads ahead into the next epoch before it has ended this one.
+    ahead = 0.02 * order.samples
+    assert first["source"] <= order.samples + ahead
+    assert not first["peer"]
+    for counts in later[1:]:
+        assert counts["source"] <= (1 - held) * order.samples + 2 * ahead
+        assert counts["peer"] > 0
+
+
+def test_with_room_for_all_the_source_is_read_once() -> None:
+    order = job(2)
+    runs = Nodes(2, order, 1.1).run(5)
+    assert sum(counts["source"] for counts in runs) <= 1.02 * order.samples
+    assert all(counts["peer"] <= 0.36 * order.samples for counts in runs)
+
+
+def test_a_peer_that_is_gone_costs_what_it_held() -> None:
+    order = job(4)
+    nodes = Nodes(4, order, 1.1)
+    nodes.run(3)
+    nodes.gone.add(3)
+    (counts,) = nodes.run(1)
+    held = int((nodes.places[3] != -1).sum())
+    assert 0 < counts["refused"] <= held
+    assert counts["source"] <= counts["refused"] + 0.04 * order.samples

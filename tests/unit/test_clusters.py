@@ -1,0 +1,101 @@
+"""Which clusters a daemon enters, and which it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from creel.cache.memory.arena import Arena
+from creel.daemon.core.events import SOURCE, Event
+from creel.daemon.service.clusters import Clusters
+from creel.errors import CreelError
+from creel.loader.client.cluster import on_one_node
+from creel.messages import Join, Member
+
+KEY = bytes(range(32))
+
+
+@pytest.fixture
+def clusters() -> Iterator[Clusters]:
+    def handled(event: Event) -> bool:
+        raise AssertionError(f"nobody asks for anything: {event}")
+
+    with Arena.create(1 << 20) as arena:
+        one = Clusters(arena, handled, lambda call: call())
+        yield one
+        one.close()
+
+
+def other(number: int = 0) -> Member:
+    return Member(f"node{number}", "127.0.0.1", 9, 4096)
+
+
+def test_a_node_knows_itself_among_the_others(clusters: Clusters) -> None:
+    mine = clusters.host("127.0.0.1")
+    assert clusters.host("127.0.0.1") == mine
+    clusters.join("token", Join("c", KEY, [other(), mine], [1, 0, 0]))
+    view = clusters.view("c")
+    assert view is not None
+    assert view.me == 1
+    assert view.nodes.tolist() == [1, 0, 0]
+    assert view.capacity.tolist() == [4096, 1 << 20]
+    assert view.origin[1] == SOURCE
+    assert view.origin[0] >= 0
+
+
+def test_it_leaves_with_its_last_client(clusters: Clusters) -> None:
+    joined = Join("c", KEY, [clusters.host("127.0.0.1"), other()], [0, 1])
+    for token in ("a", "b", "a"):
+        clusters.join(token, joined)
+    clusters.client_left("a")
+    assert clusters.view("c") is not None
+    clusters.client_left("b")
+    assert clusters.view("c") is None
+
+
+@pytest.mark.parametrize(
+    "key, others, ranks",
+    [
+        (KEY[:8], [other()], [0, 1]),
+        (KEY, [], [0]),
+        (KEY, [other(), other()], [0, 1]),
+        (KEY, [other(i) for i in range(300)], [0]),
+        (KEY, [other()], []),
+        (KEY, [other()], [0, 2]),
+        (KEY, [other()], [-1]),
+    ],
+)
+def test_an_impossible_cluster_is_refused(
+    clusters: Clusters, key: bytes, others: list[Member], ranks: list[int]
+) -> None:
+    mine = clusters.host("127.0.0.1")
+    with pytest.raises(CreelError):
+        clusters.join("token", Join("c", key, [mine, *others], ranks))
+    assert clusters.view("c") is None
+
+
+def test_a_cluster_without_this_node_is_refused(clusters: Clusters) -> None:
+    for _ in range(2):  # before it serves anybody, and after
+        with pytest.raises(CreelError):
+            clusters.join("token", Join("c", KEY, [other(0), other(1)], [0, 1]))
+        clusters.host("127.0.0.1")
+
+
+def test_one_name_is_one_cluster(clusters: Clusters) -> None:
+    mine = clusters.host("127.0.0.1")
+    clusters.join("a", Join("c", KEY, [mine, other()], [0, 1]))
+    with pytest.raises(CreelError):
+        clusters.join("b", Join("c", KEY[::-1], [mine, other()], [0, 1]))
+
+
+def test_an_address_of_another_node_is_refused(clusters: Clusters) -> None:
+    with pytest.raises(CreelError):
+        clusters.host("203.0.113.1")
+
+
+def test_ranks_of_one_node_join_nobody() -> None:
+    assert on_one_node({"LOCAL_WORLD_SIZE": "4"}, 4)
+    assert on_one_node({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4)
+    assert not on_one_node({"LOCAL_WORLD_SIZE": "4"}, 8)
+    assert not on_one_node({}, 2)

@@ -1,0 +1,62 @@
+"""The order of a whole job, from a few numbers, is what torch's sampler deals to its ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from creel.policies.job_order import IN_ORDER, JobOrder
+
+
+@pytest.mark.parametrize("samples, world", [(1, 1), (2, 3), (101, 4), (1000, 7), (40_000, 2)])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_rank_reads_what_torchs_sampler_deals(
+    samples: int, world: int, drop_last: bool, shuffle: bool
+) -> None:
+    if drop_last and samples < world:
+        return
+    for rank in range(world):
+        sampler: DistributedSampler[object] = DistributedSampler(
+            range(samples),  # type: ignore[arg-type]  # it has a length, all that is needed
+            *(world, rank, shuffle, 5, drop_last),
+        )
+        sampler.set_epoch(3)
+        seed = 8 if shuffle else IN_ORDER
+        order = JobOrder(samples, world, len(sampler), 16, seed)
+        assert order.sound()
+        assert order.by_rank()[rank].tolist() == list(sampler)
+
+
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32 + 7, 10**15])
+def test_a_seed_counts_as_in_torch(seed: int) -> None:
+    generator = torch.Generator()
+    generator.manual_seed(seed)
+    expected = torch.randperm(3000, generator=generator).numpy()
+    assert np.array_equal(JobOrder(3000, 1, 3000, 1, seed).permutation(), expected)
+
+
+def test_later_epochs_follow_from_two() -> None:
+    first, second = (JobOrder(10, 1, 10, 1, seed) for seed in (20, 21))
+    assert second.after(first, 3).seed == 24
+    assert first.after(first, 3).seed == 20  # the epoch was not set: the same order again
+    assert JobOrder(10, 1, 10, 1, IN_ORDER).after(first, 3).seed == IN_ORDER
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"samples": 0},
+        {"world": 0},
+        {"each": 1 << 31},
+        {"batch": -1},
+        {"each": 10_000},
+        {"seed": -2},
+        {"seed": 1 << 64},
+        {"samples": 1 << 30, "each": 1 << 29},
+    ],
+)
+def test_impossible_numbers_are_no_order(wrong: dict[str, int]) -> None:
+    assert not JobOrder(100, 4, 25, 8, 1)._replace(**wrong).sound()
