@@ -111,11 +111,12 @@ def epoch(
     keep: bool = False,
     write: bool = False,
     ordered: bool = True,
+    generators: bool = True,
 ) -> None:
     """Go through an epoch, or through two at once, up to step `stop`.
 
     `keep`: look at all batches again at the end; `write`: write to each; without `ordered`, which
-    comes first is a race.
+    comes first is a race; a loader that goes on where another was has other global `generators`.
     """
     show("len", lambda: len(loader))
     first = len(shown)
@@ -134,29 +135,34 @@ def epoch(
         shown[first:] = sorted((("batch", value) for _, value in shown[first:]), key=repr)
     for batch in kept:
         show("kept", lambda batch=batch: batch)  # type: ignore[misc]
-    show("states", lambda: states(loader))
     own = getattr(loader.sampler, "generator", None)
-    if own is not None:
+    if generators:
+        show("states", lambda: states(loader))
+    if generators and own is not None:
         show("state of the sampler's", lambda: zlib.crc32(own.get_state().numpy().tobytes()))
 
 
 def interrupted(loader: Any, make: Callable[[], Any], at: int, more: int) -> None:
-    """An epoch that a new loader takes over at batch `at`, and `more` whole ones."""
+    """An epoch that a new loader takes over at batch `at`, and `more` whole ones.
+
+    One that raised last is tried again by the new loader, which torch has no word for.
+    """
     it = iter(loader)
     rest: Any = it
+    batch = None
     for step in range(at):
-        if show(f"batch {step}", lambda: next(it)) is StopIteration:
-            return
+        batch = show(f"batch {step}", lambda: next(it))
+    if isinstance(batch, type):
+        return
     if with_creel():
         state = loader.state_dict()
         loader = make()
         loader.load_state_dict(state)
         rest = iter(loader)
-    for step, batch in enumerate(rest, at):
-        show(f"batch {step}", lambda batch=batch: batch)  # type: ignore[misc]
+    while show("batch", lambda: next(rest)) is not StopIteration:
+        pass
     for _ in range(more):
-        for step, batch in enumerate(loader):
-            show(f"batch {step}", lambda batch=batch: batch)  # type: ignore[misc]
+        epoch(loader, generators=False)
 
 
 def children_left() -> int:
