@@ -5,7 +5,7 @@
 #   make test                        all tests
 #   make bench                       every benchmark of README, one after the other (some 40 minutes);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
-#   make stress                      1,000 random programs against torch, 160 killed daemons (some 30 minutes)
+#   make stress                      1,000 random programs against torch, 160 killed daemons (some 40 minutes)
 #   make frameworks                  the tests against accelerate, transformers and lightning
 #   make check                       format, lint, strict types, unit tests
 

@@ -2,6 +2,7 @@
 
     python -m tests.stress.random_programs --first 0 --count 1000 --jobs 2
     python -m tests.stress.random_programs --show 17
+    CREEL_LOADER__RECHECK=never python -m tests.stress.random_programs  # shows differences
 
 Prints a line for each program that differs, with its first difference; exit status 1 if there is
 one. Each run is a process, forked from one that has imported all. One daemon serves all runs, and
@@ -130,10 +131,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         try:
             with ProcessPoolExecutor(options.jobs) as pool:
-                for difference in pool.map(partial(compare, folder=Path(folder)), seeds):
+                results = pool.map(partial(compare, folder=Path(folder)), seeds)
+                for done, difference in enumerate(results, 1):
                     if difference:
                         print(difference, flush=True)
                         differences += 1
+                    if done % 100 == 0:
+                        print(f"{done} of {options.count}", file=sys.stderr)
         finally:
             for kind in userland.DAEMONS:
                 with contextlib.suppress(CreelError, psutil.Error):
