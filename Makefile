@@ -5,6 +5,7 @@
 #   make test                        all tests
 #   make bench                       every benchmark of README, one after the other (some 40 minutes);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
+#   make stress                      1,000 random programs against torch, 160 killed daemons (some 40 minutes)
 #   make frameworks                  the tests against accelerate, transformers and lightning
 #   make check                       format, lint, strict types, unit tests
 
@@ -25,7 +26,7 @@ FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
 export DATA
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo test bench frameworks check clean
+.PHONY: help setup demo test bench stress frameworks check clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -62,6 +63,11 @@ test: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --group bench
 	@for one in $(BENCH); do echo "== benchmarks/$$one.py"; $(BIN)/python benchmarks/$$one.py $(ARGS) || exit 1; done
+
+# ARGS goes to the first: "--first 1000" for other programs than the first thousand.
+stress: $(STAMP)
+	@$(BIN)/python -m tests.stress.random_programs --count 1000 $(ARGS)
+	@$(BIN)/python -m tests.stress.chaos --kills 160
 
 # FRAMEWORKS=required: one that cannot be imported is an error here, elsewhere its tests are skipped.
 frameworks: $(FRAMEWORKS_STAMP)

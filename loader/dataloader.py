@@ -135,7 +135,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
         Args:
             delivered: batches of this epoch that were really used, for a caller that runs ahead;
-                None: all that were returned.
+                None: all up to the last one that was returned. A batch that raised is behind that
+                if a later one was returned, else it is tried again.
 
         A state taken before the first epoch, or at the end of one, begins the next epoch. The order
         of torch's samplers is resumed bit for bit, with any `num_workers`. A custom sampler is

@@ -16,6 +16,6 @@ class Progress(TypedDict, total=False):
 
     version: int
     epoch: int  # epochs begun before this one
-    batches: int  # batches of this epoch that were returned to the caller
+    batches: int  # of this epoch, up to the last one that was returned to the caller
     finished: bool
     order: State

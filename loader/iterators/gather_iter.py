@@ -236,7 +236,7 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         self._pull()
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
-        run.deliver()
+        run.deliver(self._taken)
         return data
 
     def _inline(self, task: Task) -> Any:

@@ -258,7 +258,7 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
             run.done(i + 1)
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
-        run.deliver()
+        run.deliver(i + 1)
         return data
 
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -191,10 +191,13 @@ class EpochRun:
             stream.publish_upcoming(self.order)
             self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
 
-    def deliver(self) -> None:
-        """Count a batch that is returned to the caller."""
+    def deliver(self, i: int) -> None:
+        """Count a batch that is returned, before the i-th after those skipped.
+
+        So a batch that raised is behind a training that goes on, and before one that stops there.
+        """
         self._loader_state.meter["batches"] += 1
-        self.delivered += 1
+        self.delivered = self.skipped + i
         if self.due():
             self._count()
 

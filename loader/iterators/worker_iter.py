@@ -225,7 +225,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
         if self._run.due():
             self._meter.workers(self._pool.new_counts())
-        self._run.deliver()
+        self._run.deliver(self._rcvd_idx)
         return data
 
     # --- waiting ----------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from shown import plain, states
+
 #: Read by `Knob`; the trainer turns it between epochs and forked workers must see that.
 KNOB = {"value": 0}
 
@@ -402,14 +404,14 @@ def _step(case: Case, loader: Any, step: str, k: int, record: Record) -> None:
         record.shown.append(("len", _outcome(lambda: len(loader))))
     elif hasattr(loader.sampler, "set_epoch"):
         loader.sampler.set_epoch(k)
-    record.shown.append(_states(loader))
+    record.shown.append(states(loader))
 
 
 def _epoch(case: Case, loader: Any, step: str, k: int, record: Record) -> None:
     iterators: list[Any] = []
     for _ in range(2 if step == "two" else 1):
         iterators.append(_outcome(lambda: iter(loader)))
-        record.shown.append(_states(loader))
+        record.shown.append(states(loader))
     if any(isinstance(i, tuple) for i in iterators):
         record.shown.append(iterators)
         return
@@ -420,7 +422,7 @@ def _epoch(case: Case, loader: Any, step: str, k: int, record: Record) -> None:
             record.shown += outcomes
         else:
             record.unordered += [re.sub(r"process \d+", "process N", repr(o)) for o in outcomes]
-        record.shown.append(_states(loader))
+        record.shown.append(states(loader))
         if all(o[:2] == ("error", "StopIteration") for o in outcomes):
             break
     if step == "past":
@@ -437,30 +439,3 @@ def _outcome(act: Callable[[], Any]) -> Any:
         lines = [line for line in str(e).splitlines() if line.strip()]
         return ("error", type(e).__name__, lines[0] if lines else "", lines[-1] if lines else "")
     return value if isinstance(value, Iterator) else plain(value)
-
-
-def plain(value: Any) -> Any:
-    """A value as nested tuples of plain things, with classes, dtypes, shapes and bits."""
-    if isinstance(value, torch.Tensor):
-        bits = value.detach().reshape(-1).contiguous().view(torch.uint8) if value.numel() else value
-        return ("tensor", str(value.dtype), tuple(value.shape), tuple(bits.tolist()))
-    if isinstance(value, np.ndarray):
-        return ("array", str(value.dtype), value.shape, value.tobytes())
-    if isinstance(value, dict):
-        return (type(value).__name__, tuple((k, plain(v)) for k, v in value.items()))
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, tuple(plain(v) for v in value))
-    return (type(value).__name__, repr(value))
-
-
-def _states(loader: Any) -> Any:
-    """Digest of all random generators a use can see."""
-    generator = loader.generator
-    state = np.random.get_state()
-    return (
-        "rng",
-        hash(torch.get_rng_state().numpy().tobytes()),
-        hash((state[1].tobytes(), state[2])),  # type: ignore[index]
-        hash(random.getstate()),
-        hash(generator.get_state().numpy().tobytes()) if generator is not None else 0,
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -260,6 +261,31 @@ def test_a_run_resumes_to_the_bit(workers: int, later: int, seeded: bool, stop: 
     elif seeded:
         assert [b.tolist() for b in resumed] == (after if stop == 10 else expected)
     assert len(list(resumed)) == 10
+
+
+class Faulty(Squares):
+    """Batch 1 of four samples each cannot be made."""
+
+    def __getitem__(self, i: int) -> Any:
+        if 4 <= i < 8:
+            raise OverflowError(i)
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("stop", "follows"), [(2, 4), (3, 12), (4, 16)])
+def test_a_batch_that_raised_is_tried_again_unless_training_went_on(
+    workers: int, stop: int, follows: int
+) -> None:
+    loader = creel.DataLoader(Faulty(), 4, num_workers=workers)
+    iterator = iter(loader)
+    for i in range(stop):
+        with pytest.raises(OverflowError) if i == 1 else contextlib.nullcontext():
+            next(iterator)
+    state = loader.state_dict()
+    resumed: Any = creel.DataLoader(Squares(), 4, num_workers=workers)
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)).tolist()[0] == follows**2
 
 
 class Counting:

@@ -1,0 +1,9 @@
+"""Tools that search for differences and leftovers at size; `make stress` runs both.
+
+Started as `python -m tests.stress.NAME` they find the tests' own modules as pytest does.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))

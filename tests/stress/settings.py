@@ -1,0 +1,7 @@
+"""A package of the person's, whose globals and class attributes datasets read."""
+
+OFFSET = 0
+
+
+class Settings:
+    factor = 1

@@ -1,0 +1,34 @@
+"""A fixed piece of what `make stress` runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def said(tool: str, *arguments: str) -> str:
+    """What a tool prints; it must find nothing wrong."""
+    command = [sys.executable, "-m", f"tests.stress.{tool}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_random_programs_show_the_same_as_under_torch() -> None:
+    assert said("random_programs", "--first", "10", "--count", "6") == "6 programs, 0 differences\n"
+
+
+@pytest.mark.faults
+def test_a_training_whose_daemons_are_killed_and_stopped_is_torchs() -> None:
+    summary = said("chaos", "--kills", "1", "--first", "14", "--epochs", "2")
+    assert re.fullmatch(
+        r"kills [1-9]\d*, stops \d+, runs \d+, batches \d+, wrong 0, hung 0, residue 0\n", summary
+    )
