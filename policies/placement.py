@@ -11,6 +11,7 @@ holder, whichever reads it again sooner. Only what neither has room for is hande
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,10 @@ from numpy.typing import NDArray
 from creel.policies.selection import (
     LEAD,
     PIECE,
+    Candidates,
     Ids,
     Ints,
     Nodes,
-    Part,
     Piece,
     Tally,
     coprime,
@@ -245,7 +246,8 @@ def useful_depth(nodes: int, capacity: float) -> int:
     >>> useful_depth(8, 1.0), useful_depth(8, 2.0), useful_depth(1, 0.5)
     (5, 7, 1)
     """
-    return max(1, min(int((2 * capacity * nodes) ** 0.5) + (nodes > 1), 2 * nodes - 1))
+    within = math.ceil(math.sqrt(2 * capacity * nodes)) + 1
+    return max(1, min(within, 2 * nodes - 1))
 
 
 def _nbytes(ids: Ids, size: Ints) -> Ints:
@@ -319,7 +321,7 @@ def _pieces(n: int) -> Iterator[slice]:
 
 def _sort_in(
     piece: Piece, where: Nodes, kind: NDArray[np.uint8], site: _Sites, tally: Tally
-) -> Part:
+) -> Candidates:
     """Node, kind and stretch of all objects that could stay."""
     could = np.flatnonzero(where[piece.ids] != site.nobody)
     ids, early = piece.ids[could], piece.early[could]
@@ -329,7 +331,7 @@ def _sort_in(
     stretch = np.where(site.unread(ids), site.stretch(ids, tally), 0)
     cell = (where[ids].astype(np.int64) * tally.kinds + kinds) * tally.width + stretch
     tally.add(cell, site.nbytes(ids))
-    return Part(ids, cell.astype(np.int32), piece.block[could], piece.read)
+    return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)
 
 
 # --- nodes with more than fits, and nodes with room ----------------------------------------------
