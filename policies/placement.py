@@ -11,6 +11,7 @@ holder, whichever reads it again sooner. Only what neither has room for is hande
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,10 @@ from numpy.typing import NDArray
 from creel.policies.selection import (
     LEAD,
     PIECE,
+    Candidates,
     Ids,
     Ints,
     Nodes,
-    Part,
     Piece,
     Tally,
     coprime,
@@ -159,6 +160,83 @@ def turn(
     return out
 
 
+def replicas(
+    node: int,
+    held: NDArray[np.bool_],
+    holder: Nodes,
+    planned: Nodes,
+    now: Uses,
+    owners: Sequence[Nodes],
+    size: Ints,
+    capacity: int,
+) -> NDArray[np.bool_]:
+    """Return (n,) whether this node keeps a second copy of each object when this epoch turns.
+
+    Each node plans its own: what the plan for all leaves free is filled with what it has read or
+    held, the soonest to be read by itself first. No other node needs to know, and a last copy
+    never yields to a second one (law L3).
+
+    Args:
+        held: (n,) whether it holds a second copy of each object now.
+        planned: what `turn` returned.
+        holder, now, owners, size: as in `turn`.
+        capacity: bytes of this node.
+    """
+    here = np.flatnonzero(planned == node).astype(np.int32)
+    room = capacity - _nbytes(here, size).sum()
+    could = (
+        (held | (holder == node) | (now.owner == node))
+        & (planned != node)
+        & (planned != nobody(planned))
+    )
+    ids = _scattered(np.flatnonzero(could).astype(np.int32))
+    gap = np.full(len(ids), len(owners) + 1, np.uint8)
+    for g in range(len(owners), 0, -1):
+        gap[owners[g - 1][ids] == node] = g
+    ids = ids[gap.argsort(kind="stable")]
+    out = np.zeros(len(planned), np.bool_)
+    out[ids[_nbytes(ids, size).cumsum() <= room]] = True
+    return out
+
+
+def remap(holder: Nodes, order: Ids, node_of: NDArray[np.intp], batch: int) -> Ids:
+    """Return `order` with objects exchanged among the ranks of each step, to where they lie.
+
+    Each step still reads the same objects, so gradients averaged over all ranks are the same; what
+    each rank reads differs. Objects that nobody holds, or more than their holder reads in the
+    step, take the places that are left.
+
+    Args:
+        order: (steps * batch * world,) global order; entry i is read by rank i % world.
+        node_of: (world,) node of each rank.
+        batch: objects that a rank reads per step.
+
+    >>> remap(np.array([0, 1], np.uint8), np.array([1, 0], np.int32), np.array([0, 1]), 1).tolist()
+    [0, 1]
+    """
+    each = batch * len(node_of)
+    step = np.arange(len(order)) // each
+    lies = np.minimum(holder[order], node_of.max() + 1).astype(np.int64)
+    place = np.tile(node_of, len(order) // len(node_of))
+    width = int(node_of.max()) + 2
+    objects = (step * width + lies).argsort(kind="stable")
+    places = (step * width + place).argsort(kind="stable")
+    # The i-th object of a (step, node) takes the i-th place there, as long as there are any.
+    of_object, of_place = (step * width + lies)[objects], (step * width + place)[places]
+    offered = np.bincount(of_place, minlength=int(step[-1] + 1) * width)
+    begin_objects = np.bincount(of_object, minlength=len(offered)).cumsum() - np.bincount(
+        of_object, minlength=len(offered)
+    )
+    begin_places = offered.cumsum() - offered
+    nth = np.arange(len(order)) - begin_objects[of_object]
+    at_home = nth < offered[of_object]
+    target = places[(begin_places[of_object] + nth)[at_home]]
+    out = np.full(len(order), -1, np.int32)
+    out[target] = order[objects[at_home]]
+    out[out < 0] = order[np.sort(objects[~at_home])]  # both lists ascend by step
+    return out
+
+
 def useful_depth(nodes: int, capacity: float) -> int:
     """Epochs to look ahead, beyond which local hits hardly grow; `capacity` in datasets.
 
@@ -168,7 +246,12 @@ def useful_depth(nodes: int, capacity: float) -> int:
     >>> useful_depth(8, 1.0), useful_depth(8, 2.0), useful_depth(1, 0.5)
     (5, 7, 1)
     """
-    return max(1, min(int((2 * capacity * nodes) ** 0.5) + (nodes > 1), 2 * nodes - 1))
+    within = math.ceil(math.sqrt(2 * capacity * nodes)) + 1
+    return max(1, min(within, 2 * nodes - 1))
+
+
+def _nbytes(ids: Ids, size: Ints) -> Ints:
+    return np.full(len(ids), size[0]) if len(size) == 1 else size[ids]
 
 
 class _Sites:
@@ -183,7 +266,7 @@ class _Sites:
 
     def nbytes(self, ids: Ids) -> Ints:
         """(k,) bytes of objects."""
-        return np.full(len(ids), self.size[0]) if len(self.size) == 1 else self.size[ids]
+        return _nbytes(ids, self.size)
 
     def unread(self, ids: Ids | slice) -> NDArray[np.bool_]:
         """(k,) whether this epoch is yet to read each."""
@@ -238,7 +321,7 @@ def _pieces(n: int) -> Iterator[slice]:
 
 def _sort_in(
     piece: Piece, where: Nodes, kind: NDArray[np.uint8], site: _Sites, tally: Tally
-) -> Part:
+) -> Candidates:
     """Node, kind and stretch of all objects that could stay."""
     could = np.flatnonzero(where[piece.ids] != site.nobody)
     ids, early = piece.ids[could], piece.early[could]
@@ -248,7 +331,7 @@ def _sort_in(
     stretch = np.where(site.unread(ids), site.stretch(ids, tally), 0)
     cell = (where[ids].astype(np.int64) * tally.kinds + kinds) * tally.width + stretch
     tally.add(cell, site.nbytes(ids))
-    return Part(ids, cell.astype(np.int32), piece.block[could], piece.read)
+    return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)
 
 
 # --- nodes with more than fits, and nodes with room ----------------------------------------------

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.eviction_policy import FETCHING, RESIDENT
-from creel.policies.selection import LEAD, Ids, Ints, Part, Piece, Tally, in_order, select
+from creel.policies.selection import LEAD, Candidates, Ids, Ints, Piece, Tally, in_order, select
 
 #: Kinds of objects, the best to keep first: what the next epoch begins with; then up to 40 sizes,
 #: small ones first, where opens cost more than bytes; then what the next epoch does not read.
@@ -111,7 +111,7 @@ def plan(turn: Turn) -> Kept:
     return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
 
 
-def _sort_in(turn: Turn, piece: Piece, tally: Tally) -> Part:
+def _sort_in(turn: Turn, piece: Piece, tally: Tally) -> Candidates:
     """Kind and stretch of all objects that could stay: those held, and those yet to be read."""
     due, life = turn.due[piece.ids], turn.life[piece.ids]
     unread = due < turn.end
@@ -134,4 +134,4 @@ def _sort_in(turn: Turn, piece: Piece, tally: Tally) -> Part:
     tally.add(cell, nbytes)
     tally.leave(stretch[held & unread], nbytes[held & unread])
     tally.miss(stretch[~held], nbytes[~held])
-    return Part(ids, cell.astype(np.int32), piece.block[could], piece.read)
+    return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)

@@ -37,7 +37,7 @@ LEAD = 0
 _ONE = 1 << 20
 #: Rounds in which objects of two nodes change places within their blocks, and the objects of each
 #: piece that may be added or removed at the end.
-_MAX_ROUNDS, _MAX_SWAPPED = 8, 4096
+_MAX_ROUNDS, _MAX_SWAPPED = 16, 4096
 _GOLDEN = 0.6180339887498949
 _NODES_AT_ONCE = 64
 
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
     read: bool
 
 
-class Part(NamedTuple):
+class Candidates(NamedTuple):
     """Candidates of a piece: ids, (k,) cells as in `Tally`, blocks, and whether they are read."""
 
     ids: Ids
@@ -255,7 +255,7 @@ class _Flat:
 
 
 def select(
-    parts: Sequence[Part],
+    parts: Sequence[Candidates],
     tally: Tally,
     capacity: Ints,
     lead: float,
@@ -297,17 +297,14 @@ class _Choice:
         self._tally, self._share, self._even = tally, share, even
         self._carry = _ONE // 2
         self._behind = np.zeros(tally.nodes, np.int64)  # chosen less due, in parts of _ONE
-        self._rate = self._mean_share()
-
-    def _mean_share(self) -> int:
-        """Of all candidates that the next epoch reads, except for the lead."""
-        tally = self._tally
-        kinds = np.arange(len(self._share)) // tally.width % tally.kinds
+        # Of the candidates that the next epoch reads, except for the lead: how many are left, and
+        # how many of these are to be chosen, in parts of _ONE.
+        kinds = np.arange(len(share)) // tally.width % tally.kinds
         some = (kinds != LEAD) & (kinds != tally.kinds - 1)
         number = tally.counts()[some]
-        return int((self._share[some] * number).sum()) // max(int(number.sum()), 1)
+        self._left, self._due = int(number.sum()), int((share[some] * number).sum())
 
-    def of(self, part: Part) -> NDArray[np.intp]:
+    def of(self, part: Candidates) -> NDArray[np.intp]:
         """Indices of the candidates of this part that stay."""
         if not len(part.ids):
             return np.empty(0, np.intp)
@@ -315,7 +312,7 @@ class _Choice:
         due = share = self._share[part.cell]
         lead = part.cell // tally.width % tally.kinds == LEAD
         if self._even and part.read:
-            share = _evened(due, part.block, lead, self._rate)
+            share = _evened(due, part.block, lead, max(self._due, 0) // max(self._left, 1))
         levels = max(PIECE // (int(part.block[-1]) + 1), 1)
         now = (part.cell % tally.width) * levels // tally.width
         order = (part.block * levels + now).astype(np.uint16).argsort(kind="stable")  # radix sort
@@ -323,6 +320,9 @@ class _Choice:
         chosen = np.zeros(len(order), np.bool_)
         chosen[order] = total // _ONE != (total - share[order]) // _ONE
         self._carry = int(total[-1]) % _ONE
+        if part.read:
+            self._left -= int(np.count_nonzero(~lead))
+            self._due -= int(np.count_nonzero(chosen & ~lead)) * _ONE
         if tally.nodes > 1:
             node = part.cell // (tally.kinds * tally.width)
             self._behind += _sums(node, chosen * _ONE - due, tally.nodes)
@@ -377,7 +377,10 @@ def _exchange(
     """
     could = np.flatnonzero(partly)
     for _ in range(_MAX_ROUNDS):
-        excess = np.sign(behind) * (np.abs(behind) // _ONE)  # whole objects
+        if max(behind.max(), -behind.min()) < _ONE:
+            return
+        # Whole objects on one side; on the other, fractions count as one.
+        excess = behind // _ONE if behind.max() >= _ONE else -(-behind // _ONE)
         lost = could[chosen[could] & (excess[node[could]] > 0)]
         won = could[~chosen[could] & (excess[node[could]] < 0)]
         lost, won = lost[_first(block[lost])], won[_first(block[won])]
@@ -413,7 +416,9 @@ def _times_before(numbers: NDArray[np.int32]) -> NDArray[np.intp]:
     return out
 
 
-def _fill(parts: Sequence[Part], tally: Tally, lack: Ints, nbytes: NbytesOf, out: Nodes) -> None:
+def _fill(
+    parts: Sequence[Candidates], tally: Tally, lack: Ints, nbytes: NbytesOf, out: Nodes
+) -> None:
     """Add or remove objects of the last kinds, scattered, until each node has its bytes."""
     found = [(np.empty(0, np.int32), np.empty(0, np.int32))]
     nobody = np.iinfo(out.dtype).max

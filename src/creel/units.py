@@ -27,6 +27,21 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * base ** float(_POWERS[found[2].lower()]) + 0.5)
 
 
+def parse_count(text: str) -> int:
+    """A number in "14.2M" (powers of 1000) or "1281167".
+
+    >>> parse_count("14.2M"), parse_count("1281167")
+    (14200000, 1281167)
+
+    Raises:
+        ConfigError: anything else.
+    """
+    found = re.fullmatch(_NUMBER + r"([kmgt]?)\s*", text, re.IGNORECASE)
+    if not found:
+        raise ConfigError(f"{text!r} is not a count: write it like 14.2M or 1281167")
+    return int(float(found[1]) * 1000.0 ** _POWERS[found[2].lower()] + 0.5)
+
+
 def parse_seconds(text: str) -> float:
     """Seconds in "250ms", "30s", "10m", "2h" or "1.5".
 

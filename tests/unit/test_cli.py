@@ -461,3 +461,22 @@ def test_every_command_that_reads_offers_json() -> None:
     for name, command in _commands().items():
         has = any("--json" in p.opts for p in command.params)
         assert has == (name not in acts), name
+
+
+SIMULATE = "simulate --nodes 4 --samples 4k --sample-size 1kB --memory 512kB --batch 25 --epochs 3"
+
+
+def test_a_simulated_job_is_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(SIMULATE.split()) == 0
+    assert "handed on" in capsys.readouterr().out
+    assert main.main([*SIMULATE.split(), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["steps"] == 40
+    assert [round(epoch["source"], 2) for epoch in answer["epochs"]] == [1.0, 0.49, 0.49]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--samples 99", "--samples many", "--samples 3G", "--memory 5", "--sample-size 0"]
+)
+def test_a_job_that_cannot_be_simulated_is_wrong_usage(wrong: str) -> None:
+    assert main.main([*SIMULATE.split(), *wrong.split()]) == 2

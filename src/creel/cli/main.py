@@ -263,7 +263,7 @@ def top(context: click.Context, interval: float) -> None:
         top.show(lambda: client.ask("stats"), lambda: client.ask("status"), interval)
 
 
-# --- warm, verify -----------------------------------------------------------------------------
+# --- warm, simulate, verify -------------------------------------------------------------------
 
 
 @creel.command()
@@ -280,6 +280,61 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
         view.print_json(result)
     else:
         click.echo(warm.sentence(result))
+
+
+@creel.command()
+@click.option("--nodes", type=click.IntRange(1), required=True, help="Nodes of the cluster.")
+@click.option("--samples", metavar="COUNT", required=True, help='Samples of the dataset: "14.2M".')
+@click.option("--sample-size", metavar="SIZE", required=True, help="Bytes of a sample.")
+@click.option("--memory", metavar="SIZE", required=True, help="Memory of each node for samples.")
+@click.option("--batch", type=click.IntRange(1), required=True, help="Samples per rank and step.")
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Per node.")
+@click.option("--epochs", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--link", metavar="SIZE", default="0", help="Bytes per second of a node's link.")
+@click.option("--source", metavar="SIZE", default="0", help="Bytes per second of the source.")
+@click.option("--opens", metavar="COUNT", default="0", help="Opens per second of the source.")
+@click.option("--step", metavar="DURATION", default="0", help='Time to compute a step: "250ms".')
+@click.option("--window", type=click.IntRange(1), default=8, show_default=True, help="Steps ahead.")
+@click.option("--depth", type=click.IntRange(1, 64), help="Epochs that placement looks ahead.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@_as_json
+def simulate(
+    *,
+    samples: str,
+    sample_size: str,
+    memory: str,
+    link: str,
+    source: str,
+    opens: str,
+    step: str,
+    depth: int | None,
+    as_json: bool,
+    **counts: int,
+) -> None:
+    """Replay the epochs of a job on a cluster: source reads, transfers, memory and time.
+
+    Speeds that are not given are unlimited.
+    """
+    from creel.cli import simulate, view
+    from creel.policies.simulate import Scenario
+    from creel.units import parse_count, parse_seconds, parse_size
+
+    scenario = Scenario(
+        samples=parse_count(samples),
+        nbytes=parse_size(sample_size),
+        memory=parse_size(memory),
+        link_speed=parse_size(link),
+        source_speed=parse_size(source),
+        source_opens=parse_count(opens),
+        step_s=parse_seconds(step),
+        depth=depth or 0,
+        **counts,
+    )
+    result = simulate.simulate(scenario)
+    if as_json:
+        view.print_json(result)
+    else:
+        simulate.show(result)
 
 
 @creel.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
