@@ -8,6 +8,7 @@ reads the source itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,13 @@ from creel.cache.memory.shared_words import (
     LocationTable,
     SharedWords,
 )
-from creel.errors import DaemonLostError
 from creel.forks import forget_in_child
 from creel.messages import Begin, Close, Extend, Opened, RequestMessage, Truncate, Wait
 
 if TYPE_CHECKING:  # the two modules import each other
     from creel.loader.client.client import Client
+
+_log = logging.getLogger("creel.loader")
 
 #: A heartbeat older than this means a stopped or swapped-out daemon; it beats every 0.1 s.
 STALE_NS = 2_000_000_000
@@ -135,12 +137,14 @@ class Session:
             unplanned: whether the steps are about to be read, with unknown steps after them.
 
         Returns:
-            False if the daemon is lost: the plan does not matter any more.
+            False if the plan does not matter any more: the daemon is lost, or a finaliser has
+            truncated the plan amid this call.
         """
         objects = np.asarray(objects, np.dtype("<i4"))
         ends = np.asarray(ends, np.dtype("<i8"))
         if epoch != self._epoch:
             self._epoch, self._sent = epoch, 0
+        truncates = self._truncates
         first, min_objects = 0, len(objects) // SIZES.messages
         while first < len(ends):
             start = int(ends[first - 1]) if first else 0
@@ -151,6 +155,8 @@ class Session:
             piece = objects[start : int(ends[last - 1])]
             if not self._send(message, piece, ends[first:last] - start):
                 self._lost |= first > 0  # the daemon has an incomplete plan
+                return False
+            if self._truncates != truncates:
                 return False
             self._sent += len(piece)
             first = last
@@ -301,6 +307,10 @@ class Session:
             return False
         try:
             self.client.send(message, *arrays)
-        except DaemonLostError:
+        except Exception:  # noqa: BLE001  lost, or no memory: it costs speed, never a batch
+            _log.debug("the daemon did not receive a message", exc_info=True)
             return False
+        except BaseException:  # Ctrl-C: it may have been sent or not
+            self._lost = True
+            raise
         return True

@@ -72,9 +72,14 @@ class EpochOrder:
         base_seed: the `_base_seed` of torch's iterator.
         known: True: the order is computed; False: the sampler is iterated.
         pulled: items returned by `next` or skipped so far.
+        lookahead: how many epochs after this one it helps to know. One if every epoch reads the
+            same samples (law L1). Of what is drawn with replacement, the next epoch may lack a
+            sample that the one after it reads: with two known, memory for 3/4 of the samples has
+            24 % fewer misses (law L3).
     """
 
     known: bool
+    lookahead = 1
 
     def __init__(
         self, loader: DataLoader[object], begun: IteratorStart, previous: EpochOrder | None
@@ -158,6 +163,7 @@ class KnownOrder(EpochOrder):
         self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
         self.inner: object = self._sampler if self._batcher is None else self._batcher.sampler
         self._given, self._redraw = given, redraw
+        self.lookahead = 2 if getattr(self.inner, "replacement", False) else 1
         self._stream: SamplerStream | None = None
         self._shape = Shape(None, False)
         self._at = 0  # next item
