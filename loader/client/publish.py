@@ -220,9 +220,9 @@ class PlanPublisher:
             return
         with self._lock:
             self._epochs.append(published)
-        self._threaded = self._thread_safe and plan.thread_safe
-        self._small = plan.samples <= (SIZES.whole if self._threaded else SIZES.trainer)
-        if not plan.at_once:
+        self._threaded = self._thread_safe and plan.stream.thread_safe
+        self._small = plan.stream.total <= (SIZES.whole if self._threaded else SIZES.trainer)
+        if not plan.stream.at_once:
             self._publish(SIZES.first)
         self._start()
 
@@ -323,7 +323,7 @@ class PlanPublisher:
             published.total = plan.steps
             last = plan.reach(first, samples)
             if not plan.ready(last):  # what is drawn entry by entry costs more
-                last = plan.reach(first, samples // plan.spread)
+                last = plan.reach(first, samples // plan.stream.spread)
             indices, ends = plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
             if np.array_equal(objects, indices):

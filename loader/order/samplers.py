@@ -30,7 +30,6 @@ from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
 from creel.errors import ConfigError
 from creel.loader.order.draws import (
     GeneratorCopies,
-    PermutationCache,
     RandomSource,
     set_state,
     state_of,
@@ -198,7 +197,7 @@ def _check(loader: DataLoader[object], state: State, given: Facts | None) -> Non
         return
     inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
-    total = opened(inner, shadow, PermutationCache(), given).total
+    total = opened(inner, shadow, given).total
     if total != state["total"]:
         raise ConfigError(
             f"the saved state is of {state['total']} samples, this loader has {total}"

@@ -19,7 +19,7 @@ from creel.loader.client import publish, session
 from creel.loader.client.publish import PlanPublisher, PublishedEpoch
 from creel.loader.client.session import Session
 from creel.loader.order.drain import DrainedSampler
-from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
+from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.streams import Sequential
 from creel.messages import Opened, Truncate
 from kit import until
@@ -116,11 +116,11 @@ def begun(
 
 def drained(order: list[int], ends: list[int]) -> EpochPlan:
     found = DrainedSampler(None, np.array(order, np.int32), np.array(ends, np.int64))
-    return EpochPlan(lambda: PredictedEpoch.of_drained(0, found))
+    return EpochPlan(lambda: drained_epoch(0, found))
 
 
 def counted(size: int, total: int = N) -> EpochPlan:
-    return EpochPlan(lambda: PredictedEpoch(0, Shape(size, False), Sequential(total)))
+    return EpochPlan(lambda: PredictedEpoch(0, Division(size), Sequential(total)))
 
 
 def any_plan(rng: random.Random) -> tuple[EpochPlan, list[list[int]]]:
