@@ -18,7 +18,6 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     SequentialSampler,
-    WeightedRandomSampler,
 )
 
 from creel.loader.order.drain import drain, gather
@@ -66,7 +65,7 @@ class IteratorStart(NamedTuple):
 
 
 class EpochOrder:
-    """Iterator over one epoch's index sampler. Made by `samplers.adopt` or `restore`.
+    """Iterator over one epoch's index sampler. Made by `samplers.adopt`.
 
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.
@@ -118,7 +117,7 @@ class EpochOrder:
         """Record, after the epoch, whether it differed from its prediction."""
 
     def state(self, *, over: bool = False) -> State:
-        """Return what `restore` needs to begin this epoch again; the caller keeps the position.
+        """Return what `adopt` needs to begin this epoch again; the caller keeps the position.
 
         over: all of the epoch was read, and the next one is to be resumed.
         """
@@ -229,8 +228,6 @@ class KnownOrder(EpochOrder):
 
     def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
         del budget_s  # nothing runs here
-        if isinstance(self.inner, WeightedRandomSampler) and self.inner.weights.is_cuda:
-            return None  # it would draw from the accelerator's own generator
         shadow = self._copies()
         now = self._stream.fork(shadow) if self._stream is not None else None
         # With the settings it has at this moment.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,16 +30,6 @@ from creel.loader.order.streams import (
     Weighted,
     WithReplacement,
     indices_of,
-)
-
-#: Torch's samplers that streams reproduce.
-_KNOWN = (
-    SequentialSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    BatchSampler,
 )
 
 
@@ -86,29 +77,39 @@ def is_sequence(sampler: object) -> bool:
     return type(sampler) in (np.ndarray, torch.Tensor) and sampler.ndim == 1  # type: ignore[attr-defined]  # both have it
 
 
-def _trials(kind: type) -> Iterable[Callable[[torch.Generator | None], Iterable[int]]]:
-    """Yield constructors of small samplers of a class; each takes a generator or None."""
-    seven = range(7)
-    if kind is SequentialSampler:
-        yield lambda _: SequentialSampler(seven)
-    elif kind is RandomSampler:
-        for num in (3, 7, 17):
-            yield lambda g, num=num: RandomSampler(seven, False, num, g)  # type: ignore[misc]  # bound
-        yield lambda g: RandomSampler(seven, True, 40, g)
-    elif kind is SubsetRandomSampler:
-        yield lambda g: SubsetRandomSampler([3, 1, 4, 5], g)
-    elif kind is WeightedRandomSampler:
-        yield lambda g: WeightedRandomSampler([0.2, 0.5, 0.3], 9, True, g)
-        yield lambda g: WeightedRandomSampler([0.2, 0.5, 0.3], 2, False, g)
-    elif kind is DistributedSampler:
-        for rank, shuffle, drop_last in ((0, True, False), (2, True, True), (3, False, False)):
-            args = 4, rank, shuffle, 5, drop_last
-            yield lambda _, args=args: DistributedSampler(seven, *args)  # type: ignore[arg-type, misc]  # sized; bound
+_SEVEN = range(7)
+_Make: TypeAlias = "Callable[[torch.Generator | None], Iterable[int]]"
+
+
+def _ranks_share(rank: int, shuffle: bool, drop_last: bool) -> _Make:
+    return lambda _: DistributedSampler(_SEVEN, 4, rank, shuffle, 5, drop_last)  # type: ignore[arg-type]  # sized
+
+
+#: Small samplers of each class that streams reproduce, made with a generator or None.
+_TRIALS: dict[type, list[_Make]] = {
+    SequentialSampler: [lambda _: SequentialSampler(_SEVEN)],
+    RandomSampler: [
+        lambda g: RandomSampler(_SEVEN, False, 3, g),
+        lambda g: RandomSampler(_SEVEN, False, 7, g),
+        lambda g: RandomSampler(_SEVEN, False, 17, g),
+        lambda g: RandomSampler(_SEVEN, True, 40, g),
+    ],
+    SubsetRandomSampler: [lambda g: SubsetRandomSampler([3, 1, 4, 5], g)],
+    WeightedRandomSampler: [
+        lambda g: WeightedRandomSampler([0.2, 0.5, 0.3], 9, True, g),
+        lambda g: WeightedRandomSampler([0.2, 0.5, 0.3], 2, False, g),
+    ],
+    DistributedSampler: [
+        _ranks_share(0, shuffle=True, drop_last=False),
+        _ranks_share(2, shuffle=True, drop_last=True),
+        _ranks_share(3, shuffle=False, drop_last=False),
+    ],
+}
 
 
 def trusted(kind: type) -> bool:
     """Whether streams reproduce samplers of exactly this class."""
-    return kind in _KNOWN and agrees_with_torch(kind)
+    return (kind in _TRIALS or kind is BatchSampler) and agrees_with_torch(kind)
 
 
 @cache
@@ -121,10 +122,10 @@ def agrees_with_torch(kind: type) -> bool:
     if kind is BatchSampler:
         sizes = [[len(b) for b in BatchSampler(range(7), 3, d)] for d in (False, True)]
         return sizes == [[3, 3, 1], [3, 3]]
-    return all(_agrees(make, own) for make in _trials(kind) for own in (False, True))
+    return all(_agrees(make, own) for make in _TRIALS[kind] for own in (False, True))
 
 
-def _agrees(make: Callable[[torch.Generator | None], Iterable[int]], own: bool) -> bool:
+def _agrees(make: _Make, own: bool) -> bool:
     """Whether sampler and stream yield the same items and leave the same generator states."""
     generator = seeded(3) if own else None
     sampler = make(generator)

@@ -412,10 +412,9 @@ class Weighted(Drawing):
     def need(self, item: int) -> None:  # noqa: ARG002  (all at once)
         if not len(self._drawn):
             s = self._sampler
-            # Weights on an accelerator need a generator there, which is the sampler's own.
-            generator = self._outer if s.weights.device.type != "cpu" else self._generator
-            drawn = torch.multinomial(s.weights, s.num_samples, s.replacement, generator=generator)
-            self._drawn = np.asarray(drawn.cpu().numpy(), dtype=np.int64)
+            self._drawn = torch.multinomial(
+                s.weights, s.num_samples, s.replacement, generator=self._generator
+            ).numpy()
 
     def items(self, start: int, stop: int) -> Items:
         return self._drawn[start:stop]
