@@ -224,7 +224,8 @@ class Session:
 
     def nbytes(self, ids: NDArray[np.integer]) -> int:
         """Return the total bytes of these (k,) objects; unknown lengths count as 0."""
-        return int(self.table.length.take(ids).clip(0).sum())
+        # Not `take`, which copies all of the table where every length is one and the same number.
+        return int(self.table.length[ids].clip(0).sum())
 
     def wait(self, step: int, timeout_s: float) -> bool:
         """Wait until `step` is ready; False if it is not in time or the daemon is lost.
