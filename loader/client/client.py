@@ -160,29 +160,21 @@ class Client:
             hello = Hello(PROTOCOL, role, os.getpid(), token)
             with pidfd_of(trainer_pid) as along:
                 welcome, fds = exchange(control_socket, hello, Welcome, along)
-            arena = map_arena(fds, welcome.arena_nbytes)
-        except TimeoutError as e:
+            return cls(control_socket, welcome, map_arena(fds, welcome.arena_nbytes))
+        except BaseException as e:
             control_socket.close()
-            raise DaemonLostError(
-                f"the daemon at {shown} has not answered for {timeout_s:g} s: is it stopped, or"
-                " the machine out of memory?"
-            ) from e
-        except OSError as e:
-            control_socket.close()
-            raise NoDaemonError(f"no creel daemon at {shown}: {e}") from e
-        except MalformedError as e:
-            control_socket.close()
-            raise UnavailableError(
-                f"the process at {shown} is no daemon of this version of creel: end it, or choose"
-                f" another daemon.name ({e})"
-            ) from e
-        except BaseException:
-            control_socket.close()
-            raise
-        try:
-            return cls(control_socket, welcome, arena)
-        except BaseException:
-            control_socket.close()
+            if isinstance(e, TimeoutError):
+                raise DaemonLostError(
+                    f"the daemon at {shown} has not answered for {timeout_s:g} s: is it stopped, or"
+                    " the machine out of memory?"
+                ) from e
+            if isinstance(e, OSError):
+                raise NoDaemonError(f"no creel daemon at {shown}: {e}") from e
+            if isinstance(e, MalformedError):
+                raise UnavailableError(
+                    f"the process at {shown} is no daemon of this version of creel: end it, or"
+                    f" choose another daemon.name ({e})"
+                ) from e
             raise
 
     @property

@@ -88,7 +88,7 @@ def daemon_starting(config: Config) -> bool:
     start_daemon_early(config)
     with _lock:
         start = _starts.get(config.daemon.name)
-        return start is not None and not start.over
+        return start is not None and not start.reported()
 
 
 def _forget_inherited() -> None:
@@ -97,7 +97,7 @@ def _forget_inherited() -> None:
     _clients.clear()
     _not_before.clear()
     while _starts:
-        _starts.popitem()[1].disown()
+        _starts.popitem()[1].close(wait=False)
 
 
 def _close_all() -> None:

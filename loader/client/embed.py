@@ -93,7 +93,20 @@ def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
     """Connect to the daemon that `start` brings up, or to another that won the address."""
     try:
         deadline = time.monotonic() + _START_S
-        return connect_started(name, trainer_pid, deadline, start.report(deadline), start.log_fd)
+        report = start.report(_START_S)
+        # "0..." may mean that another daemon won and does not listen yet, or has just ended. Ours
+        # listened when it reported "1": if it does not now, it was stopped.
+        retry = deadline if report.startswith("0") else time.monotonic() + 1.0
+        while True:
+            try:
+                return Client.connect(name, trainer_pid=trainer_pid)
+            except NoDaemonError as e:
+                if report.startswith("0") and "already" not in report:
+                    raise NoDaemonError(f"the daemon did not start: {report[1:]}") from e
+                if time.monotonic() > retry:
+                    reason = report[1:] or start.last_log() or e
+                    raise NoDaemonError(f"the daemon did not start: {reason}") from e
+            time.sleep(_RETRY_S)
     finally:
         start.close()
 
@@ -125,41 +138,43 @@ class DaemonStart:
         Raises:
             OSError: it cannot be started.
         """
-        self.log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
+        self._log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
         try:
-            self._process, self._ready_fd = _spawn(config, self.log_fd)
+            self._process, self._ready_fd = _spawn(config, self._log_fd)
         except BaseException:
-            os.close(self.log_fd)
+            os.close(self._log_fd)
             raise
 
-    def report(self, deadline: float) -> str:
-        """Wait for the daemon's ready or failure message; "" if it is late or the daemon died."""
+    def reported(self, timeout_s: float = 0.0) -> bool:
+        """Whether the daemon has reported or ended, now or within `timeout_s`."""
         poll = select.poll()
         poll.register(self._ready_fd, select.POLLIN)
-        if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        return bool(poll.poll(timeout_s * 1000))
+
+    def report(self, timeout_s: float) -> str:
+        """Wait for the daemon's ready or failure message; "" if it is late or the daemon died."""
+        if not self.reported(timeout_s):
             return ""
         return os.read(self._ready_fd, 4096).decode(errors="replace")
 
-    @property
-    def over(self) -> bool:
-        """Whether the daemon has reported or ended, so that `report` returns at once."""
-        poll = select.poll()
-        poll.register(self._ready_fd, select.POLLIN)
-        return bool(poll.poll(0))
+    def last_log(self) -> str:
+        """Return the end of the daemon's log."""
+        size = os.fstat(self._log_fd).st_size
+        data = os.pread(self._log_fd, _MAX_LOG_NBYTES, max(size - _MAX_LOG_NBYTES, 0))
+        return data.decode(errors="replace").strip()
 
-    def close(self) -> None:
-        """Release the daemon: from now on it stays only for its clients. Idempotent."""
-        if self.log_fd >= 0:
+    def close(self, *, wait: bool = True) -> None:
+        """Release the daemon: from now on it stays only for its clients. Idempotent.
+
+        wait: for the process that was started; not in a forked child, whose parent's it is.
+        """
+        if self._log_fd < 0:
+            return
+        if wait:
             self._process.wait()  # it forks the daemon off at once (daemon/__main__.py)
-            os.close(self._ready_fd)
-            os.close(self.log_fd)
-            self.log_fd = -1
-
-    def disown(self) -> None:
-        """Close the descriptors in a forked child, without waiting: the start is the parent's."""
         os.close(self._ready_fd)
-        os.close(self.log_fd)
-        self.log_fd = -1
+        os.close(self._log_fd)
+        self._log_fd = -1
 
 
 def start_early(config: Config) -> DaemonStart | None:
@@ -170,25 +185,6 @@ def start_early(config: Config) -> DaemonStart | None:
         return DaemonStart(config) if startable(config.daemon.name) else None
     except (UnavailableError, OSError):
         return None  # `connect_or_start` warns with the reason
-
-
-def connect_started(
-    name: str, trainer_pid: int, deadline: float, report: str, log_fd: int
-) -> Client:
-    """Connect to our daemon, or to the one that won the address."""
-    # "0..." may mean that another daemon won and does not listen yet, or has just ended. Ours
-    # listened when it reported "1": if it does not now, it was stopped.
-    retry = deadline if report.startswith("0") else time.monotonic() + 1.0
-    while True:
-        try:
-            return Client.connect(name, trainer_pid=trainer_pid)
-        except NoDaemonError as e:
-            if time.monotonic() > retry:
-                reason = report[1:] or _last_log(log_fd)
-                raise NoDaemonError(f"the daemon did not start: {reason or e}") from e
-            if report.startswith("0") and "already" not in report:
-                raise NoDaemonError(f"the daemon did not start: {report[1:]}") from e
-        time.sleep(_RETRY_S)
 
 
 def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
@@ -218,9 +214,3 @@ def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
         os.close(write)
         os.close(config_fd)
     return process, ready
-
-
-def _last_log(log_fd: int) -> str:
-    size = os.fstat(log_fd).st_size
-    data = os.pread(log_fd, _MAX_LOG_NBYTES, max(size - _MAX_LOG_NBYTES, 0))
-    return data.decode(errors="replace").strip()

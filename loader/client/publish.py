@@ -1,9 +1,9 @@
-"""PlanPublisher: sends the daemon which objects the steps of an epoch read, in the background.
+"""PlanPublisher: sends the daemon which objects the steps of an epoch read, ahead of use.
 
-The trainer's thread publishes the first steps at once; a planner thread computes and publishes the
-rest piece by piece, first of this epoch, then of the next ones. A trainer that is faster, or whose
-process gets no more threads, publishes the steps that it needs itself. No step waits for a whole
-plan.
+The trainer's thread publishes the first steps at once; a planner thread draws the rest and
+publishes it piece by piece, first of this epoch, then of the next ones. A trainer that is faster,
+or whose process gets no more threads, publishes the steps that it needs by the same function. No
+step waits for a whole plan.
 """
 
 from __future__ import annotations
@@ -37,70 +37,66 @@ class PieceSizes:
 
     Attributes:
         first: at the start of an epoch: the daemon may need 4 ms for it, and the first batch waits.
-        trainer: by the trainer's thread: about 1 ms.
-        user_code: the same if the user's own code maps samples to objects, one call per sample.
+        trainer: by the trainer's thread: 0.3 ms, or 1 ms if the user's own code maps samples to
+            objects, one call per sample.
         whole: plans of up to this many samples are published at once: 3 ms, and no thread.
         thread: by the planner thread. Large, since each array operation may wait 5 ms for a trainer
             that holds the GIL; the session sends it in parts.
-        undrawn: the same while a permutation is being drawn.
-        lead: how far ahead of the trainer the thread publishes meanwhile: computing a permutation's
-            entries one by one costs four times as much as from the whole.
     """
 
     first: int = 1 << 8
-    trainer: int = 1 << 12
-    user_code: int = 1 << 10
+    trainer: int = 1 << 10
     whole: int = 1 << 15
     thread: int = 1 << 17
-    undrawn: int = 1 << 14
-    lead: int = 1 << 17
 
 
 SIZES = PieceSizes()
 #: Maximum number of pieces that the daemon has not processed yet.
 _MAX_UNPROCESSED = 2
-#: Elements that numpy counts in one call, during which it holds the GIL: 0.3 ms.
-_COUNT_AT_ONCE = 1 << 22
 _POLL_S = 0.002  # polling interval
-#: Time per batch, in ns, that a trainer without a planner thread spends on publishing.
-_SLICE_NS = 2_000_000
+#: A lock that is not free after this time waits for this thread: `cancel` was called by a finaliser
+#: amid a message, or the planner thread was stopped.
+LOCKED_S = 5.0
 
 
 class PlanPiece(NamedTuple):
-    """Consecutive steps of a plan: batch `first + i` has samples `indices[ends[i-1]:ends[i]]`."""
+    """Consecutive batches, from `first` on, and their steps, from `step` on.
+
+    Batch `first + i` has samples `indices[ends[i-1]:ends[i]]` and objects likewise by `stops`.
+    """
 
     first: int
-    indices: NDArray[np.int32]
+    step: int
+    indices: NDArray[np.integer]
     ends: NDArray[np.int64]
     objects: NDArray[np.int32]
-    stops: NDArray[np.int64]  # the same for objects
+    stops: NDArray[np.int64]
 
     @property
     def last(self) -> int:
         """One more than the last batch."""
         return self.first + len(self.ends)
 
-    def after(self, first: int) -> PlanPiece:
-        """Return this piece without the batches before `first`."""
-        k = first - self.first
-        if k <= 0:
-            return self
-        at, stop = self.ends[k - 1], self.stops[k - 1]
+    def part(self, first: int, last: int) -> PlanPiece:
+        """Return batches [first, last), at least one, all of which this piece has."""
+        a, b = first - self.first, last - self.first
+        start, stop = (int(self.ends[a - 1]), int(self.stops[a - 1])) if a else (0, 0)
         return PlanPiece(
-            first, self.indices[at:], self.ends[k:] - at, self.objects[stop:], self.stops[k:] - stop
+            first,
+            self.step + a,
+            self.indices[start : self.ends[b - 1]],
+            self.ends[a:b] - start,
+            self.objects[stop : self.stops[b - 1]],
+            self.stops[a:b] - stop,
         )
 
-    def samples(self, first: int, last: int) -> NDArray[np.int32]:
-        """Return the samples of batches [first, last)."""
-        return self.indices[
-            _start(self.ends, first - self.first) : self.ends[last - 1 - self.first]
-        ]
+    def samples(self, i: int) -> NDArray[np.integer]:
+        """Return the (n,) samples of batch i."""
+        return self.indices[_start(self.ends, i - self.first) : self.ends[i - self.first]]
 
-    def ids(self, first: int, last: int) -> NDArray[np.int32]:
-        """Return the objects of batches [first, last)."""
-        return self.objects[
-            _start(self.stops, first - self.first) : self.stops[last - 1 - self.first]
-        ]
+    def ids(self, i: int) -> NDArray[np.int32]:
+        """Return the (k,) objects of batch i."""
+        return self.objects[_start(self.stops, i - self.first) : self.stops[i - self.first]]
 
 
 def _start(ends: NDArray[np.int64], i: int) -> int:
@@ -108,128 +104,86 @@ def _start(ends: NDArray[np.int64], i: int) -> int:
 
 
 class PublishedEpoch:
-    """The published part of an epoch; batch i is step `origin + i` of the session.
+    """The batches of one epoch that are steps of the session: those planned, then those pulled.
 
     The publisher adds pieces; the trainer reads them and drops those that it has passed.
 
     Attributes:
-        origin: None until something is published.
-        known: batches below are published (or were skipped).
+        epoch: its number in the session.
+        plan: None if the epoch is not predicted: its batches are published as they are pulled.
+        planned: the batches so far were as in the plan; mispredicted: one was not.
+        known: planned batches below are published (or were skipped).
         total: batches from here on cannot be published; too high until the plan is opened.
-        requested: the trainer asked for batches below; `begun`: it is in this epoch.
-        repeats: whether some object is read more than once; False until all is published.
-        if_repeats: publish this epoch only if that other epoch `repeats`.
     """
 
-    def __init__(
-        self, plan: EpochPlan, epoch: int, skip: int = 0, if_repeats: PublishedEpoch | None = None
-    ) -> None:
-        self.plan = plan
+    def __init__(self, epoch: int, plan: EpochPlan | None, skip: int = 0) -> None:
         self.epoch = epoch
-        self.origin: int | None = None
-        self.known = self.requested = skip
+        self.plan = plan
+        self.planned = plan is not None
+        self.mispredicted = False
+        self.known = skip
         self.total = sys.maxsize
-        self.begun = False
-        self.repeats = False
-        self.if_repeats = if_repeats
-        self._pieces: list[PlanPiece] = []
+        self.pieces: list[PlanPiece] = []
         self._found: PlanPiece | None = None
-        self._read_before: NDArray[np.bool_] | None = None  # objects that the epoch reads
-        self._uncounted: list[NDArray[np.int32]] = []  # objects not yet entered into `_read_before`
-        self._count_lock = threading.Lock()
-        self._distinct = self._reads = 0
 
     @property
     def complete(self) -> bool:
-        """Whether all of it is published."""
+        """Whether all of the plan is published."""
         return self.known >= self.total
 
-    @property
-    def stop(self) -> int:
-        """One more than the last step."""
-        return self.step(self.total)
+    def foresaw(self, plan: EpochPlan | None) -> bool:
+        """Whether this epoch, of which something is or could be published, has this plan."""
+        mine = self.plan
+        return plan is not None and mine is not None and mine.opened and plan.same(mine)
 
     def step(self, i: int) -> int:
-        """Return the session's step of batch i."""
-        return (self.origin or 0) + i
-
-    def open(self) -> None:
-        """Set `total` to the plan's number of steps."""
-        self.total = min(self.total, self.plan.steps)
+        """Return the first step that is not of a batch below i; 0 if none is known."""
+        piece = self._piece(i)
+        return 0 if piece is None else piece.step + min(i, piece.last) - piece.first
 
     def reads(self, i: int, index: object) -> bool:
         """Whether batch i is published with exactly these samples."""
         piece = self._piece(i)
-        return piece is not None and same_batch(piece.samples(i, i + 1), index)
+        return piece is not None and i < piece.last and same_batch(piece.samples(i), index)
 
     def ids(self, i: int) -> NDArray[np.int32]:
         """Return the (k,) objects of batch i; empty if it is not published."""
         piece = self._piece(i)
-        return _NONE if piece is None else piece.ids(i, i + 1)
+        return piece.ids(i) if piece is not None and i < piece.last else _NONE
 
-    def take(self, first: int, last: int) -> list[tuple[int, NDArray[np.int32]]]:
-        """Return (samples, objects) of batches [first, last) per piece; drops earlier pieces."""
-        out = []
-        for piece in self._pieces[: self._at(last - 1) + 1]:
-            a, b = max(first, piece.first), min(last, piece.last)
-            if a < b:
-                out.append((len(piece.samples(a, b)), piece.ids(a, b)))
-        del self._pieces[: max(self._at(last), 0)]
+    def take(self, first: int, last: int) -> list[PlanPiece]:
+        """Return the published ones of batches [first, last), and drop earlier pieces."""
+        some = self.pieces[: self._at(last - 1) + 1]
+        spans = ((piece, max(first, piece.first), min(last, piece.last)) for piece in some)
+        out = [piece.part(a, b) for piece, a, b in spans if a < b]
+        del self.pieces[: max(self._at(last), 0)]
         return out
 
-    def count_objects(self, piece: PlanPiece, size: int, *, later: bool) -> None:
-        """Enter a piece into the count of distinct objects, before it is published.
-
-        Args:
-            piece: the piece; another thread may be publishing the same steps.
-            size: number of objects of the dataset.
-            later: defer the work to a later piece, since it touches fresh memory.
-        """
-        last = piece.last >= self.total
-        with self._count_lock:
-            if self.complete:  # the other thread has just published the last piece
-                return
-            self._uncounted.append(piece.objects)
-            if later and not last:
-                return
-            if self._read_before is None:
-                self._read_before = np.zeros(size, np.bool_)
-            while self._uncounted:
-                self._read_before[self._uncounted.pop()] = True
-            if last:
-                parts = [
-                    self._read_before[a : a + _COUNT_AT_ONCE]
-                    for a in range(0, size, _COUNT_AT_ONCE)
-                ]
-                self._distinct = sum(int(np.count_nonzero(part)) for part in parts)
-
-    def add(self, piece: PlanPiece) -> None:
-        """Add a piece that was published."""
-        self._pieces.append(piece)
-        self._reads += len(piece.objects)
-        self.known = piece.last
-        if self.complete:
-            with self._count_lock:
-                self.repeats = self._distinct < self._reads
-                self._read_before = None
+    def leave_plan(self, i: int) -> None:
+        """Forget what is planned from batch i on: it is not what is pulled."""
+        self.planned, self.mispredicted = False, True
+        self.total, self._found = i, None
+        kept = self.pieces[: self._at(i - 1) + 1]
+        self.pieces = [piece.part(piece.first, min(i, piece.last)) for piece in kept]
 
     def _at(self, i: int) -> int:
-        return bisect_right(self._pieces, i, key=lambda piece: piece.first) - 1
+        return bisect_right(self.pieces, i, key=lambda piece: piece.first) - 1
 
     def _piece(self, i: int) -> PlanPiece | None:
+        """Return the last piece that begins at or below batch i."""
         found = self._found  # mostly the same piece as last time
         if found is None or not found.first <= i < found.last:
             at = self._at(i)
-            found = self._found = self._pieces[at] if at >= 0 else None
-        return found if found is not None and i < found.last else None
+            found = self._found = self.pieces[at] if at >= 0 else None
+        return found
 
 
 class PlanPublisher:
     """Publishes the steps of one session. The trainer calls its public methods.
 
-    One lock guards everything here except the contents of a `PublishedEpoch`: only its holder may
-    extend or truncate the session. Pieces are computed without it; `_version` identifies pieces of
-    a plan that was cancelled meanwhile.
+    One lock guards everything here, but not what a `PublishedEpoch` has: its holder computes the
+    next piece and extends the session, or truncates it. Nothing slow is done under it: the planner
+    thread draws a permutation before it asks for the lock.
     """
 
     def __init__(
@@ -245,8 +199,6 @@ class PlanPublisher:
         self._thread_safe = thread_safe
         self._threaded = self._small = False  # publish the current epoch in a thread, or at once
         self._end = 0  # the next step to publish
-        self._version = 0
-        self._threadless = False  # no planner thread: the trainer publishes the whole plan
         self.forget()
         forget_in_child(self)
 
@@ -254,218 +206,146 @@ class PlanPublisher:
         """Create the state that belongs to one process: a forked child publishes nothing."""
         # Reentrant: a finaliser may end an epoch while this thread holds it.
         self._lock = threading.RLock()
-        self._sending = False
         self._thread: threading.Thread | None = None
+        self._threadless = False  # no planner thread: the trainer publishes the whole plan
         self._drop()
 
     # --- called by the trainer ----------------------------------------------------------------
 
-    def begin(self, plan: EpochPlan, epoch: int, skip: int) -> PublishedEpoch | None:
-        """Publish an epoch, `skip` batches after its start, from the session's next step on.
-
-        Returns None if there is nothing to publish.
-        """
-        published = PublishedEpoch(plan, epoch, skip)
-        published.open()
-        if published.complete:
-            return None
+    def begin(self, published: PublishedEpoch) -> None:
+        """Publish an epoch that begins now, from the session's next step on."""
+        plan = published.plan
+        if plan is None or plan.steps <= published.known:
+            published.planned, published.total = False, published.known
+            return
         with self._lock:
-            published.origin, published.begun = self._end - skip, True
             self._epochs.append(published)
-        self._threaded = self._thread_safe and plan.thread_safe
-        self._small = plan.samples <= (SIZES.whole if self._threaded else SIZES.trainer)
-        if not plan.at_once:
-            self._publish(min(self._trainer_samples, SIZES.first))
+        self._threaded = self._thread_safe and plan.stream.thread_safe
+        self._small = plan.stream.total <= (SIZES.whole if self._threaded else SIZES.trainer)
+        if not plan.stream.at_once:
+            self._publish(SIZES.first)
         self._start()
-        return published
 
-    @property
-    def _trainer_samples(self) -> int:
-        return SIZES.trainer if self._threaded else SIZES.user_code
-
-    def add(
-        self, plan: EpochPlan, epoch: int, if_repeats: PublishedEpoch | None = None
-    ) -> PublishedEpoch:
-        """Publish a later epoch after all others; `if_repeats`: see `PublishedEpoch`.
-
-        It is published as the epoch that was begun is: by the planner thread or by the trainer.
-        """
-        published = PublishedEpoch(plan, epoch, if_repeats=if_repeats)
+    def add(self, published: PublishedEpoch) -> None:
+        """Publish a later epoch after all others, as the one that was begun is."""
         with self._lock:
             self._epochs.append(published)
         self._start()
-        return published
 
     def begin_added(self, published: PublishedEpoch, step: int) -> bool:
         """Begin an epoch of `add` at `step`; False if it was or will be published elsewhere."""
         with self._lock:
-            if published.origin is None and published in self._epochs and self._end == step:
-                published.origin = step
-            published.begun = published.origin == step
-            return published.begun
-
-    def drop_unneeded(self, published: PublishedEpoch) -> bool:
-        """Drop an epoch if it is unpublished because its `if_repeats` does not repeat."""
-        with self._lock:
-            void = published.origin is None and published.if_repeats is not None
-            if void and published in self._epochs:
-                self._epochs.remove(published)
-            return void
+            start = published.pieces[0].step if published.pieces else self._end
+            return start == step and (published.complete or published in self._epochs)
 
     def reach(self, published: PublishedEpoch, i: int) -> bool:
         """Publish up to batch i now; False if that is impossible."""
-        published.requested = i + 1
-        if i < published.known:
-            return i < published.total
         while published.known <= i < published.total:
-            if not self._publish(self._trainer_samples):
+            if not self._publish(SIZES.trainer):
                 break  # unless the thread has just published the last of it
-        if (
-            self._thread is None and not self._threadless
-        ):  # the thread has ended, e.g. since the daemon was stopped for a while
-            self._start()
-        return i < published.known
+            if self._thread is None and not self._threadless:
+                self._start()  # it has ended, e.g. since the daemon was stopped for a while
+        return i < min(published.known, published.total)
 
     def pump(self) -> None:
-        """Without a planner thread, publish for `_SLICE_NS`; called after each batch."""
-        until = time.monotonic_ns() + _SLICE_NS if self._threadless else 0
-        while self._threadless and time.monotonic_ns() < until:
-            self._threadless = self._publish(SIZES.user_code)
+        """Without a planner thread, publish one piece; called after each batch."""
+        if self._threadless:
+            self._threadless = self._publish(SIZES.trainer)
 
-    def publish_unplanned(self, epoch: int, objects: NDArray[np.int32]) -> int:
-        """Publish one unplanned step; returns its number, or -1 if the daemon is lost.
+    def publish_pulled(
+        self,
+        published: PublishedEpoch,
+        i: int,
+        indices: NDArray[np.int64],
+        objects: NDArray[np.int32],
+    ) -> int:
+        """Publish batch i, which is not planned; returns its step, or -1 if the daemon is lost.
 
         No epoch may be left to publish.
         """
         with self._lock:
-            ends = np.array([len(objects)])
-            if not self._send(lambda: self._extend(epoch, objects, ends, unplanned=True)):
-                return -1
-            return self._end - 1
+            ends, stops = np.array([len(indices)]), np.array([len(objects)])
+            piece = PlanPiece(i, self._end, indices, ends, objects, stops)
+            return piece.step if self._extend(published, piece) else -1
 
-    def cancel(self, step: int) -> None:
-        """Cancel all that is published from `step` on, and all that was still to be published."""
-        with self._lock:
+    def cancel(self, step: int = sys.maxsize) -> None:
+        """Publish nothing more, and cancel what is published from `step` on."""
+        if not self._lock.acquire(timeout=LOCKED_S):
+            self._session.forget()
+            return
+        try:
             self._drop()
-            if self._sending:  # a finaliser, called while this thread sends a message
-                self._session.forget()
-            elif step < self._end:
-                self._send(lambda: self._truncate(step))
-
-    def stop(self) -> None:
-        """Stop publishing: the session ends."""
-        with self._lock:
-            self._drop()
+            if step < self._end:
+                self._end = step
+                self._session.truncate(step)
+        finally:
+            self._lock.release()
 
     # --- publishing ---------------------------------------------------------------------------
 
     def _drop(self) -> None:
-        self._version += 1
         self._epochs: list[PublishedEpoch] = []  # not completely published, in order
         self._threadless = False
 
-    def _send(self, message: Callable[[], bool]) -> bool:
-        """Run `message` with the lock held; an interrupted one (Ctrl-C) ends the session."""
-        self._sending = True
-        try:
-            sent = message()
-        except Exception:  # noqa: BLE001  no memory, or another thread closes the connection
-            _log.debug("the daemon did not receive a plan", exc_info=True)
-            self._session.forget()
-            sent = False
-        except BaseException:
-            self._session.forget()
-            self._drop()
-            raise
-        finally:
-            self._sending = False
-        if not sent:
-            self._drop()
-        return sent
-
-    def _extend(
-        self,
-        epoch: int,
-        objects: NDArray[np.int32],
-        ends: NDArray[np.int64],
-        *,
-        unplanned: bool = False,
-    ) -> bool:
-        if not self._session.extend(epoch, self._end, objects, ends, unplanned=unplanned):
-            return False
-        self._end += len(ends)
-        return True
-
-    def _truncate(self, step: int) -> bool:
-        self._end = step
-        return self._session.truncate(step)
-
-    def _next(self) -> PublishedEpoch | None:
-        """Return the first epoch with something to publish; drops those before it."""
-        while self._epochs:
-            published = self._epochs[0]
-            if not published.complete and (
-                published.if_repeats is None or published.if_repeats.repeats
-            ):
-                return published
-            del self._epochs[0]
-        return None
-
     def _publish(self, samples: int) -> bool:
-        """Compute and publish one piece of about `samples` samples.
+        """Publish the next piece, of about `samples` samples.
 
         Returns:
             False if there is nothing to publish or the daemon is lost.
         """
         with self._lock:
-            version, published = self._version, self._next()
+            published = self._next()
             if published is None:
                 return False
-            first = published.known
-        piece = self._computed(published, first, samples)
-        with self._lock:
-            if version != self._version:
-                return True
+            piece = self._computed(published, samples)
+            if published is not self._next():  # cancelled meanwhile, by a finaliser
+                return False
             if piece is None:
-                published.total = min(published.total, max(published.known, first))
-            elif published.known < piece.last:  # or another thread was quicker
-                rest = piece.after(published.known)
-                return self._send(lambda: self._publish_piece(published, rest))
+                published.total = published.known
+            elif self._extend(published, piece):
+                published.known = piece.last
+            else:
+                return False
             return True
 
-    def _publish_piece(self, published: PublishedEpoch, piece: PlanPiece) -> bool:
-        if published.origin is None:
-            published.origin = self._end
-        if not self._extend(published.epoch, piece.objects, piece.stops):
-            return False
-        published.add(piece)
-        return True
+    def _next(self) -> PublishedEpoch | None:
+        """Return the first epoch with something to publish; drops those before it."""
+        while self._epochs and self._epochs[0].complete:
+            del self._epochs[0]
+        return self._epochs[0] if self._epochs else None
 
-    def _computed(self, published: PublishedEpoch, first: int, samples: int) -> PlanPiece | None:
-        """Compute the piece from batch `first` on; None at the end, or if that fails."""
+    def _computed(self, published: PublishedEpoch, samples: int) -> PlanPiece | None:
+        """Compute the next piece of an epoch; None at its end, or if that fails."""
+        plan, first = published.plan, published.known
         try:
-            published.open()
-            if first >= published.total:
+            if plan is None or first >= plan.steps:
                 return None
-            last = published.plan.reach(first, samples)
-            if not published.plan.ready(last):
-                last = published.plan.reach(
-                    first, min(samples, SIZES.undrawn) // published.plan.spread
-                )
-            indices, ends = published.plan.cut(first, last)
+            published.total = plan.steps
+            last = plan.reach(first, samples)
+            if not plan.ready(last):  # what is drawn entry by entry costs more
+                last = plan.reach(first, samples // plan.stream.spread)
+            indices, ends = plan.cut(first, last)
             objects, counts = self._objects(indices.astype(np.int64))
             if np.array_equal(objects, indices):
                 objects = indices  # mostly a view of the permutation, which is kept anyway
             stops = np.zeros(len(counts) + 1, np.int64)
             np.cumsum(counts, out=stops[1:])
-            piece = PlanPiece(first, indices, ends, objects, stops[ends])  # a step may read nothing
-            published.count_objects(
-                piece, len(self._session.table.offset), later=samples <= SIZES.trainer
-            )
+            return PlanPiece(first, self._end, indices, ends, objects, stops[ends])
         except Exception:  # noqa: BLE001  the user's code may run here; a read raises it again
             _log.debug("the plan of an epoch cannot be computed", exc_info=True)
             return None
-        return piece
+
+    def _extend(self, published: PublishedEpoch, piece: PlanPiece) -> bool:
+        """Send a piece; its steps follow those published before."""
+        self._end = piece.step + len(piece.ends)  # before: a finaliser may cancel it amid this call
+        sent = self._session.extend(
+            published.epoch, piece.step, piece.objects, piece.stops, unplanned=not published.planned
+        )
+        if sent:
+            published.pieces.append(piece)
+        else:
+            self._drop()
+        return sent
 
     # --- the planner thread -------------------------------------------------------------------
 
@@ -488,37 +368,21 @@ class PlanPublisher:
 
     def _run(self) -> None:
         marks: deque[int] = deque(maxlen=_MAX_UNPROCESSED)
-        try:
-            while (published := self._next_or_end()) is not None:
-                if self._may_publish(published, marks) and self._publish(SIZES.thread):
-                    marks.append(self._end)
-        except Exception:  # noqa: BLE001  the trainer publishes the rest
-            _log.debug("a plan cannot be published in the background", exc_info=True)
-            with self._lock:
-                self._thread = None
+        while (published := self._next_or_end()) is not None:
+            if len(marks) == marks.maxlen and self._session.words[KNOWN] < marks[0] <= self._end:
+                time.sleep(_POLL_S)
+                continue
+            if published.plan is not None:
+                published.plan.draw()  # 0.4 s at 14 M samples; the trainer helps itself meanwhile
+            self._publish(SIZES.thread)
+            marks.append(self._end)
 
     def _next_or_end(self) -> PublishedEpoch | None:
         """Return the epoch to publish; None if there is none, which ends the thread."""
         with self._lock:
             published = self._next()
             # When Python exits, the main thread is over and waits for this thread.
-            if (
-                published is None
-                or not self._session.alive
-                or not threading.main_thread().is_alive()
-            ):
+            goes_on = self._session.alive and threading.main_thread().is_alive()
+            if published is None or not goes_on:
                 self._thread = published = None
             return published
-
-    def _may_publish(self, published: PublishedEpoch, marks: deque[int]) -> bool:
-        """Whether to publish the next piece now; may sleep or draw the permutation first."""
-        if len(marks) == _MAX_UNPROCESSED and self._session.words[KNOWN] < marks[0] <= self._end:
-            time.sleep(_POLL_S)
-            return False
-        plan, known = published.plan, published.known
-        urgent = (
-            published.begun and plan.reach(published.requested, SIZES.lead // plan.spread) > known
-        )
-        if not urgent and not plan.ready(plan.reach(known, SIZES.thread)):
-            plan.draw()
-        return True

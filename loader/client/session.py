@@ -8,6 +8,7 @@ reads the source itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,14 @@ from creel.cache.memory.shared_words import (
     LocationTable,
     SharedWords,
 )
-from creel.errors import DaemonLostError
 from creel.forks import forget_in_child
 from creel.messages import Begin, Close, Deal, Extend, Opened, RequestMessage, Truncate, Wait
 from creel.policies.job_order import JobOrder
 
 if TYPE_CHECKING:  # the two modules import each other
     from creel.loader.client.client import Client
+
+_log = logging.getLogger("creel.loader")
 
 #: A heartbeat older than this means a stopped or swapped-out daemon; it beats every 0.1 s.
 STALE_NS = 2_000_000_000
@@ -136,12 +138,14 @@ class Session:
             unplanned: whether the steps are about to be read, with unknown steps after them.
 
         Returns:
-            False if the daemon is lost: the plan does not matter any more.
+            False if the plan does not matter any more: the daemon is lost, or a finaliser has
+            truncated the plan amid this call.
         """
         objects = np.asarray(objects, np.dtype("<i4"))
         ends = np.asarray(ends, np.dtype("<i8"))
         if epoch != self._epoch:
             self._epoch, self._sent = epoch, 0
+        truncates = self._truncates
         first, min_objects = 0, len(objects) // SIZES.messages
         while first < len(ends):
             start = int(ends[first - 1]) if first else 0
@@ -152,6 +156,8 @@ class Session:
             piece = objects[start : int(ends[last - 1])]
             if not self._send(message, piece, ends[first:last] - start):
                 self._lost |= first > 0  # the daemon has an incomplete plan
+                return False
+            if self._truncates != truncates:
                 return False
             self._sent += len(piece)
             first = last
@@ -219,7 +225,8 @@ class Session:
 
     def nbytes(self, ids: NDArray[np.integer]) -> int:
         """Return the total bytes of these (k,) objects; unknown lengths count as 0."""
-        return int(self.table.length.take(ids).clip(0).sum())
+        # Not `take`, which copies all of the table where every length is one and the same number.
+        return int(self.table.length[ids].clip(0).sum())
 
     def wait(self, step: int, timeout_s: float) -> bool:
         """Wait until `step` is ready; False if it is not in time or the daemon is lost.
@@ -306,6 +313,10 @@ class Session:
             return False
         try:
             self.client.send(message, *arrays)
-        except DaemonLostError:
+        except Exception:  # noqa: BLE001  lost, or no memory: it costs speed, never a batch
+            _log.debug("the daemon did not receive a message", exc_info=True)
             return False
+        except BaseException:  # Ctrl-C: it may have been sent or not
+            self._lost = True
+            raise
         return True

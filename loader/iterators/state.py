@@ -18,11 +18,11 @@ from creel.loader.buffers import BufferPool
 from creel.loader.client.batch_stream import (
     BatchStream,
     open_stream,
+    samples_in,
     try_predict,
 )
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
-from creel.loader.client.unplanned import samples_in
 from creel.loader.iterators.meter import Meter
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.samplers import EpochOrder, IteratorStart, Moment, adopt, resume

@@ -18,7 +18,6 @@ import time
 import types
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from creel.loader.order.draws import RandomSource, clone
+from creel.loader.order.streams import indices_of
 
 _log = logging.getLogger("creel.loader")
 
@@ -48,63 +48,52 @@ class DrainedSampler(NamedTuple):
     ends: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class DrainRequest:
-    """Which epoch of a loader's sampler to run on a copy; the dataset is never copied.
+def drain(
+    loader: DataLoader[object],
+    sampler: Iterable[object],
+    begun: Iterator[object] | None,
+    *,
+    next_epoch: bool,
+    keep_seed: bool,
+    advance: int,
+    budget_s: float,
+) -> DrainedSampler | None:
+    """Run a copy of the sampler for one epoch; the dataset is never copied.
 
-    Attributes:
+    Args:
         loader: the loader.
         sampler: what it iterates for indices or batches.
         begun: `iter(sampler)` of this epoch, if nothing was pulled from it yet; else None.
         next_epoch: run the epoch after that of `begun`, not that one.
         keep_seed: no base seed is drawn in between (persistent workers).
         advance: added to the copy's `epoch` in between, if it has one and did not change it itself.
-    """
-
-    loader: DataLoader[object]
-    sampler: Iterable[object]
-    begun: Iterator[object] | None
-    next_epoch: bool
-    keep_seed: bool
-    advance: int
-
-
-def drain(ahead: DrainRequest, budget_s: float) -> DrainedSampler | None:
-    """Run a copy of the sampler for one epoch.
-
-    Args:
-        ahead: which epoch of which sampler.
         budget_s: time limit in seconds.
 
     Returns:
         None if the sampler cannot be copied, takes too long or yields anything but indices.
     """
     deadline = time.monotonic() + budget_s
+    generator = loader.generator
+    base_seed = found = None
     with _undisturbed():
         try:
-            return _run_copy(ahead, deadline)
+            memo: dict[int, object] = {id(kept): kept for kept in _datasets_of(loader, sampler)}
+            if generator is not None:
+                memo[id(generator)] = generator = clone(generator)
+            copied = copy.deepcopy(sampler, memo)
+            if begun is not None:
+                found = gather(_same_start(sampler, begun, copied, memo), deadline)
+            if next_epoch and (found is not None or begun is None):
+                _advance(sampler, copied, advance)
+                source = iter(copied)
+                if not keep_seed:
+                    base_seed = RandomSource().seed(generator)
+                    if loader.num_workers > 0:
+                        source = iter(copied)  # torch's iterator with workers calls iter() twice
+                found = gather(source, deadline)
         except Exception as e:  # noqa: BLE001  any error means that it cannot be predicted
-            _log.info("a copy of %s cannot be run: %r", type(ahead.sampler).__name__, e)
+            _log.info("a copy of %s cannot be run: %r", type(sampler).__name__, e)
             return None
-
-
-def _run_copy(ahead: DrainRequest, deadline: float) -> DrainedSampler | None:
-    sampler, generator = ahead.sampler, ahead.loader.generator
-    memo: dict[int, object] = {id(kept): kept for kept in _datasets_of(ahead.loader, sampler)}
-    if generator is not None:
-        memo[id(generator)] = generator = clone(generator)
-    copied = copy.deepcopy(sampler, memo)
-    base_seed = found = None
-    if ahead.begun is not None:
-        found = gather(_same_start(sampler, ahead.begun, copied, memo), deadline)
-    if ahead.next_epoch and (found is not None or ahead.begun is None):
-        _advance(sampler, copied, ahead.advance)
-        source = iter(copied)
-        if not ahead.keep_seed:
-            base_seed = RandomSource().seed(generator)
-            if ahead.loader.num_workers > 0:
-                source = iter(copied)  # torch's iterator with workers calls iter() twice
-        found = gather(source, deadline)
     return found and found._replace(base_seed=base_seed)
 
 
@@ -159,10 +148,8 @@ def gather(source: Iterator[object], deadline: float = math.inf) -> DrainedSampl
         ends.append(len(indices))
         if count % 256 == 0 and (time.monotonic() > deadline or len(indices) > LIMIT):
             return None
-    array = np.array(indices, dtype=np.int64)
-    if array.size and (array.min() < 0 or array.max() > np.iinfo(np.int32).max):
-        raise ValueError("an index is negative or above 2**31 - 1")
-    return DrainedSampler(None, array.astype(np.int32), np.array(ends, dtype=np.int64))
+    array = indices_of(np.array(indices, dtype=np.int64))
+    return DrainedSampler(None, array, np.array(ends, dtype=np.int64))
 
 
 @contextlib.contextmanager

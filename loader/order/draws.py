@@ -22,21 +22,10 @@ from creel.policies import torch_random
 
 #: Below this torch draws the whole in under a millisecond, so it is drawn at once.
 _SMALL_DRAW = 1 << 17
-#: Below this a draw takes some tens of microseconds: not worth caching.
-_TINY_DRAW = 1 << 13
-
-#: Entries made first without the whole (1 ms); the head then doubles up to `_STAGES` entries.
-_FIRST = 1 << 13
-_STAGES = 1 << 18
-#: After that, entries per piece (1 ms). Permutations of `_LONG` entries or more prepare for it in
-#: advance, as drawing the whole takes longer than the doubling covers.
+#: Entries made at a time without the whole: 1 ms, and 8 ms more for the second piece at 14 M.
 _PIECE = 1 << 13
-_LONG = 1 << 22
-#: A request this far beyond the head (a resumed epoch) waits for the whole.
+#: A request this far beyond the entries there are (a resumed epoch) waits for the whole.
 _MAX_GAP = 1 << 18
-#: States after a draw that are cached, 5 KB each: a prediction makes them, the real epoch uses
-#: them.
-_MAX_STATES = 8
 
 
 class RandomSource:
@@ -114,52 +103,30 @@ def unpack(text: str) -> bytes:
 class Permutation:
     """`torch.randperm(n)` from a given state, drawn as far as it is needed. Thread-safe."""
 
-    def __init__(self, n: int, start: bytes, after: dict[bytes, bytes] | None = None) -> None:
-        """Draw nothing yet.
-
-        Args:
-            n: number of entries.
-            start: the generator's state before the draw.
-            after: a cache from states before such draws to those after them.
-        """
+    def __init__(self, n: int, start: bytes) -> None:
+        """Draw nothing yet; `start` is the generator's state before the draw."""
         self._n = n
         self._start = start
-        self._states_after = {} if after is None else after
+        self._after: bytes | None = None  # the generator's state after the draw
         self._whole: NDArray[np.int32] | None = None
         self.forget()
         forget_in_child(self)
 
     def forget(self) -> None:
         """Create the state that belongs to one process: a fork loses threads and keeps locks."""
-        self._lock = threading.Lock()
+        self._whole_lock = threading.Lock()
         self._head_lock = threading.Lock()
         self._shuffle: torch_random.Shuffle | None = None
-        self._head: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self._head: NDArray[np.int32] = np.empty(0, np.int32)
         self._head_length = 0  # entries of the head that are computed
 
-    @classmethod
-    def drawn(cls, n: int, generator: torch.Generator) -> Permutation:
-        """Draw the whole from `generator` now."""
-        made = cls(n, b"")
-        made._whole = randperm(n, generator)
-        return made
-
     def leave(self, generator: torch.Generator) -> None:
-        """Move `generator` from the state before the draw to the one after it."""
-        if not self._start:
-            return  # `drawn`: the generator has moved already
-        after = self._states_after.get(self._start)
-        if after is None:
+        """Put `generator` into the state after the draw."""
+        if self._after is None:
             rng = torch_random.TorchRandom(self._start)
             rng.skip(self._n - 1)
-            after = self._remember(rng.into_state(self._start))
-        set_state(generator, after)
-
-    def _remember(self, after: bytes) -> bytes:
-        for old in list(self._states_after)[: 1 - _MAX_STATES]:
-            self._states_after.pop(old, None)
-        self._states_after[self._start] = after
-        return after
+            self._after = rng.into_state(self._start)
+        set_state(generator, self._after)
 
     @property
     def ready(self) -> int:
@@ -170,7 +137,7 @@ class Permutation:
         """Return an array that holds at least the first k <= n entries."""
         while self._whole is None and k <= self._head_length + _MAX_GAP:
             if k <= self._head_length:
-                return self._head  # always assigned before `_head_length` is raised
+                return self._head  # with at least so many entries, also if it is the whole by now
             with self._head_lock:
                 if k > self._head_length and self._whole is None:
                     self._extend_head()
@@ -179,47 +146,24 @@ class Permutation:
     def _extend_head(self) -> None:
         """Compute one more piece of the head."""
         if self._shuffle is None:
-            self._recompute_head(_FIRST)
+            self._shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
+            self._head = np.empty(self._n, np.int32)  # the system gives it as it is written to
             self._begin()
-            return
-        if self._head_length < self._doubling_end:
-            self._recompute_head(2 * self._head_length)
-            return
         piece = self._shuffle.more(_PIECE)
-        have = self._head_length + len(piece)
-        if have > len(self._head):
-            head = np.empty(min(2 * have, self._n), np.int32)
-            head[: self._head_length] = self._head[: self._head_length]
-            self._head = head
-        self._head[self._head_length : have] = piece
-        self._head_length = have
-
-    @property
-    def _doubling_end(self) -> int:
-        """The length up to which the head is doubled by recomputing it."""
-        return min(_STAGES, self._n // 16)
-
-    def _recompute_head(self, k: int) -> None:
-        """Compute the first k entries at once, without memory of the size of the whole."""
-        shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
-        self._head = shuffle.more(k)
-        self._shuffle = shuffle
-        self._head_length = len(self._head)
+        self._head[self._head_length : self._head_length + len(piece)] = piece
+        self._head_length += len(piece)
 
     def whole(self) -> NDArray[np.int32]:
         """Return all n entries; waits while another thread draws them."""
-        if self._whole is not None:
-            return self._whole
-        with self._lock:
+        with self._whole_lock:
             if self._whole is None:
                 generator = torch.Generator()
                 set_state(generator, self._start)
                 drawn = randperm(self._n, generator)
-                self._remember(state_of(generator))
-                self._whole = drawn
+                self._after = state_of(generator)
                 with self._head_lock:
-                    self._shuffle, self._head = None, drawn  # frees their memory
-        return self._whole
+                    self._shuffle, self._head, self._whole = None, drawn, drawn
+            return self._whole
 
     def _begin(self) -> None:
         """Start drawing the whole in a thread."""
@@ -228,19 +172,9 @@ class Permutation:
         with contextlib.suppress(RuntimeError):  # no more threads: drawn piece by piece instead
             thread.start()
 
-    def _grow_head(self) -> None:
-        """Grow the head ahead of a caller that pulls as fast as it can, before the whole exists."""
-        while self._head_length < self._doubling_end and self._whole is None:
-            with self._head_lock:
-                self._recompute_head(2 * self._head_length)
-        if self._n >= _LONG:
-            with self._head_lock:
-                if self._shuffle is not None:
-                    self._shuffle.prepare()
-
     def _try_whole(self) -> None:
         with contextlib.suppress(MemoryError, RuntimeError):  # a later `whole` raises it again
-            self._grow_head()
+            self.first(2 * _PIECE)  # the second piece takes longest
             self.whole()
 
 
@@ -253,27 +187,16 @@ def randperm(n: int, generator: torch.Generator) -> NDArray[np.int32]:
     return drawn
 
 
-class PermutationCache:
-    """The permutations that orders and plans still hold, so that only tiny ones are drawn twice."""
+#: The permutations that orders and plans still hold, so that none is drawn twice.
+_held: WeakValueDictionary[tuple[int, bytes], Permutation] = WeakValueDictionary()
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: WeakValueDictionary[tuple[int, bytes], Permutation] = WeakValueDictionary()
-        self._states_after: dict[int, dict[bytes, bytes]] = {}
 
-    def permutation(self, n: int, generator: torch.Generator) -> Permutation:
-        """Return the permutation that `generator` would draw now.
-
-        `generator` has moved only if n is tiny or too large to replay; `leave` moves it otherwise.
-        """
-        if n < _TINY_DRAW or n >= torch_random.SHUFFLE_LIMIT:
-            return Permutation.drawn(n, generator)
-        key = (n, state_of(generator))
-        with self._lock:
-            found = self._held.get(key)
-            if found is None:
-                after = self._states_after.setdefault(n, {})
-                found = self._held[key] = Permutation(*key, after)
-        if n < _SMALL_DRAW:  # drawn at once, but cached
-            found.whole()
-        return found
+def permutation(n: int, generator: torch.Generator) -> Permutation:
+    """Return the permutation that `generator` would draw now; `leave` moves the generator."""
+    key = (n, state_of(generator))
+    found = _held.get(key)
+    if found is None:
+        found = _held.setdefault(key, Permutation(*key))
+    if n < _SMALL_DRAW or n >= torch_random.SHUFFLE_LIMIT:
+        found.whole()
+    return found

@@ -18,12 +18,11 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     SequentialSampler,
-    WeightedRandomSampler,
 )
 
-from creel.loader.order.drain import DrainRequest, drain, gather
-from creel.loader.order.draws import GeneratorCopies, PermutationCache, RandomSource, pack, state_of
-from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
+from creel.loader.order.drain import drain, gather
+from creel.loader.order.draws import GeneratorCopies, RandomSource, pack, state_of
+from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.recipes import is_sequence, opened
 from creel.loader.order.sampler_state import OwnState, own_states
 from creel.loader.order.streams import Facts, Items, SamplerStream
@@ -66,19 +65,22 @@ class IteratorStart(NamedTuple):
 
 
 class EpochOrder:
-    """Iterator over one epoch's index sampler. Made by `samplers.adopt` or `restore`.
+    """Iterator over one epoch's index sampler. Made by `samplers.adopt`.
 
     Attributes:
         base_seed: the `_base_seed` of torch's iterator.
         known: True: the order is computed; False: the sampler is iterated.
         pulled: items returned by `next` or skipped so far.
+        lookahead: how many epochs after this one it helps to know. One if every epoch reads the
+            same samples (law L1). Of what is drawn with replacement, the next epoch may lack a
+            sample that the one after it reads: with two known, memory for 3/4 of the samples has
+            24 % fewer misses (law L3).
     """
 
     known: bool
+    lookahead = 1
 
-    def __init__(
-        self, loader: DataLoader[object], begun: IteratorStart, previous: EpochOrder | None
-    ) -> None:
+    def __init__(self, loader: DataLoader[object], begun: IteratorStart) -> None:
         self._loader = loader
         self._sampler = index_sampler(loader)
         self._before = zlib.crc32(begun.before.rng)
@@ -87,13 +89,6 @@ class EpochOrder:
         self._packed_rng = ""
         self.base_seed = begun.base_seed
         self.pulled = 0
-        self.permutations: PermutationCache = (
-            previous.permutations if previous is not None else PermutationCache()
-        )
-
-    def batches(self) -> Iterator[object]:
-        """Return the iterator over what torch's index sampler yields: the order itself."""
-        return self
 
     def __iter__(self) -> EpochOrder:
         return self
@@ -122,7 +117,7 @@ class EpochOrder:
         """Record, after the epoch, whether it differed from its prediction."""
 
     def state(self, *, over: bool = False) -> State:
-        """Return what `restore` needs to begin this epoch again; the caller keeps the position.
+        """Return what `adopt` needs to begin this epoch again; the caller keeps the position.
 
         over: all of the epoch was read, and the next one is to be resumed.
         """
@@ -154,12 +149,13 @@ class KnownOrder(EpochOrder):
         redraw: bool = False,
     ) -> None:
         """`given`: facts of the stream to reopen; `redraw`: repeat its global draws nonetheless."""
-        super().__init__(loader, begun, previous)
+        super().__init__(loader, begun)
         self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
         self.inner: object = self._sampler if self._batcher is None else self._batcher.sampler
         self._given, self._redraw = given, redraw
+        self.lookahead = 2 if getattr(self.inner, "replacement", False) else 1
         self._stream: SamplerStream | None = None
-        self._shape = Shape(None, False)
+        self._division = Division()
         self._at = 0  # next item
         self._piece: Items = []
         self._piece_start = self._piece_end = 0
@@ -173,12 +169,20 @@ class KnownOrder(EpochOrder):
 
     def _open(self) -> SamplerStream:
         if self._stream is None:
-            if self._batcher is not None:
-                self._shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
+            self._division = self._divided()
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
-            self._stream = opened(self.inner, RandomSource(), self.permutations, self._given)
+            self._stream = opened(self.inner, RandomSource(), self._given)
         return self._stream
+
+    def _divided(self) -> Division:
+        """Return the steps of an epoch that begins now."""
+        batcher = self._batcher
+        return Division() if batcher is None else Division(batcher.batch_size, batcher.drop_last)
+
+    def _copies(self) -> GeneratorCopies:
+        """Return copies of the generators that an epoch draws from."""
+        return GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
 
     def __next__(self) -> object:
         start = self._at
@@ -189,8 +193,8 @@ class KnownOrder(EpochOrder):
             self.pulled += 1
             return self._piece[start - self._piece_start]
         # torch reads `batch_size` again for each batch, unless incomplete ones are dropped.
-        drop = self._shape.drop_last and self._stream is not None
-        stop = start + (self._shape.size if drop else self._batcher.batch_size)  # type: ignore[operator]  # batched
+        drop = self._division.drop_last and self._stream is not None
+        stop = start + (self._division.size if drop else self._batcher.batch_size)
         if stop > self._piece_end:
             stop = self._load(start, stop)
         self._at = stop
@@ -205,7 +209,7 @@ class KnownOrder(EpochOrder):
         """
         stream = self._open()
         stream.need(min(stop - 1, stream.total))
-        if start >= stream.total or (self._shape.drop_last and stop > stream.total):
+        if start >= stream.total or (self._division.drop_last and stop > stream.total):
             raise StopIteration
         stop = min(stop, stream.total)
         # Of a large permutation that is partly drawn, take only what is computed or needed now.
@@ -224,50 +228,31 @@ class KnownOrder(EpochOrder):
 
     def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
         del budget_s  # nothing runs here
-        if self._batcher is None and is_sequence(self.inner):
-            return self._predict_listed(epochs_ahead)
-        if isinstance(self.inner, WeightedRandomSampler) and self.inner.weights.is_cuda:
-            return None  # it would draw from the accelerator's own generator
-        shadow = GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
+        shadow = self._copies()
         now = self._stream.fork(shadow) if self._stream is not None else None
-        return EpochPlan(
-            functools.partial(self._predict_stream, epochs_ahead, shadow, now, self._frozen())
-        )
+        # With the settings it has at this moment.
+        sampler = self.inner if is_sequence(self.inner) else copy.copy(self.inner)
+        return EpochPlan(functools.partial(self._predicted, epochs_ahead, shadow, now, sampler))
 
-    def _frozen(self) -> object:
-        """Return a copy of the sampler with its present settings."""
-        return self.inner if is_sequence(self.inner) else copy.copy(self.inner)
-
-    def _predict_stream(
+    def _predicted(
         self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
     ) -> PredictedEpoch:
-        stream = now or opened(sampler, shadow, self.permutations, self._given)
-        shape, base_seed = self._shape, self.base_seed
-        if self._batcher is not None and (now is None or epochs_ahead):
-            shape = Shape(self._batcher.batch_size, self._batcher.drop_last)
+        base_seed = self.base_seed
+        division = self._division if now is not None and not epochs_ahead else self._divided()
+        stream = now or opened(sampler, shadow, self._given)
         for _ in range(epochs_ahead):
             stream.need(stream.total)
             if not self._keeps_seed():
                 base_seed = shadow.seed(self._loader.generator)
             if isinstance(sampler, DistributedSampler):
                 sampler.epoch = stream.facts()["epoch"] + self._stride
-            stream = opened(sampler, shadow, self.permutations)
-        return PredictedEpoch(base_seed, shape, stream)
-
-    def _predict_listed(self, epochs_ahead: int) -> EpochPlan:
-        """Predict a sequence of indices or batches, which is iterated as it is."""
-        shadow = GeneratorCopies(self._loader.generator)
-        keep = not epochs_ahead or self._keeps_seed()
-        listed = self.inner
-
-        def work() -> PredictedEpoch:
-            seed = self.base_seed if keep else shadow.seed(self._loader.generator)
-            found = gather(iter(listed))  # type: ignore[call-overload]  # a sequence
+            stream = opened(sampler, shadow)
+        if self._batcher is None and is_sequence(sampler):  # its items may be batches
+            found = gather(iter(sampler))  # type: ignore[call-overload]  # a sequence
             if found is None:
                 raise ValueError("the sequence is too long to predict")
-            return PredictedEpoch.of_drained(seed, found)
-
-        return EpochPlan(work)
+            return drained_epoch(base_seed, found)
+        return PredictedEpoch(base_seed, division, stream)
 
     def epochs_to(self, sampler: object) -> int:
         """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""
@@ -279,8 +264,7 @@ class KnownOrder(EpochOrder):
         state = super().state(over=over)
         stream = self._stream
         if stream is None:
-            shadow = GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
-            stream = opened(self.inner, shadow, self.permutations, self._given)
+            stream = opened(self.inner, self._copies(), self._given)
         state["total"] = stream.total
         state["stream"] = stream.facts()
         if "rng" in state["stream"] and self._loader.generator is getattr(
@@ -307,7 +291,7 @@ class ForeignOrder(EpochOrder):
         *,
         foresee: bool = False,
     ) -> None:
-        super().__init__(loader, begun, previous)
+        super().__init__(loader, begun)
         self._begun = begun.sampler_iter
         self._first: EpochPlan | None = None
         self._may_run_ahead = foresee or foreseeable(self._sampler)
@@ -338,20 +322,20 @@ class ForeignOrder(EpochOrder):
             return self._first
         if not self._may_run_ahead or self.unpredictable or epochs_ahead > 1:
             return None
-        request = DrainRequest(
+        found = drain(
             self._loader,
             self._sampler,
             None if self.pulled else self._begun,
             next_epoch=bool(epochs_ahead),
             keep_seed=self._keeps_seed(),
             advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
+            budget_s=budget_s,
         )
-        found = drain(request, budget_s)
         if found is None:
             self.unpredictable = True
             return None
         seed = self.base_seed if found.base_seed is None else found.base_seed
-        made = EpochPlan(lambda: PredictedEpoch.of_drained(seed, found))
+        made = EpochPlan(lambda: drained_epoch(seed, found))
         if not epochs_ahead:
             self._first = made
         return made

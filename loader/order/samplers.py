@@ -25,12 +25,11 @@ from __future__ import annotations
 import zlib
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, WeightedRandomSampler
 
 from creel.errors import ConfigError
 from creel.loader.order.draws import (
     GeneratorCopies,
-    PermutationCache,
     RandomSource,
     set_state,
     state_of,
@@ -59,7 +58,7 @@ __all__ = [
     "State",
     "adopt",
     "before",
-    "restore",
+    "resume",
 ]
 
 
@@ -67,22 +66,6 @@ def before(loader: DataLoader[object]) -> Moment:
     """Return the state an epoch begins from; call it before torch's iterator is constructed."""
     own = [] if _is_known(loader) else own_states(index_sampler(loader))
     return Moment(state_of(torch.default_generator), own)
-
-
-def restore(
-    loader: DataLoader[object], state: State, *, previous: EpochOrder | None = None
-) -> EpochOrder:
-    """Begin again the epoch saved by `EpochOrder.state`, in any process; call `skip` afterwards.
-
-    A user's generator is set to its saved state, so that later epochs, too, are those of an
-    uninterrupted run. The global generator belongs to the user and is left alone, unless it is in
-    the same state as before the saved epoch (a script that seeds and starts over); then the epoch's
-    draws are repeated.
-
-    Raises:
-        ConfigError: the state is of another kind of sampler or number of samples.
-    """
-    return adopt(loader, _begin(loader), previous=previous, state=state)
 
 
 def resume(
@@ -106,16 +89,18 @@ def resume(
         If `over`, the order of the saved epoch at its end, where it can be recomputed; else None.
 
     Raises:
-        ConfigError: as `restore`.
+        ConfigError: as `adopt`.
     """
-    _check(loader, state, None)
+    _check_kind(loader, state)
     load_own(index_sampler(loader), state.get("own", []))
     if not over:
         return None
     if not _is_known(loader):
         _put_back(loader, state)
         return None
-    order = restore(loader, state, previous=previous)
+    moment = before(loader)
+    begun = IteratorStart(iter(()), RandomSource().seed(loader.generator), moment)  # as torch draws
+    order = adopt(loader, begun, previous=previous, state=state)
     order.skip(batches)
     for _ in order:  # only the final draws of the epoch are left
         pass
@@ -130,41 +115,42 @@ def adopt(
     state: State | None = None,
     foresee: bool = False,
 ) -> EpochOrder:
-    """Take over an epoch that torch's iterator has begun, or `restore` one if there is a `state`.
+    """Take over an epoch that torch's iterator has begun; with a `state`, begin that one instead.
 
-    `foresee`: a copy of a custom sampler may be run ahead (`loader.foresee`).
-    The order replaces `_sampler_iter`; the caller must set `_base_seed` to `order.base_seed`.
+    The order replaces `_sampler_iter`; the caller must set `_base_seed` to `order.base_seed`, and
+    `skip` what was read of a saved epoch.
+
+    A user's generator is set to its saved state, so that later epochs, too, are those of an
+    uninterrupted run. The global generator belongs to the user and is left as it was before the
+    iterator began, unless it was in the same state before the saved epoch (a script that seeds and
+    starts over); then the epoch's draws are repeated.
+
+    Args:
+        loader: a map-style loader.
+        begun: what torch's iterator has drawn.
+        previous: the order of this loader's last epoch.
+        state: `EpochOrder.state` of the epoch to begin again, saved in any process.
+        foresee: a copy of a custom sampler may be run ahead (`loader.foresee`).
 
     Raises:
-        ConfigError: as `restore`.
+        ConfigError: the state is of another kind of sampler or number of samples.
     """
+    if state is not None:
+        _check_kind(loader, state)
+        begun = begun._replace(base_seed=state["base_seed"])
     if not _is_known(loader):
         if state is not None:
-            _check(loader, state, None)
             _put_back(loader, state)
-            begun = begun._replace(base_seed=state["base_seed"])
         return ForeignOrder(loader, begun, previous, foresee=foresee)
     if state is None:
         return KnownOrder(loader, begun, previous)
     given = state.get("stream", {})
-    _check(loader, state, given)
+    _check_total(loader, state, given)
     redraw = zlib.crc32(begun.before.rng) == state["before"]
     if not redraw:
         set_state(torch.default_generator, begun.before.rng)
     _put_back(loader, state)
-    begun = begun._replace(base_seed=state["base_seed"])
     return KnownOrder(loader, begun, previous, given, redraw=redraw)
-
-
-def _begin(loader: DataLoader[object]) -> IteratorStart:
-    """Make the draws of torch's `_BaseDataLoaderIter.__init__` and `_reset`."""
-    moment = before(loader)
-    sampler = index_sampler(loader)
-    sampler_iter = iter(sampler)
-    base_seed = RandomSource().seed(loader.generator)
-    if loader.num_workers > 0:
-        sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice
-    return IteratorStart(sampler_iter, base_seed, moment)
 
 
 def _put_back(loader: DataLoader[object], state: State) -> None:
@@ -184,21 +170,24 @@ def _is_known(loader: DataLoader[object]) -> bool:
 def _is_torchs(sampler: object) -> bool:
     if type(sampler) is SubsetRandomSampler and not is_sequence(sampler.indices):
         return False
+    if type(sampler) is WeightedRandomSampler and sampler.weights.device.type != "cpu":
+        return False  # it draws on the accelerator
     return is_sequence(sampler) or trusted(type(sampler))
 
 
-def _check(loader: DataLoader[object], state: State, given: Facts | None) -> None:
-    """Raise ConfigError unless `state` fits this loader."""
+def _check_kind(loader: DataLoader[object], state: State) -> None:
+    """Raise ConfigError unless `state` is of this loader's kind of sampler."""
+    kind = kind_of(index_sampler(loader))
+    if kind != state["kind"]:
+        raise ConfigError(f"the saved state is of a {state['kind']}, this loader has a {kind}")
+
+
+def _check_total(loader: DataLoader[object], state: State, given: Facts) -> None:
+    """Raise ConfigError unless `state` is of as many samples as this loader has."""
     sampler = index_sampler(loader)
-    if kind_of(sampler) != state["kind"]:
-        raise ConfigError(
-            f"the saved state is of a {state['kind']}, this loader has a {kind_of(sampler)}"
-        )
-    if given is None:
-        return
     inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
-    total = opened(inner, shadow, PermutationCache(), given).total
+    total = opened(inner, shadow, given).total
     if total != state["total"]:
         raise ConfigError(
             f"the saved state is of {state['total']} samples, this loader has {total}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict
+from typing import NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -20,11 +20,14 @@ from torch.utils.data import DistributedSampler, WeightedRandomSampler
 
 from creel.loader.order.draws import (
     Permutation,
-    PermutationCache,
     RandomSource,
     clone,
     pack,
+    permutation,
+    seeded,
+    set_state,
     state_of,
+    unpack,
 )
 from creel.policies.job_order import IN_ORDER, JobOrder
 
@@ -159,49 +162,70 @@ class FromList(SamplerStream):
         return list(self._listed[start:stop])
 
 
+class Origin(NamedTuple):
+    """Where a stream draws from.
+
+    Attributes:
+        generator: to draw from.
+        outer: the sampler's own generator attribute; None: the global generator.
+        facts: what reopens the stream, if that is known without a draw: the generator is private.
+    """
+
+    generator: torch.Generator
+    outer: torch.Generator | None
+    facts: Facts
+
+    @classmethod
+    def seeded(cls, seed: int) -> Origin:
+        """Draw from a new generator."""
+        return cls(seeded(seed), None, {"seed": seed})
+
+    @classmethod
+    def of(cls, outer: torch.Generator | None, source: RandomSource, given: Facts) -> Origin:
+        """Draw from `outer` itself; where `given` has an `rng`, from that state of it."""
+        generator = source.of(outer)
+        if "rng" not in given:
+            return cls(generator, outer, {})
+        start = unpack(given["rng"])
+        if outer is None and state_of(generator) != start:
+            # The global generator belongs to the user: draw from a copy in the old state.
+            copied = torch.Generator()
+            set_state(copied, start)
+            return cls(copied, None, {"rng": given["rng"]})
+        set_state(generator, start)
+        return cls(generator, outer, {})
+
+
 class Drawing(SamplerStream):
     """Base of streams that draw; `visible`: from the user's or the global generator."""
 
-    def __init__(self, generator: torch.Generator, outer: torch.Generator | None, kept: Facts):
-        """`outer` is the sampler's own generator attribute; `kept` what is known without a draw."""
-        self._generator = generator
-        self._outer = outer
-        self._kept = kept
-        self.visible = not kept
-        self._start = state_of(generator) if self.visible else b""
-        self._packed: Facts | None = None
+    def __init__(self, total: int, origin: Origin) -> None:
+        self.total = total
+        self._generator, self._outer, self._facts = origin
+        self.visible = not self._facts
+        self._start = state_of(self._generator) if self.visible else b""
+        self._key = type(self), total, *self._facts.items(), self._start
+        self.key = self._key
 
     def rebase(self, source: RandomSource) -> None:
         self._generator = source.of(self._outer) if self.visible else clone(self._generator)
 
     def facts(self) -> Facts:
-        if self.visible and self._packed is None:
-            self._packed = {"rng": pack(self._start)}  # cached: some save a state after each batch
-        return self._packed or self._kept
+        if not self._facts:  # kept: some save a state after each batch
+            self._facts = {"rng": pack(self._start)}
+        return self._facts
 
 
 class Shuffled(Drawing):
     """Consecutive permutations of n, cut off at `total` items."""
 
-    def __init__(
-        self,
-        n: int,
-        total: int,
-        permutations: PermutationCache,
-        generator: torch.Generator,
-        outer: torch.Generator | None,
-        kept: Facts,
-        *,
-        spare: bool = False,
-    ) -> None:
+    def __init__(self, n: int, total: int, origin: Origin, *, spare: bool = False) -> None:
         """`spare`: one more permutation is drawn at the end, even if none of it is used."""
-        super().__init__(generator, outer, kept)
-        self.total = total
+        super().__init__(total, origin)
         self._n = n
-        self._permutations = permutations
         self._blocks: list[Permutation] = []
         self._max_blocks = total // n + 1 if spare and self.visible else -(-total // max(n, 1))
-        self.key = ("shuffled", n, total, kept.get("seed"), self._start)
+        self.key = (*self._key, n)
 
     def rebase(self, source: RandomSource) -> None:
         super().rebase(source)
@@ -230,7 +254,7 @@ class Shuffled(Drawing):
             # Advance a private generator only when it is used again: that takes 40 ms at 14 M.
             if self._blocks and not self.visible:
                 self._blocks[-1].leave(self._generator)
-            block = self._permutations.permutation(self._n, self._generator)
+            block = permutation(self._n, self._generator)
             if self.visible:
                 block.leave(self._generator)
             self._blocks.append(block)
@@ -336,21 +360,13 @@ class Distributed(SamplerStream):
 class WithReplacement(Drawing):
     """`total` draws from 0 ... n-1, each independent of the others."""
 
-    def __init__(
-        self,
-        n: int,
-        total: int,
-        generator: torch.Generator,
-        outer: torch.Generator | None,
-        kept: Facts,
-    ) -> None:
-        super().__init__(generator, outer, kept)
-        self.total = total
+    def __init__(self, n: int, total: int, origin: Origin) -> None:
+        super().__init__(total, origin)
         self._n = n
         self._have = 0
         kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
         self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _PRIVATE_CHUNK), dtype=kind)
-        self.key = ("replaced", n, total, kept.get("seed"), self._start)
+        self.key = (*self._key, n)
 
     def rebase(self, source: RandomSource) -> None:
         super().rebase(source)
@@ -372,9 +388,7 @@ class WithReplacement(Drawing):
         if k <= 0:
             return
         if wanted > len(self._buffer):
-            larger = np.empty(
-                min(max(2 * len(self._buffer), wanted), self.total), self._buffer.dtype
-            )
+            larger = np.empty(min(max(2 * wanted, _PRIVATE_CHUNK), self.total), self._buffer.dtype)
             larger[: self._have] = self._buffer[: self._have]
             self._buffer = larger
         # torch's CPU generator draws entry by entry: one call for all chunks gives the same items.
@@ -393,20 +407,13 @@ class Weighted(Drawing):
 
     at_once = True
 
-    def __init__(
-        self,
-        sampler: WeightedRandomSampler,
-        generator: torch.Generator,
-        outer: torch.Generator | None,
-        kept: Facts,
-    ) -> None:
-        super().__init__(generator, outer, kept)
+    def __init__(self, sampler: WeightedRandomSampler, origin: Origin) -> None:
+        super().__init__(sampler.num_samples, origin)
         self._sampler = sampler
-        self.total = sampler.num_samples
         self._drawn: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         w = sampler.weights
         version = w._version  # noqa: SLF001  torch's count of changes in place
-        self.key = ("weighted", id(w), version, self.total, sampler.replacement, self._start)
+        self.key = (*self._key, id(w), version, sampler.replacement)
 
     @property
     def drawn(self) -> int:
@@ -415,10 +422,9 @@ class Weighted(Drawing):
     def need(self, item: int) -> None:  # noqa: ARG002  (all at once)
         if not len(self._drawn):
             s = self._sampler
-            # Weights on an accelerator need a generator there, which is the sampler's own.
-            generator = self._outer if s.weights.device.type != "cpu" else self._generator
-            drawn = torch.multinomial(s.weights, s.num_samples, s.replacement, generator=generator)
-            self._drawn = np.asarray(drawn.cpu().numpy(), dtype=np.int64)
+            self._drawn = torch.multinomial(
+                s.weights, s.num_samples, s.replacement, generator=self._generator
+            ).numpy()
 
     def items(self, start: int, stop: int) -> Items:
         return self._drawn[start:stop]

@@ -18,9 +18,9 @@ from daemons import Running
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.binding.bind import Binding
 from creel.loader.client import connections, publish
 from creel.loader.order import draws
+from creel.loader.order.prediction import EpochPlan
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -48,7 +48,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with which a small epoch is told as a large one is."""
-    sizes = publish.PieceSizes(whole=100, trainer=64, user_code=32, thread=500)
+    sizes = publish.PieceSizes(whole=100, trainer=64, thread=500)
     monkeypatch.setattr(publish, "SIZES", sizes)
 
 
@@ -96,14 +96,13 @@ def same(ours: Any, theirs: Any, seed: int, stops: list[int]) -> None:
 def test_batches_are_torchs_while_the_planner_is_held_up(
     daemon: Running, rows: Any, kind: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    objects, gate = Binding.objects, threading.Event()
+    draw, gate = EpochPlan.draw, threading.Event()
 
-    def held(self: Binding, indices: Any) -> Any:
-        if threading.current_thread().name == "creel-planner":
-            assert gate.wait(120)
-        return objects(self, indices)
+    def held(self: EpochPlan) -> None:
+        assert gate.wait(120)
+        draw(self)
 
-    monkeypatch.setattr(Binding, "objects", held)
+    monkeypatch.setattr(EpochPlan, "draw", held)
     ours = loader(creel.DataLoader, rows, kind, num_workers=workers)
     try:
         same(ours, loader(DataLoader, rows, kind, num_workers=workers), 3, [0, 5, 0])
@@ -193,15 +192,14 @@ def test_the_first_batches_do_not_wait_for_the_plan(
 def test_a_loader_dropped_amid_its_plan_leaves_nothing(
     rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    objects, inside, go_on = Binding.objects, threading.Event(), threading.Event()
+    draw, inside, go_on = EpochPlan.draw, threading.Event(), threading.Event()
 
-    def slow(self: Binding, indices: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            assert go_on.wait(120)
-        return objects(self, indices)
+    def slow(self: EpochPlan) -> None:
+        inside.set()
+        assert go_on.wait(120)
+        draw(self)
 
-    monkeypatch.setattr(Binding, "objects", slow)
+    monkeypatch.setattr(EpochPlan, "draw", slow)
     ours = loader(creel.DataLoader, rows, "seeded")
     iterator = iter(ours)
     next(iterator)
@@ -215,15 +213,14 @@ def test_a_loader_dropped_amid_its_plan_leaves_nothing(
 def test_a_daemon_that_dies_amid_the_plan_costs_no_batch(
     daemon: Running, rows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    objects, inside, go_on = Binding.objects, threading.Event(), threading.Event()
+    draw, inside, go_on = EpochPlan.draw, threading.Event(), threading.Event()
 
-    def slow(self: Binding, indices: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            inside.set()
-            assert go_on.wait(120)
-        return objects(self, indices)
+    def slow(self: EpochPlan) -> None:
+        inside.set()
+        assert go_on.wait(120)
+        draw(self)
 
-    monkeypatch.setattr(Binding, "objects", slow)
+    monkeypatch.setattr(EpochPlan, "draw", slow)
     ours, theirs = loader(creel.DataLoader, rows, "seeded"), loader(DataLoader, rows, "seeded")
     torch.manual_seed(6)
     got = []

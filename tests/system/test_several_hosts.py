@@ -97,5 +97,5 @@ def test_what_one_host_holds_no_other_reads_again(storage: Any, world: int) -> N
     peers = [one["stats"]["tiers"]["peers"] for one in said]
     assert min(peer["hits"] for peer in peers) > 0
     # Each host alone would read a third of its part of each later epoch, twice as much in all. What
-    # is above 1 is read before the hosts have joined, and while a plan is made in so short an epoch.
+    # is above 1 is read before the hosts have joined, and while plans are made in short epochs.
     assert storage.totals()["opens"] <= 1.5 * FILES

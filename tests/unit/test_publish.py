@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
@@ -12,52 +13,61 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.memory.shared_words import KNOWN
-from creel.loader.client import publish
-from creel.loader.client.publish import PlanPublisher
+from creel.cache.memory.shared_words import HEARTBEAT, KNOWN, STATE, TRUNCATED, WANTED
+from creel.errors import DaemonLostError
+from creel.loader.client import publish, session
+from creel.loader.client.publish import PlanPublisher, PublishedEpoch
 from creel.loader.client.session import Session
 from creel.loader.order.drain import DrainedSampler
-from creel.loader.order.prediction import EpochPlan, PredictedEpoch, Shape
+from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.streams import Sequential
+from creel.messages import Opened, Truncate
 from kit import until
 
 N = 3000
 
 
 class Daemon:
-    """A session whose daemon keeps what it is told, and breaks off where that does not go on."""
+    """A client whose daemon keeps what it is told, and breaks off where that does not go on."""
+
+    token = ""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
         self.epochs: list[int] = []
-        self.words = {KNOWN: 0}
         self.alive = True
-        self.table = type("Table", (), {"offset": np.zeros(2 * N)})
+        words = dict.fromkeys((KNOWN, STATE, TRUNCATED, WANTED), 0) | {HEARTBEAT: sys.maxsize}
+        self.words = words
+        table = cast(Any, type("Table", (), {"offset": np.zeros(2 * N)}))
+        self.session = Session(cast(Any, self), Opened(1, "", 2 * N), cast(Any, words), table, True)
+        self.sending = False
         self.during: Any = lambda: None
+        self.after: Any = lambda: None
 
-    def extend(
-        self, epoch: int, step: int, objects: Any, ends: Any, *, unplanned: bool = False
-    ) -> bool:
-        del unplanned
-        self.during()
-        if not self.alive:
-            return False
-        assert step == len(self.steps)
-        assert len(ends) > 0
-        assert ends[-1] == len(objects)
-        self.steps += [part.tolist() for part in np.split(objects, ends[:-1])]
-        self.epochs += [epoch] * len(ends)
+    def send(self, message: Any, *arrays: Any) -> None:
+        if not self.alive or self.sending:
+            raise DaemonLostError("gone, or in the middle of another message")
+        self.sending = True
+        try:
+            self.during()
+            self.take(message, *arrays)
+        finally:
+            self.sending = False
+        self.after()
+
+    def take(self, message: Any, *arrays: Any) -> None:
+        if isinstance(message, Truncate):
+            assert 0 <= message.step < len(self.steps)
+            del self.steps[message.step :], self.epochs[message.step :]
+            self.words[TRUNCATED] += 1
+        else:
+            objects, ends = arrays
+            assert message.step == len(self.steps)
+            assert len(ends) > 0
+            assert ends[-1] == len(objects)
+            self.steps += [part.tolist() for part in np.split(objects, ends[:-1])]
+            self.epochs += [message.epoch] * len(ends)
         self.words[KNOWN] = len(self.steps)
-        return True
-
-    def truncate(self, step: int) -> bool:
-        assert 0 <= step < len(self.steps)
-        del self.steps[step:], self.epochs[step:]
-        self.words[KNOWN] = step
-        return self.alive
-
-    def forget(self) -> None:
-        self.alive = False
 
 
 @pytest.fixture
@@ -74,7 +84,7 @@ def _no_thread_stays() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes with which a small epoch is told as a large one is."""
-    sizes = publish.PieceSizes(whole=50, trainer=20, user_code=10, thread=70, lead=200)
+    sizes = publish.PieceSizes(first=10, trainer=20, whole=50, thread=70)
     monkeypatch.setattr(publish, "SIZES", sizes)
 
 
@@ -92,16 +102,25 @@ def pairs(indices: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int
 def publisher_of(
     daemon: Daemon, *, thread_safe: bool = True, objects: Any = pairs
 ) -> PlanPublisher:
-    return PlanPublisher(cast(Session, daemon), objects, thread_safe=thread_safe)
+    return PlanPublisher(daemon.session, objects, thread_safe=thread_safe)
+
+
+def begun(
+    publisher: PlanPublisher, plan: EpochPlan, epoch: int = 0, skip: int = 0
+) -> PublishedEpoch:
+    published = PublishedEpoch(epoch, plan, skip)
+    publisher.begin(published)
+    assert published.planned
+    return published
 
 
 def drained(order: list[int], ends: list[int]) -> EpochPlan:
     found = DrainedSampler(None, np.array(order, np.int32), np.array(ends, np.int64))
-    return EpochPlan(lambda: PredictedEpoch.of_drained(0, found))
+    return EpochPlan(lambda: drained_epoch(0, found))
 
 
 def counted(size: int, total: int = N) -> EpochPlan:
-    return EpochPlan(lambda: PredictedEpoch(0, Shape(size, False), Sequential(total)))
+    return EpochPlan(lambda: PredictedEpoch(0, Division(size), Sequential(total)))
 
 
 def any_plan(rng: random.Random) -> tuple[EpochPlan, list[list[int]]]:
@@ -132,10 +151,9 @@ def test_the_daemon_is_told_exactly_the_epochs_order(
     for epoch in range(5):
         plan, steps = any_plan(rng)
         skip = rng.randrange(len(steps)) if rng.random() < 0.3 else 0
-        told = publisher.begin(plan, 2 * epoch, skip)
+        told = begun(publisher, plan, 2 * epoch, skip)
         ahead, later = any_plan(rng)
-        publisher.add(ahead, 2 * epoch + 1)
-        assert told is not None
+        publisher.add(PublishedEpoch(2 * epoch + 1, ahead))
         stop = len(steps) if rng.random() < 0.5 else rng.randrange(skip, len(steps) + 1)
         for i in range(skip, stop):
             assert publisher.reach(told, i)
@@ -174,17 +192,18 @@ def scarce(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
 
-def test_a_trainer_that_is_faster_than_the_thread_publishes_what_it_needs(daemon: Daemon) -> None:
-    gate = threading.Event()
+def test_a_trainer_that_is_faster_than_the_thread_publishes_what_it_needs(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, gate = EpochPlan.draw, threading.Event()
 
-    def slow(indices: NDArray[np.int64]) -> Any:
-        if threading.current_thread().name == "creel-planner":
-            assert gate.wait(30)
-        return pairs(indices)
+    def slow(self: EpochPlan) -> None:
+        assert gate.wait(30)
+        draw(self)
 
-    publisher = publisher_of(daemon, objects=slow)
-    told = publisher.begin(counted(8), 0, 0)
-    assert told is not None
+    monkeypatch.setattr(EpochPlan, "draw", slow)
+    publisher = publisher_of(daemon)
+    told = begun(publisher, counted(8))
     for i in range(N // 8 // 2):
         assert publisher.reach(told, i)
         assert told.reads(i, np.arange(8 * i, 8 * i + 8))
@@ -201,7 +220,7 @@ def test_the_persons_code_runs_in_the_trainers_thread_alone(daemon: Daemon) -> N
         return pairs(indices)
 
     publisher = publisher_of(daemon, thread_safe=False, objects=own)
-    assert publisher.begin(counted(8), 0, 0) is not None
+    begun(publisher, counted(8))
     assert len(daemon.steps) < N // 8
     told_all(publisher, daemon, N // 8)
 
@@ -213,30 +232,13 @@ def test_what_cannot_be_computed_after_all_ends_there(daemon: Daemon) -> None:
         return pairs(indices)
 
     publisher = publisher_of(daemon, objects=own)
-    told = publisher.begin(counted(10), 0, 0)
-    assert told is not None
+    told = begun(publisher, counted(10))
     until(lambda: told.complete, what="it ends")
     assert 0 < told.total <= N // 20
     assert not publisher.reach(told, told.total)
     assert (
         daemon.steps == objects_of([list(range(a, a + 10)) for a in range(0, N, 10)])[: told.total]
     )
-
-
-@pytest.mark.parametrize("repeats", [False, True])
-def test_a_second_epoch_ahead_is_told_where_the_first_repeats(
-    daemon: Daemon, repeats: bool
-) -> None:
-    order = list(range(N // 2)) + ([N // 2 - 1] if repeats else [])
-    ends = [*range(10, len(order), 10), len(order)]
-    publisher = publisher_of(daemon)
-    told = publisher.begin(drained(order, ends), 0, 0)
-    assert told is not None
-    publisher.add(drained(order, ends), 1)
-    second = publisher.add(drained(order, ends), 2, told)
-    until(lambda: not planners(), what="all is told")
-    assert set(daemon.epochs) == ({0, 1, 2} if repeats else {0, 1})
-    assert publisher.drop_unneeded(second) is not repeats
 
 
 def test_a_finaliser_amid_a_message_of_its_thread_ends_the_session(daemon: Daemon) -> None:
@@ -247,10 +249,47 @@ def test_a_finaliser_amid_a_message_of_its_thread_ends_the_session(daemon: Daemo
             publisher.cancel(1)
 
     daemon.during = dropped
-    told = publisher.begin(counted(8), 0, 0)
-    assert told is not None
-    until(lambda: not daemon.alive, what="the session is given up")
+    told = begun(publisher, counted(8))
+    until(lambda: not daemon.session.alive, what="the session is given up")
     assert not publisher.reach(told, N // 8 - 1)
+
+
+def test_a_finaliser_between_two_messages_cancels_the_rest(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "SIZES", session.MessageSizes(limit=4))
+    publisher = publisher_of(daemon)
+    told = begun(publisher, counted(8, 40))
+    assert daemon.steps
+
+    def dropped() -> None:
+        daemon.after = lambda: None
+        publisher.cancel(2)
+
+    daemon.after = dropped
+    assert publisher.publish_pulled(told, 0, np.arange(4), np.arange(8, dtype=np.int32)) < 0
+    assert daemon.session.alive
+    assert len(daemon.steps) == 2
+    assert publisher.publish_pulled(told, 0, np.arange(4), np.arange(8, dtype=np.int32)) == 2
+
+
+def test_a_finaliser_that_would_wait_for_its_own_thread_gives_the_session_up(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "LOCKED_S", 0.05)
+    cancelled = threading.Event()
+    publisher = publisher_of(daemon)
+
+    def hold() -> None:
+        if threading.current_thread().name == "creel-planner":
+            assert cancelled.wait(30)
+
+    daemon.during = hold
+    begun(publisher, counted(8))
+    until(lambda: daemon.sending, what="the planner sends")
+    publisher.cancel(1)
+    assert not daemon.session.alive
+    cancelled.set()
 
 
 def test_an_interrupted_message_ends_the_session(daemon: Daemon) -> None:
@@ -260,8 +299,35 @@ def test_an_interrupted_message_ends_the_session(daemon: Daemon) -> None:
     publisher = publisher_of(daemon)
     daemon.during = interrupt
     with pytest.raises(KeyboardInterrupt):
-        publisher.begin(counted(8), 0, 0)
-    assert not daemon.alive
+        begun(publisher, counted(8))
+    assert not daemon.session.alive
+
+
+def test_batches_that_are_not_planned_are_followed_by_number(daemon: Daemon) -> None:
+    publisher, epoch = publisher_of(daemon), PublishedEpoch(0, None)
+    publisher.begin(epoch)
+    for i in (0, 1, 3, 4):  # batch 2 cannot be published
+        indices, objects = np.arange(i + 1), np.array([i], np.int32)
+        assert publisher.publish_pulled(epoch, i, indices, objects) == len(daemon.steps) - 1
+    assert daemon.steps == [[0], [1], [3], [4]]
+    assert [epoch.step(i) for i in range(6)] == [0, 1, 2, 2, 3, 4]
+    assert [epoch.ids(i).tolist() for i in range(5)] == [[0], [1], [], [3], [4]]
+    assert [len(piece.indices) for piece in epoch.take(1, 4)] == [2, 4]
+    assert [epoch.ids(i).tolist() for i in range(5)] == [[], [], [], [], [4]]
+
+
+def test_a_plan_that_is_left_goes_on_with_what_is_pulled(daemon: Daemon) -> None:
+    publisher = publisher_of(daemon)
+    epoch = begun(publisher, counted(4, 40))
+    assert publisher.reach(epoch, 5)
+    publisher.cancel(5)
+    epoch.leave_plan(5)
+    assert epoch.mispredicted
+    assert publisher.publish_pulled(epoch, 6, np.arange(3), np.array([7, 8], np.int32)) == 5
+    assert daemon.steps == [*objects_of([list(range(4 * i, 4 * i + 4)) for i in range(5)]), [7, 8]]
+    assert [epoch.step(i) for i in range(4, 9)] == [4, 5, 5, 6, 6]
+    assert [len(epoch.ids(i)) > 0 for i in range(3, 8)] == [True, True, False, True, False]
+    assert sum(len(piece.ends) for piece in epoch.take(2, 7)) == 4
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -275,7 +341,7 @@ def test_a_child_forked_amid_a_message_can_leave_the_epoch(daemon: Daemon) -> No
 
     publisher = publisher_of(daemon)
     daemon.during = hold
-    assert publisher.begin(counted(8), 0, 0) is not None
+    begun(publisher, counted(8))
     assert inside.wait(30)
     pid = os.fork()
     if not pid:

@@ -32,7 +32,7 @@ from creel.errors import ConfigError
 from creel.loader.order import draws, samplers
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.prediction import same_batch
-from creel.loader.order.samplers import EpochOrder, IteratorStart, adopt, before, restore
+from creel.loader.order.samplers import EpochOrder, IteratorStart, adopt, before
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]
@@ -46,8 +46,11 @@ def observe(
     previous: EpochOrder | None = None,
     keep_seed: bool = False,
     foresee: bool = False,
+    state: Any = None,
 ) -> EpochOrder:
     """Begin an epoch by the calls and draws of torch's iterator, and take it over.
+
+    state: of the epoch to begin again instead.
 
     keep_seed: workers persist and this is not their first epoch: no base seed is drawn.
     """
@@ -60,7 +63,7 @@ def observe(
         if loader.num_workers > 0:
             sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice
     begun = IteratorStart(sampler_iter, base_seed, moment)
-    return adopt(loader, begun, previous=previous, foresee=foresee)
+    return adopt(loader, begun, previous=previous, foresee=foresee, state=state)
 
 
 class Echo(Dataset[Any]):
@@ -425,13 +428,13 @@ def test_an_epoch_goes_on_in_another_process(case: int) -> None:
     second = any_loader(case)
     torch.manual_seed(rng.choice([case, 999]))
     seen = torch.get_rng_state()
-    again = restore(second, state)
+    again = observe(second, state=state)
     again.skip(taken)
     assert str([plain(b) for b in again]) == str(rest)
     assert again.base_seed == order.base_seed
     assert torch.equal(torch.get_rng_state(), seen)  # the global generator is the user's
     torch.set_rng_state(saved)
-    again = restore(second, state)
+    again = observe(second, state=state)
     again.skip(taken)
     assert str([plain(b) for b in again]) == str(rest)
     if isinstance(inner, DistributedSampler):
@@ -446,7 +449,7 @@ def test_a_script_that_starts_over_from_its_seed_goes_on_as_before() -> None:
     def begin(state: Any = None) -> tuple[Loader, EpochOrder]:
         torch.manual_seed(7)
         loader: Loader = DataLoader(Echo(30), 4, shuffle=True)
-        return loader, observe(loader) if state is None else restore(loader, state)
+        return loader, observe(loader, state=state)
 
     loader, order = begin()
     next(order)
@@ -471,9 +474,9 @@ def test_a_saved_order_is_small() -> None:
 def test_a_saved_order_of_another_dataset_is_refused() -> None:
     state = observe(DataLoader(Echo(30), 4, shuffle=True)).state()
     with pytest.raises(ConfigError, match="30 samples, this loader has 31"):
-        restore(DataLoader(Echo(31), 4, shuffle=True), state)
+        observe(DataLoader(Echo(31), 4, shuffle=True), state=state)
     with pytest.raises(ConfigError, match="RandomSampler"):
-        restore(DataLoader(Echo(30), 4), state)
+        observe(DataLoader(Echo(30), 4), state=state)
 
 
 def test_torch_s_own_iterator_can_begin_the_epoch() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from creel.loader.order.prediction import Shape
+from creel.loader.order.prediction import Division
 from creel.policies import torch_random
 
 
@@ -89,7 +89,7 @@ def test_a_permutation_that_torch_draws_otherwise_is_refused(n: int) -> None:
 @pytest.mark.parametrize("total, size", [(0, 3), (1, 3), (3, 3), (7, 3), (9, 3), (100, 1)])
 def test_batches_end_where_torch_s_end(total: int, size: int, drop_last: bool) -> None:
     want = torch.utils.data.BatchSampler(range(total), size, drop_last)
-    shape = Shape(size, drop_last)
-    ends = shape.ends(0, shape.steps(total), total)
+    division = Division(size, drop_last)
+    ends = division.ends(0, division.steps(total), total)
     got = [list(range(a, b)) for a, b in zip([0, *ends.tolist()], ends.tolist(), strict=False)]
     assert got == list(want)

@@ -1,4 +1,4 @@
-"""Unplanned batches: which can be published, and their steps."""
+"""Unplanned batches: which can be published."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.client.unplanned import UnplannedBatch, UnplannedBatches, indices_of, samples_in
+from creel.loader.client.batch_stream import indices_of, samples_in
 from creel.loader.order.prediction import same_batch
 
 
@@ -63,15 +63,3 @@ def test_what_cannot_be_told_is_counted_all_the_same(pulled: object, samples: in
 def test_what_raises_in_words_of_its_own_is_nothing_that_was_foreseen() -> None:
     assert indices_of(Sulky()) is None
     assert not same_batch(np.array([3]), Sulky())
-
-
-def test_what_was_told_is_followed_by_number() -> None:
-    followed = UnplannedBatches()
-    steps = {0: 10, 1: 11, 3: 12, 4: 13}  # batch 2 could not be told
-    for i, step in steps.items():
-        followed.add(i, UnplannedBatch(step, np.array([i], np.int32), i))
-    assert [followed.done(i) for i in range(6)] == [0, 11, 12, 12, 13, 14]
-    assert followed.ids(2) is None
-    assert [g.samples for g in followed.take(1, 4)] == [1, 3]
-    assert followed.ids(3) is None
-    assert followed.ids(4) is not None
