@@ -17,6 +17,7 @@ from creel.loader.binding.gather import Gatherer
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
 from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
+from creel.loader.reading.observer import Lease
 from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
 from creel.loader.workers.stages import StallWarning
 from creel.policies.direct import DirectReads
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
     from creel.loader.datasets.base import Ids
     from creel.loader.iterators.meter import Meter
-    from creel.loader.reading.lease import Lease
 
 
 _log = logging.getLogger("creel.loader")
@@ -103,10 +103,10 @@ class BatchReader:
             and not binding.still(np.atleast_1d(np.asarray(index)))
         ):
             self._fetcher.dataset = self._dataset  # changed since the epoch began
-            return self._fetch(index, binding.counting())
+            return self._fetch(index, Lease())
         stamp = -1 if ids is None else self._hold(stream, ids, step)
         if stamp < 0 or ids is None:
-            return self._fetch(index, binding.counting(without_daemon=step >= 0))
+            return self._fetch(index, Lease())
         gatherer = self._gatherer_of(stream, binding)
         if gatherer is not None:
             start = time.monotonic_ns()
@@ -116,7 +116,7 @@ class BatchReader:
             data = gatherer.batch(rows, indices) if whole and rows is not None else None
             self._meter["stall_collate_ns"] += time.monotonic_ns() - start
             if not whole:
-                return self._fetch(index, binding.counting())
+                return self._fetch(index, Lease())
             if rows is not None:
                 return data
         return self._fetch(index, binding.reading(stream.session, ids, stamp))

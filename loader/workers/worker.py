@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from creel.errors import UnavailableError
+from creel.loader.reading.observer import Lease
 from creel.loader.torch_private import (
     MP_STATUS_CHECK_INTERVAL,
     DatasetKind,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from creel.loader.binding.gather import Gatherer
     from creel.loader.client.client import Client
     from creel.loader.client.session import Session
-    from creel.loader.reading.lease import Lease
 
 _log = logging.getLogger("creel.loader")
 
@@ -272,10 +272,10 @@ class _Worker:
         if binding is None:
             return self._fetcher.fetch(index)
         if step < 0 or session is None or not self._wait(session, step):
-            return self._read(index, binding.counting())
+            return self._read(index, Lease())
         stamp = session.hold(step)
         if stamp < 0:
-            return self._read(index, binding.counting())
+            return self._read(index, Lease())
         indices = np.asarray(index, np.int64)
         ids = binding.objects(indices.reshape(-1))[0]
         if self._gatherer is not None:
@@ -287,7 +287,7 @@ class _Worker:
             self._enter(READING)
             self._collating = 0
             if not whole:
-                return self._read(index, binding.counting())
+                return self._read(index, Lease())
         return self._read(index, binding.reading(session, ids, stamp))
 
     def _wait(self, session: Session, step: int) -> bool:
