@@ -31,6 +31,7 @@ from creel.forks import at_fork, forget_in_child
 from creel.loader.binding.access_recorder import AccessRecorder, recorder_of
 from creel.loader.binding.access_trace import AccessTrace
 from creel.loader.binding.bind import Binding, bind, bound
+from creel.loader.binding.gather import StepReader
 from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.ranks import job_name, rank_and_world
@@ -76,26 +77,11 @@ class DaemonLink:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if that pays."""
-        session, lease, nbytes = self.session, Lease(), -1
         step, ids = self._request(indices)
         try:
-            if self._ready(step):
-                stamp = session.hold(step)
-                if stamp >= 0:
-                    lease, nbytes = self.binding.reading(session, ids, stamp), session.nbytes(ids)
-            with lease:
-                return fetch(self.binding.dataset)
+            reader = _LinkReader(self, ids, fetch)
+            return cast(T, reader.read_step(self.binding, self.session, step, indices, ids))
         finally:
-            self._direct.saw(
-                lease.direct_reads, lease.direct_nbytes, lease.direct_ns, lease.blocked
-            )
-            self._count(
-                batches=1,
-                samples=len(indices),
-                nbytes=lease.direct_nbytes if nbytes < 0 else nbytes,
-                direct_reads=lease.direct_reads,
-                direct_nbytes=lease.direct_nbytes,
-            )
             self._end(step)
 
     def _request(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32]]:
@@ -127,10 +113,8 @@ class DaemonLink:
             self._read_ids[:] = False
         self._read_ids[ids] = True
 
-    def _ready(self, step: int) -> bool:
+    def wait(self, step: int) -> bool:
         """Wait until the step's objects are pinned in the arena; False to read them directly."""
-        if step < 0 or self.session.ready(step):
-            return step >= 0
         start = time.monotonic_ns()
         ready = self.session.wait(step, self._wait_s)
         # Whether the trainer waits for one of torch's workers is unknown.
@@ -140,6 +124,19 @@ class DaemonLink:
         if not ready and self.session.alive:
             _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
         return ready
+
+    def counted(self, samples: int, ids: NDArray[np.int32], lease: Lease) -> None:
+        """Learn from a batch of these (k,) objects that was read; count it for `creel stats`."""
+        if not lease.serves:
+            seen = lease.direct_reads, lease.direct_nbytes, lease.direct_ns
+            self._direct.saw(*seen, lease.blocked)
+        self._count(
+            batches=1,
+            samples=samples,
+            nbytes=self.session.nbytes(ids) if lease.serves else lease.direct_nbytes,
+            direct_reads=lease.direct_reads,
+            direct_nbytes=lease.direct_nbytes,
+        )
 
     def _count(self, **counters: int) -> None:
         """Add to what `creel stats` shows of this rank."""
@@ -156,6 +153,25 @@ class DaemonLink:
         with self._lock:
             self._open.discard(step)
             self.session.done(min(self._open, default=self._next))
+
+
+class _LinkReader(StepReader):
+    """Reads one batch for a proxy."""
+
+    def __init__(
+        self, link: DaemonLink, ids: NDArray[np.int32], fetch: Callable[[Dataset[Sample]], object]
+    ) -> None:
+        self._link, self._ids, self._fetch = link, ids, fetch
+
+    def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
+        return self._link.wait(step)
+
+    def fetch(self, index: Sequence[int], lease: Lease) -> object:
+        try:
+            with lease:
+                return self._fetch(self._link.binding.dataset)
+        finally:
+            self._link.counted(len(index), self._ids, lease)
 
 
 class Handle(Protocol):

@@ -142,6 +142,11 @@ class Lease:
         if self._session is None:
             self.blocked += _sleeps()
 
+    @property
+    def serves(self) -> bool:
+        """Whether it has a session to copy from."""
+        return self._session is not None
+
     def number(self, leaf: Leaf, object_id: int) -> int | None:
         """Number in the session of an object of `leaf`; None if the lease does not cover it.
 
