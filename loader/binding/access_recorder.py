@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, StackDataset, Subset
 
 from creel.forks import forget_in_child
 from creel.loader.binding.access_trace import AccessTrace, Item, by_sample, parts_of
+from creel.loader.binding.adapters import serve_torchvision
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
 from creel.loader.datasets.base import Transformed, fetch_many, position
@@ -245,6 +246,7 @@ def _is_utf8(address: str) -> bool:
 
 def recorder_of(dataset: Dataset[Sample], journal: int | None = None) -> AccessRecorder | None:
     """A recorder; None for a dataset whose reads are not known by sample, or too large."""
+    serve_torchvision()  # its folders may be inside
     try:
         fits = by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
         return AccessRecorder(dataset, journal) if fits else None

@@ -141,7 +141,7 @@ class FolderLeaf(Addressed):
     def __init__(self, folder: Folder) -> None:
         super().__init__([absolute(path) for path, _ in folder.samples])
         self.folder = folder
-        _serve_opens()
+        serve_torchvision()
 
     def __len__(self) -> int:
         return self.object_count
@@ -152,11 +152,11 @@ class FolderLeaf(Addressed):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        _serve_opens()
+        serve_torchvision()
 
 
-def _serve_opens() -> None:
-    """Let torchvision's loader open files that are in the cache."""
+def serve_torchvision() -> None:
+    """Let torchvision's loaders open files through creel, where a lease or record is active."""
     module = _torchvision()
     if module is not None:
         module.open = open_as_python
