@@ -1,28 +1,26 @@
 """`creel verify`: run a loader or script with torch's DataLoader and with creel's, and compare.
 
-Both sides start from equal seeds. Each batch becomes a list of leaves (path in the batch, type,
-shape, hash of the bytes); the lists are compared in order. A script runs twice, each time in its
-own process, with the `DataLoader` it imports replaced by one that records.
+Each side runs in a fork of this process, from equal seeds, with every `DataLoader` that is imported
+there replaced by one that records. Each batch becomes a list of leaves (path in the batch, type,
+shape, hash of the bytes); the lists are compared in order.
 """
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
+import multiprocessing
 import os
 import random
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count, islice, zip_longest
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -43,18 +41,7 @@ else:
     _Base = object
 _SEED = 0
 _RAISES = "raises "  # the type of a leaf that stands for an error
-_MACHINERY = frozenset({"importlib", "runpy.py", "contextlib.py"})
-_ARGUMENTS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
+_MACHINERY = frozenset({"importlib", "runpy.py"})
 
 
 def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None) -> Report:
@@ -66,9 +53,11 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
 
     Raises:
         ConfigError: no such script, module or loader, or it produced no batch.
+        CreelError: a script, or the function that makes a loader, failed.
     """
     if target.endswith(".py") or Path(target).is_file():
-        report = _verify_script(target, arguments, steps)
+        if not Path(target).is_file():
+            raise ConfigError(f"there is no script {target}")
     elif not all(target.partition(":")):
         raise ConfigError(f"{target!r} is neither a script (x.py) nor a loader (module:loader)")
     elif arguments:
@@ -76,9 +65,17 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
             f"unexpected arguments after the loader: {' '.join(arguments)!r}; options come before"
             f" {target}"
         )
-    else:
-        report = _verify_loader(target, steps)
-    if report["equal"] and not report["batches"] and not report["raised"]:
+    torchs, creels = (_run(kind, target, arguments, steps) for kind in ("torch", "creel"))
+    report = compare(torchs.loaders, creels.loaders)
+    report |= {"torch_s": torchs.seconds, "creel_s": creels.seconds}
+    last = torchs.loaders[-1][-1].leaves[0] if torchs.loaders else ("", "", "")
+    if report["equal"] and last[1].startswith(_RAISES):
+        report["batches"] -= 1
+        report["raised"] = f"{last[1].removeprefix(_RAISES)}: {last[2]}"
+    if not report["equal"]:
+        again = _run("torch", target, arguments, steps)
+        report["torch_repeats"] = again.loaders == torchs.loaders
+    elif not report["batches"] and not report["raised"]:
         raise ConfigError(f"{target} produced no batch: nothing was compared")
     return report
 
@@ -109,132 +106,6 @@ _UNSTEADY = (
 
 def _count(n: int, word: str, plural: str = "s") -> str:
     return f"{n} {word}{'' if n == 1 else plural}"
-
-
-# --- one loader -------------------------------------------------------------------------------
-
-
-def _verify_loader(target: str, steps: int | None) -> Report:
-    given = _find(target)
-    start = time.monotonic()
-    with_torch = list(_batches(given, _TorchDataLoader, steps))
-    middle = time.monotonic()
-    with_creel = list(_batches(given, CreelLoader, steps))
-    times = {"torch_s": middle - start, "creel_s": time.monotonic() - middle}
-    report = compare([with_torch], [with_creel]) | times
-    last = with_torch[-1].leaves[0] if with_torch else ("", "", "")
-    if report["equal"] and last[1].startswith(_RAISES):
-        report |= {
-            "batches": report["batches"] - 1,
-            "raised": f"{last[1][len(_RAISES) :]}: {last[2]}",
-        }
-    if not report["equal"]:
-        again = list(_batches(given, _TorchDataLoader, steps))
-        report["torch_repeats"] = again == with_torch
-    return report
-
-
-def _find(target: str) -> Any:
-    """Return the loader, or the function that makes one, named by MODULE:LOADER."""
-    module, _, name = target.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        with _their_code(target):
-            found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError) as e:
-        raise ConfigError(f"{target}: {e}") from e
-    if not isinstance(found, _TorchDataLoader) and not callable(found):
-        kind = type(found).__name__
-        raise ConfigError(f"{target} is of type {kind}: neither a DataLoader nor a function")
-    return found
-
-
-@contextmanager
-def _their_code(name: str) -> Iterator[None]:
-    """Report an error of the user's code: print their part of the traceback, raise one sentence.
-
-    Raises:
-        CreelError: the code raised anything but an import or attribute error or one of ours.
-    """
-    try:
-        yield
-    except (CreelError, ImportError, AttributeError):
-        raise
-    except Exception as e:
-        _show(e)
-        raise CreelError(f"{name} raised {type(e).__name__}: {e}") from e
-
-
-def _show(error: Exception) -> None:
-    """Print the traceback without the frames that lead to the user's code."""
-    frames = error.__traceback__
-    while frames is not None and _leads(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next
-    traceback.print_exception(type(error), error, frames)
-
-
-def _leads(file: str) -> bool:
-    parts = Path(file).parts[-2:]
-    return file == __file__ or file.startswith("<frozen ") or bool(_MACHINERY.intersection(parts))
-
-
-def _batches(given: Any, kind: type[TorchLoader], steps: int | None) -> Iterator[Record]:
-    """Yield one epoch of the loader, rebuilt as `kind`, always from the same seeds."""
-    seed_all(_SEED)
-    loader = given
-    if not isinstance(given, _TorchDataLoader):
-        with _their_code(getattr(given, "__name__", "the function")):
-            loader = given()
-    if not isinstance(loader, _TorchDataLoader):
-        kind_of = type(loader).__name__
-        raise ConfigError(f"the function's result is of type {kind_of}, not a DataLoader")
-    batches = islice(rebuilt(loader, kind), steps)
-    for step in count():
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except Exception as e:  # noqa: BLE001  the user's code; both sides must raise the same
-            yield Record(0, 0, step, [("", _RAISES + type(e).__name__, _last_line(e))])
-            return
-        yield Record(0, 0, step, digest(batch))
-
-
-def _last_line(error: Exception) -> str:
-    """Return an error's message without the worker's traceback it may contain."""
-    return str(error).strip().rpartition("\n")[2].removeprefix(f"{type(error).__name__}: ")
-
-
-def rebuilt(loader: TorchLoader, kind: type[TorchLoader]) -> TorchLoader:
-    """Rebuild a loader as class `kind`; samplers and generators are copied, the dataset is not."""
-    arguments = {name: getattr(loader, name) for name in _ARGUMENTS if hasattr(loader, name)}
-    shared: dict[int, object] = {id(loader.dataset): loader.dataset}
-    if loader.generator is not None:
-        arguments["generator"] = shared[id(loader.generator)] = _copied(loader.generator)
-    if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        batched = loader.batch_sampler is not None
-        name = "batch_sampler" if batched else "sampler"
-        arguments[name] = copy.deepcopy(getattr(loader, name), shared)
-        if not batched:
-            arguments["batch_size"] = None
-    else:
-        arguments |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    return kind(loader.dataset, **arguments)
-
-
-def _copied(generator: torch.Generator) -> torch.Generator:
-    copied = torch.Generator(generator.device)
-    copied.set_state(generator.get_state())
-    return copied
-
-
-def seed_all(seed: int) -> None:
-    """Seed every generator a dataset may draw from: random, NumPy, torch."""
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global one is what datasets use
-    torch.manual_seed(seed)
 
 
 # --- records and their comparison -------------------------------------------------------------
@@ -294,75 +165,166 @@ def _leaf(leaf: Leaf | None) -> str:
     return "nothing" if leaf is None else f"{leaf[1]}  {leaf[2]}"
 
 
-# --- a script ---------------------------------------------------------------------------------
+# --- one side ---------------------------------------------------------------------------------
 
 
-def _verify_script(script: str, arguments: Sequence[str], steps: int | None) -> Report:
-    if not Path(script).is_file():
-        raise ConfigError(f"there is no script {script}")
-    sides, times = {}, {}
-    for kind in ("torch", "creel"):
+class Side(NamedTuple):
+    """What one side did: the records of each loader in order, and the seconds it took."""
+
+    loaders: list[list[Record]]
+    seconds: float
+
+
+def _run(kind: str, target: str, arguments: Sequence[str], steps: int | None) -> Side:
+    """Run the target with recording loaders in a fork of this process."""
+    with tempfile.TemporaryFile("w+") as out:
+        args = (kind, target, arguments, steps, out)
+        process = multiprocessing.get_context("fork").Process(target=_record, args=args)
         start = time.monotonic()
-        sides[kind] = _run_script(kind, script, arguments, steps)
-        times[f"{kind}_s"] = time.monotonic() - start
-    report = compare(sides["torch"], sides["creel"]) | times
-    if not report["equal"]:
-        report["torch_repeats"] = _run_script("torch", script, arguments, steps) == sides["torch"]
-    return report
-
-
-def _run_script(
-    kind: str, script: str, arguments: Sequence[str], steps: int | None
-) -> list[list[Record]]:
-    """Run the script with recording loaders in its own process and return its records."""
-    code = "from creel.loader.verify import record_script; record_script()"
-    env = dict(os.environ) | {
-        "PYTHONHASHSEED": "0",
-        "CREEL_DISABLE": "1" if kind == "torch" else "0",
-    }
-    with tempfile.TemporaryFile() as out:
-        settings = json.dumps({"kind": kind, "out": out.fileno(), "steps": steps or 0})
-        command = [sys.executable, "-c", code, settings, script, *arguments]
-        # The script's own prints must not mix with ours: they go to standard error.
-        done = subprocess.run(  # noqa: S603 - the user's own script, which they asked us to run
-            command, env=env, pass_fds=[out.fileno()], stdout=sys.stderr.fileno(), check=False
-        )
-        if done.returncode:
-            raise CreelError(f"{script} failed with {kind}'s loader (exit code {done.returncode})")
+        process.start()
+        process.join()
+        seconds = time.monotonic() - start
         out.seek(0)
-        return _read(out)
+        by_loader: dict[int, list[Record]] = {}
+        for line in out:
+            record = json.loads(line)
+            if isinstance(record, dict):
+                raise (ConfigError if record["usage"] else CreelError)(record["error"])
+            number, epoch, step, leaves = record
+            one = Record(number, epoch, step, [(where, kind, what) for where, kind, what in leaves])
+            by_loader.setdefault(number, []).append(one)
+    if process.exitcode:
+        raise CreelError(f"{target} failed with {kind}'s loader (exit code {process.exitcode})")
+    return Side([by_loader[number] for number in sorted(by_loader)], seconds)
 
 
-def _read(out: IO[bytes]) -> list[list[Record]]:
-    by_loader: dict[int, list[Record]] = {}
-    for line in out:
-        loader, epoch, step, leaves = json.loads(line)
-        record = Record(loader, epoch, step, [(where, kind, what) for where, kind, what in leaves])
-        by_loader.setdefault(loader, []).append(record)
-    return [by_loader[number] for number in sorted(by_loader)]
+def _record(
+    kind: str, target: str, arguments: Sequence[str], steps: int | None, out: IO[str]
+) -> None:
+    """Run the target, in a process of its own, and write records or an error to `out`."""
+    global _tape  # noqa: PLW0603 - one tape per process, set once at its start
+    # The target's own prints must not mix with ours: they go to standard error.
+    sys.stdout.flush()
+    sys.stdout = sys.stderr
+    os.dup2(2, 1)
+    os.environ["CREEL_DISABLE"] = "1" if kind == "torch" else "0"
+    os.environ["PYTHONHASHSEED"] = "0"  # of workers that are spawned; forks have this process's
+    _tape = _Tape(out, steps)
+    _replace_loaders(RecordingTorch if kind == "torch" else RecordingCreel)
+    seed_all(_SEED)
+    if ":" in target and not Path(target).is_file():
+        sys.path.insert(0, str(Path.cwd()))
+        _iterate(_loader_of(target), _tape)
+        return
+    sys.argv = [target, *arguments]
+    sys.path[0] = str(Path(target).resolve().parent)
+    try:
+        runpy.run_path(target, run_name="__main__")
+    except Exception as e:  # noqa: BLE001  the user's code
+        _show(e)
+        raise SystemExit(1) from None
+
+
+def _replace_loaders(loader: type[TorchLoader]) -> None:
+    for name in ("torch.utils.data", "torch.utils.data.dataloader"):
+        setattr(importlib.import_module(name), "DataLoader", loader)  # noqa: B010 - any module
+    # A script that uses creel's class keeps it: on torch's side CREEL_DISABLE makes it torch's.
+    for name in ("creel", "creel.loader", "creel.loader.dataloader"):
+        setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
+
+
+def seed_all(seed: int) -> None:
+    """Seed every generator a dataset may draw from: random, NumPy, torch."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global one is what datasets use
+    torch.manual_seed(seed)
+
+
+def _loader_of(target: str) -> TorchLoader:
+    """The loader, or what the function returns, that MODULE:LOADER names."""
+    module, _, name = target.partition(":")
+    called = target
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+        if not isinstance(found, _TorchDataLoader) and callable(found):
+            called = getattr(found, "__name__", "the function")
+            seed_all(_SEED)
+            found = found()
+    except (ImportError, AttributeError) as e:
+        _end(f"{target}: {e}", usage=True)
+    except CreelError as e:
+        _end(str(e), usage=isinstance(e, ConfigError))
+    except Exception as e:  # noqa: BLE001  the user's code
+        _show(e)
+        _end(f"{called} raised {type(e).__name__}: {e}")
+    if not isinstance(found, _TorchDataLoader):
+        kind = type(found).__name__
+        _end(f"{target} is of type {kind}: neither a DataLoader nor a function of one", usage=True)
+    return found
+
+
+def _iterate(loader: TorchLoader, tape: _Tape) -> None:
+    """Run one epoch; an error ends it, and is recorded like a batch: both sides must raise it."""
+    seed_all(_SEED)
+    try:
+        for _ in loader:
+            pass
+    except Exception as e:  # noqa: BLE001  the user's code
+        message = str(e).strip().rpartition("\n")[2]  # without the worker's traceback
+        what = message.removeprefix(f"{type(e).__name__}: ")
+        tape.write(0, 0, tape.written, [("", _RAISES + type(e).__name__, what)])
+
+
+def _end(error: str, *, usage: bool = False) -> NoReturn:
+    """End this process with an error for the one that forked it."""
+    assert _tape is not None  # noqa: S101  set before the user's code runs
+    _tape.fail(error, usage=usage)
+    raise SystemExit(1)
+
+
+def _show(error: Exception) -> None:
+    """Print the traceback without the frames that lead to the user's code."""
+    frames = error.__traceback__
+    while frames is not None and _leads(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)
+
+
+def _leads(file: str) -> bool:
+    parts = Path(file).parts[-2:]
+    return file == __file__ or file.startswith("<frozen ") or bool(_MACHINERY.intersection(parts))
 
 
 class _Tape:
     """The file that recording loaders write to; ignores writes from forked children."""
 
-    def __init__(self, fd: int, steps: int) -> None:
-        self._file = os.fdopen(fd, "w", closefd=False)
-        self._left = steps or -1
+    def __init__(self, file: IO[str], steps: int | None) -> None:
+        self._file = file
+        self._steps = steps
         self._pid = os.getpid()
         self._loaders = 0
+        self.written = 0
 
     def number(self) -> int:
         self._loaders += 1
         return self._loaders - 1
 
-    def write(self, loader: int, epoch: int, step: int, batch: object) -> None:
+    def write(self, loader: int, epoch: int, step: int, leaves: list[Leaf]) -> None:
         if os.getpid() != self._pid:
             return
-        self._file.write(json.dumps([loader, epoch, step, digest(batch)]) + "\n")
-        self._file.flush()
-        self._left -= 1
-        if self._left == 0:
+        self._put([loader, epoch, step, leaves])
+        self.written += 1
+        if self.written == self._steps:
             raise SystemExit(0)
+
+    def fail(self, error: str, *, usage: bool) -> None:
+        self._put({"error": error, "usage": usage})
+
+    def _put(self, line: object) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
 
 
 _tape: _Tape | None = None
@@ -398,7 +360,7 @@ class _Recorded:
 
     def __next__(self) -> object:
         batch = next(self._inner)
-        self._tape.write(*self._where, self._step, batch)
+        self._tape.write(*self._where, self._step, digest(batch))
         self._step += 1
         return batch
 
@@ -415,24 +377,3 @@ class RecordingTorch(_Recording, _TorchDataLoader[T]):
 
 class RecordingCreel(_Recording, CreelLoader[T]):
     """creel's loader with recording."""
-
-
-def record_script() -> None:
-    """Entry point of the recording process; `sys.argv` holds settings, script and arguments."""
-    global _tape  # noqa: PLW0603 - one tape per process, set once at its start
-    settings = json.loads(sys.argv[1])
-    sys.argv = sys.argv[2:]
-    _tape = _Tape(settings["out"], settings["steps"])
-    loader = RecordingTorch if settings["kind"] == "torch" else RecordingCreel
-    for name in ("torch.utils.data", "torch.utils.data.dataloader"):
-        setattr(importlib.import_module(name), "DataLoader", loader)  # noqa: B010 - any module
-    # A script that uses creel's class keeps it: on torch's side CREEL_DISABLE makes it torch's.
-    for name in ("creel", "creel.loader", "creel.loader.dataloader"):
-        setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
-    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    seed_all(_SEED)
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except Exception as e:  # noqa: BLE001  the user's code
-        _show(e)
-        raise SystemExit(1) from None

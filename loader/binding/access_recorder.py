@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +25,11 @@ from torch.utils.data import Dataset, StackDataset, Subset
 
 from creel.forks import forget_in_child
 from creel.loader.binding.access_trace import AccessTrace, Item, by_sample, parts_of
+from creel.loader.binding.adapters import serve_torchvision
+from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
-from creel.loader.binding.wrap import Wrapped, unwrap
 from creel.loader.datasets.base import Transformed, fetch_many, position
-from creel.loader.reading.lease import Asked, ObservedReads
+from creel.loader.reading.observer import Asked, ObservedReads
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
@@ -52,13 +52,12 @@ class AccessRecorder:
     """Records the reads of one dataset; thread-safe, and shared with forked workers."""
 
     def __init__(self, dataset: Dataset[Sample], journal: int | None = None) -> None:
-        """`journal`: descriptor of another process's journal to share; None for a new one."""
+        """`journal`: descriptor, taken over, of another process's journal; None for a new one."""
         self.dataset = dataset
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
-        self.token = uuid.uuid4().hex  # names the journal to other processes
-        self.fd = _new_journal() if journal is None else os.dup(journal)
+        self.fd = _new_journal() if journal is None else journal
         weakref.finalize(self, os.close, self.fd)
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
         self.forget()
@@ -247,6 +246,7 @@ def _is_utf8(address: str) -> bool:
 
 def recorder_of(dataset: Dataset[Sample], journal: int | None = None) -> AccessRecorder | None:
     """A recorder; None for a dataset whose reads are not known by sample, or too large."""
+    serve_torchvision()  # its folders may be inside
     try:
         fits = by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
         return AccessRecorder(dataset, journal) if fits else None

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset
 
 from creel.loader.binding.adapters import Addressed
-from creel.loader.binding.tree import Objects, TreeNode, unchanged
-from creel.loader.binding.wrap import Wrapped, unwrap
-from creel.loader.datasets.base import CreelDataset, Transformed, positions
+from creel.loader.binding.proxy import Wrapped, unwrap
+from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
+from creel.loader.datasets.base import CreelDataset, positions
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Indices, Sample
@@ -118,14 +118,8 @@ def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[n
 
 def by_sample(dataset: object) -> bool:
     """Whether samples are read one by one, so that the reads of each are known."""
-    if type(dataset) is Wrapped:
-        return by_sample(unwrap(dataset))
-    if unchanged(dataset, Subset) or type(dataset) is Transformed:
-        return by_sample(dataset.dataset)
-    if unchanged(dataset, StackDataset):
-        parts = dataset.datasets
-        return all(map(by_sample, parts.values() if isinstance(parts, dict) else parts))
-    return not hasattr(dataset, "__getitems__")
+    below = None if unchanged(dataset, ConcatDataset) else inside(dataset)
+    return not hasattr(dataset, "__getitems__") if below is None else all(map(by_sample, below))
 
 
 def parts_of(dataset: object) -> list[CreelDataset]:

@@ -6,40 +6,99 @@ import operator
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError
-from creel.loader.datasets.base import CreelDataset, Ids, Indices, Sample, strings
-from creel.loader.datasets.images import decode_image
-from creel.loader.reading.lease import leased
+from creel.loader.datasets.base import CreelDataset, Ids, Indices, strings
+from creel.loader.reading.opened import open_as_python
 from creel.loader.reading.storage import absolute
 
 
-def adapt(dataset: Dataset[Sample]) -> CreelDataset | None:
-    """A leaf for a dataset that is not creel's, or None."""
-    if isinstance(dataset, Declares):
-        return Declared(dataset)
-    if _is_folder(dataset):
-        return FolderLeaf(cast(Folder, dataset))
-    return None
-
-
-def adapts(dataset: object) -> bool:
-    """Whether `adapt` would return a leaf that is `cacheable`; takes no time per sample."""
+def cacheable(dataset: object) -> bool:
+    """Whether this dataset's objects are known and read through creel; takes no time per sample."""
+    if isinstance(dataset, CreelDataset):
+        return dataset.cacheable
     if isinstance(dataset, Declares):
         return True
     if not _is_folder(dataset):
         return False
     folder = cast(Folder, dataset)
     return bool(folder.samples) and _loads_by_pillow(folder.loader)
+
+
+def leaf_of(dataset: object) -> CreelDataset:
+    """The objects of a dataset that is `cacheable`."""
+    if isinstance(dataset, CreelDataset):
+        return dataset
+    return Declared(dataset) if isinstance(dataset, Declares) else FolderLeaf(cast(Folder, dataset))
+
+
+# --- files by address -------------------------------------------------------------------------
+
+
+class Addressed(CreelDataset):
+    """Whole-file objects, found by address when user code reads them."""
+
+    def __init__(self, uris: Sequence[str]) -> None:
+        """`uris`: addresses as `absolute` returns them."""
+        self._uris = strings(uris)
+        self._index = _StringIndex(self._uris)
+
+    @property
+    def object_count(self) -> int:
+        return len(self._uris)
+
+    def find(self, address: str) -> int | None:
+        """Object number of an address (as `absolute` returns it), or None."""
+        return self._index.find(address)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_files(self._uris)
+
+
+class _StringIndex:
+    """Index from strings to rows of a column: sorted hashes, 12 bytes per string, no objects."""
+
+    def __init__(self, column: pa.Array) -> None:
+        self._column = column
+        hashes = np.fromiter(
+            (xxhash.xxh3_64_intdigest(text.encode()) for text in column.to_pylist()),
+            np.uint64,
+            len(column),
+        )
+        order = np.argsort(hashes, kind="stable")
+        self._sorted = hashes[order], order.astype(np.int32)
+        self._make_views()
+
+    def _make_views(self) -> None:
+        # Memory views: reading single entries is 3 times as fast as from arrays.
+        self._hashes: memoryview[int] = memoryview(self._sorted[0])  # type: ignore[arg-type]  # numpy's
+        self._order: memoryview[int] = memoryview(self._sorted[1])  # type: ignore[arg-type]
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"_column": self._column, "_sorted": self._sorted}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._make_views()
+
+    def find(self, text: str) -> int | None:
+        """The first row with `text`, or None."""
+        # `text` may be any path; those in the column are all UTF-8.
+        wanted = xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
+        at = bisect_left(self._hashes, wanted)
+        while at < len(self._hashes) and self._hashes[at] == wanted:
+            place = self._order[at]
+            if self._column[place].as_py() == text:
+                return place
+            at += 1
+        return None
 
 
 # --- torchvision's folders --------------------------------------------------------------------
@@ -73,65 +132,34 @@ def _loads_by_pillow(loader: object) -> bool:
     return loader is module.default_loader and backend == "PIL"
 
 
-class FolderLeaf(CreelDataset):
-    """The objects of a torchvision folder: sample i is file i of its `samples` at this time."""
+class FolderLeaf(Addressed):
+    """The objects of a torchvision folder: sample i is file i of its `samples` at this time.
+
+    torchvision's loader opens the files; its module gets an `open` that asks the lease first.
+    """
 
     def __init__(self, folder: Folder) -> None:
+        super().__init__([absolute(path) for path, _ in folder.samples])
         self.folder = folder
-        self._names = strings([absolute(path) for path, _ in folder.samples])
+        serve_torchvision()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return self.object_count
 
     @property
-    def cacheable(self) -> bool:
-        return bool(len(self)) and _loads_by_pillow(self.folder.loader)
+    def layout(self) -> object:
+        return self.folder.samples
 
-    def _build_manifest(self) -> Manifest:
-        return Manifest.of_files(self._names)
-
-    def view(self) -> Dataset[Sample]:
-        """The same folder (same class and shared attributes), reading through the lease."""
-        folder = cast("Dataset[Sample]", self.folder)
-        view = object.__new__(_leased_class(type(self.folder)))
-        object.__setattr__(view, "__dict__", folder.__dict__)
-        view._creel_leaf = self
-        return cast("Dataset[Sample]", view)
-
-    def image(self, index: int, path: str) -> Sample:
-        """The image of sample `index`, whose file is now `path`."""
-        if _loads_by_pillow(self.folder.loader) and 0 <= index < len(self):
-            # The user may have changed `samples`: never return another file's bytes.
-            data = leased(self, index) if self._names[index].as_py() == absolute(path) else None
-            if data is not None:
-                return decode_image(data)
-        return self.folder.loader(path)
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        serve_torchvision()
 
 
-@cache
-def _leased_class(base: type) -> Any:
-    """A subclass of torchvision's class, of the same name, that reads through a `FolderLeaf`."""
-
-    class Leased(base):  # type: ignore[misc]  # the base is a variable
-        __slots__ = ("_creel_leaf",)
-        _creel_leaf: FolderLeaf
-
-        def __getitem__(self, index: int) -> tuple[Sample, Sample]:
-            path, target = self.samples[index]
-            place = index + len(self.samples) if index < 0 else index
-            sample = self._creel_leaf.image(place, path)
-            if self.transform is not None:
-                sample = self.transform(sample)
-            if self.target_transform is not None:
-                target = self.target_transform(target)
-            return sample, target
-
-        def __reduce__(self) -> tuple[object, ...]:
-            return FolderLeaf.view, (self._creel_leaf,)
-
-    Leased.__name__, Leased.__qualname__ = base.__name__, base.__qualname__
-    Leased.__module__ = base.__module__
-    return Leased
+def serve_torchvision() -> None:
+    """Let torchvision's loaders open files through creel, where a lease or record is active."""
+    module = _torchvision()
+    if module is not None:
+        module.open = open_as_python
 
 
 # --- declared reads ---------------------------------------------------------------------------
@@ -146,26 +174,6 @@ class Declares(Protocol):
     def objects(self, index: int, /) -> int | str | Iterable[int | str]:
         """Positions in `creel_uris` (or addresses from it) that sample `index` reads."""
         ...
-
-
-class Addressed(CreelDataset):
-    """Whole-file objects, found by address when user code reads them."""
-
-    def __init__(self, uris: Sequence[str]) -> None:
-        """`uris`: addresses as `absolute` returns them."""
-        self._uris = strings(uris)
-        self._index = _StringIndex(self._uris)
-
-    @property
-    def object_count(self) -> int:
-        return len(self._uris)
-
-    def find(self, address: str) -> int | None:
-        """Object number of an address (as `absolute` returns it), or None."""
-        return self._index.find(address)
-
-    def _build_manifest(self) -> Manifest:
-        return Manifest.of_files(self._uris)
 
 
 class Declared(Addressed):
@@ -211,42 +219,3 @@ class Declared(Addressed):
         if number is None:
             raise ConfigError(f"objects() gave {item!r}, which is not in creel_uris")
         return number
-
-
-class _StringIndex:
-    """Index from strings to rows of a column: sorted hashes, 12 bytes per string, no objects."""
-
-    def __init__(self, column: pa.Array) -> None:
-        self._column = column
-        hashes = np.fromiter(
-            (xxhash.xxh3_64_intdigest(text.encode()) for text in column.to_pylist()),
-            np.uint64,
-            len(column),
-        )
-        order = np.argsort(hashes, kind="stable")
-        self._sorted = hashes[order], order.astype(np.int32)
-        self._make_views()
-
-    def _make_views(self) -> None:
-        # Memory views: reading single entries is 3 times as fast as from arrays.
-        self._hashes: memoryview[int] = memoryview(self._sorted[0])  # type: ignore[arg-type]  # numpy's
-        self._order: memoryview[int] = memoryview(self._sorted[1])  # type: ignore[arg-type]
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_column": self._column, "_sorted": self._sorted}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._make_views()
-
-    def find(self, text: str) -> int | None:
-        """The first row with `text`, or None."""
-        # `text` may be any path; those in the column are all UTF-8.
-        wanted = xxhash.xxh3_64_intdigest(text.encode(errors="surrogatepass"))
-        at = bisect_left(self._hashes, wanted)
-        while at < len(self._hashes) and self._hashes[at] == wanted:
-            place = self._order[at]
-            if self._column[place].as_py() == text:
-                return place
-            at += 1
-        return None

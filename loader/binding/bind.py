@@ -22,10 +22,10 @@ from torch.utils.data import Dataset
 
 from creel.cache.storage.manifest import Manifest
 from creel.loader.binding.adapters import Addressed, Declared
-from creel.loader.binding.tree import LeafProbe, Tree, TreeNode
+from creel.loader.binding.tree import Tree, TreeNode, bindable
 from creel.loader.datasets.base import CreelDataset, Ids, Indices, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, stacked
-from creel.loader.reading.lease import Lease, ReadableSession
+from creel.loader.reading.observer import Lease, ReadableSession
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
@@ -110,25 +110,19 @@ class Binding:
         self.__dict__.update(state)
         self._index_leaves()
 
-    @cached_property
+    @property
     def dataset(self) -> Dataset[Sample]:
-        """The dataset to take samples from, with a view in place of each torchvision folder.
-
-        A view has the folder's class and attributes, and reads images through the lease.
-        """
-        return self._root.view()
+        """The dataset to take samples from."""
+        dataset: Dataset[Sample] = self._root.dataset
+        return dataset
 
     @cached_property
     def manifest(self) -> Manifest:
         """The objects of all leaves, with each leaf once."""
         return Manifest.concat([leaf.manifest for leaf in self.leaves])
 
-    def current(self) -> bool:
-        """Whether `bind` would still give the same for the dataset."""
-        return self._root.current()
-
-    def still(self, indices: NDArray[np.int64]) -> bool:
-        """Whether `bind` would still give the same for these (n,) samples."""
+    def still(self, indices: NDArray[np.int64] | None = None) -> bool:
+        """Whether `bind` would still give the same for these (n,) samples, None for all."""
         return self._root.still(indices)
 
     def objects(self, indices: NDArray[np.int64]) -> tuple[Ids, NDArray[np.int64]]:
@@ -163,13 +157,6 @@ class Binding:
         """
         allowed = None if ids is None else frozenset(ids.tolist())
         return Lease(session, self._bases, self._named, allowed, stamp)
-
-    def counting(self, *, without_daemon: bool = False) -> Lease:
-        """A lease without a session: the leaves are read directly, and the reads counted.
-
-        `without_daemon`: `creel.wrap` proxies in the dataset must not ask the daemon either.
-        """
-        return Lease(None, self._bases, self._named, None, without_daemon=without_daemon)
 
     def frozen(self) -> Binding:
         """A binding of a private copy of the dataset; only where `gather` is not None."""
@@ -219,23 +206,3 @@ def bound(dataset: Dataset[Sample], trace: AccessTrace) -> Binding:
     """A binding of a dataset that declares nothing, from its trace."""
     tree = Tree()
     return Binding(trace.build(dataset, tree.place), tree.leaves)
-
-
-def bindable(dataset: object) -> bool:
-    """Whether `bind` would find anything to cache, in a time independent of the number of samples.
-
-    Indices of Subsets are not read, so `bind` may still find nothing where they are unsuitable.
-    """
-    return _probed(dataset).found
-
-
-def maybe_bindable(dataset: object) -> bool:
-    """Whether `bind` finds something, or may find it later from a trace below `creel.wrap`."""
-    probe = _probed(dataset)
-    return probe.found or probe.may_record
-
-
-def _probed(dataset: object) -> LeafProbe:
-    probe = LeafProbe()
-    probe.build(dataset)
-    return probe

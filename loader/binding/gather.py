@@ -1,4 +1,4 @@
-"""Gatherer: builds batches of plain bytes by one copy from the arena into reused memory."""
+"""Batches of a session: Gatherer copies plain bytes out of the arena, StepReader reads any."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Rows
 from creel.loader.buffers import BufferPool
+from creel.loader.reading.observer import Lease
 
 if TYPE_CHECKING:
-    from creel.loader.binding.bind import Gather
+    from creel.loader.binding.bind import Binding, Gather
     from creel.loader.client.client import Client
     from creel.loader.client.session import Session
 
@@ -58,3 +59,61 @@ class Gatherer:
     def batch(self, rows: torch.Tensor, indices: NDArray[np.int64]) -> Any:
         """These samples as default_collate would batch them; runs any `batch_transform`."""
         return self.gather.collate(rows, indices, self._memory)
+
+
+class StepReader:
+    """Reads batches whose objects a session makes ready; the base of all who read for a loader.
+
+    A subclass says how it waits and how it takes samples from the dataset.
+    """
+
+    def read_step(
+        self,
+        binding: Binding,
+        session: Session,
+        step: int,
+        index: Any,
+        ids: NDArray[np.int32] | None = None,
+        gatherer: Gatherer | None = None,
+    ) -> Any:
+        """Read a batch: as rows of the arena, or sample by sample, from the arena or directly.
+
+        Args:
+            step: whose objects the batch consists of; -1 to read directly.
+            index: what the sampler yielded.
+            ids: (k,) the objects, if they are known.
+            gatherer: builds batches where bytes are enough.
+        """
+        stamp = session.hold(step) if step >= 0 else -1
+        if stamp < 0 and step >= 0 and self.wait_for(session, step, ids):
+            stamp = session.hold(step)
+        if stamp < 0:
+            return self.fetch(index, Lease())
+        if ids is None:
+            ids = binding.objects(np.asarray(index, np.int64).reshape(-1))[0]
+        if gatherer is not None:
+            self.copying()
+            indices = np.asarray(index, np.int64)
+            rows = gatherer.rows(ids, indices)
+            held = session.held(step, stamp)
+            batch = gatherer.batch(rows, indices) if held and rows is not None else None
+            self.copied(done=batch is not None)
+            if batch is not None:
+                return batch
+            if not held:
+                return self.fetch(index, Lease())
+        return self.fetch(index, binding.reading(session, ids, stamp))
+
+    def wait_for(self, session: Session, step: int, ids: NDArray[np.int32] | None) -> bool:
+        """Wait until a step is ready; False to read it directly."""
+        raise NotImplementedError
+
+    def fetch(self, index: Any, lease: Lease) -> Any:
+        """Take the samples from the dataset inside the lease, and count what it counted."""
+        raise NotImplementedError
+
+    def copying(self) -> None:
+        """Called before rows are copied."""
+
+    def copied(self, *, done: bool) -> None:
+        """Called after rows were copied; `done`: whether they made a batch."""

@@ -18,45 +18,35 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
+from creel.addresses import startable
 from creel.config import Config
 from creel.errors import UnavailableError
 from creel.forks import at_fork, forget_in_child
+from creel.loader.binding.access_recorder import AccessRecorder, recorder_of
+from creel.loader.binding.access_trace import AccessTrace
+from creel.loader.binding.bind import Binding, bind, bound
+from creel.loader.binding.gather import StepReader
+from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.ranks import job_name, rank_and_world
 from creel.loader.client.unmet_settings import warn_of_unmet
-from creel.loader.reading.lease import hearing, leasing
+from creel.loader.reading.observer import Lease, leased, observing
 from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from creel.loader.binding.access_recorder import AccessRecorder
-    from creel.loader.binding.access_trace import AccessTrace
-    from creel.loader.binding.bind import Binding
     from creel.loader.client.client import Client
     from creel.loader.client.session import Session
     from creel.loader.datasets.base import Sample
-    from creel.loader.reading.lease import Lease
 
 T = TypeVar("T")
-
-
-class Handle(Protocol):
-    """A descriptor that is passed to a process being spawned."""
-
-    def detach(self) -> int:
-        """The descriptor in that process."""
-        ...
-
-
-#: A recorder's journal in a pickle: its token and, for a process being spawned, a handle.
-Journal = tuple[str, Handle | None]
 _log = logging.getLogger("creel.loader")
 
 #: Longest wait for a step. Only the source can take this long (a dead or stopped daemon is noticed
@@ -64,13 +54,6 @@ _log = logging.getLogger("creel.loader")
 _WAIT_S = 10.0
 #: Seconds until the daemon is tried again after a failure.
 _RETRY_S = 30.0
-
-
-class Pinned(NamedTuple):
-    """(k,) objects that are pinned in the arena, and the stamp for copying them."""
-
-    ids: NDArray[np.int32]
-    stamp: int
 
 
 class DaemonLink:
@@ -92,68 +75,36 @@ class DaemonLink:
         self._epoch = 0
         self._read_ids = np.zeros(len(session.table.offset), np.bool_)  # read in this epoch
 
-    def begin(self, indices: Sequence[int]) -> tuple[int, Pinned | None]:
-        """Request the objects of these samples and wait until they are pinned in the arena.
+    def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
+        """Call `fetch(dataset)`, which reads these samples, through the arena if that pays."""
+        step, ids = self._request(indices)
+        try:
+            reader = _LinkReader(self, ids, fetch)
+            return cast(T, reader.read_step(self.binding, self.session, step, indices, ids))
+        finally:
+            self._end(step)
 
-        Returns:
-            The step, for `end`, or -1; the objects that may be read from the arena until then, or
-            None when all are to be read directly.
+    def _request(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32]]:
+        """The step in which the daemon makes these samples' objects ready, -1 for none; (k,) ids.
+
+        There is none where a direct read takes no longer than to ask.
         """
+        none = np.empty(0, np.int32)
         if self._direct.choose(1, self._object_nbytes, self.session.object_ns):
-            return -1, None  # not worth the daemon's time either
+            return -1, none
         try:
             ids = self.binding.objects(np.asarray(indices, np.int64))[0]
         except Exception:  # noqa: BLE001  the read itself raises what is wrong with them
-            return -1, None
+            return -1, none
         with self._lock:
             self._begin_epoch_on_repeat(ids)
             self._object_nbytes = self.session.nbytes(ids) // max(len(ids), 1)
-            step = self._next
-            if not self.session.extend(
-                self._epoch, step, ids, np.array([len(ids)]), unplanned=True
-            ):
-                return -1, None
+            step, ends = self._next, np.array([len(ids)])
+            if not self.session.extend(self._epoch, step, ids, ends, unplanned=True):
+                return -1, none
             self._next += 1
             self._open.add(step)
-        try:
-            if self.session.ready(step) or self._wait(step):
-                stamp = self.session.hold(step)
-                return step, Pinned(ids, stamp) if stamp >= 0 else None
-        except BaseException:  # Ctrl-C: an open step would keep all later ones pinned
-            self.end(step)
-            raise
-        if self.session.alive:
-            _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
-        return step, None
-
-    def _wait(self, step: int) -> bool:
-        start = time.monotonic_ns()
-        ready = self.session.wait(step, self._wait_s)
-        # Whether the trainer waits for one of torch's workers is unknown.
-        kind = "stall" if get_worker_info() is None else "busy"
-        cause = "source" if ready or self.session.alive or kind == "busy" else "daemon"
-        self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
-        return ready
-
-    def _count(self, **counters: int) -> None:
-        # Another thread may be closing the session of a lost daemon; then these words are not read.
-        with self._lock, contextlib.suppress(ValueError):
-            if self.client.alive:
-                for name, value in counters.items():
-                    self.session.words.add(name, value)
-
-    def counted(self, samples: int, lengths: NDArray[np.int64] | None, lease: Lease) -> None:
-        """Count a batch for `creel stats`; `lengths`: (k,) bytes of its objects in the arena."""
-        if lease.without_daemon:
-            seen = lease.direct_reads, lease.direct_nbytes, lease.direct_ns
-            self._direct.saw(*seen, lease.blocked)
-        self._count(
-            batches=1,
-            samples=samples,
-            nbytes=lease.direct_nbytes if lengths is None else int(lengths.clip(0).sum()),
-            direct_reads=lease.direct_reads,
-            direct_nbytes=lease.direct_nbytes,
-        )
+        return step, ids
 
     def _begin_epoch_on_repeat(self, ids: NDArray[np.int32]) -> None:
         """Begin an epoch when an object is read again: the loader's own epochs are unknown."""
@@ -162,7 +113,40 @@ class DaemonLink:
             self._read_ids[:] = False
         self._read_ids[ids] = True
 
-    def end(self, step: int) -> None:
+    def wait(self, step: int) -> bool:
+        """Wait until the step's objects are pinned in the arena; False to read them directly."""
+        start = time.monotonic_ns()
+        ready = self.session.wait(step, self._wait_s)
+        # Whether the trainer waits for one of torch's workers is unknown.
+        kind = "stall" if get_worker_info() is None else "busy"
+        cause = "source" if ready or self.session.alive or kind == "busy" else "daemon"
+        self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
+        if not ready and self.session.alive:
+            _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
+        return ready
+
+    def counted(self, samples: int, ids: NDArray[np.int32], lease: Lease) -> None:
+        """Learn from a batch of these (k,) objects that was read; count it for `creel stats`."""
+        if not lease.serves:
+            seen = lease.direct_reads, lease.direct_nbytes, lease.direct_ns
+            self._direct.saw(*seen, lease.blocked)
+        self._count(
+            batches=1,
+            samples=samples,
+            nbytes=self.session.nbytes(ids) if lease.serves else lease.direct_nbytes,
+            direct_reads=lease.direct_reads,
+            direct_nbytes=lease.direct_nbytes,
+        )
+
+    def _count(self, **counters: int) -> None:
+        """Add to what `creel stats` shows of this rank."""
+        # Another thread may be closing the session of a lost daemon; then these words are not read.
+        with self._lock, contextlib.suppress(ValueError):
+            if self.client.alive:
+                for name, value in counters.items():
+                    self.session.words.add(name, value)
+
+    def _end(self, step: int) -> None:
         """Mark a step as read. The daemon may unpin all steps below the first open one."""
         if step < 0:
             return
@@ -171,20 +155,51 @@ class DaemonLink:
             self.session.done(min(self._open, default=self._next))
 
 
+class _LinkReader(StepReader):
+    """Reads one batch for a proxy."""
+
+    def __init__(
+        self, link: DaemonLink, ids: NDArray[np.int32], fetch: Callable[[Dataset[Sample]], object]
+    ) -> None:
+        self._link, self._ids, self._fetch = link, ids, fetch
+
+    def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
+        return self._link.wait(step)
+
+    def fetch(self, index: Sequence[int], lease: Lease) -> object:
+        try:
+            with lease:
+                return self._fetch(self._link.binding.dataset)
+        finally:
+            self._link.counted(len(index), self._ids, lease)
+
+
+class Handle(Protocol):
+    """A descriptor that is passed to a process being spawned."""
+
+    def detach(self) -> int:
+        """The descriptor in that process."""
+        ...
+
+
 class WrappedReads:
     """A dataset and this process's `DaemonLink`, made at the first read."""
 
-    def __init__(self, dataset: Dataset[Sample]) -> None:
+    def __init__(self, dataset: Dataset[Sample], journal: Handle | None = None) -> None:
+        """`journal`: that of the process that spawned this one, to record into."""
         self._dataset = dataset
         self._config: tuple[Config, dict[str, str]] | None = None
-        self._binding: Binding | None = None
-        self._bound = False
-        self._recorder: AccessRecorder | None = None  # while the objects are unknown
-        self._trace: AccessTrace | None = None
-        self._token = ""  # of the journal of the process that spawned this one
+        self._journal = None if journal is None else journal.detach()
+        self._forget_binding()
         self.forget()
         forget_in_child(self)
         _alive.add(self)
+
+    def _forget_binding(self) -> None:
+        self._bound = False
+        self._binding: Binding | None = None
+        self._recorder: AccessRecorder | None = None  # while the objects are unknown
+        self._trace: AccessTrace | None = None
 
     def forget(self) -> None:
         """Create the state that belongs to one process."""
@@ -192,43 +207,26 @@ class WrappedReads:
         self._link: DaemonLink | None = None
         self._not_before = 0.0
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """A worker that is spawned goes on recording for its trainer; a mere copy begins anew."""
+        if multiprocessing.context.get_spawning_popen() is None:
+            return WrappedReads, (self._dataset,)
+        self.prepare()
+        recorder = self._recorder
+        handle = None if recorder is None else multiprocessing.reduction.DupFd(recorder.fd)
+        return WrappedReads, (self._dataset, handle)
+
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        if hearing() is not None:  # inside another proxy, which records what is read here
+        if observing():  # inside another proxy, which records what is read here
             return fetch(self._dataset)
-        if leasing():  # inside creel's own loader, which decides
+        if leased():  # inside creel's own loader, or another proxy, which decides
             return self._fetch_recorded(fetch)
         link = self._usable_link()
         if link is not None and not _still(link.binding, indices):
             self._unbind(link)
             link = self._usable_link()
-        if link is None:
-            return self._fetch_recorded(fetch)
-        step, pinned = link.begin(indices)
-        binding, lengths = link.binding, None
-        lease = binding.counting(without_daemon=pinned is None)
-        try:
-            if pinned is not None:
-                lengths = link.session.table.length[pinned.ids]
-                lease = binding.reading(link.session, pinned.ids, pinned.stamp)
-            with lease:
-                return fetch(binding.dataset)
-        finally:
-            link.counted(len(indices), lengths, lease)
-            link.end(step)
-
-    def trace(self) -> AccessTrace | None:
-        """The trace of the dataset once it is complete (see `access_recorder`), else None.
-
-        The first call starts recording, unless `bind` finds the dataset's objects.
-        """
-        from creel.loader.binding.bind import bindable  # it imports wrap, which imports this module
-
-        with self._lock:
-            if not self._bound and bindable(self._dataset):
-                return None
-            self._bind()
-            return self._trace
+        return self._fetch_recorded(fetch) if link is None else link.read(indices, fetch)
 
     def _fetch_recorded(self, fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, recording its reads while there is a recorder."""
@@ -240,32 +238,48 @@ class WrappedReads:
         finally:
             recorder.write()
 
-    def journal(self) -> Journal | None:
-        """What a pickle needs to record into our journal elsewhere; None without a recorder."""
-        if self._recorder is None:
-            return None
-        handle = multiprocessing.reduction.DupFd(self._recorder.fd) if spawning() else None
-        return self._recorder.token, handle
+    def trace(self) -> AccessTrace | None:
+        """The trace of the dataset once it is complete (see `access_recorder`), else None.
 
-    def resume_journal(self, journal: Journal) -> None:
-        """Record into the journal of the process that spawned this one.
-
-        A copy within one process has no handle and records anew. A worker that is sent its dataset
-        again has the descriptor already.
+        The first call starts recording, unless `bind` finds the dataset's objects.
         """
-        self._token, handle = journal
-        if handle is not None:
-            _journals[self._token] = handle.detach()
+        with self._lock:
+            if self._bound or not bindable(self._dataset):
+                self._bind()
+            return self._trace
+
+    def _bind(self) -> Binding | None:
+        """The dataset's objects, as declared or recorded; starts recording where neither is so."""
+        if not self._bound and not self._settings().loader.disable:
+            self._binding = bind(self._dataset)
+            self._bound = True
+            if self._binding is None:
+                journal, self._journal = self._journal, None
+                self._recorder = recorder_of(self._dataset, journal)
+        if self._binding is None and self._recorder is not None:
+            self._trace = self._recorder.trace()
+            if self._trace is not None:
+                self._binding = bound(self._dataset, self._trace)
+                self._recorder = None  # frees the memory of its journal
+        return self._binding
 
     def prepare(self) -> None:
         """Bind before workers are made, so that each need not; does not contact a daemon."""
         link = self._link
-        if link is not None and not link.binding.current():
+        if link is not None and not link.binding.still():
             self._unbind(link)
         with self._lock:
             binding = self._bind()
             if binding is not None:
                 _ = binding.manifest.key  # cached in the manifest
+
+    def _unbind(self, link: DaemonLink) -> None:
+        """Drop the binding of a dataset that the user has changed, and the link for it."""
+        with self._lock:
+            if self._link is link:
+                link.session.close()
+                self._link = None
+                self._forget_binding()
 
     def _usable_link(self) -> DaemonLink | None:
         link = self._link
@@ -277,27 +291,27 @@ class WrappedReads:
                 # The daemon may be stopped for a while; or another thread has just made the link.
                 return link if link.session.alive else None
             self._link = None
-            if time.monotonic() < self._not_before or self._bind() is None:
+            binding = None if time.monotonic() < self._not_before else self._bind()
+            if binding is None or self._starting():
                 return None
-            if self._is_trainer() and daemon_starting(self._settings()):
-                return None
-            self._link = self._connected()
+            self._link = self._connected(binding)
             if self._link is None:
                 self._not_before = time.monotonic() + _RETRY_S
             return self._link
 
-    def _unbind(self, link: DaemonLink) -> None:
-        """Drop the binding of a dataset that the user has changed, and the link for it."""
-        with self._lock:
-            if self._link is link:
-                link.session.close()
-                self._link = None
-                self._binding, self._bound, self._recorder, self._trace = None, False, None, None
+    def _starting(self) -> bool:
+        """Whether a daemon is starting, or has to be, for which a direct read does not wait."""
+        config, worker = self._settings(), get_worker_info()
+        options = config.loader
+        if options.direct != "auto" or options.disable:
+            return False
+        if worker is None or worker.id == 0:
+            return daemon_starting(config)
+        return options.embed and startable(config.daemon.name)  # the first worker starts it
 
-    def _connected(self) -> DaemonLink | None:
-        binding = self._bind()
-        client = None if binding is None else self._client()
-        if binding is None or client is None:
+    def _connected(self, binding: Binding) -> DaemonLink | None:
+        client = self._client()
+        if client is None:
             return None
         try:
             session = self._session(client, binding)
@@ -318,27 +332,6 @@ class WrappedReads:
         with contextlib.suppress(UnavailableError):
             return client.open(binding.manifest.key, *who, recheck=recheck)
         return client.open(client.register(binding.manifest), *who, recheck=recheck)
-
-    def _bind(self) -> Binding | None:
-        from creel.loader.binding.access_recorder import recorder_of  # these import wrap, too
-        from creel.loader.binding.bind import bind, bound
-
-        if not self._bound and not self._settings().loader.disable:
-            self._binding = bind(self._dataset)
-            self._bound = True
-            if self._binding is None:
-                self._recorder = recorder_of(self._dataset, _journals.get(self._token))
-        if self._binding is None and self._recorder is not None:
-            self._trace = self._recorder.trace()
-            if self._trace is not None:
-                self._binding = bound(self._dataset, self._trace)
-                self._recorder = None  # frees the memory of its journal
-        return self._binding
-
-    def _is_trainer(self) -> bool:
-        """Whether this is not a worker and may read directly while a daemon starts."""
-        options = self._settings().loader
-        return get_worker_info() is None and options.direct == "auto" and not options.disable
 
     def _client(self) -> Client | None:
         if self._settings().loader.disable:
@@ -365,13 +358,7 @@ def _still(binding: Binding, indices: Sequence[int]) -> bool:
         return True
 
 
-_journals: dict[str, int] = {}  # descriptors by token, of the process that spawned this one
 _alive: weakref.WeakSet[WrappedReads] = weakref.WeakSet()
-
-
-def spawning() -> bool:
-    """Whether the current pickle is for a process that multiprocessing is starting."""
-    return multiprocessing.context.get_spawning_popen() is not None
 
 
 def _before_fork() -> None:

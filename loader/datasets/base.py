@@ -19,7 +19,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.retry import public
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError, SourceError
-from creel.loader.reading.lease import foreign, take, take_address
+from creel.loader.reading.observer import take
 from creel.loader.reading.storage import settings
 
 #: A sample is whatever the user's transform returns.
@@ -138,10 +138,11 @@ class CreelDataset(Dataset[Sample]):
         Raises:
             SourceError: the storage failed, also after retries.
         """
-        if self.whole_files and foreign(self):
-            uri = self.manifest.location(object_id)[0]
-            return take_address(uri, lambda _: self._read_direct(object_id))
         return take(self, object_id, self._read_direct, bytes)
+
+    def address(self, object_id: int) -> str | None:
+        """The address of an object that is a whole file, None for a part of a file."""
+        return self.manifest.location(object_id)[0] if self.whole_files else None
 
     def decoded(self, object_id: int, decode: Callable[[bytes], Sample]) -> Sample:
         """`decode` of an object's bytes; a note on its error names the file and object."""

@@ -95,9 +95,13 @@ class FileDataset(Labelled):
             sample = self.transform(sample)
         return sample if self.labels is None else (sample, self.labels[i])
 
+    def address(self, object_id: int) -> str:
+        """See the base; without a manifest, which each worker would have to make."""
+        return self._prefix + str(self._names[object_id].as_py())
+
     def _read_direct(self, object_id: int) -> bytes:
         """Read a local file with few system calls; remote files and failures as in the base."""
-        path = self._prefix + self._names[object_id].as_py()
+        path = self.address(object_id)
         if "://" not in path:
             try:
                 data = read_file(path)

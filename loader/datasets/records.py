@@ -26,7 +26,7 @@ from creel.loader.datasets.base import (
     position,
 )
 from creel.loader.datasets.batches import cast, numbers, rows_of, unstacked
-from creel.loader.reading.lease import take_rows
+from creel.loader.reading.observer import take_rows
 from creel.loader.reading.storage import (
     absolute,
     in_threads,

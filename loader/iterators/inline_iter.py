@@ -13,7 +13,7 @@ import numpy as np
 
 from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.retry import public
-from creel.loader.binding.gather import Gatherer
+from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
 from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
@@ -24,16 +24,17 @@ from creel.policies.direct import DirectReads
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding, Gather
     from creel.loader.client.batch_stream import BatchStream
+    from creel.loader.client.session import Session
     from creel.loader.dataloader import DataLoader
     from creel.loader.datasets.base import Ids
     from creel.loader.iterators.meter import Meter
-    from creel.loader.reading.lease import Lease
+    from creel.loader.reading.observer import Lease
 
 
 _log = logging.getLogger("creel.loader")
 
 
-class BatchReader:
+class BatchReader(StepReader):
     """Reads batches in this process: as rows of the arena if possible, else sample by sample."""
 
     def __init__(
@@ -71,13 +72,13 @@ class BatchReader:
         self._labels: list[object] = []  # the binding's labels when `_gather` was made
         self._binding: Binding | None = None
         stream = run.stream
-        self._dataset = fetcher.dataset
+        self._copying = 0  # when rows began to be copied, monotonic ns
         self._collating = [0]  # when the batch's collation began, monotonic ns
         fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
         self._plainly = collates_plainly(loader)
         if stream is not None:
             self._binding = frozen or stream.binding
-            fetcher.dataset = self._binding.dataset
+            fetcher.dataset = self._binding.dataset  # the frozen one, if any
             self._look(self._binding)
 
     def read(self, i: int, step: int, index: Any) -> Any:
@@ -96,30 +97,24 @@ class BatchReader:
         """
         stream, binding = self._run.stream, self._binding
         if stream is None or binding is None:
-            return self._fetch(index, None)
-        if (
+            return self.fetch(index, None)
+        changed = (
             step >= 0
             and not self._as_worker
             and not binding.still(np.atleast_1d(np.asarray(index)))
-        ):
-            self._fetcher.dataset = self._dataset  # changed since the epoch began
-            return self._fetch(index, binding.counting())
-        stamp = -1 if ids is None else self._hold(stream, ids, step)
-        if stamp < 0 or ids is None:
-            return self._fetch(index, binding.counting(without_daemon=step >= 0))
-        gatherer = self._gatherer_of(stream, binding)
-        if gatherer is not None:
-            start = time.monotonic_ns()
-            indices = np.asarray(index)
-            rows = gatherer.rows(ids, indices)
-            whole = stream.session.held(step, stamp)
-            data = gatherer.batch(rows, indices) if whole and rows is not None else None
-            self._meter["stall_collate_ns"] += time.monotonic_ns() - start
-            if not whole:
-                return self._fetch(index, binding.counting())
-            if rows is not None:
-                return data
-        return self._fetch(index, binding.reading(stream.session, ids, stamp))
+        )
+        if ids is None or changed:
+            step = -1
+        gatherer = self._gatherer_of(stream, binding) if step >= 0 else None
+        return self.read_step(binding, stream.session, step, index, ids, gatherer)
+
+    def copying(self) -> None:
+        """Note when copying begins: it counts as collation."""
+        self._copying = time.monotonic_ns()
+
+    def copied(self, *, done: bool) -> None:  # noqa: ARG002  the time is spent either way
+        """Count the time of copying."""
+        self._meter["stall_collate_ns"] += time.monotonic_ns() - self._copying
 
     def _gatherer_of(self, stream: BatchStream, binding: Binding) -> Gatherer | None:
         """Return the gatherer for this session's rows, remade for a new session; None if none."""
@@ -145,27 +140,18 @@ class BatchReader:
         self._labels = binding.labels()
         self._gather = binding.gather() if self._plainly else None
 
-    def _hold(self, stream: BatchStream, ids: Ids, step: int) -> int:
-        """Return the stamp under which the step's objects may be copied; -1 to read directly."""
-        session = stream.session
-        if step < 0:
-            return -1
-        stamp = session.hold(step)
-        if stamp >= 0:
-            return stamp
-        if self._direct.choose(len(ids), session.nbytes(ids), session.object_ns):
-            return -1
-        return session.hold(step) if self._wait(stream, ids, step) else -1
-
-    def _wait(self, stream: BatchStream, ids: Ids, step: int) -> bool:
+    def wait_for(self, session: Session, step: int, ids: Ids | None) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""
-        session, start = stream.session, time.monotonic_ns()
+        assert ids is not None  # noqa: S101  see `read_ids`
+        if self._direct.choose(len(ids), session.nbytes(ids), session.object_ns):
+            return False
+        start = time.monotonic_ns()
         quiet_s = min(self._wait_s, self._warn_after_s)
         ready = session.wait(step, quiet_s)
         waited = time.monotonic_ns() - start
         if not ready and session.alive and waited >= quiet_s * 1e9:
             left_s = self._wait_s - quiet_s
-            self._warn(stream, ids, quiet_s, left_s)
+            self._warn(session, ids, quiet_s, left_s)
             ready = left_s > 0 and session.wait(step, left_s)
             waited = time.monotonic_ns() - start
         if ready or session.alive:
@@ -174,19 +160,21 @@ class BatchReader:
             self._meter["stall_daemon_ns"] += waited
         return ready
 
-    def _warn(self, stream: BatchStream, ids: Ids, waited_s: float, left_s: float) -> None:
+    def _warn(self, session: Session, ids: Ids, waited_s: float, left_s: float) -> None:
         """Warn once what a long wait is for."""
         if self._warned:
             return
         self._warned = True
-        absent = ids[stream.session.table.offset[ids] == ABSENT]
-        what = public(stream.binding.manifest.location(int(absent[0]))[0]) if len(absent) else "it"
+        absent = ids[session.table.offset[ids] == ABSENT]
+        what = "it"
+        if len(absent) and self._binding is not None:
+            what = public(self._binding.manifest.location(int(absent[0]))[0])
         then = f"up to {left_s:g} s more" if left_s > 0 else "then creel reads it directly"
         text = f"no batch for {waited_s:g} s: waiting for the daemon to read {what}; {then}"
         _log.warning(text)
         warnings.warn(text, StallWarning, stacklevel=2)
 
-    def _fetch(self, index: Any, lease: Lease | None) -> Any:
+    def fetch(self, index: Any, lease: Lease | None) -> Any:
         """Fetch as torch does, under the lease, and count times and direct reads."""
         start = time.monotonic_ns()
         self._collating[0] = 0

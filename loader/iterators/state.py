@@ -13,7 +13,8 @@ from torch.utils.data import BatchSampler, default_collate
 
 from creel.config import Config
 from creel.errors import ConfigError
-from creel.loader.binding.bind import Binding, bind, maybe_bindable
+from creel.loader.binding.bind import Binding, bind
+from creel.loader.binding.tree import maybe_bindable
 from creel.loader.buffers import BufferPool
 from creel.loader.client.batch_stream import (
     BatchStream,
@@ -69,7 +70,7 @@ class LoaderState:
         if loader.creel is False:
             return None
         dataset, binding = self._bound
-        if dataset is not loader.dataset or binding is None or not binding.current():
+        if dataset is not loader.dataset or binding is None or not binding.still():
             self._bound = (loader.dataset, bind(loader.dataset))
         return self._bound[1]
 

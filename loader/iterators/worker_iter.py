@@ -90,7 +90,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         options = self._loader_state.config.loader
         stream = self._run.stream
         return WorkerArgs(
-            dataset=self._dataset if stream is None else stream.binding.dataset,
+            dataset=self._dataset,
             collate_fn=cast(Any, self._collate_fn),
             auto_collation=self._auto_collation,
             drop_last=self._drop_last,

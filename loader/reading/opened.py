@@ -1,7 +1,8 @@
 """creel.open and creel.read: the bytes at an address, from the cache if they are there.
 
-For use in a dataset's own `__getitem__`. Addresses that the dataset declares (see
-`creel.loader.binding.bind`) are served from the cache; every other address is read directly.
+For use in a dataset's own `__getitem__`. Addresses that the dataset declares, or that it was seen
+to read before (see `creel.loader.binding`), are served from the cache; every other address is read
+directly.
 """
 
 from __future__ import annotations
@@ -14,13 +15,8 @@ from io import BufferedReader
 from typing import IO, Any, cast
 
 from creel.errors import ConfigError
-from creel.loader.reading.lease import declared, hearing, take_address, take_found
+from creel.loader.reading.observer import find, leased, observing, take_address
 from creel.loader.reading.storage import absolute, read_all, scheme_of
-
-#: An opened file is worth caching if at least 1/4 of it was read ...
-_WORTH = 4
-#: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
-_SMALL = 1 << 16
 
 
 class CachedFile(io.BytesIO):
@@ -35,6 +31,9 @@ class CachedFile(io.BytesIO):
     def mode(self) -> str:
         """As of a file from open()."""
         return "rb"
+
+    def __repr__(self) -> str:
+        return f"<_io.BufferedReader name={self.name!r}>"  # Pillow's errors show it
 
     def fileno(self) -> int:
         """The real file's descriptor, to be mapped or passed on; opened at the first call.
@@ -64,26 +63,23 @@ class CachedFile(io.BytesIO):
 class ObservedFile(io.BufferedIOBase):
     """A real file that counts how many bytes of it are read.
 
-    Not a BufferedReader: numpy would read that through its descriptor, uncounted.
+    Not a BufferedReader: numpy would read that through its descriptor, uncounted. What is not
+    defined here is done by the base class with these methods.
     """
 
-    def __init__(self, file: BufferedReader, before: ObservedFile | None) -> None:
-        """`before`: the earlier ObservedFile of the same path, whose count is continued."""
+    def __init__(self, file: BufferedReader) -> None:
+        """Count for the thread's `ObservedReads`."""
+        observed = observing()
+        assert observed is not None  # noqa: S101  see `_local`
         self._file = file
         status = os.fstat(file.fileno())
-        self._nbytes, self._regular = status.st_size, stat.S_ISREG(status.st_mode)
-        self.got: int = 0 if before is None else before.got
-        self.handed: bool = before is not None and before.handed
+        regular = stat.S_ISREG(status.st_mode)
+        self._part = observed.opened(str(file.name), status.st_size, regular=regular)
         self.name, self.mode = file.name, file.mode
-
-    def wanted(self) -> bool:
-        """Whether the whole file is worth caching."""
-        enough = self._nbytes <= _SMALL or self.got * _WORTH >= self._nbytes
-        return enough and self._regular and not self.handed
 
     def fileno(self) -> int:
         """The descriptor; what is read through it is not counted."""
-        self.handed = True
+        self._part.handed_on = True
         return self._file.fileno()
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -95,16 +91,6 @@ class ObservedFile(io.BufferedIOBase):
 
     def readline(self, size: int | None = -1, /) -> bytes:
         return self._counted(self._file.readline(size))
-
-    def readinto(self, buffer: Any, /) -> int:
-        got = self._file.readinto(buffer)
-        self.got += got
-        return got
-
-    def readinto1(self, buffer: Any, /) -> int:
-        got = self._file.readinto1(buffer)
-        self.got += got
-        return got
 
     def peek(self, size: int = 0, /) -> bytes:
         return self._file.peek(size)
@@ -126,7 +112,7 @@ class ObservedFile(io.BufferedIOBase):
         super().close()
 
     def _counted(self, data: bytes) -> bytes:
-        self.got += len(data)
+        self._part.got += len(data)
         return data
 
 
@@ -136,7 +122,8 @@ def read(uri: str | os.PathLike[str]) -> bytes:
     Raises:
         OSError: as `open` would for a local file; SourceError (an OSError) for a remote one.
     """
-    return take_address(absolute(uri), read_all)
+    address = absolute(uri)
+    return take_address(address, find(address), read_all)
 
 
 def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A001 - creel.open
@@ -151,22 +138,24 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
     if mode != "rb":
         raise ConfigError(f"creel.open reads bytes: its mode is 'rb', not {mode!r}")
     address = absolute(uri)
-    found = declared(address)
-    if found is None and not scheme_of(address):
+    number = find(address)
+    if number is None and not scheme_of(address):
         return _local(address)
-    return CachedFile(take_found(found, address, read_all), address)
+    return CachedFile(take_address(address, number, read_all), address)
 
 
 def _local(path: str) -> IO[bytes]:
     """Open the real file, observed if this thread's reads are being recorded."""
     real = builtins.open(path, "rb")  # noqa: PTH123, SIM115  the caller closes it
-    listener = hearing()
-    if listener is None:
-        return real
-    before = listener.asked.get(path)
-    file = ObservedFile(real, before if isinstance(before, ObservedFile) else None)
-    if (
-        before is not None or path not in listener.asked
-    ):  # else a read of the whole file is recorded already
-        listener.asked[path] = file
-    return cast(IO[bytes], file)
+    return real if observing() is None else cast(IO[bytes], ObservedFile(real))
+
+
+def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
+    """Python's `open`, but for a local file to be read as bytes while a lease or record is active.
+
+    It stands in for `open` in the modules whose reads of files creel serves.
+    """
+    plain = mode != "rb" or args or more or not isinstance(file, (str, os.PathLike))
+    if plain or not (leased() or observing()) or "://" in os.fspath(file):
+        return builtins.open(file, mode, *args, **more)  # noqa: PTH123  the caller closes it
+    return open(file)

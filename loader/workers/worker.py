@@ -30,6 +30,8 @@ import numpy as np
 import torch
 
 from creel.errors import UnavailableError
+from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.reading.observer import Lease
 from creel.loader.torch_private import (
     MP_STATUS_CHECK_INTERVAL,
     DatasetKind,
@@ -47,10 +49,8 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from creel.loader.binding.bind import Binding
-    from creel.loader.binding.gather import Gatherer
     from creel.loader.client.client import Client
     from creel.loader.client.session import Session
-    from creel.loader.reading.lease import Lease
 
 _log = logging.getLogger("creel.loader")
 
@@ -123,7 +123,7 @@ def _keep_freed_memory() -> None:
         np.empty(_LARGE, np.uint8)
 
 
-class _Worker:
+class _Worker(StepReader):
     """The state of a worker between messages."""
 
     def __init__(self, channel: Channel, args: WorkerArgs) -> None:
@@ -229,7 +229,6 @@ class _Worker:
 
     def _join(self, name: str, token: str, session: int) -> None:
         """Attach to the trainer's session; if that fails, reads are direct."""
-        from creel.loader.binding.gather import Gatherer
         from creel.loader.client.client import Client
 
         self._session = self._gatherer = None
@@ -252,7 +251,7 @@ class _Worker:
         data: object = self._init_failure
         if data is None:
             try:
-                data = self._fetch(index, step)
+                data = self._read(index, step)
             except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
                 # Exception info must not outlive this line: see torch's
                 # NOTE [ Python Traceback Reference Cycle Problem ].
@@ -267,40 +266,24 @@ class _Worker:
         self._send(tag, batch, data)
         words[first_word + HANDOVER_NS] += self._enter(IDLE) - sending
 
-    def _fetch(self, index: object, step: int) -> object:
+    def _read(self, index: object, step: int) -> object:
         session, binding = self._session, self._binding
         if binding is None:
             return self._fetcher.fetch(index)
-        if step < 0 or session is None or not self._wait(session, step):
-            return self._read(index, binding.counting())
-        stamp = session.hold(step)
-        if stamp < 0:
-            return self._read(index, binding.counting())
-        indices = np.asarray(index, np.int64)
-        ids = binding.objects(indices.reshape(-1))[0]
-        if self._gatherer is not None:
-            self._collating = self._enter(COLLATING)
-            rows = self._gatherer.rows(ids, indices)
-            whole = session.held(step, stamp)
-            if whole and rows is not None:
-                return self._gatherer.batch(rows, indices)
-            self._enter(READING)
-            self._collating = 0
-            if not whole:
-                return self._read(index, binding.counting())
-        return self._read(index, binding.reading(session, ids, stamp))
+        if session is None:
+            return self.fetch(index, Lease())
+        return self.read_step(binding, session, step, index, gatherer=self._gatherer)
 
-    def _wait(self, session: Session, step: int) -> bool:
+    def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
         """Wait until a step's objects are pinned; if not, the location table may be out of date."""
-        if session.ready(step):
-            return True
         self._enter(WAITING)
         ready = session.wait(step, self._wait_s)
         self._lost = not ready and not session.alive
         self._ready = self._enter(READING)
         return ready
 
-    def _read(self, index: object, lease: Lease) -> object:
+    def fetch(self, index: object, lease: Lease) -> object:
+        """Fetch as torch does, and count direct reads in the shared words."""
         try:
             with lease:
                 return self._fetcher.fetch(index)
@@ -308,6 +291,16 @@ class _Worker:
             self._direct_ns = lease.direct_ns
             self._words[self._first_word + DIRECT_READS] += lease.direct_reads
             self._words[self._first_word + DIRECT_NBYTES] += lease.direct_nbytes
+
+    def copying(self) -> None:
+        """Copying rows counts as collation."""
+        self._collating = self._enter(COLLATING)
+
+    def copied(self, *, done: bool) -> None:
+        """Samples are read one by one where there is no batch."""
+        if not done:
+            self._enter(READING)
+            self._collating = 0
 
     def _enter(self, stage: int) -> int:
         now = time.monotonic_ns()

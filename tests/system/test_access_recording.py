@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 from daemons import Running
+from PIL import Image
 from test_wrap import BATCH, HOW, N, batches, folder, hang_up
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
 from creel.loader.binding import access_recorder
+from folders import folder as torchvision
 from kit import descriptors
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -375,6 +377,36 @@ def test_arrays_are_cached(daemon: Running, tmp_path: Path) -> None:
     for _ in range(3):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N - 1]
+
+
+class Cropped(Dataset[bytes]):
+    """A wrapper of a person's own around torchvision's folder, which opens the files itself."""
+
+    def __init__(self, images: Any) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, i: int) -> bytes:
+        content: bytes = self.images[i][0].crop((0, 0, 3, 3)).tobytes()
+        return content
+
+
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_torchvision_reads_inside_is_cached(
+    daemon: Running, tmp_path: Path, kind: Any, workers: int
+) -> None:
+    (tmp_path / "images/a").mkdir(parents=True)
+    for i in range(N):
+        Image.new("RGB", (5, 5), (i, 0, 0)).save(tmp_path / f"images/a/{i}.png")
+    bare = Cropped(torchvision.ImageFolder(tmp_path / "images"))
+    ours = batches(creel.wrap(bare), kind=kind, num_workers=workers)
+    theirs = batches(bare, num_workers=workers)
+    for _ in range(EPOCHS):
+        assert list(ours) == list(theirs)
+    assert reads(daemon) == [N]
 
 
 def test_own_batches_are_left_alone(daemon: Running, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 CREEL = [sys.executable, "-m", "creel"]
 LOADERS = """
+import time
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -37,10 +38,8 @@ class Squares(Dataset):
         return {"x": torch.rand(3) + i, "n": np.random.rand(2), "i": i, "s": str(i)}
 
 class Drifting(Squares):
-    calls = 0
     def __getitem__(self, i):
-        Drifting.calls += 1
-        return {"x": torch.tensor(Drifting.calls)}
+        return {"x": torch.tensor(time.monotonic_ns())}
 
 def shuffled():
     return DataLoader(Squares(), batch_size=4, shuffle=True, num_workers=2)

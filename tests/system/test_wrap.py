@@ -25,7 +25,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, S
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.binding.wrap import Wrapped, unwrap
+from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.client import connections
 from creel.loader.client.packets import resolve
 from creel.loader.client.session import Session

@@ -20,7 +20,7 @@ from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.access_trace import AccessTrace, parts_of
 from creel.loader.binding.bind import bound
 from creel.loader.datasets.base import CreelDataset, fetch_many
-from creel.loader.reading.lease import ObservedReads
+from creel.loader.reading.observer import ObservedReads
 from creel.loader.reading.opened import CachedFile
 
 ADDRESSES = ["/a", "/b", "/c"]

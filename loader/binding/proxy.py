@@ -1,0 +1,84 @@
+"""Wrapped: the proxy that `creel.wrap` returns, and the dataset inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch.utils.data import Dataset
+
+from creel.loader.datasets.base import Sample, fetch_many
+
+if TYPE_CHECKING:
+    from creel.loader.binding.access_trace import AccessTrace
+
+T = TypeVar("T")
+
+
+class ProxyReads(Protocol):
+    """How a proxy reads its dataset: `WrappedReads`, which imports all that binds a dataset."""
+
+    def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T], /) -> T:
+        """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
+        ...
+
+    def trace(self) -> AccessTrace | None:
+        """What the dataset was seen to read, once that is complete; the first call starts it."""
+        ...
+
+
+class Wrapped(Dataset[Sample]):
+    """A proxy with the length, samples, attributes and (for isinstance) class of a dataset."""
+
+    _wrapped: Dataset[Sample]
+    _reads: ProxyReads
+
+    def __init__(self, dataset: Dataset[Sample], reads: ProxyReads) -> None:
+        object.__setattr__(self, "_wrapped", dataset)
+        object.__setattr__(self, "_reads", reads)
+
+    def __len__(self) -> int:
+        return len(self._wrapped)  # type: ignore[arg-type]  # torch's Dataset promises no length
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._reads.read([index], lambda dataset: dataset[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
+        return self._reads.read(indices, lambda dataset: fetch_many(dataset, indices))
+
+    @property  # type: ignore[misc]  # object has a plain attribute here; this is intended
+    def __class__(self) -> type:
+        return type(self._wrapped)
+
+    def __getattr__(self, name: str) -> Sample:
+        # Called for what the proxy lacks; while a copy is being made it lacks these two.
+        if name in {"_wrapped", "_reads"}:
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._wrapped, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Wrapped, (self._wrapped, self._reads)
+
+    def __repr__(self) -> str:
+        return f"creel.wrap({self._wrapped!r})"
+
+
+def unwrap(dataset: Any) -> Any:
+    """The dataset of a proxy; anything else is returned as it is."""
+    while type(dataset) is Wrapped:
+        dataset = object.__getattribute__(dataset, "_wrapped")
+    return dataset
+
+
+def trace_of(dataset: object) -> AccessTrace | None:
+    """The trace of a proxy's dataset; None if there is none so far, or for another dataset."""
+    if type(dataset) is not Wrapped:
+        return None
+    reads: ProxyReads = object.__getattribute__(dataset, "_reads")
+    return reads.trace()

@@ -1,0 +1,361 @@
+"""The observer: every read of a sample's bytes passes through here, in the thread that reads.
+
+Reads are of objects of creel's datasets (`take`, `take_rows`) or of addresses (`take_address`,
+below creel.read and creel.open). Each is served from the arena of a session if the thread is inside
+a `Lease` that covers it, else it is direct, and counted by the lease; inside `ObservedReads` it is
+recorded as well.
+
+A copy out of the arena is safe even for an object that is not pinned (user code may read any object
+at any time): its entry in the location table is read before and after, and a copy made while the
+object moved is discarded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory import offsets
+from creel.cache.memory.shared_words import ABSENT
+
+Copied = TypeVar("Copied", bytes, bytearray)
+#: What a thread reads: an address, or an object of a leaf as (id(leaf), object number).
+Asked = str | tuple[int, int]
+
+
+class Locations(Protocol):
+    """The part of the location table that a reader needs."""
+
+    @property
+    def offset(self) -> offsets.Places:
+        """(n,) first byte of each object in the arena, or ABSENT."""
+        ...
+
+
+class ReadableSession(Protocol):
+    """The part of `loader.client.session.Session` that a reader needs."""
+
+    @property
+    def table(self) -> Locations:
+        """The location table."""
+        ...
+
+    def pieces(self, object_id: int, /) -> list[memoryview] | None:
+        """The bytes of an object in the arena, read-only and in order; None when it is absent."""
+        ...
+
+    def stamp(self) -> int:
+        """A number that changes once anything that could be copied before may be invalid."""
+        ...
+
+    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8], /) -> NDArray[np.bool_]:
+        """Copy the object at place offset[i] to row i of `out`; (n,) whether each was copied."""
+        ...
+
+
+class Named(Protocol):
+    """A leaf whose objects can be found by their address."""
+
+    def find(self, address: str) -> int | None:
+        """Number of the object with this address, or None."""
+        ...
+
+
+class Leaf(Protocol):
+    """A dataset whose objects are read through the observer."""
+
+    def address(self, object_id: int, /) -> str | None:
+        """The address of an object that is a whole file, None for a part of a file."""
+        ...
+
+
+class _Thread(threading.local):
+    lease: Lease | None = None
+    observed: ObservedReads | None = None
+
+
+_thread = _Thread()
+
+
+class Lease:
+    """Inside the `with`, this thread's reads of some leaves are served from a session's arena.
+
+    It replaces a lease around it. Counts what it could not serve: `direct_reads`, `direct_nbytes`
+    and `direct_ns`; without a session also `blocked`, how often the thread slept meanwhile. Use
+    each lease for one `with` only.
+    """
+
+    __slots__ = (
+        "_allowed",
+        "_bases",
+        "_named",
+        "_outer",
+        "_session",
+        "_stamp",
+        "blocked",
+        "direct_nbytes",
+        "direct_ns",
+        "direct_reads",
+    )
+
+    def __init__(
+        self,
+        session: ReadableSession | None = None,
+        bases: Mapping[int, int] | None = None,
+        named: Sequence[Named] = (),
+        allowed: frozenset[int] | None = None,
+        stamp: int = -1,
+    ) -> None:
+        """Make a lease.
+
+        Args:
+            session: where bytes are copied from; None to only count direct reads.
+            bases: first object id by `id(leaf)`.
+            named: leaves whose objects can be found by address.
+            allowed: the only ids that may be copied, None for all.
+            stamp: what `session.stamp()` must still be after each copy; -1 for its value now.
+        """
+        self._session = session
+        self._stamp = session.stamp() if session is not None and stamp < 0 else stamp
+        self._bases = bases or {}
+        self._named = named
+        self._allowed = allowed
+        self._outer: Lease | None = None
+        self.direct_reads = 0
+        self.direct_nbytes = 0
+        self.direct_ns = 0
+        self.blocked = 0
+
+    def __enter__(self) -> Lease:
+        if self._session is None:
+            self.blocked -= _sleeps()
+        self._outer, _thread.lease = _thread.lease, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.lease = self._outer
+        if self._session is None:
+            self.blocked += _sleeps()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it has a session to copy from."""
+        return self._session is not None
+
+    def number(self, leaf: Leaf, object_id: int) -> int | None:
+        """Number in the session of an object of `leaf`; None if the lease does not cover it.
+
+        A leaf that the lease does not know may have files that it knows by their address.
+        """
+        if self._session is None:
+            return None
+        base = self._bases.get(id(leaf))
+        if base is not None:
+            return base + object_id
+        address = leaf.address(object_id) if self._named else None
+        return None if address is None else self.find(address)
+
+    def find(self, address: str) -> int | None:
+        """Number in the session of the object at an address; None if the lease has none."""
+        if self._session is None:
+            return None
+        for leaf in self._named:
+            object_id = leaf.find(address)
+            if object_id is not None:
+                return self._bases[id(leaf)] + object_id
+        return None
+
+    def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
+        """The bytes of an object: a copy from the arena if it is there, else by `direct`."""
+        copied = None if number is None else self._copy(number, kind)
+        if copied is not None:
+            return copied
+        began = time.monotonic_ns()
+        data = kind(direct())
+        self._note(1, len(data), time.monotonic_ns() - began)
+        return data
+
+    def _copy(self, number: int, kind: type[Copied]) -> Copied | None:
+        session = self._session
+        if session is None or (self._allowed is not None and number not in self._allowed):
+            return None
+        offset = session.table.offset
+        before = offset[number]
+        pieces = session.pieces(number)
+        if pieces is None:
+            return None
+        data = kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
+        whole = offset[number] == before and session.stamp() == self._stamp
+        return data if whole else None
+
+    def take_rows(
+        self,
+        leaf: Leaf,
+        ids: NDArray[np.int64],
+        out: NDArray[np.uint8],
+        direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],
+    ) -> None:
+        """See the function `take_rows`."""
+        base = self._bases.get(id(leaf))
+        copied = None if base is None else self._copy_rows(ids + base, out)
+        missing = np.arange(len(ids)) if copied is None else np.flatnonzero(~copied)
+        if not len(missing):
+            return
+        began = time.monotonic_ns()
+        if len(missing) == len(ids):
+            direct(ids, out)
+        else:
+            rest = np.empty((len(missing), out.shape[1]), np.uint8)
+            direct(ids[missing], rest)
+            out[missing] = rest
+        self._note(len(missing), len(missing) * out.shape[1], time.monotonic_ns() - began)
+
+    def _copy_rows(
+        self, numbers: NDArray[np.int64], out: NDArray[np.uint8]
+    ) -> NDArray[np.bool_] | None:
+        """Copy many objects, one to each row of `out`; (n,) which were copied, None for none."""
+        session = self._session
+        if session is None:
+            return None
+        offset = session.table.offset
+        before = offset[numbers]
+        if self._allowed is not None and not self._allowed.issuperset(numbers.tolist()):
+            may = np.array([i in self._allowed for i in numbers.tolist()])
+            before = np.where(may, before, ABSENT)
+        copied = session.rows(before, out)
+        copied &= offset[numbers] == before
+        return copied if session.stamp() == self._stamp else None
+
+    def _note(self, reads: int, nbytes: int, ns: int) -> None:
+        self.direct_reads += reads
+        self.direct_nbytes += nbytes
+        self.direct_ns += ns
+
+
+def _sleeps() -> int:
+    """Voluntary context switches of this thread so far."""
+    import resource  # there is none on Windows, where this module is imported, too
+
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+class PartialRead:
+    """How much of a file one sample has read through file objects."""
+
+    def __init__(self, nbytes: int, *, regular: bool) -> None:
+        """`nbytes`: size of the file; `regular`: whether it has a size at all."""
+        self._nbytes, self._regular = nbytes, regular
+        self.got = 0
+        self.handed_on = False  # its descriptor was; what is read through that is not counted
+
+    def wanted(self) -> bool:
+        """Whether the whole file is worth caching."""
+        enough = self._nbytes <= _SMALL or self.got * _WORTH >= self._nbytes
+        return enough and self._regular and not self.handed_on
+
+
+#: An opened file is worth caching if at least 1/4 of it was read ...
+_WORTH = 4
+#: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
+_SMALL = 1 << 16
+
+
+class ObservedReads:
+    """Records what this thread reads inside the `with`."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Asked, PartialRead | None] = {}  # None: it was read as a whole
+        self._outer: ObservedReads | None = None
+
+    def wanted(self) -> list[Asked]:
+        """Each read once, in order, without files of which only a small part was read."""
+        return [asked for asked, part in self._asked.items() if part is None or part.wanted()]
+
+    def add(self, asked: Asked) -> None:
+        """Record a read that succeeded: one that failed would be repeated by the daemon."""
+        self._asked[asked] = None
+
+    def opened(self, path: str, nbytes: int, *, regular: bool) -> PartialRead:
+        """Where reads of an opened file are counted: one place for all file objects of a path."""
+        new = PartialRead(nbytes, regular=regular)
+        return self._asked.setdefault(path, new) or new
+
+    def __enter__(self) -> ObservedReads:
+        self._outer, _thread.observed = _thread.observed, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.observed = self._outer
+
+
+def observing() -> ObservedReads | None:
+    """The active record of this thread, or None."""
+    return _thread.observed
+
+
+def leased() -> bool:
+    """Whether this thread is inside a lease: creel's loader, or a proxy, decides how to read."""
+    return _thread.lease is not None
+
+
+def take(leaf: Leaf, object_id: int, direct: Callable[[int], bytes], kind: type[Copied]) -> Copied:
+    """A copy of the bytes of an object of `leaf`: from the arena, else by `direct`.
+
+    Args:
+        direct: reads an object from the source.
+        kind: `bytes` or `bytearray`.
+    """
+    lease, observed = _thread.lease, _thread.observed
+    if lease is None:
+        data = kind(direct(object_id))
+    else:
+        data = lease.take(lease.number(leaf, object_id), lambda: direct(object_id), kind)
+    if observed is not None:
+        observed.add(leaf.address(object_id) or (id(leaf), int(object_id)))
+    return data
+
+
+def take_rows(
+    leaf: Leaf,
+    ids: NDArray[np.int64],
+    out: NDArray[np.uint8],
+    direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],
+) -> None:
+    """`take` for many objects of one size, which are parts of files, one to each row of `out`.
+
+    Args:
+        ids: (n,) objects of `leaf`, n > 0.
+        out: (n, nbytes), contiguous.
+        direct: reads (k,) objects from the source into (k, nbytes) rows.
+    """
+    lease, observed = _thread.lease, _thread.observed
+    if lease is None:
+        direct(ids, out)
+    else:
+        lease.take_rows(leaf, ids, out, direct)
+    if observed is not None:
+        for object_id in ids.tolist():
+            observed.add((id(leaf), object_id))
+
+
+def find(address: str) -> int | None:
+    """Number of the object at an address in the session of this thread's lease, or None."""
+    lease = _thread.lease
+    return None if lease is None else lease.find(address)
+
+
+def take_address(address: str, number: int | None, direct: Callable[[str], bytes]) -> bytes:
+    """The bytes at an address: from the arena if the lease has it, as `find` says, else direct."""
+    lease = _thread.lease
+    if lease is not None:
+        data = lease.take(number, lambda: direct(address), bytes)
+    else:
+        data = direct(address)
+    if _thread.observed is not None:
+        _thread.observed.add(address)
+    return data
