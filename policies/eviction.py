@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.candidates import Index, Sorted
-from creel.policies.cluster_eviction import ClusterEviction, Deals
+from creel.policies.cluster.eviction import ClusterEviction, Deals
 from creel.policies.eviction_policy import (
     ABSENT,
     FAILED,

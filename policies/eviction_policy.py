@@ -11,7 +11,7 @@ from creel.policies.candidates import Index
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster_eviction import ClusterTurn, Placed
+    from creel.policies.cluster.eviction import ClusterTurn, Placed
     from creel.policies.planned_eviction import PlanningContext
     from creel.policies.retention import Kept, Turn
 

@@ -22,7 +22,7 @@ from creel.cache.memory.runs import chained
 from creel.daemon.core.events import SOURCE, Action, Publish
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster_eviction import ClusterTurn
+from creel.policies.cluster.eviction import ClusterTurn
 from creel.policies.eviction import (
     ABSENT,
     FAILED,

@@ -17,7 +17,7 @@ from creel.daemon.peers.server import Asked, PeerServer
 from creel.daemon.peers.wire import KEY_NBYTES, Credentials
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Join, Member
-from creel.policies.cluster_eviction import ClusterView
+from creel.policies.cluster.eviction import ClusterView
 
 log = logging.getLogger("creel.clusters")
 

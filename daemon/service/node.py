@@ -48,7 +48,7 @@ from creel.messages import (
     Registered,
     Welcome,
 )
-from creel.policies.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder
 from creel.policies.prefetch import Window
 from creel.version import VERSION
 

@@ -33,7 +33,7 @@ from creel.cache.memory.shared_words import (
 )
 from creel.forks import forget_in_child
 from creel.messages import Begin, Close, Deal, Extend, Opened, RequestMessage, Truncate, Wait
-from creel.policies.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder
 
 if TYPE_CHECKING:  # the two modules import each other
     from creel.loader.client.client import Client

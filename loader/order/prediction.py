@@ -20,7 +20,7 @@ from creel.loader.order.streams import (
     Sequential,
     indices_of,
 )
-from creel.policies.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder
 
 _log = logging.getLogger("creel.loader")
 

@@ -29,7 +29,7 @@ from creel.loader.order.draws import (
     state_of,
     unpack,
 )
-from creel.policies.job_order import IN_ORDER, JobOrder
+from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 
 Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
 

@@ -29,8 +29,8 @@ from creel.daemon.core.events import (
     SetReady,
 )
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster_eviction import ClusterView
-from creel.policies.job_order import JobOrder
+from creel.policies.cluster.eviction import ClusterView
+from creel.policies.cluster.job_order import JobOrder
 
 _VERSION = 5 << 40 | 1
 

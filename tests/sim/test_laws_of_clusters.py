@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from nodes import Nodes
 
-from creel.policies.job_order import JobOrder
+from creel.policies.cluster.job_order import JobOrder
 
 
 def job(nodes: int, samples: int = 3840, batch: int = 4) -> JobOrder:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from creel.policies.placement import by_rank, node_type, replicas, turn, uses_of
+from creel.policies.cluster.placement import by_rank, node_type, replicas, turn, uses_of
+from creel.policies.cluster.simulate import Scenario, replay
 from creel.policies.selection import Nodes
-from creel.policies.simulate import Scenario, replay
 
 ONE = np.array([1])
 

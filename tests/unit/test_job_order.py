@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
-from creel.policies.job_order import IN_ORDER, JobOrder
+from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 
 
 @pytest.mark.parametrize("samples, world", [(1, 1), (2, 3), (101, 4), (1000, 7), (40_000, 2)])

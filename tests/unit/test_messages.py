@@ -16,6 +16,7 @@ from creel.messages import (
     ControlReply,
     ControlRequest,
     Extend,
+    Member,
     Message,
     RequestMessage,
     RequestReply,
@@ -33,6 +34,10 @@ EDGES: dict[Any, list[Any]] = {
     float: [0.0, -1.5, 1e300, float("inf")],
     bool: [False, True],
     str: ["", "a", "/d/ä/€/𝄞", "x" * 70_000, "\0"],
+    bytes: [b"", bytes(32), bytes(70_000)],
+    list[int]: [[], [0], [-1, 2**63 - 1]],
+    Member: [Member("n", "::1", 9, 1), Member("", "", -1, 2**63 - 1)],
+    list[Member]: [[], [Member("n", "::1", 9, 1)] * 300],
     dict[str, Any]: [{}, {"a": 1, "b": {"c": [None, True, 1.5, "x", b"y"]}}],
 }
 

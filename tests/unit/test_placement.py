@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.placement import Uses, by_rank, nobody, remap, replicas, turn, uses_of
+from creel.policies.cluster.placement import Uses, by_rank, nobody, remap, replicas, turn, uses_of
 from creel.policies.selection import Nodes
 
 EQUAL = np.array([100])

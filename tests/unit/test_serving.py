@@ -18,8 +18,8 @@ from creel.daemon.core.events import (
     PeerServed,
     ServeObjects,
 )
-from creel.policies.cluster_eviction import ClusterView, Placed
-from creel.policies.job_order import IN_ORDER, JobOrder
+from creel.policies.cluster.eviction import ClusterView, Placed
+from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 
 OLD, NEW = of_tag("old"), of_tag("new")
 

@@ -316,7 +316,7 @@ def simulate(
     Speeds that are not given are unlimited.
     """
     from creel.cli import simulate, view
-    from creel.policies.simulate import Scenario
+    from creel.policies.cluster.simulate import Scenario
     from creel.units import parse_count, parse_seconds, parse_size
 
     scenario = Scenario(

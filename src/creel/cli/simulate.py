@@ -8,7 +8,7 @@ from dataclasses import asdict
 from creel.cli import view
 from creel.cli.view import Values, format_count, format_seconds
 from creel.errors import ConfigError
-from creel.policies.simulate import Epoch, Scenario, replay
+from creel.policies.cluster.simulate import Epoch, Scenario, replay
 from creel.units import format_size
 
 _MAX_NODES = 16_384

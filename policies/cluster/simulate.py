@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies import placement
+from creel.policies.cluster import placement
 from creel.policies.selection import Nodes
 
 #: Nodes whose second copies are followed; the others are taken to be like them.

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies import placement
 from creel.policies.candidates import Index
+from creel.policies.cluster import placement
+from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.placement import nobody
 from creel.policies.eviction_policy import RESIDENT
-from creel.policies.job_order import JobOrder
 from creel.policies.next_use import NextUses
-from creel.policies.placement import nobody
 from creel.policies.planned_eviction import PlannedEviction, PlanningContext
 from creel.policies.retention import Kept, Turn
 from creel.policies.selection import Ids, Nodes
