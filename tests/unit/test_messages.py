@@ -95,7 +95,9 @@ def leaves(value: Any) -> Iterator[Any]:
 def test_every_message_belongs_to_one_union() -> None:
     everyone = [kind for _, kind in kinds()]
     assert len(set(everyone)) == len(everyone)
-    assert set(everyone) == set(Message.__subclasses__())
+    # Between nodes others travel (`creel.daemon.peers.wire`).
+    ours = {kind for kind in Message.__subclasses__() if kind.__module__ == Message.__module__}
+    assert set(everyone) == ours
     tags = [kind.__struct_config__.tag for kind in everyone]
     assert len(set(tags)) == len(tags)
 
