@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 #: From this n on, torch.randperm shuffles inside-out with 64-bit draws. [TensorFactories.cpp]
 SHUFFLE_LIMIT = (2**32 - 1) // 20
 
-_TOUCH = 1 << 18  # entries of fresh memory that are touched at a time
 _PIECE = 1 << 14  # entries computed at a time where all are wanted
 
 _WORDS = 624  # words in the engine's state
@@ -113,8 +112,10 @@ class Shuffle:
         draws = np.zeros(k, dtype=np.int64)  # the very last entry needs no draw: it stays
         draws[: n - 1 - first] = self._rng.random(min(k, max(n - 1 - first, 0)))
         targets = steps + draws % (n - steps)
-        if first:
-            self.prepare()
+        if first and self._places is None and self._first is not None:
+            self._places = np.zeros(n, dtype=np.int32)  # the system gives it as it is written to
+            self._put(*self._first)
+            self._first = None
         taken, left = _settle(targets - first, self._held(steps), self._held(targets))
         if self._places is None:
             self._first = targets, left
@@ -127,16 +128,6 @@ class Shuffle:
         """(n,) all entries, in pieces that stay within the processor's caches."""
         pieces = [self.more(_PIECE) for _ in range(0, self._n, _PIECE)]
         return np.concatenate([np.empty(0, np.int32), *pieces])
-
-    def prepare(self) -> None:
-        """Allocate in advance what the second piece needs: memory for all n (0.1 s at 14 M)."""
-        if self._places is None:
-            self._places = np.zeros(self._n, dtype=np.int32)
-            for start in range(0, self._n, _TOUCH):  # in order: scattered first writes are slow
-                self._places[start : start + _TOUCH].fill(0)
-            if self._first is not None:
-                self._put(*self._first)
-                self._first = None
 
     def _held(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """(k,) the numbers in these places now."""

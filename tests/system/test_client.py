@@ -142,8 +142,8 @@ from creel.config import Config
 from creel.loader.client import embed
 from creel.loader.client.embed import connect_or_start
 config = msgspec.json.decode(sys.argv[1], type=Config)
-spawn, starts = embed._spawn, []
-embed._spawn = lambda *given: starts.append(1) or spawn(*given)
+start, starts = embed.DaemonStart, []
+embed.DaemonStart = lambda given: starts.append(1) or start(given)
 print("ready", flush=True)
 sys.stdin.read(1)
 client = connect_or_start(config)
