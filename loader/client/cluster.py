@@ -78,7 +78,7 @@ def _join(client: Client, store: Any, rank: int, world: int) -> None:
             ranks = [members.index(one) for one in found]
             client.join(Join(secret[:16].hex(), secret[16:], members, ranks))
     except (UnavailableError, OSError, RuntimeError, msgspec.MsgspecError) as e:
-        _log.warning("this node shares no cache with the job's others: %s", e)
+        _log.info("this node shares no cache with the job's others: %s", e)
 
 
 def _all_there(client: Client, store: Any, world: int) -> bool:

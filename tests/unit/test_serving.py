@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
@@ -18,21 +19,21 @@ from creel.daemon.core.events import (
     PeerServed,
     ServeObjects,
 )
-from creel.policies.cluster.eviction import ClusterView, Placed
-from creel.policies.cluster.job_order import IN_ORDER, JobOrder
+from creel.daemon.core.versions import Versions
+from creel.policies.cluster.eviction import ClusterView
+from creel.policies.cluster.job_order import JobOrder
 
 OLD, NEW = of_tag("old"), of_tag("new")
 
 
 class Node(Rig):
-    """Node 0 of two; node 1 is a peer with the origin 7."""
+    """A node that peers ask."""
 
     def __init__(self, objects: int, held: int) -> None:
         super().__init__(held * 100)
         self.answers: list[ServeObjects] = []
         self.register("d", [100] * objects)
         self.open(1, "d", world=2)
-        self.objects = objects
 
     def do(self, action: Action) -> None:
         if isinstance(action, ServeObjects):
@@ -42,13 +43,6 @@ class Node(Rig):
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
         return np.full(len(fetch.ids), OLD)
-
-    def deal(self, epoch: int) -> None:
-        """Each rank reads every other object, in order."""
-        order = JobOrder(self.objects, 2, self.objects // 2, 1, IN_ORDER)
-        first = np.full(2, 100 * self.objects)
-        view = ClusterView(0, np.arange(2), first, np.array([SOURCE, 7]))
-        self.feed(EpochDealt(1, epoch, order, view))
 
     def ask(self, *ids: int) -> ServeObjects:
         self.feed(PeerAsked(len(self.answers), "d", np.array(ids, np.int32)))
@@ -85,67 +79,66 @@ def test_a_dataset_that_is_unknown_and_a_request_that_ended_twice_are_no_harm() 
     node.feed(PeerServed(5))
 
 
-def cluster_of_two() -> Node:
-    """In epoch 1, where the peer holds objects 0 and 2, which node 0 reads."""
-    node = Node(4, held=4)
-    node.late = lambda: True
-    for epoch in (0, 1, 2):
-        node.extend(1, epoch, [[0], [2]])
-        node.deal(epoch)
-    asked = node.plans.pop()
-    reader, holder = np.array([0, 1] * 2, np.uint8), np.array([1, 1] * 2, np.uint8)
-    policy = node.core._residencies["d"].policy
-    assert policy is not None
-    node.land_all()
-    policy.answer(asked.turn, Placed(holder, reader, []))
-    node.progress(1, done=2, wanted=3)
-    return node
+class Member(Rig):
+    """Node 0 of a cluster of two, in epoch 1; the peer has the origin 7."""
+
+    def __init__(self) -> None:
+        samples, each = 40, 20
+        super().__init__(samples * 100)
+        self.register("d", [100] * samples)
+        self.open(1, "d", world=2)
+        view = ClusterView(0, np.arange(2), np.full(2, samples * 100), np.array([SOURCE, 7]))
+        for epoch in range(3):
+            order = JobOrder(samples, 2, each, 1, seed=epoch)
+            self.extend(1, epoch, [[int(x)] for x in order.by_rank()[0]])
+            self.feed(EpochDealt(1, epoch, order, view))
+        while not self.asked() and self.readers[1].done < each + 10:
+            while self.fetches and not self.asked():
+                self.land(next(iter(self.fetches)))
+            self.progress(1, done=self.readers[1].done + 1, wanted=self.readers[1].done + 2)
+
+    def asked(self) -> list[FetchObjects]:
+        """What the peer is asked for."""
+        return [fetch for fetch in self.fetches.values() if fetch.origin == 7]
+
+    def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
+        return np.full(len(fetch.ids), OLD)
+
+    def answer(self, nbytes: int, version: int) -> FetchObjects:
+        """The peer's answer to what it is asked first, the same for each object."""
+        fetch = self.fetches.pop(self.asked()[0].fetch)
+        if nbytes == 100:
+            for x, place in zip(fetch.ids.tolist(), fetch.offset.tolist(), strict=True):
+                self.put(place, "d", x, 100)
+        k = len(fetch.ids)
+        self.feed(Fetched(fetch.fetch, np.full(k, nbytes), np.full(k, version)))
+        return fetch
 
 
-def test_what_a_peer_holds_is_asked_of_the_peer() -> None:
-    policy = cluster_of_two().core._residencies["d"].policy
-    assert policy is not None
-    asked = policy.holders(np.array([0, 1, 2, 3]), 1)
-    assert asked is not None
-    assert asked.tolist() == [7, 7, 7, 7]
-    assert policy.holders(np.array([0]), 5) is None
+def test_what_a_peer_holds_is_asked_of_the_peer_and_is_ready_when_it_came() -> None:
+    node = Member()
+    asked = node.answer(100, OLD)
+    assert (node.offset["d"][asked.ids] == asked.offset).all()
+    assert node.reads < 40
 
 
-def peer_answers(nbytes: int, version: int) -> Node:
-    """A fetch of object 0 from the peer, and what it answered."""
-    node = Node(2, held=2)
-    residency = node.core._residencies["d"]
-    residency.origins = lambda ids, epoch: [(7, slice(None))]  # type: ignore[method-assign]  # noqa: ARG005
-    node.extend(1, 0, [[0]])
-    (number,) = node.fetches
-    fetch = node.fetches.pop(number)
-    assert fetch.origin == 7
-    if nbytes == 100:
-        node.put(int(fetch.offset[0]), "d", 0, 100)
-    node.feed(Fetched(number, np.array([nbytes]), np.array([version])))
-    return node
-
-
-def test_what_a_peer_sends_is_ready() -> None:
-    node = peer_answers(100, OLD)
-    assert node.readers[1].ready == 1
-    assert not node.fetches
-
-
-def test_what_a_peer_does_not_have_is_read_from_the_source_into_the_same_room() -> None:
-    for nbytes, version in ((-1, UNKNOWN), (99, OLD), (100, CHANGING)):
-        node = peer_answers(nbytes, version)
-        assert node.readers[1].ready == 0
-        (fetch,) = node.fetches.values()
-        assert fetch.origin == SOURCE
-        node.land_all()
-        assert node.readers[1].ready == 1
+@pytest.mark.parametrize("nbytes, version", [(-1, UNKNOWN), (99, OLD), (100, CHANGING)])
+def test_what_a_peer_does_not_have_is_read_from_the_source_into_the_same_room(
+    nbytes: int, version: int
+) -> None:
+    node = Member()
+    asked = node.answer(nbytes, version)
+    assert (node.offset["d"][asked.ids] == ABSENT).all()
+    again = [f for f in node.fetches.values() if f.origin == SOURCE]
+    found = {int(x): int(at) for f in again for x, at in zip(f.ids, f.offset, strict=True)}
+    assert found == {int(x): int(at) for x, at in zip(asked.ids, asked.offset, strict=True)}
+    for fetch in again:
+        node.land(fetch.fetch)
+    assert (node.offset["d"][asked.ids] == asked.offset).all()
 
 
 def test_another_version_than_the_one_known_here_is_of_no_use() -> None:
-    node = Node(2, held=2)
-    versions = node.core._residencies["d"].versions
-    first = np.array([0])
+    versions, first = Versions(2), np.array([0])
     versions.read(first, np.array([OLD]), 1)
     assert versions.received(first, np.array([NEW])).tolist() == [True]
     assert versions.received(first, np.array([OLD])).tolist() == [False]
@@ -153,9 +146,7 @@ def test_another_version_than_the_one_known_here_is_of_no_use() -> None:
 
 
 def test_a_peers_version_counts_once_a_check_here_has_found_the_same() -> None:
-    node = Node(2, held=2)
-    versions = node.core._residencies["d"].versions
-    ids = np.array([0, 1])
+    versions, ids = Versions(2), np.array([0, 1])
     assert not versions.received(ids, np.array([OLD, OLD])).any()
     assert not versions.current(ids, 1, 1).any()
     changed = versions.answered(ids.astype(np.int32), np.array([OLD, NEW]), 1)
