@@ -63,5 +63,7 @@ def _cells(epoch: Epoch) -> tuple[str, ...]:
         *(f"{100 * share:.2f} %" for share in shares),
         f"{epoch.slowest:.2f} x",
         f"{100 * epoch.occupancy:.1f} %",
-        format_seconds(epoch.seconds),
+        format_seconds(epoch.seconds)
+        if epoch.seconds
+        else "-",  # no link, source or step is limited
     )
