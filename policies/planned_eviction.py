@@ -62,7 +62,7 @@ class PlanningContext(Protocol):
         """As `Turn.size`."""
 
     @property
-    def same_size(self) -> NDArray[np.int64]:
+    def agreed_size(self) -> NDArray[np.int64]:
         """(n,) bytes of each object as every node knows them, or (1,) where some are unknown."""
 
     @property

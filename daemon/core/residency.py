@@ -457,7 +457,7 @@ class _PlanningContext:
         return np.array([pool.record]) if pool.same_size else self.residency.length
 
     @property
-    def same_size(self) -> Sizes:
+    def agreed_size(self) -> Sizes:
         h = self.residency
         if h.pool.same_size:
             return np.array([h.pool.record])

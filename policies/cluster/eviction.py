@@ -159,7 +159,9 @@ class ClusterEviction(PlannedEviction):
         orders = self.deals.from_epoch(self.epoch)
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
         lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
-        self._asking = ClusterTurn(view, orders, self._holder, context.same_size, self._life, lead)
+        self._asking = ClusterTurn(
+            view, orders, self._holder, context.agreed_size, self._life, lead
+        )
         return self._asking
 
     def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:

@@ -140,7 +140,7 @@ class LoaderSettings(_Section, frozen=True):
         bool,
         _about(
             "the nodes of a torch.distributed job read from each other's memory what one of them"
-            " holds (training processes and daemons on a trusted network)"
+            " holds; for networks that you trust"
         ),
     ] = True
     embed: Annotated[bool, _about("start a daemon if none runs (else read directly)")] = True

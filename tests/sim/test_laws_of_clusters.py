@@ -21,7 +21,7 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
     order = job(nodes)
     first, *later = Nodes(nodes, order, held).run(5)
     # Each node reads ahead into the next epoch before it has ended this one.
-    ahead = 0.02 * order.samples
+    ahead = 0.005 * order.samples
     assert first["source"] <= order.samples + ahead
     assert not first["peer"]
     for counts in later[1:]:

@@ -39,7 +39,7 @@ class Facts:
     lead: tuple[int, int] = (2, 4)
 
     @property
-    def same_size(self) -> NDArray[np.int64]:
+    def agreed_size(self) -> NDArray[np.int64]:
         return self.size
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:  # noqa: ARG002
