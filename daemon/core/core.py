@@ -15,18 +15,17 @@ from creel.cache.memory.free_ranges import must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks
 from creel.daemon.core.events import (
+    HELD,
     SOURCE,
     Action,
     Checked,
     DatasetAdded,
-    DiscardFetch,
     Dropped,
     EpochBegan,
     EpochDealt,
     Event,
     Fetched,
     FetchObjects,
-    Lost,
     PeerAsked,
     PeerServed,
     PlanExtended,
@@ -38,7 +37,6 @@ from creel.daemon.core.events import (
     SessionOpened,
     SetReady,
     Sizes,
-    StoreObjects,
     Tick,
     Unregistered,
     Warm,
@@ -84,7 +82,6 @@ class Core:
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[Action] = []
-        self._stored: list[tuple[Residency, Index]] = []  # pinned until the end of this event
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return what to do about an event, in order; `now` in monotonic seconds.
@@ -113,20 +110,16 @@ class Core:
                 self._out.append(PlanRetention(residency.name, turn))
         for session in self._sessions.values():
             self._announce(session)
-        self._let_go()
+        self._forget_fresh()
         return self._out
 
     def _emit(self, action: Action) -> None:
         self._out.append(action)
 
-    def _let_go(self) -> None:
-        """All actions of this event are decided: forget what counted until then."""
+    def _forget_fresh(self) -> None:
+        """All actions of this event are decided: the table will be as they say."""
         for h in self._residencies.values():
             h.fresh.clear()
-        for h, ids in self._stored:
-            h.unpin(ids)
-            h.release(ids)
-        self._stored.clear()
 
     def _announce(self, s: RankStream) -> None:
         if s.ready != s.published:
@@ -237,6 +230,8 @@ class Core:
             good[good] = self._current(pending, good, e.version)
             h.counts["reads"] += int(np.count_nonzero(good))
             h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+        elif pending.origin == HELD:
+            good[good] = self._still_current(pending, good, e.version)
         else:
             e, pending = self._received(e, pending, good, now)
             good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
@@ -245,7 +240,7 @@ class Core:
                 self._prefetcher.stuck.clear()
         else:
             self._prefetcher.stuck.clear()
-            self._partly(e, pending, good, known)
+            self._partly(e, pending, good, known, now)
 
     def _received(
         self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float
@@ -253,8 +248,7 @@ class Core:
         """Handle a peer's answer: fetch what it did not have from the source; return the rest."""
         h = pending.residency
         version = np.zeros(len(good), np.int64) if e.version is None else e.version
-        late = h.versions.received(pending.ids[good], version[good])
-        good[good] = ~late
+        good[good] = self._still_current(pending, good, version)
         h.counts["peer_reads"] += int(np.count_nonzero(good))
         h.counts["peer_nbytes"] += int(e.nbytes[good].sum())
         if every(good):
@@ -277,6 +271,13 @@ class Core:
         if pending.generation < newest:  # steps are ready without these: leave them failed
             late |= h.life[pending.ids[good]] == OVERDUE
         return ~late
+
+    def _still_current(
+        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+    ) -> NDArray[np.bool_]:
+        """(k,) whether each object, read by somebody some time ago, is of the version known now."""
+        found = np.zeros(len(good), np.int64) if version is None else version
+        return ~pending.residency.versions.received(pending.ids[good], found[good])
 
     def _checked(self, e: Checked, now: float) -> None:
         del now
@@ -302,7 +303,12 @@ class Core:
         h.outdate(ids)
 
     def _partly(
-        self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], known: NDArray[np.bool_]
+        self,
+        e: Fetched,
+        pending: InflightFetch,
+        good: NDArray[np.bool_],
+        known: NDArray[np.bool_],
+        now: float,
     ) -> None:
         """Handle a fetch in which objects failed or had an unknown length."""
         h = pending.residency
@@ -315,33 +321,20 @@ class Core:
             wrong |= bad & ~h.listed[pending.ids]
         h.clear_lengths(pending.ids[wrong])
         if not every(known):
-            self._store(e.fetch, pending, good & ~known, e.nbytes)
-            if some(~known & ~good & (e.nbytes >= 0)):  # read from an older version
-                self._out.append(DiscardFetch(e.fetch))
+            self._take_held(pending, good & ~known, e.nbytes, now)
         h.counts["failed"] += int((h.life[pending.ids] == FAILED).sum())
 
-    def _store(
-        self, fetch: int, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes
+    def _take_held(
+        self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes, now: float
     ) -> None:
-        """Make room for objects whose lengths are known only after reading."""
+        """Make room for objects whose lengths are known only after reading, and copy them there."""
         h, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
         h.set_lengths(ids, nbytes)
         stalled = any(s.stalling for s in self._sessions.values() if s.residency is h)
         place = self._admission.place(h, nbytes, pending.need, stalled=stalled)
         placed = place != NOWHERE
-        if some(placed):
-            stored, place = ids[placed], place[placed]
-            small, runs = stored.astype(np.int32), h.pool.runs(place)
-            self._out.append(StoreObjects(fetch, h.name, small, place, runs))
-            h.landed(stored, place, stored=True)
-            h.pin(stored)  # nobody takes their room before the shell publishes them
-            self._stored.append((h, stored))
-        if not every(placed):
-            self._out.append(DiscardFetch(fetch))
-
-    def _lost(self, e: Lost, now: float) -> None:
-        del now
-        self._residencies[e.dataset].lose(e.ids.astype(np.intp), e.offset)
+        room = ids[placed], place[placed], nbytes[placed]
+        self._out += self._inflight.start(h, *room, pending.need, now, pending.due, HELD)
 
     def _planned(self, e: RetentionPlanned, now: float) -> None:
         del now
@@ -471,8 +464,7 @@ class Core:
         Returns:
             What the event had decided before it failed, except for fetches.
         """
-        self._stored.clear()
-        self._let_go()
+        self._forget_fresh()
         stream = self._sessions.pop(session, None)
         if stream is not None:
             stream.residency.leave(stream)
@@ -550,7 +542,6 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     SessionClosed: Core._closed,
     Fetched: Core._fetched,
     Checked: Core._checked,
-    Lost: Core._lost,
     RetentionPlanned: Core._planned,
     PeerAsked: Core._asked,
     PeerServed: Core._served,

@@ -19,8 +19,9 @@ from creel.policies.retention import Kept, Turn
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
 
-#: The origin of a fetch: the dataset's storage. Other origins are numbers of peers.
-SOURCE = -1
+#: The origin of a fetch: the dataset's storage, or what the shell holds in private memory since a
+#: fetch of unknown lengths. Other origins are numbers of peers.
+SOURCE, HELD = -1, -2
 
 # --- events -----------------------------------------------------------------------------------
 
@@ -29,9 +30,9 @@ SOURCE = -1
 class DatasetAdded:
     """A dataset is registered; `offset` and `length` are columns of its location table.
 
-    The core never writes to `offset`, a live view: the shell does, as `Publish` and `StoreObjects`
-    say. All offsets are ABSENT. `length` is the core's to write; `lengths` summarizes it;
-    `versions` has those of the files, none known yet.
+    The core never writes to `offset`, a live view: the shell does, as `Publish` says. All offsets
+    are ABSENT. `length` is the core's to write; `lengths` summarizes it; `versions` has those of
+    the files, none known yet.
     """
 
     dataset: str
@@ -114,9 +115,9 @@ class SessionClosed:
 class Fetched:
     """FetchObjects `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
 
-    Where the action's offset was ABSENT (length unknown) the shell holds the bytes until a
-    `StoreObjects` or `DiscardFetch`. `version` (k,): of the file each was read from, as in
-    `cache/storage/version.py`; None where unknown.
+    Where the action's offset was ABSENT (length unknown) the shell holds the bytes until the
+    actions of this event are done: they may fetch them from HELD. `version` (k,): of the file each
+    was read from, as in `cache/storage/version.py`; None where unknown.
     """
 
     fetch: int
@@ -130,18 +131,6 @@ class Checked:
 
     check: int
     version: Sizes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lost:
-    """The machine has no memory for objects of a `StoreObjects`: they are not published.
-
-    Follows directly on the actions that included the `StoreObjects`.
-    """
-
-    dataset: str
-    ids: Ids
-    offset: Sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,7 +198,6 @@ Event: TypeAlias = (
     | SessionClosed
     | Fetched
     | Checked
-    | Lost
     | RetentionPlanned
     | PeerAsked
     | PeerServed
@@ -226,7 +214,7 @@ Event: TypeAlias = (
 class FetchObjects:
     """Read these objects from `origin`: length[i] bytes of ids[i] to the place offset[i].
 
-    `origin` is SOURCE, or the number of a peer, which may not have them (-1 bytes).
+    `origin` is SOURCE, HELD, or the number of a peer, which may not have them (-1 bytes).
     `runs` has the runs of those that are in several; their headers are to be written, too. Where
     offset[i] is ABSENT the length is unknown: read into private memory, report the size. Objects
     are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
@@ -280,27 +268,6 @@ class CheckVersions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoreObjects:
-    """Copy objects `ids` of fetch `fetch` from private memory to the arena, now, then publish them.
-
-    Publishing means table.offset[id] = offset; until then it is ABSENT. `runs`: see `FetchObjects`.
-    """
-
-    fetch: int
-    dataset: str
-    ids: Ids
-    offset: Sizes
-    runs: Runs = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class DiscardFetch:
-    """Free all bytes still held in private memory for fetch `fetch`."""
-
-    fetch: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PlanRetention:
     """Compute `turn.plan()` outside the loop; `RetentionPlanned` brings the result.
 
@@ -324,13 +291,4 @@ class SetReady:
     failed: int
 
 
-Action: TypeAlias = (
-    FetchObjects
-    | ServeObjects
-    | Publish
-    | CheckVersions
-    | StoreObjects
-    | DiscardFetch
-    | PlanRetention
-    | SetReady
-)
+Action: TypeAlias = FetchObjects | ServeObjects | Publish | CheckVersions | PlanRetention | SetReady

@@ -219,19 +219,9 @@ class Residency:
             self._emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
 
-    def lose(self, ids: Index, offset: Sizes) -> None:
-        """Fail residents that were never published because memory ran out."""
-        self.resident -= len(ids)
-        self.resident_nbytes -= int(self.length[ids].sum())
-        self.give_back(ids, offset)
-        self.fail(ids)
-
-    def landed(self, ids: Index, place: Sizes, *, stored: bool = False) -> bool:
-        """Make objects (ascending) that arrived resident; return whether some are unpinned.
-
-        stored: whether a `StoreObjects` publishes them.
-        """
-        if not stored and len(ids):
+    def landed(self, ids: Index, place: Sizes) -> bool:
+        """Make objects (ascending) that arrived resident; return whether some are unpinned."""
+        if len(ids):
             self._emit(Publish(self.name, ids.astype(np.int32), place))
             self.fresh.append((ids, place))
         self.life[ids] = RESIDENT

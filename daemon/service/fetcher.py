@@ -19,6 +19,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -28,20 +29,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import HEADER, Runs, headers
 from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.source import Read, Source
 from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.events import (
+    HELD,
     SOURCE,
     Checked,
     CheckVersions,
-    DiscardFetch,
     Fetched,
     FetchObjects,
     Ids,
-    StoreObjects,
 )
 from creel.daemon.peers.lane import PeerSource
 from creel.policies.concurrency import Concurrency
@@ -55,9 +54,15 @@ Readable: TypeAlias = Source | PeerSource
 _SCRATCH_NBYTES = 512 << 10
 #: Objects up to this size go through the buffer where the arena was never written to.
 _LARGE_NBYTES = 1 << 20
+#: Threads that copy what was read before its length was known.
+_COPIERS = 2
 #: Threads that read from one peer: one copies while the other waits.
 _PEER_THREADS = 2
 _CORES = len(os.sched_getaffinity(0))
+
+
+#: By object id: bytes in private memory, and the version of the file they are from.
+_Held: TypeAlias = dict[int, tuple[bytes, int]]
 
 
 @dataclass(eq=False)
@@ -68,7 +73,7 @@ class _Job:
     nbytes: NDArray[np.int64]
     version: NDArray[np.int64]
     left: int  # objects of unfinished parts
-    held: dict[int, bytes] = field(default_factory=dict)
+    held: _Held = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -111,9 +116,10 @@ class Fetcher:
         self._per_source = per_source
         self._peer = peer
         self._lanes: dict[str, _Lane] = {}
-        self._peer_lanes: dict[tuple[str, int], _Lane] = {}
+        self._more_lanes: dict[tuple[str, int], _Lane] = {}  # by origin, other than SOURCE
         self._checks: dict[str, _Lane] = {}
-        self._held: dict[int, dict[int, bytes]] = {}
+        self._held: dict[int, _Held] = {}  # by fetch
+        self._landed: _Held = {}
         self._short = False  # whether the machine ran out of memory
         self.pending = 0  # unanswered fetches and checks; only the loop thread counts
 
@@ -127,9 +133,9 @@ class Fetcher:
 
     def remove(self, dataset: str) -> None:
         """Remove a dataset's lanes; no fetch of it may be in flight or follow."""
-        of_peers = [key for key in self._peer_lanes if key[0] == dataset]
+        more = [key for key in self._more_lanes if key[0] == dataset]
         lanes = [self._lanes.pop(dataset), self._checks.pop(dataset)]
-        for lane in lanes + [self._peer_lanes.pop(key) for key in of_peers]:
+        for lane in lanes + [self._more_lanes.pop(key) for key in more]:
             lane.close()
             self._free_threads.give(len(lane.threads) - 1)
 
@@ -141,6 +147,8 @@ class Fetcher:
         """Start a fetch; `Fetched` is always posted at its end."""
         self.pending += 1
         job = _job(fetch, len(fetch.ids))
+        if fetch.origin == HELD:
+            self._held[fetch.fetch] = {i: self._landed.pop(i) for i in fetch.ids.tolist()}
         if job.left:
             self._lane(fetch.dataset, fetch.origin).put(fetch.deadline, job)
         else:
@@ -149,12 +157,15 @@ class Fetcher:
     def _lane(self, dataset: str, origin: int) -> _Lane:
         if origin == SOURCE:
             return self._lanes[dataset]
-        lane = self._peer_lanes.get((dataset, origin))
+        lane = self._more_lanes.get((dataset, origin))
         if lane is None:
-            threads = _PEER_THREADS, self._free_threads
-            source = self._peer(origin, dataset)
-            lane = _Lane(f"peer{origin}", source, partial(self._run, source), *threads)
-            self._peer_lanes[dataset, origin] = lane
+            if origin == HELD:
+                source, threads = self._lanes[dataset].source, _COPIERS
+            else:
+                source, threads = self._peer(origin, dataset), _PEER_THREADS
+            run = partial(self._run, source)
+            lane = _Lane(f"from{origin}", source, run, threads, self._free_threads)
+            self._more_lanes[dataset, origin] = lane
         return lane
 
     def check(self, check: CheckVersions) -> None:
@@ -162,42 +173,25 @@ class Fetcher:
         self.pending += 1
         self._checks[check.dataset].put(check.deadline, _job(check, len(check.files)))
 
-    def finished(self, event: Fetched | Checked) -> None:
-        """Count an event that the loop took off its queue."""
-        del event
-        self.pending -= 1
+    @contextmanager
+    def landing(self, event: Fetched | Checked) -> Iterator[None]:
+        """While the loop handles this event, what is held for it can be fetched from HELD.
 
-    def store(self, action: StoreObjects, offset: Places) -> int:
-        """Copy held bytes into the arena, now, then publish their offsets in the location table.
-
-        Returns how many objects, from the first on, the machine had memory for.
+        What is not is freed at the end: the core has no room for it, or it is out of date.
         """
-        held = self._held[action.fetch]
-        data = [held.pop(object_id) for object_id in action.ids.tolist()]
-        stored = 0
+        self.pending -= 1
+        self._landed = self._held.pop(event.fetch, {}) if isinstance(event, Fetched) else {}
         try:
-            for first, last in _neighbours(data, action.offset):
-                # one system call for many small objects
-                joined = data[first] if last == first + 1 else b"".join(data[first:last])
-                self._write(int(action.offset[first]), memoryview(joined), action.runs)
-                stored = last
-        except OSError as e:
-            self._no_memory(e)
-        offset[action.ids[:stored]] = action.offset[:stored]
-        if not held:
-            del self._held[action.fetch]
-        return stored
-
-    def discard(self, action: DiscardFetch) -> None:
-        """Free what is still held for a fetch."""
-        self._held.pop(action.fetch, None)
+            yield
+        finally:
+            self._landed = {}
 
     def held_nbytes(self) -> int:
-        """Bytes in private memory that wait for a `StoreObjects` or `DiscardFetch`."""
-        return sum(len(data) for held in list(self._held.values()) for data in held.values())
+        """Bytes in private memory that are not copied to the arena yet."""
+        return sum(len(data) for held in list(self._held.values()) for data, _ in held.values())
 
     def _all(self) -> list[_Lane]:
-        return [*self._lanes.values(), *self._checks.values(), *self._peer_lanes.values()]
+        return [*self._lanes.values(), *self._checks.values(), *self._more_lanes.values()]
 
     def tick(self) -> None:
         """Replace threads that hang; called periodically."""
@@ -218,9 +212,12 @@ class Fetcher:
         return not any(thread.is_alive() for thread in threads)
 
     def _run(self, source: Readable, job: _Job, part: slice) -> None:
-        """Read one part, in a lane's thread."""
+        """Read or copy one part, in a lane's thread."""
         try:
-            self._read(source, job, part)
+            if job.fetch.origin == HELD:
+                self._copy(job, part)
+            else:
+                self._read(source, job, part)
         except OSError as e:  # sources raise none: this is the arena
             self._no_memory(e)
         except Exception:  # our bug: the objects fail and are read directly
@@ -249,6 +246,7 @@ class Fetcher:
 
     def _finish(self, job: _Job) -> None:
         fetch = job.fetch
+        self._held.pop(fetch.fetch, None)
         if job.held:
             self._held[fetch.fetch] = job.held
         self._post(Fetched(fetch.fetch, job.nbytes, job.version))
@@ -270,7 +268,20 @@ class Fetcher:
         for i, found in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
             if found is not None:
                 nbytes[i], version[i] = len(found[0]), found[1]
-                job.held[int(ids[i])] = found[0]
+                job.held[int(ids[i])] = found
+
+    def _copy(self, job: _Job, part: slice) -> None:
+        """Copy held objects to their places."""
+        fetch, held = job.fetch, self._held[job.fetch.fetch]
+        found = [held[object_id] for object_id in fetch.ids[part].tolist()]
+        data, offset = [one for one, _ in found], fetch.offset[part]
+        nbytes, version = job.nbytes[part], job.version[part]
+        for first, last in _neighbours(data, offset):
+            # one system call for many small objects
+            joined = data[first] if last == first + 1 else b"".join(data[first:last])
+            self._write(int(offset[first]), memoryview(joined), fetch.runs)
+            nbytes[first:last] = fetch.length[part][first:last]
+            version[first:last] = [of for _, of in found[first:last]]
 
     def _fill(
         self, source: Readable, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]

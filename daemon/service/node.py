@@ -146,13 +146,12 @@ class Node:
             self._recover(getattr(event, "session", 0))
             return False
         try:
-            lost = [loss for action in actions for loss in self._do(action)]
+            for action in actions:
+                self._do(action)
         except Exception:
             log.exception("an action of the core after %s failed", type(event).__name__)
             self._give_up()
             return False
-        for loss in lost:
-            self.handle_event(loss)
         return True
 
     def _recover(self, number: int) -> None:
@@ -168,9 +167,8 @@ class Node:
             session.unready(0)
             self.registry.remove(session)
         try:
-            lost = [loss for action in self.core.recover(number) for loss in self._do(action)]
-            for loss in lost:
-                self.handle_event(loss)
+            for action in self.core.recover(number):
+                self._do(action)
             self.core.check()
         except Exception:
             log.exception("the core cannot recover")
@@ -180,18 +178,12 @@ class Node:
         log.error("this daemon ends: its state may be inconsistent")
         self.stop(True)
 
-    def _do(self, action: events.Action) -> list[events.Lost]:
-        """Perform an action; return what the machine had no memory for."""
-        if isinstance(action, events.StoreObjects):
-            k = self.fetcher.store(action, self._table(action.dataset))
-            if k < len(action.ids):
-                return [events.Lost(action.dataset, action.ids[k:], action.offset[k:])]
-        elif isinstance(action, events.Publish):
+    def _do(self, action: events.Action) -> None:
+        """Perform an action."""
+        if isinstance(action, events.Publish):
             self._table(action.dataset)[action.ids] = action.offset
         elif isinstance(action, events.SetReady):
             self._set_ready(action)
-        elif isinstance(action, events.DiscardFetch):
-            self.fetcher.discard(action)
         elif isinstance(action, events.FetchObjects):
             self.fetcher.submit(action)
         elif isinstance(action, events.CheckVersions):
@@ -200,7 +192,6 @@ class Node:
             self.clusters.serve(action)
         else:
             self._planner.put(partial(self._plan, action))
-        return []
 
     def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
@@ -228,12 +219,8 @@ class Node:
             self._send(who, Ready(call, session.id, step))
 
     def _fetched(self, event: events.Fetched | events.Checked) -> None:
-        self.fetcher.finished(event)
-        self.handle_event(event)
-        if isinstance(event, events.Checked):
-            return
-        # What the core has not stored by now it never will: the fetch was no longer current.
-        self.fetcher.discard(events.DiscardFetch(event.fetch))
+        with self.fetcher.landing(event):
+            self.handle_event(event)
 
     def beat(self, now: float) -> None:
         """Write the heartbeat of all sessions when it is due."""

@@ -14,14 +14,13 @@ from creel.cache.memory.free_ranges import ABSENT
 from creel.cache.memory.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
+    HELD,
     Action,
     DatasetAdded,
-    DiscardFetch,
     Dropped,
     Event,
     Fetched,
     FetchObjects,
-    Lost,
     PlanExtended,
     PlanRetention,
     PlanTruncated,
@@ -31,7 +30,6 @@ from creel.daemon.core.events import (
     SessionClosed,
     SessionOpened,
     SetReady,
-    StoreObjects,
     Tick,
     Unregistered,
     Warm,
@@ -67,14 +65,15 @@ class Rig:
         self.bad: dict[str, set[int]] = {}  # objects that the source fails to give
         self.readers: dict[int, Reader] = {}
         self.fetches: dict[int, FetchObjects] = {}
-        self.held: dict[int, tuple[str, dict[int, int]]] = {}  # fetch -> dataset, object -> bytes
+        self.landed: dict[int, int] = {}  # of unknown lengths, in this event: object -> bytes
+        self.held: dict[int, dict[int, int]] = {}  # by fetch from HELD
         self.bytes: dict[
             int, tuple[str, int, int]
         ] = {}  # of a run: start -> dataset, object, bytes
         self.runs: Runs = {}  # of what was written last to each place
         self.reads = 0
         self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
-        self.lost: list[Lost] = []
+        self.stored = 0  # objects copied
         self.plans: list[PlanRetention] = []
         self.late: Callable[[], bool] = lambda: False  # whether plans take their time
         self.checking = True
@@ -144,20 +143,30 @@ class Rig:
         """The source answers a fetch."""
         fetch = self.fetches.pop(number)
         name = fetch.dataset
+        if fetch.origin == HELD:
+            return self.copy(fetch)
         out = self.size[name][fetch.ids].copy()
         self.reads += len(out)
-        held = {}
         for i, x in enumerate(fetch.ids.tolist()):
             if x in self.bad[name]:
                 out[i] = -1
             elif fetch.offset[i] == ABSENT:
-                held[x] = int(out[i])
+                self.landed[x] = int(out[i])
             else:
                 self.runs |= fetch.runs
                 self.put(int(fetch.offset[i]), name, x, int(fetch.length[i]))
-        if held:
-            self.held[number] = name, held
         return self.feed(Fetched(number, out, self.versions(fetch)))
+
+    def copy(self, fetch: FetchObjects) -> list[Action]:
+        """What was held is copied, as far as there is memory."""
+        held = self.held.pop(fetch.fetch)
+        out = np.array([held[x] for x in fetch.ids.tolist()])
+        out[self.memory(len(out)) :] = -1
+        self.runs |= fetch.runs
+        for x, at, n in zip(fetch.ids.tolist(), fetch.offset.tolist(), out.tolist(), strict=True):
+            if n >= 0:
+                self.put(at, fetch.dataset, x, n)
+        return self.feed(Fetched(fetch.fetch, out, self.versions(fetch)))
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Of what was read."""
@@ -182,8 +191,7 @@ class Rig:
         actions = self.core.handle(event, self.now)
         for action in actions:
             self.do(action)
-        while self.lost:
-            self.feed(self.lost.pop(0))
+        self.landed.clear()
         while self.plans and not self.late():
             self.plan()
         if self.checking:
@@ -208,24 +216,12 @@ class Rig:
             assert len(set(action.ids.tolist())) == len(action.ids)
             self.fetches[action.fetch] = action
             self.unpublished(action)
+            if action.origin == HELD:
+                self.stored += len(action.ids)
+                self.held[action.fetch] = {x: self.landed.pop(x) for x in action.ids.tolist()}
+                assert list(self.held[action.fetch].values()) == action.length.tolist()
         elif isinstance(action, Publish):
             self.publish(action)
-        elif isinstance(action, StoreObjects):
-            name, held = self.held[action.fetch]
-            assert name == action.dataset
-            assert absent(self, name, action.ids.tolist()), "seen before its bytes are there"
-            k = self.memory(len(action.ids))
-            self.runs |= action.runs
-            for x, at in zip(action.ids[:k].tolist(), action.offset[:k].tolist(), strict=True):
-                self.put(at, name, x, held.pop(x))
-            self.offset[name][action.ids[:k]] = action.offset[:k]
-            if k < len(action.ids):
-                self.lost.append(Lost(name, action.ids[k:], action.offset[k:]))
-                held.clear()
-            if not held:
-                del self.held[action.fetch]
-        elif isinstance(action, DiscardFetch):
-            self.held.pop(action.fetch, None)
         elif isinstance(action, PlanRetention):
             self.plans.append(action)
         else:
@@ -276,7 +272,7 @@ class Rig:
                     seen[number, step, x] = at
                 assert self.seen.get((number, step, x), at) == at, "moved under a reader"
         self.seen = seen
-        assert not self.held, "bytes are held that nobody will fetch"
+        assert self.held.keys() <= self.fetches.keys(), "bytes are held that nobody will fetch"
 
     def settle(self, limit: int = 10_000) -> None:
         """The source answers everything."""
@@ -420,7 +416,7 @@ class Bytes(Rig):
     def __init__(self, capacity: int, window: Window | None = None) -> None:
         super().__init__(capacity, window)
         self.arena = np.zeros(capacity, np.uint8)
-        self.stored = self.linked = 0
+        self.linked = 0
 
     @staticmethod
     @cache
@@ -435,10 +431,6 @@ class Bytes(Rig):
         for piece in pieces(arena, place, nbytes) or []:
             piece[:], data = data[: len(piece)], data[len(piece) :]
         assert not data
-
-    def do(self, action: Action) -> None:
-        self.stored += len(action.ids) if isinstance(action, StoreObjects) else 0
-        super().do(action)
 
     def look(self) -> None:
         """Whoever nobody has pinned may leave, but is never seen with another's bytes either."""

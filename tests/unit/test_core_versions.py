@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.free_ranges import ABSENT
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
+    HELD,
     Action,
     Checked,
     CheckVersions,
@@ -51,6 +52,8 @@ class Changing(Rig):
         self.checks: dict[int, tuple[CheckVersions, NDArray[np.int64]]] = {}
         self.read: dict[int, NDArray[np.int64]] = {}  # by fetch: versions at one moment of it
         self.got: dict[int, int] = {}  # by object: the version that was read last
+        self.said: dict[int, int] = {}  # by object: what the storage said of it
+        self.copies: dict[int, list[tuple[int, int]]] = {}  # by fetch from HELD: `got` and `said`
         self.version_at: dict[int, int] = {}  # by offset
         self.floor: dict[tuple[int, int], NDArray[np.int64]] = {}  # (session, step) -> versions
 
@@ -83,7 +86,10 @@ class Changing(Rig):
         if isinstance(action, SetReady):  # who read what is not ready any more has been told
             number, ready = action.session, action.ready
             self.seen = {k: at for k, at in self.seen.items() if k[0] != number or k[1] < ready}
-        if isinstance(action, FetchObjects):
+        if isinstance(action, FetchObjects) and action.origin == HELD:
+            self.copies[action.fetch] = [(self.got[x], self.said[x]) for x in action.ids.tolist()]
+            self.untouched(action)
+        elif isinstance(action, FetchObjects):
             self.read[action.fetch] = self.source[action.dataset].version.copy()
             self.untouched(action)
         super().do(action)
@@ -102,8 +108,16 @@ class Changing(Rig):
                 assert not any(a < end and b < a + k for b, end in read)
 
     def land(self, number: int) -> list[Action]:
-        """The source answers a fetch with bytes of one moment between its begin and now."""
-        fetch, version = self.fetches[number], self.read[number]
+        """The source answers a fetch with bytes of one moment between its begin and now.
+
+        What is copied is of the moment when it was read.
+        """
+        fetch = self.fetches[number]
+        if fetch.origin == HELD:
+            got = [got for got, _ in self.copies[number]]
+            self.got |= dict(zip(fetch.ids.tolist(), got, strict=True))
+            return super().land(number)
+        version = self.read[number]
         source = self.source[fetch.dataset]
         if self.rng.random() < 0.5:
             version = self.read[number] = source.version.copy()
@@ -112,8 +126,12 @@ class Changing(Rig):
         return super().land(number)
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
+        if fetch.origin == HELD:
+            return np.array([said for _, said in self.copies.pop(fetch.fetch)])
         source = self.source[fetch.dataset]
-        return source.told(source.file[fetch.ids], self.read.pop(fetch.fetch))
+        said = source.told(source.file[fetch.ids], self.read.pop(fetch.fetch))
+        self.said |= dict(zip(fetch.ids.tolist(), said.tolist(), strict=True))
+        return said
 
     def write(self, offset: int, name: str, x: int, nbytes: int) -> None:
         super().write(offset, name, x, nbytes)
@@ -176,6 +194,29 @@ def test_what_changed_is_read_anew_and_nothing_else(per_file: int) -> None:
     rig.change("d", 0)
     whole(rig, 1, 2)
     assert rig.reads == 30 + per_file
+
+
+def test_what_changes_between_reading_and_copying_is_read_anew() -> None:
+    """Its length was not known: it was read to private memory first."""
+    rig = Changing(10_000)
+    rig.files("d", [100, 100], per_file=2, known=False)
+    rig.open(1, "d", recheck="epoch")
+    rig.extend(1, 0, [[0]])
+    rig.begin(1, 0, 0)
+    rig.answer_all()
+    rig.extend(1, 0, [[1]])
+    rig.demand(1, range(1, 2))
+    rig.land(next(iter(rig.fetches)))
+    (copy,) = rig.fetches.values()
+    assert copy.origin == HELD
+    rig.change("d", 0)
+    rig.open(2, "d", recheck="epoch")
+    rig.extend(2, 0, [[0], [1]])
+    rig.begin(2, 0, 0)
+    rig.answer(next(iter(rig.checks)))
+    rig.land(copy.fetch)
+    rig.answer_all()
+    assert rig.readers[2].ready == 2
 
 
 def test_a_version_that_cannot_be_relied_on_is_read_anew_in_the_next_epoch() -> None:

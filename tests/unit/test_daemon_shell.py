@@ -21,7 +21,7 @@ import pytest
 from creel.cache.memory import shared_words
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.free_ranges import ABSENT
-from creel.cache.memory.runs import chained, pieces
+from creel.cache.memory.runs import Runs, chained, pieces
 from creel.cache.memory.shared_words import (
     HEARTBEAT,
     WANTED,
@@ -32,12 +32,7 @@ from creel.cache.memory.shared_words import (
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Read, Source
 from creel.config import Config
-from creel.daemon.core.events import (
-    DiscardFetch,
-    FetchObjects,
-    StoreObjects,
-    Tick,
-)
+from creel.daemon.core.events import HELD, Fetched, FetchObjects, Publish, Tick
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.service import fetcher
 from creel.daemon.service.control_socket import ControlSocket
@@ -57,87 +52,107 @@ def no_peers(origin: int, dataset: str) -> PeerSource:
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_the_shell_stores_bytes_and_then_publishes() -> None:
-    arena = Arena.create(4096)
-    fetcher = Fetcher(arena, lambda _: None, no_peers)
-    fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"fghi"}
+class Shell:
+    """A fetcher, files of unknown lengths that it has read, and room for them."""
 
-    class Watched(np.ndarray[Any, Any]):
-        def __setitem__(self, ids: Any, at: Any) -> None:
-            assert bytes(arena.view[4:7]) == b"abc"
-            assert bytes(arena.view[9:15]) == b"defghi"
-            super().__setitem__(ids, at)
+    def __init__(self, folder: Path, contents: list[bytes], nbytes: int = 8192) -> None:
+        paths = [folder / str(i) for i in range(len(contents))]
+        for path, data in zip(paths, contents, strict=True):
+            path.write_bytes(data)
+        self.ids = np.arange(len(contents), dtype=np.int32)
+        self.length = np.array([len(data) for data in contents])
+        self.arena, self.done = Arena.create(nbytes), queue.SimpleQueue[Any]()
+        self.fetcher = Fetcher(self.arena, self.done.put, no_peers)
+        self.fetcher.add("d", Source(Manifest.of_files([str(path) for path in paths])))
 
-    offset = np.full(3, -1, np.int64).view(Watched)
-    ids, places = np.array([2, 0, 1], np.int32), np.array([4, 9, 11])
-    assert fetcher.store(StoreObjects(7, "d", ids, places), offset) == 3
-    assert offset.tolist() == [9, 11, 4]
-    assert fetcher.held_nbytes() == 0
+    def read(self) -> Fetched:
+        """Read all of them, to private memory."""
+        nowhere = np.full(len(self.ids), ABSENT)
+        self.fetcher.submit(FetchObjects(7, "d", self.ids, nowhere, nowhere, 0.0))
+        event: Fetched = self.done.get(timeout=20)
+        assert event.nbytes.tolist() == self.length.tolist()
+        assert self.fetcher.held_nbytes() == self.length.sum()
+        return event
+
+    def copy(self, place: list[int], runs: Runs | None = None) -> Fetched:
+        """Copy all of them to these places."""
+        read = self.read()
+        with self.fetcher.landing(read):
+            room = np.array(place), self.length, 0.0, runs or {}, HELD
+            self.fetcher.submit(FetchObjects(8, "d", self.ids, *room))
+        event: Fetched = self.done.get(timeout=20)
+        with self.fetcher.landing(event):
+            assert self.fetcher.held_nbytes() == self.fetcher.pending == 0
+        assert read.version is not None
+        assert event.version is not None
+        assert event.version[event.nbytes >= 0].tolist() == read.version[event.nbytes >= 0].tolist()
+        return event
 
 
-def test_a_machine_without_memory_stores_no_more_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_was_read_before_its_length_was_known_is_copied_to_its_place(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
+    assert shell.copy([9, 11, 4]).nbytes.tolist() == [2, 4, 3]
+    assert bytes(shell.arena.view[4:15]) == b"abc\0\0defghi"
+    shell.fetcher.close()
+
+
+def test_what_is_not_copied_is_not_held_any_more(tmp_path: Path) -> None:
+    shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
+    with shell.fetcher.landing(shell.read()):
+        pass
+    assert shell.fetcher.held_nbytes() == shell.fetcher.pending == 0
+    shell.fetcher.close()
+
+
+def test_a_machine_without_memory_copies_no_more_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arena = Arena.create(4096)
-    fetcher = Fetcher(arena, lambda _: None, no_peers)
-    fetcher._held[7] = {2: b"abc", 0: b"de", 1: b"f", 3: b"g"}
-    write = arena.write
+    shell = Shell(tmp_path, [b"abc", b"de", b"f"])
+    write = shell.arena.write
 
     def short(offset: int, data: memoryview) -> None:
         if offset == 9:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(offset, data)
 
-    monkeypatch.setattr(arena, "write", short)
-    offset = np.full(4, -1, np.int64)
-    places = np.array([4, 9, 20])
-    assert fetcher.store(StoreObjects(7, "d", np.array([2, 0, 1], np.int32), places), offset) == 1
-    assert offset.tolist() == [-1, -1, 4, -1]
-    assert fetcher.store(StoreObjects(7, "d", np.array([3], np.int32), np.array([9])), offset) == 0
-    fetcher.discard(DiscardFetch(7))
-    assert fetcher.held_nbytes() == 0
+    monkeypatch.setattr(shell.arena, "write", short)
+    assert shell.copy([4, 9, 20]).nbytes.tolist()[:2] == [3, -1]
+    assert shell.copy([9, 20, 30]).nbytes.tolist()[0] == -1
     assert caplog.text.count("no memory") == 1
+    shell.fetcher.close()
 
 
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("held", [False, True])
 def test_an_object_in_several_runs_is_written_as_readers_read_it(
-    tmp_path: Path, *, stored: bool
+    tmp_path: Path, *, held: bool
 ) -> None:
     data = np.random.default_rng(0).bytes(100)
-    (tmp_path / "x").write_bytes(data)
-    arena, done = Arena.create(8192), queue.SimpleQueue[Any]()
-    fetcher = Fetcher(arena, done.put, no_peers)
-    ids, place = np.array([0], np.int32), np.array([chained(4096)])
-    runs = {chained(4096): np.array([[4096, 64], [0, 64], [640, 128]])}
-    if stored:
-        fetcher._held[7] = {0: data}
-        offset = np.full(1, ABSENT, np.int64)
-        assert fetcher.store(StoreObjects(7, "d", ids, place, runs), offset) == 1
-        assert offset.tolist() == place.tolist()
+    shell = Shell(tmp_path, [data])
+    place, runs = [chained(4096)], {chained(4096): np.array([[4096, 64], [0, 64], [640, 128]])}
+    if held:
+        assert shell.copy(place, runs).nbytes.tolist() == [100]
     else:
-        fetcher.add("d", Source(Manifest.of_files([str(tmp_path / "x")], lengths=[100])))
-        fetcher.submit(FetchObjects(7, "d", ids, place, np.array([100]), 0.0, runs))
-        assert done.get(timeout=20).nbytes.tolist() == [100]
-    found = pieces(arena.view, chained(4096), 100)
+        room = np.array(place), shell.length, 0.0, runs
+        shell.fetcher.submit(FetchObjects(7, "d", shell.ids, *room))
+        assert shell.done.get(timeout=20).nbytes.tolist() == [100]
+    found = pieces(shell.arena.view, chained(4096), 100)
     assert found is not None
     assert [len(piece) for piece in found] == [48, 48, 4]
     assert b"".join(found) == data
-    fetcher.close()
+    shell.fetcher.close()
 
 
-def test_what_is_stored_behind_an_object_in_several_runs_goes_to_its_own_place() -> None:
+def test_what_is_copied_behind_an_object_in_several_runs_goes_to_its_own_place(
+    tmp_path: Path,
+) -> None:
     """The place of the first, as a number, plus its length is where the second lies."""
-    arena = Arena.create(8192)
-    fetcher = Fetcher(arena, print, no_peers)
-    first, second = b"a" * 66, b"b" * 50
-    fetcher._held[7] = {0: first, 1: second}
-    places = np.array([chained(0), 64])
-    runs = {chained(0): np.array([[0, 64], [128, 64]])}
-    offset = np.full(2, ABSENT, np.int64)
-    fetcher.store(StoreObjects(7, "d", np.array([0, 1], np.int32), places, runs), offset)
-    for place, data in zip(offset.tolist(), (first, second), strict=True):
-        assert b"".join(pieces(arena.view, place, len(data)) or []) == data
-    fetcher.close()
+    contents = [b"a" * 66, b"b" * 50]
+    shell = Shell(tmp_path, contents)
+    places = [chained(0), 64]
+    shell.copy(places, {chained(0): np.array([[0, 64], [128, 64]])})
+    for place, data in zip(places, contents, strict=True):
+        assert b"".join(pieces(shell.arena.view, place, len(data)) or []) == data
+    shell.fetcher.close()
 
 
 @pytest.mark.parametrize("draining", [True, False])
@@ -149,17 +164,13 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     dataset = DatasetRecord.create(manifest, Source(manifest), 1 << 20)
     node.registry.add(dataset)
     offset = dataset.table.offset
-    node.arena.array[:50] = 7
     if draining:
         node.state = "draining"
-    ids, at = np.array([1], np.int32), np.array([100])
-    node.fetcher._held[3] = {0: b"x" * 50}
     with mock.patch.object(node.core, "handle") as handle:
-        handle.return_value = [StoreObjects(3, dataset.key, ids * 0, at * 2)]
+        handle.return_value = [Publish(dataset.key, np.array([0], np.int32), np.array([200]))]
         node.handle_event(Tick())
     # Who decides is not asked: what it thought done and was not would put its tables wrong.
     assert handle.called is not draining
-    assert bool(node.arena.array.sum() > 50 * 7) is not draining
     assert (offset[:].tolist() == [-1, -1]) is draining
     node.close()
 
