@@ -107,23 +107,32 @@ def read_file(path: str) -> bytes:
     Raises:
         OSError: it cannot be read.
     """
-    return _read_all(path)[0]
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _rest(fd, os.fstat(fd).st_size)
+    finally:
+        os.close(fd)
 
 
-def _read_all(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
+def _read_with_status(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
     """Return all bytes of a file, and its status before and after."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         before = os.fstat(fd)
-        data = os.read(fd, before.st_size + 1)
-        if not len(data) == before.st_size > 0:
-            parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
-            while parts[-1]:
-                parts.append(os.read(fd, _PIECE_NBYTES))
-            data = b"".join(parts)
-        return data, before, os.fstat(fd)
+        return _rest(fd, before.st_size), before, os.fstat(fd)
     finally:
         os.close(fd)
+
+
+def _rest(fd: int, size: int) -> bytes:
+    """Return what follows in a file that should be `size` bytes."""
+    data = os.read(fd, size + 1)
+    if len(data) == size > 0:
+        return data
+    parts = [data]  # more than 2 GiB, a file of /proc, or one that changes
+    while parts[-1]:
+        parts.append(os.read(fd, _PIECE_NBYTES))
+    return b"".join(parts)
 
 
 def _read_unchanged(uri: str) -> tuple[bytes, int]:
@@ -134,7 +143,7 @@ def _read_unchanged(uri: str) -> tuple[bytes, int]:
     """
     for _ in range(_TRIES):
         now = time.time_ns()
-        data, before, after = _read_all(path_of(uri))
+        data, before, after = _read_with_status(path_of(uri))
         if not version.torn(before, after):
             return data, version.of_stat(before, now)
     raise SourceError(errno.EBUSY, "changed while it was read", uri)
@@ -160,7 +169,7 @@ class LocalStore:
         if length == UNKNOWN and versioned:
             return _read_unchanged(stored.uri)
         if length == UNKNOWN:
-            return _read_all(path_of(stored.uri))[0], version.UNKNOWN
+            return read_file(path_of(stored.uri)), version.UNKNOWN
         now = time.time_ns()
         with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
             _check_size(stored, file.status.st_size, length)

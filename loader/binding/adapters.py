@@ -6,6 +6,7 @@ import operator
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -45,18 +46,27 @@ def leaf_of(dataset: object) -> CreelDataset:
 class Addressed(CreelDataset):
     """Whole-file objects, found by address when user code reads them."""
 
+    volatile = (*CreelDataset.volatile, "_index")
+
     def __init__(self, uris: Sequence[str]) -> None:
         """`uris`: addresses as `absolute` returns them."""
         self._uris = strings(uris)
-        self._index = _StringIndex(self._uris)
 
     @property
     def object_count(self) -> int:
         return len(self._uris)
 
+    def addresses(self, ids: NDArray[np.integer]) -> list[str]:
+        """The addresses of (k,) objects, as `absolute` returns them."""
+        return [self._uris[i].as_py() for i in ids.tolist()]  # `take` imports pyarrow.compute
+
     def find(self, address: str) -> int | None:
         """Object number of an address (as `absolute` returns it), or None."""
         return self._index.find(address)
+
+    @cached_property
+    def _index(self) -> _StringIndex:
+        return _StringIndex(self._uris)
 
     def _build_manifest(self) -> Manifest:
         return Manifest.of_files(self._uris)
@@ -73,20 +83,9 @@ class _StringIndex:
             len(column),
         )
         order = np.argsort(hashes, kind="stable")
-        self._sorted = hashes[order], order.astype(np.int32)
-        self._make_views()
-
-    def _make_views(self) -> None:
         # Memory views: reading single entries is 3 times as fast as from arrays.
-        self._hashes: memoryview[int] = memoryview(self._sorted[0])  # type: ignore[arg-type]  # numpy's
-        self._order: memoryview[int] = memoryview(self._sorted[1])  # type: ignore[arg-type]
-
-    def __getstate__(self) -> dict[str, object]:
-        return {"_column": self._column, "_sorted": self._sorted}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._make_views()
+        self._hashes: memoryview[int] = memoryview(hashes[order])  # type: ignore[arg-type]  # numpy's
+        self._order: memoryview[int] = memoryview(order.astype(np.int32))  # type: ignore[arg-type]
 
     def find(self, text: str) -> int | None:
         """The first row with `text`, or None."""

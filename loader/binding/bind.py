@@ -145,18 +145,14 @@ class Binding:
         ids, counts = self.objects(some)
         return len(self.manifest) == samples and np.array_equal(ids, some) and bool(counts.all())
 
-    def reading(
-        self, session: ReadableSession, ids: NDArray[np.integer] | None = None, stamp: int = -1
-    ) -> Lease:
-        """A lease: inside its `with`, this thread's reads of the leaves come from the arena.
+    def reading(self, session: ReadableSession, ids: NDArray[np.integer], stamp: int) -> Lease:
+        """A lease: inside its `with`, this thread's reads of a step's objects are copies.
 
         Args:
             ids: (k,) objects of the step, which the daemon has pinned; others are read directly.
-                None allows any object that does not move while it is copied.
             stamp: what `session.hold` returned for the step.
         """
-        allowed = None if ids is None else frozenset(ids.tolist())
-        return Lease(session, self._bases, self._named, allowed, stamp)
+        return Lease(session, ids, stamp, self._bases, self._named)
 
     def frozen(self) -> Binding:
         """A binding of a private copy of the dataset; only where `gather` is not None."""

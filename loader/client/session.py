@@ -268,24 +268,28 @@ class Session:
         """In a forked child: stop using the session, whose shared words belong to the parent."""
         self._lost = True
 
-    def pieces(self, object_id: int) -> list[memoryview] | None:
-        """Return the object's bytes, read-only and in order; None if it is absent.
+    def pieces(self, ids: NDArray[np.integer]) -> dict[int, list[memoryview]]:
+        """Return the bytes of those of (k,) objects that are there, read-only and in order.
 
-        Valid while its step is in [DONE, READY).
+        Valid while their step is in [DONE, READY).
         """
-        place, nbytes = int(self.table.offset[object_id]), int(self.table.length[object_id])
-        try:
-            return runs.pieces(self.client.arena.view, place, nbytes)
-        except ValueError:  # another thread has closed the client
-            return None
+        columns = ids, self.table.offset[ids], self.table.length[ids]
+        found = {}
+        with contextlib.suppress(ValueError):  # another thread has closed the client
+            view = self.client.arena.view
+            for i, place, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+                pieces = runs.pieces(view, place, nbytes)
+                if pieces is not None:
+                    found[i] = pieces
+        return found
 
-    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Fill row i of (n, nbytes) `out` with the object at place offset[i], unless it is ABSENT.
+    def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Fill row i of (n, nbytes) `out` with object ids[i], unless it is absent.
 
         Returns:
             (n,) True for each row that was filled.
         """
-        nbytes = out.shape[1]
+        offset, nbytes = self.table.offset[ids], out.shape[1]
         if self._rows is None or self._rows[0] != nbytes:
             self._rows = nbytes, Rows(self.client.arena, nbytes)
         if self._rows[1].copy(offset, out):

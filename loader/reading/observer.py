@@ -5,9 +5,8 @@ below creel.read and creel.open). Each is served from the arena of a session if 
 a `Lease` that covers it, else it is direct, and counted by the lease; inside `ObservedReads` it is
 recorded as well.
 
-A copy out of the arena is safe even for an object that is not pinned (user code may read any object
-at any time): its entry in the location table is read before and after, and a copy made while the
-object moved is discarded.
+Only the objects of the lease's step are copied: the daemon has pinned them, until it revokes that.
+Then the session's stamp changes, and a copy made meanwhile is discarded.
 """
 
 from __future__ import annotations
@@ -20,49 +19,38 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory import offsets
-from creel.cache.memory.shared_words import ABSENT
-
 Copied = TypeVar("Copied", bytes, bytearray)
+_NONE: NDArray[np.int32] = np.empty(0, np.int32)
 #: What a thread reads: an address, or an object of a leaf as (id(leaf), object number).
 Asked = str | tuple[int, int]
-
-
-class Locations(Protocol):
-    """The part of the location table that a reader needs."""
-
-    @property
-    def offset(self) -> offsets.Places:
-        """(n,) first byte of each object in the arena, or ABSENT."""
-        ...
 
 
 class ReadableSession(Protocol):
     """The part of `loader.client.session.Session` that a reader needs."""
 
-    @property
-    def table(self) -> Locations:
-        """The location table."""
-        ...
-
-    def pieces(self, object_id: int, /) -> list[memoryview] | None:
-        """The bytes of an object in the arena, read-only and in order; None when it is absent."""
+    def pieces(self, ids: NDArray[np.integer], /) -> Mapping[int, list[memoryview]]:
+        """The bytes of those of (k,) objects that are in the arena, read-only and in order."""
         ...
 
     def stamp(self) -> int:
         """A number that changes once anything that could be copied before may be invalid."""
         ...
 
-    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8], /) -> NDArray[np.bool_]:
-        """Copy the object at place offset[i] to row i of `out`; (n,) whether each was copied."""
+    def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8], /) -> NDArray[np.bool_]:
+        """Copy object ids[i] to row i of `out`; (n,) whether each was in the arena."""
         ...
 
 
 class Named(Protocol):
     """A leaf whose objects can be found by their address."""
 
-    def find(self, address: str) -> int | None:
-        """Number of the object with this address, or None."""
+    @property
+    def object_count(self) -> int:
+        """Number of objects."""
+        ...
+
+    def addresses(self, ids: NDArray[np.integer], /) -> list[str]:
+        """The addresses of (k,) objects."""
         ...
 
 
@@ -83,7 +71,7 @@ _thread = _Thread()
 
 
 class Lease:
-    """Inside the `with`, this thread's reads of some leaves are served from a session's arena.
+    """Inside the `with`, this thread's reads of a step's objects are served from the arena.
 
     It replaces a lease around it. Counts what it could not serve: `direct_reads`, `direct_nbytes`
     and `direct_ns`; without a session also `blocked`, how often the thread slept meanwhile. Use
@@ -91,10 +79,12 @@ class Lease:
     """
 
     __slots__ = (
-        "_allowed",
         "_bases",
+        "_ids",
         "_named",
+        "_numbers",
         "_outer",
+        "_pieces",
         "_session",
         "_stamp",
         "blocked",
@@ -106,25 +96,27 @@ class Lease:
     def __init__(
         self,
         session: ReadableSession | None = None,
+        ids: NDArray[np.integer] = _NONE,
+        stamp: int = -1,
         bases: Mapping[int, int] | None = None,
         named: Sequence[Named] = (),
-        allowed: frozenset[int] | None = None,
-        stamp: int = -1,
     ) -> None:
         """Make a lease.
 
         Args:
             session: where bytes are copied from; None to only count direct reads.
+            ids: (k,) objects of the step; others are read directly.
+            stamp: what `session.stamp()` must still be after each copy.
             bases: first object id by `id(leaf)`.
             named: leaves whose objects can be found by address.
-            allowed: the only ids that may be copied, None for all.
-            stamp: what `session.stamp()` must still be after each copy; -1 for its value now.
         """
         self._session = session
-        self._stamp = session.stamp() if session is not None and stamp < 0 else stamp
+        self._ids = ids
+        self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        self._allowed = allowed
+        self._numbers: dict[str, int] | None = None  # by address
+        self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
         self.direct_nbytes = 0
@@ -139,6 +131,7 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         _thread.lease = self._outer
+        self._pieces = None
         if self._session is None:
             self.blocked += _sleeps()
 
@@ -161,14 +154,20 @@ class Lease:
         return None if address is None else self.find(address)
 
     def find(self, address: str) -> int | None:
-        """Number in the session of the object at an address; None if the lease has none."""
+        """Number in the session of the step's object at an address, or None."""
         if self._session is None:
             return None
+        if self._numbers is None:
+            self._numbers = self._by_address()
+        return self._numbers.get(address)
+
+    def _by_address(self) -> dict[str, int]:
+        numbers: dict[str, int] = {}
         for leaf in self._named:
-            object_id = leaf.find(address)
-            if object_id is not None:
-                return self._bases[id(leaf)] + object_id
-        return None
+            base = self._bases[id(leaf)]
+            own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
+            numbers.update(zip(leaf.addresses(own - base), own.tolist(), strict=True))
+        return numbers
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
         """The bytes of an object: a copy from the arena if it is there, else by `direct`."""
@@ -182,16 +181,15 @@ class Lease:
 
     def _copy(self, number: int, kind: type[Copied]) -> Copied | None:
         session = self._session
-        if session is None or (self._allowed is not None and number not in self._allowed):
+        if session is None:
             return None
-        offset = session.table.offset
-        before = offset[number]
-        pieces = session.pieces(number)
+        if self._pieces is None:
+            self._pieces = session.pieces(self._ids)  # of all, which takes little longer
+        pieces = self._pieces.get(number)
         if pieces is None:
             return None
         data = kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
-        whole = offset[number] == before and session.stamp() == self._stamp
-        return data if whole else None
+        return data if session.stamp() == self._stamp else None
 
     def take_rows(
         self,
@@ -222,13 +220,14 @@ class Lease:
         session = self._session
         if session is None:
             return None
-        offset = session.table.offset
-        before = offset[numbers]
-        if self._allowed is not None and not self._allowed.issuperset(numbers.tolist()):
-            may = np.array([i in self._allowed for i in numbers.tolist()])
-            before = np.where(may, before, ABSENT)
-        copied = session.rows(before, out)
-        copied &= offset[numbers] == before
+        copied = np.isin(numbers, self._ids)
+        if copied.all():
+            copied = session.rows(numbers, out)
+        else:
+            some = np.empty((int(np.count_nonzero(copied)), out.shape[1]), np.uint8)
+            there = session.rows(numbers[copied], some)
+            out[copied] = some
+            copied[copied] = there
         return copied if session.stamp() == self._stamp else None
 
     def _note(self, reads: int, nbytes: int, ns: int) -> None:

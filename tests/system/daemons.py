@@ -127,6 +127,12 @@ def plan(
     return at + len(ends)
 
 
+def content(session: Session, object_id: int) -> bytes | None:
+    """An object's bytes in the arena, None where it is not there."""
+    pieces = session.pieces(np.array([object_id])).get(object_id)
+    return None if pieces is None else b"".join(pieces)
+
+
 def read_steps(
     session: Session, manifest: Manifest, ids: NDArray[np.integer], batch: int, at: int = 0
 ) -> int:
@@ -135,9 +141,9 @@ def read_steps(
     for step, start in enumerate(range(0, len(ids), batch), at):
         assert session.wait(step, 20), f"step {step} is not ready"
         for i in ids[start : start + batch].tolist():
-            pieces = session.pieces(i)
-            if pieces is not None:
+            data = content(session, i)
+            if data is not None:
                 hits += 1
-                assert b"".join(pieces) == Path(manifest.uri(i)).read_bytes(), f"object {i}"
+                assert data == Path(manifest.uri(i)).read_bytes(), f"object {i}"
         session.done(step + 1)
     return hits

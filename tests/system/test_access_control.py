@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from daemons import Running, folder, plan, read_steps, status
+from daemons import Running, content, folder, plan, read_steps, status
 
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
@@ -122,7 +122,7 @@ def test_a_worker_may_only_attach(daemon: Running, tmp_path: Path) -> None:
             same = worker.attach(session.id)
             plan(session, np.arange(10, dtype=np.int32), 5)
             assert same.wait(1, 10)
-            assert b"".join(same.pieces(9) or []) == (tmp_path / "0009").read_bytes()
+            assert content(same, 9) == (tmp_path / "0009").read_bytes()
 
 
 def test_the_arena_and_the_table_cannot_be_written_by_clients(

@@ -23,7 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from daemons import Running, folder, plan, read_steps, status
+from daemons import Running, content, folder, plan, read_steps, status
 
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
@@ -318,7 +318,7 @@ def test_a_client_is_dead_in_a_forked_child_and_alive_in_its_parent(
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert session.alive
         assert client.ask("status")["sessions"] == 1
-        assert b"".join(session.pieces(3) or []) == (tmp_path / "0003").read_bytes()
+        assert content(session, 3) == (tmp_path / "0003").read_bytes()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -347,6 +347,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(daemon: Running) -> None
 
 _WORKER = """
 import json, sys
+import numpy as np
 from creel.loader.client.client import Client
 token, session_id, first, last = json.loads(sys.argv[1])
 client = Client.connect("", "worker", token)
@@ -354,7 +355,7 @@ session = client.attach(session_id)
 assert "torch" not in sys.modules
 for step in range(first, last):
     assert session.wait(step, 20)
-    print(session.pieces(step)[0][0], flush=True)
+    print(session.pieces(np.array([step]))[step][0][0], flush=True)
 client.close()
 """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemons import COMMAND, Running, folder, plan, read_steps, status
+from daemons import COMMAND, Running, content, folder, plan, read_steps, status
 
 from creel.cache.memory.shared_words import FAILED, HEARTBEAT, READY
 from creel.cache.storage.manifest import Manifest
@@ -90,7 +90,7 @@ def test_a_missing_file_is_absent_and_holds_up_nobody(daemon: Running, tmp_path:
         session = client.open(client.register(manifest))
         plan(session, np.arange(20, dtype=np.int32), 5)
         assert read_steps(session, manifest, np.arange(20), 5) == 19
-        assert session.pieces(7) is None
+        assert content(session, 7) is None
         assert session.words[FAILED] == 1
         assert client.ask("stats")["sources"][0]["errors_by_kind"] == {"ENOENT": 1}
 
@@ -160,7 +160,7 @@ def test_ready_is_never_ahead_of_the_bytes(daemon: Running, tmp_path: Path) -> N
             ready = session.words[READY]
             for step in range(seen, ready):
                 for i in ids[step * 4 : step * 4 + 4].tolist():
-                    assert b"".join(session.pieces(i) or []) == (tmp_path / f"{i:04}").read_bytes()
+                    assert content(session, i) == (tmp_path / f"{i:04}").read_bytes()
                 session.done(step + 1)
             seen = max(seen, ready)
 
@@ -214,7 +214,7 @@ def test_a_killed_daemon_is_noticed_at_once_and_its_bytes_stay(
     assert not session.alive
     assert not client.alive
     assert session.ready(0)
-    assert b"".join(session.pieces(3) or []) == (tmp_path / "0003").read_bytes()
+    assert content(session, 3) == (tmp_path / "0003").read_bytes()
     assert not session.extend(0, 1, np.arange(5, dtype=np.int32), np.array([5]))
     with pytest.raises(UnavailableError):
         client.register(manifest)

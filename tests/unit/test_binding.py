@@ -30,11 +30,11 @@ from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError
-from creel.loader.binding.adapters import Declared
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.tree import bindable
 from creel.loader.buffers import BufferPool
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
+from creel.loader.reading.observer import Lease
 from folders import folder
 
 pytestmark = pytest.mark.timeout(120)
@@ -56,6 +56,7 @@ class Arena:
         source = Source(manifest)
         self.table = Table(len(manifest))
         self.taken: list[int] = []
+        self.revoked = 0
         self.lengths: dict[int, int] = {}
         parts, end = [], 0
         for i in range(len(manifest)) if ids is None else ids:
@@ -65,24 +66,40 @@ class Arena:
             end += len(data)
         self.memory = memoryview(b"".join(parts))
 
-    def pieces(self, object_id: int) -> list[memoryview] | None:
-        offset = int(self.table.offset[object_id])
-        if offset == ABSENT:
-            return None
-        self.taken.append(object_id)
-        return [self.memory[offset : offset + self.lengths[object_id]]]
+    def pieces(self, ids: NDArray[np.integer]) -> Taken:
+        found = Taken(self.taken)
+        for i in ids.tolist():
+            at = int(self.table.offset[i])
+            if at != ABSENT:
+                found[i] = [self.memory[at : at + self.lengths[i]]]
+        return found
 
     def stamp(self) -> int:
-        return 0
+        return self.revoked
 
-    def rows(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        nbytes = out.shape[1]
-        for row, at in zip(out, offset.tolist(), strict=True):
-            if at != ABSENT:
-                row[:] = np.frombuffer(self.memory[at : at + nbytes], np.uint8)
-                self.taken.append(list(self.table.offset).index(at))
-        there: NDArray[np.bool_] = offset != ABSENT
+    def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        found = self.pieces(ids)
+        there = np.array([i in found for i in ids.tolist()])
+        for i in np.flatnonzero(there).tolist():
+            out[i] = np.frombuffer(found.get(int(ids[i]))[0], np.uint8)
         return there
+
+
+class Taken(dict[int, list[memoryview]]):
+    """Bytes by object, and a list of those that somebody took."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self.taken = taken
+
+    def get(self, object_id: int, default: Any = None) -> Any:
+        if object_id in self:
+            self.taken.append(object_id)
+        return super().get(object_id, default)
+
+
+def lent(binding: Binding, arena: Arena) -> Lease:
+    """A lease for a step of all objects."""
+    return binding.reading(arena, np.arange(len(binding.manifest)), 0)
 
 
 def bound(dataset: object) -> Binding:
@@ -310,7 +327,7 @@ def test_a_lease_serves_from_the_arena_and_ends(tmp_path: Path) -> None:
     binding = bound(tree)
     plain = [tree[i] for i in range(6)]
     arena = Arena(binding.manifest, [0, 1, 6], flip=255)
-    with binding.reading(arena) as lease:
+    with lent(binding, arena) as lease:
         leased = [binding.dataset[i] for i in range(6)]
     for i in range(6):
         assert same(leased[i], ~plain[i] if i in {0, 1, 4} else plain[i])
@@ -325,24 +342,23 @@ def test_a_lease_serves_from_the_arena_and_ends(tmp_path: Path) -> None:
 def test_only_the_steps_objects_are_taken_when_they_are_named(tmp_path: Path) -> None:
     binding = bound(files(tmp_path, "a", 4))
     arena = Arena(binding.manifest)
-    with binding.reading(arena, np.array([1, 3], np.int32)):
+    with binding.reading(arena, np.array([1, 3], np.int32), 0):
         for i in range(4):
             binding.dataset[i]
     assert arena.taken == [1, 3]
 
 
-def test_a_copy_of_an_object_that_moved_meanwhile_is_thrown_away(tmp_path: Path) -> None:
+def test_a_copy_made_while_the_step_was_revoked_is_thrown_away(tmp_path: Path) -> None:
     binding = bound(files(tmp_path, "a", 2))
     plain = binding.dataset[0]
 
-    class Moving(Arena):
-        def pieces(self, object_id: int) -> list[memoryview] | None:
-            pieces = super().pieces(object_id)
-            self.table.offset[object_id] = ABSENT
-            return pieces
+    class Revoking(Arena):
+        def pieces(self, ids: NDArray[np.integer]) -> Taken:
+            self.revoked += 1
+            return super().pieces(ids)
 
-    arena = Moving(binding.manifest, flip=255)
-    with binding.reading(arena) as lease:
+    arena = Revoking(binding.manifest, flip=255)
+    with lent(binding, arena) as lease:
         assert same(binding.dataset[0], plain)
     assert arena.taken == [0]
     assert lease.direct_reads == 1
@@ -352,8 +368,8 @@ def test_a_lease_belongs_to_its_thread_and_replaces_the_one_around_it(tmp_path: 
     a, b = files(tmp_path, "a", 2), files(tmp_path, "b", 2)
     outer, inner = bound(a), bound(b)
     first, second = Arena(outer.manifest), Arena(inner.manifest)
-    with outer.reading(first):
-        with inner.reading(second) as lease:
+    with lent(outer, first):
+        with lent(inner, second) as lease:
             a[0], b[0]
             other = threading.Thread(target=lambda: (a[1], b[1]))
             other.start()
@@ -368,7 +384,7 @@ def test_a_lease_ends_with_an_error(tmp_path: Path) -> None:
     leaf = files(tmp_path, "a", 2)
     binding = bound(leaf)
     arena = Arena(binding.manifest)
-    with pytest.raises(KeyError), binding.reading(arena):
+    with pytest.raises(KeyError), lent(binding, arena):
         raise KeyError
     leaf[0]
     assert not arena.taken
@@ -384,7 +400,7 @@ def test_a_lease_is_cheap(tmp_path: Path) -> None:
 def _seconds_of_leases(binding: Binding, arena: Arena) -> float:
     start = time.thread_time()
     for _ in range(1000):
-        with binding.reading(arena):
+        with lent(binding, arena):
             pass
     return time.thread_time() - start
 
@@ -406,7 +422,7 @@ def test_every_kind_of_leaf_reads_the_same_from_an_arena(tmp_path: Path, photos:
         binding = bound(tree)
         arena = Arena(binding.manifest)
         plain = [tree[i] for i in range(len(tree))]  # type: ignore[arg-type]
-        with binding.reading(arena) as lease:
+        with lent(binding, arena) as lease:
             for i, sample in enumerate(plain):
                 assert same(binding.dataset[i], sample)
         assert lease.direct_reads == 0
@@ -422,7 +438,7 @@ def test_a_binding_pickles_with_its_dataset(tmp_path: Path, photos: Path, protoc
     arena = Arena(binding.manifest)
     plain = [tree[i] for i in range(5)]
     again = pickle.loads(pickle.dumps(binding, protocol))
-    with again.reading(arena) as lease:
+    with lent(again, arena) as lease:
         for i in range(5):
             assert same(again.dataset[i], plain[i])
     assert lease.direct_reads == 0
@@ -441,7 +457,7 @@ def test_a_torchvision_folder_is_served_and_left_alone(photos: Path, make: Any) 
     arena = Arena(binding.manifest)
     assert id(binding.dataset) == id(dataset)  # mypy narrows by `is`
     plain = [dataset[i] for i in range(-6, 6)]
-    with binding.reading(arena) as lease:
+    with lent(binding, arena) as lease:
         assert all(same(dataset[i], plain[i]) for i in range(-6, 6))
         assert len(arena.taken) == 12
         assert lease.direct_reads == 0
@@ -461,11 +477,11 @@ def test_changed_samples_of_torchvision_never_give_another_files_bytes(photos: P
     dataset.samples.reverse()
     assert binding.still()  # as many would take time to be compared
     plain = [dataset[i] for i in range(6)]
-    with binding.reading(Arena(binding.manifest)):
+    with lent(binding, Arena(binding.manifest)):
         assert all(same(dataset[i], plain[i]) for i in range(6))
     arena = Arena(binding.manifest)
     dataset.loader = lambda path: path
-    with binding.reading(arena):
+    with lent(binding, arena):
         assert dataset[0] == dataset.samples[0]
     assert not arena.taken
     dataset.samples = dataset.samples[:3]
@@ -480,7 +496,7 @@ def test_a_file_that_is_no_image_fails_with_its_path_as_in_torchvision(photos: P
     with pytest.raises(OSError, match="cannot identify") as theirs:
         dataset[2]
     with (
-        binding.reading(Arena(binding.manifest)),
+        lent(binding, Arena(binding.manifest)),
         pytest.raises(OSError, match="cannot identify") as ours,
     ):
         dataset[2]
@@ -495,7 +511,7 @@ def test_folders_are_served_below_the_wrappers(photos: Path) -> None:
         binding = bound(whole)
         arena = Arena(binding.manifest)
         plain = whole[1]
-        with binding.reading(arena):
+        with lent(binding, arena):
             assert same(whole[1], plain)
         assert arena.taken
 
@@ -543,31 +559,12 @@ def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -
     arena = Arena(binding.manifest, flip=255)
     plain = [binding.dataset[i] for i in range(3)]
     other = leaf.read(2)
-    with binding.reading(arena, ids) as lease:
+    with binding.reading(arena, ids, 0) as lease:
         leased = [binding.dataset[i] for i in range(3)]
         assert creel.read(leaf.paths[2]) == other  # not one of these objects
     assert [bytes(b ^ 255 for b in sample) for sample in leased] == plain
     assert arena.taken == ids.tolist()
     assert lease.direct_reads == 1
-
-
-def test_an_address_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    leaf = files(tmp_path, "a", 3)
-    binding = bound(Pairs([Path(p) for p in leaf.paths[:2]], "numbers"))
-    looked: list[str] = []
-    find = Declared.find
-
-    def seen(self: Declared, address: str) -> int | None:
-        looked.append(address)
-        return find(self, address)
-
-    monkeypatch.setattr(Declared, "find", seen)
-    with binding.reading(Arena(binding.manifest)):
-        for path in leaf.paths:  # the last one is not declared
-            with creel.open(path) as f:
-                assert f.read() == Path(path).read_bytes()
-            assert creel.read(path) == Path(path).read_bytes()
-    assert looked == [path for path in leaf.paths for _ in range(2)]
 
 
 def test_a_wrong_declaration_is_one_sentence(tmp_path: Path) -> None:
