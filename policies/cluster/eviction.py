@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from creel.policies.candidates import Index
 from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.placement import nobody
-from creel.policies.eviction_policy import RESIDENT
+from creel.policies.cluster.placement import dataset_nbytes, nobody
+from creel.policies.eviction_policy import RESIDENT, joined
 from creel.policies.next_use import NextUses
 from creel.policies.planned_eviction import PlannedEviction, PlanningContext
 from creel.policies.retention import Kept, Turn
 from creel.policies.selection import Ids, Nodes
 
-#: Later epochs that placement looks at: on how many nodes an object is used soonest.
-_DEPTH = 4
+#: Most later epochs that placement looks at: a plan takes a byte per object for each.
+_MAX_DEPTH = 8
 #: Share of an epoch that is kept first, as it is read ahead: at least so much, and so many steps.
 _LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
 
@@ -61,10 +61,10 @@ class Deals:
         """Whether an epoch and the one after it are known."""
         return self.view is not None and {epoch, epoch + 1} <= set(self.orders)
 
-    def from_epoch(self, epoch: int) -> list[JobOrder]:
-        """The orders of `epoch`, which is `known`, and of _DEPTH later ones."""
+    def from_epoch(self, epoch: int, depth: int) -> list[JobOrder]:
+        """The orders of `epoch`, which is `known`, and of `depth` later ones."""
         now, then = self.orders[epoch], self.orders[epoch + 1]
-        return [now, then, *(then.after(now, i) for i in range(1, _DEPTH))]
+        return [now, then, *(then.after(now, i) for i in range(1, depth))]
 
 
 class Placed(NamedTuple):
@@ -73,11 +73,16 @@ class Placed(NamedTuple):
     Args:
         holder, reader: (n,) node that holds each object when the epoch turns, and that reads it in
             the next one; `placement.nobody`: none does.
+        copies: (n,) whether this node, which is not the holder, is to have a second copy; None:
+            the memories together hold no more than all objects.
+        spare: these copies, the soonest to be read first.
         surplus: what this node holds in vain.
     """
 
     holder: Nodes
     reader: Nodes
+    copies: NDArray[np.bool_] | None
+    spare: Ids
     surplus: list[Ids]
 
 
@@ -89,6 +94,7 @@ class ClusterTurn:
         view: the nodes.
         orders: of this epoch and of later ones.
         holder: (n,) who held each object when this epoch began; None: nobody anything.
+        copies: (n,) whether this node had a second copy of each then; None: of nothing.
         size: (n,) bytes of each object, or (1,) where all are equal or some are unknown.
         life: (n,) states on this node.
         lead: share of the next epoch that is kept first.
@@ -97,6 +103,7 @@ class ClusterTurn:
     view: ClusterView
     orders: list[JobOrder]
     holder: Nodes | None
+    copies: NDArray[np.bool_] | None
     size: NDArray[np.int64]
     life: NDArray[np.uint8]
     lead: float
@@ -104,18 +111,31 @@ class ClusterTurn:
     def plan(self) -> Placed:
         """Return who holds what when the epoch turns; takes a second for a million objects."""
         now = self._uses(self.orders[0].by_rank(), self.orders[0])
-        following = [order.by_rank() for order in self.orders[1:]]
-        owners = [
-            self._uses(ranks, order).owner
-            for ranks, order in zip(following, self.orders[1:], strict=True)
-        ]
+        following = self.orders[1].by_rank()
+        owners = [self._uses(following, self.orders[1]).owner]
+        owners += [self._uses(order.by_rank(), order).owner for order in self.orders[2:]]
         holder = self.holder
         if holder is None:
             holder = np.full_like(now.owner, nobody(now.owner))
-        rest = owners, following[0], self.size, self.view.capacity
+        rest = owners, following, self.size, self.view.capacity
         after = placement.turn(holder, now, *rest, lead=self.lead)
         vain = (self.life == RESIDENT) & (after != self.view.me)
-        return Placed(after, owners[0], [vain.nonzero()[0].astype(np.int32)])
+        copies, spare = self._copies(holder, after, now, owners)
+        if copies is not None:
+            vain &= ~copies
+        return Placed(after, owners[0], copies, spare, [vain.nonzero()[0].astype(np.int32)])
+
+    def _copies(
+        self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]
+    ) -> tuple[NDArray[np.bool_] | None, Ids]:
+        """Plan what fills the memory that the plan for all leaves free on this node."""
+        n, me = len(self.life), self.view.me
+        if dataset_nbytes(self.size, n) >= int(self.view.capacity.sum()):
+            return None, np.empty(0, np.int32)
+        held = np.zeros(n, np.bool_) if self.copies is None else self.copies
+        room = self.size, int(self.view.capacity[me])
+        copies = placement.replicas(me, held, holder, after, now, owners, *room)
+        return copies, placement.soonest_first(me, copies.nonzero()[0].astype(np.int32), owners)
 
     def _uses(self, ranks: list[Ids], order: JobOrder) -> placement.Uses:
         nodes = self.view.nodes.tolist()
@@ -143,6 +163,8 @@ class ClusterEviction(PlannedEviction):
         super().__init__(life, pins, uses, epoch)
         self.deals = deals
         self._holder: Nodes | None = None  # when this epoch began
+        self._copies: NDArray[np.bool_] | None = None  # of this node, then
+        self._spare: Ids = np.empty(0, np.int32)  # copies that yield to anything else
         self._next: Placed | None = None  # when it ends
         self._asking: ClusterTurn | None = None
         # Held for a peer that reads it in this epoch; sent already for the next one.
@@ -156,12 +178,13 @@ class ClusterEviction(PlannedEviction):
             return None
         if not self.deals.known(self.epoch):
             return None
-        orders = self.deals.from_epoch(self.epoch)
+        size = context.agreed_size
+        whole = max(dataset_nbytes(size, len(self._life)), 1)
+        depth = placement.useful_depth(len(view.capacity), int(view.capacity.sum()) / whole)
+        orders = self.deals.from_epoch(self.epoch, min(depth, _MAX_DEPTH))
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
         lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
-        self._asking = ClusterTurn(
-            view, orders, self._holder, context.agreed_size, self._life, lead
-        )
+        self._asking = ClusterTurn(view, orders, self._holder, self._copies, size, self._life, lead)
         return self._asking
 
     def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
@@ -170,6 +193,9 @@ class ClusterEviction(PlannedEviction):
             return
         self._asking, self._next = None, kept
         self._stays, self._surplus = kept.holder == self.deals.view.me, kept.surplus
+        self._spare = kept.spare
+        if kept.copies is not None:
+            self._stays |= kept.copies
 
     def turn(self, uses: NextUses, epoch: int) -> None:
         """The first object of `epoch` was read."""
@@ -179,6 +205,8 @@ class ClusterEviction(PlannedEviction):
         super().turn(uses, epoch)
         self._asking = self._next = None
         self._holder = None if placed is None else placed.holder
+        self._copies = None if placed is None else placed.copies
+        self._spare = self._spare[:0]
         self._lent[:] = False
         if placed is not None and self.deals.view is not None:
             me = self.deals.view.me
@@ -187,6 +215,20 @@ class ClusterEviction(PlannedEviction):
             self._lent &= ~self._sent_early
         self._sent_early[:] = False
         self.deals.forget(epoch)
+
+    def victims(self, k: int, step: int) -> Index:
+        """Up to k distinct objects to evict; second copies after all else, the last used first."""
+        found = super().victims(k, step)
+        if len(found) >= k or self._stays is None:
+            return found
+        more, left = [found], k - len(found)
+        while len(self._spare) and left > 0:
+            ids, self._spare = self._spare[-left:].astype(np.intp), self._spare[:-left]
+            self._stays[ids] = False
+            ids = ids[self._leaving(ids) & ~self._listed[ids] & ~self.wanted(ids)]
+            more.append(ids)
+            left -= len(ids)
+        return joined(more)
 
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether the current epoch reads each again, here or on a peer."""

@@ -146,8 +146,7 @@ def turn(
     _level(where, kind, site, capacity)
     whole = int(size[0]) if len(size) == 1 else 0
     tally = Tally(-(-n // max(nodes, 1)), nodes=nodes, kinds=depth + 3, whole=whole)
-    total = int(size[0]) * n if len(size) == 1 else int(size.sum())
-    lead = min(lead, _MAX_LEAD_OF_MEMORY * int(capacity.sum()) / max(total, 1))
+    lead = min(lead, _MAX_LEAD_OF_MEMORY * int(capacity.sum()) / max(dataset_nbytes(size, n), 1))
     for ids in _pieces(n):
         site.flow(ids, tally)
     parts = []
@@ -189,14 +188,28 @@ def replicas(
         & (planned != node)
         & (planned != nobody(planned))
     )
-    ids = _scattered(np.flatnonzero(could).astype(np.int32))
-    gap = np.full(len(ids), len(owners) + 1, np.uint8)
-    for g in range(len(owners), 0, -1):
-        gap[owners[g - 1][ids] == node] = g
-    ids = ids[gap.argsort(kind="stable")]
+    ids = soonest_first(node, _scattered(np.flatnonzero(could).astype(np.int32)), owners)
     out = np.zeros(len(planned), np.bool_)
     out[ids[_nbytes(ids, size).cumsum() <= room]] = True
     return out
+
+
+def soonest_first(node: int, ids: Ids, owners: Sequence[Nodes]) -> Ids:
+    """Return (k,) `ids` by the first of these epochs in which `node` reads each.
+
+    >>> owners = [np.array([0, 1, 0], np.uint8), np.array([1, 0, 1], np.uint8)]
+    >>> soonest_first(1, np.array([0, 1, 2], np.int32), owners).tolist()
+    [1, 0, 2]
+    """
+    gap = np.full(len(ids), len(owners) + 1, np.uint8)
+    for g in range(len(owners), 0, -1):
+        gap[owners[g - 1][ids] == node] = g
+    return ids[gap.argsort(kind="stable")]
+
+
+def dataset_nbytes(size: Ints, n: int) -> int:
+    """Bytes of n objects; `size`: (n,) of each, or (1,) where all are equal."""
+    return int(size[0]) * n if len(size) == 1 else int(size.sum())
 
 
 def remap(holder: Nodes, order: Ids, node_of: NDArray[np.intp], batch: int) -> Ids:

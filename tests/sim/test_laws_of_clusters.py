@@ -36,6 +36,15 @@ def test_with_room_for_all_the_source_is_read_once() -> None:
     assert all(counts["peer"] <= 0.36 * order.samples for counts in runs[2:])
 
 
+def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
+    """By chance a quarter of them would be: what fits on one of 8 nodes."""
+    order = job(8, 4096)
+    runs = Nodes(8, order, 2.0).run(12)
+    assert sum(counts["source"] for counts in runs) <= 1.03 * order.samples  # read ahead, once
+    peers = [counts["peer"] / order.samples for counts in runs[6:]]
+    assert sum(peers) / len(peers) <= 0.5
+
+
 def test_a_peer_that_is_gone_costs_what_it_held() -> None:
     order = job(4)
     nodes = Nodes(4, order, 1.1)
