@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch  # noqa: F401  what `verify` below forks has it
+import torch  # noqa: F401  the forks have it
 
 from creel.cli.main import main
 from kit import until
@@ -93,21 +94,47 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+def forked(*words: str, cwd: Path | None = None) -> tuple[int, str, str]:
+    """Run the command in a fork of this process, to which its imports are no news.
+
+    Returns:
+        Its exit code, output and errors.
+    """
+
+    def run() -> None:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.argv = ["creel", *words]
+        os.chdir(cwd or ".")
+        sys.exit(main())
+
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = multiprocessing.get_context("fork").Process(target=run)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: threads and fork
+            process.start()
+        process.join(120)
+        if process.exitcode is None:
+            process.kill()
+            pytest.fail(f"creel {words} did not end")
+        out.seek(0)
+        err.seek(0)
+        return process.exitcode, out.read(), err.read()
+
+
 def creel(*words: str, cwd: Path | None = None, code: int = 0) -> str:
-    """Run the command and give its output; its exit code must be `code`."""
-    done = subprocess.run(
-        [*CREEL, *words], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    """The output of the command, whose exit code must be `code`."""
+    found, out, err = forked(*words, cwd=cwd)
+    assert found == code, f"{found}\n{out}\n{err}"
+    return out
 
 
 @pytest.fixture
 def daemon(name: str) -> Iterator[subprocess.Popen[bytes]]:
     """A daemon in the foreground, ready; it must end cleanly by SIGTERM."""
     process = subprocess.Popen([*CREEL, "--name", name, "run", "--memory", "64MiB"])
-    asking = [*CREEL, "--name", name, "status"]
-    while subprocess.run(asking, capture_output=True, check=False).returncode:
+    while forked("--name", name, "status")[0]:
         assert process.poll() is None
     yield process
     if process.poll() is None:
@@ -242,24 +269,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def verify(project: Path, *words: str) -> tuple[int, str, str]:
-    """`creel verify` in a fork of this process, to which torch is no news: code, output, errors."""
-    out, err = project / "out", project / "err"
-
-    def run() -> None:
-        sys.stdout, sys.stderr = out.open("w"), err.open("w")
-        sys.argv = ["creel", "verify", *words]
-        os.chdir(project)
-        sys.exit(main())
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: threads and fork
-        process.start()
-    process.join(120)
-    if process.exitcode is None:
-        process.kill()
-        pytest.fail("creel verify did not end")
-    return process.exitcode, out.read_text(), err.read_text()
+    """Exit code, output and errors of `creel verify` in the project."""
+    return forked("verify", *words, cwd=project)
 
 
 @pytest.mark.parametrize("loader, batches", [("shuffled", 6), ("plain", 5), ("unbatched", 23)])

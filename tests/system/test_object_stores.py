@@ -105,13 +105,12 @@ def test_every_kind_of_dataset_reads_what_is_there(
 ) -> None:
     dataset = make()
     wanted = twin(dataset, bucket)
-    s3.fail(4, 503)
-    s3.fail(2, 500)
-    s3.fail(2, 0)
+    for status in (503, 500, 0):
+        s3.fail(1, status)
     got = list(loader(dataset, batch_size=None, num_workers=1))
     assert len(got) == len(wanted)
     assert all(same(a, b) for a, b in zip(got, wanted, strict=True))
-    assert s3.count["faults"] == 8
+    assert s3.count["faults"] == 3
     if loader is creel.DataLoader:
         with Client.connect(daemon_name, "cli") as client:
             told = client.ask("stats")
@@ -133,11 +132,11 @@ def test_a_second_epoch_asks_the_store_for_nothing(s3: S3, daemon_name: str) -> 
 
 
 def test_a_burst_of_faults_is_outlasted(s3: S3, caplog: pytest.LogCaptureFixture) -> None:
-    """Arrow's client tries for 6 s by itself, every 0.2 s, before creel's patience begins."""
+    """Longer than the three tries of Arrow's own client, after which creel's begin."""
     source = Source(Manifest.of_files(["tokens.bin"], root="s3://bucket"))
-    s3.fail(6, 503)
+    s3.fail(4, 503)
     assert source.read(0) == (s3.root / "bucket/tokens.bin").read_bytes()
-    assert s3.count["faults"] == 6
+    assert s3.count["faults"] == 4
     assert SECRET not in caplog.text
 
 
@@ -190,12 +189,12 @@ def test_google_cloud_storage_tells_versions(three: Path, monkeypatch: pytest.Mo
         rewritten(three, Source(Manifest.of_files([*"012"], root=root, lengths=[11] * 3)))
 
 
-@pytest.mark.parametrize("silent", ["all", "media"])
+@pytest.mark.parametrize("silent, deadline_s", [("all", 0.3), ("media", 1.0)])
 def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
-    three: Path, monkeypatch: pytest.MonkeyPatch, silent: str
+    three: Path, monkeypatch: pytest.MonkeyPatch, silent: str, deadline_s: float
 ) -> None:
     """Its client waits for an answer without end, however short its retries."""
-    settings = FetchSettings(attempts=3, deadline_s=2.0, backoff_s=0.001)
+    settings = FetchSettings(attempts=3, deadline_s=deadline_s, backoff_s=0.001)
     monkeypatch.setattr(storage, "_settings", settings)
     monkeypatch.setattr(storage, "_stores", {})
     root = "gs://anonymous@three"
@@ -219,7 +218,7 @@ def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
         else:
             assert (versions > 0).all()
             assert storage.nbytes_of(f"{root}/0") == 11
-        assert time.monotonic() - start < 20 * settings.deadline_s
+        assert time.monotonic() - start < 30
     until(lambda: not any(t.name == "creel-gs" for t in threading.enumerate()), what="all ended")
 
 
