@@ -19,6 +19,7 @@ from creel.daemon.core.events import (
     SOURCE,
     Action,
     Checked,
+    ClusterChanged,
     DatasetAdded,
     Dropped,
     EpochBegan,
@@ -162,6 +163,14 @@ class Core:
         s.group.deals.view = e.view
         s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
         s.residency.choose_policy(self._window)
+
+    def _cluster_changed(self, e: ClusterChanged, now: float) -> None:
+        del now
+        for h in self._residencies.values():
+            for group in h.groups:
+                if group.deals.view is not None and group.deals.view.cluster == e.cluster:
+                    group.deals.view = e.view
+            h.choose_policy(self._window)
 
     def _extended(self, e: PlanExtended, now: float) -> None:
         del now
@@ -537,6 +546,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     PlanExtended: Core._extended,
     EpochBegan: Core._begun,
     EpochDealt: Core._dealt,
+    ClusterChanged: Core._cluster_changed,
     PlanTruncated: Core._truncated,
     Progressed: Core._progressed,
     SessionClosed: Core._closed,

@@ -79,6 +79,14 @@ class EpochDealt:
     view: ClusterView
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ClusterChanged:
+    """Nodes of a cluster are gone or there again; None: this node has left it."""
+
+    cluster: str
+    view: ClusterView | None
+
+
 @dataclass(frozen=True, slots=True)
 class EpochBegan:
     """A session's epoch begins now: what was known of its files may be out of date."""
@@ -192,6 +200,7 @@ Event: TypeAlias = (
     | SessionOpened
     | PlanExtended
     | EpochDealt
+    | ClusterChanged
     | EpochBegan
     | PlanTruncated
     | Progressed

@@ -56,7 +56,14 @@ class _PeerLink:
         OSError, MalformedError: from every method, when the connection is of no use any more.
     """
 
-    def __init__(self, address: tuple[str, int], peer: str, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        peer: str,
+        credentials: Credentials,
+        connected: Callable[[_PeerLink], None] = lambda link: None,  # noqa: ARG005
+    ) -> None:
+        """`connected` is called with this link before the handshake."""
         until = time.monotonic() + _CONNECT_S
         self._limit_s = 0.0
         self.socket = socket.create_connection(address, _CONNECT_S)
@@ -64,6 +71,7 @@ class _PeerLink:
             self.socket.settimeout(None)  # the kernel's limits cost no system call each time
             self._set_limit(socket.SO_SNDTIMEO, _STALL_S)
             watch(self.socket)
+            connected(self)
             self._shake_hands(peer, credentials, until)
         except BaseException:
             self.socket.close()
@@ -341,12 +349,19 @@ class PeerSource:
             if link is not None:
                 self._busy.add(link)
                 return link, True
-        link = _PeerLink(self._address, self._peer, self._credentials)
+        try:
+            link = _PeerLink(self._address, self._peer, self._credentials, self._connected)
+        except BaseException:
+            with self._lock:
+                self._busy = {link for link in self._busy if link.socket.fileno() >= 0}
+            raise
+        return link, False
+
+    def _connected(self, link: _PeerLink) -> None:
         with self._lock:
             self._busy.add(link)
             if self._closed:
                 _shut(link)
-        return link, False
 
     def _put_back(self, link: _PeerLink, *, keep: bool) -> None:
         with self._lock:

@@ -22,17 +22,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.runs import pieces as pieces_of
-from creel.cache.memory.shared_words import ABSENT
 from creel.daemon.peers import wire
-from creel.daemon.peers.wire import LATER, NOT_HERE, Ids, Numbers
+from creel.daemon.peers.connections import Account, PeerConnection, Request
+from creel.daemon.peers.payload import payload
+from creel.daemon.peers.wire import Ids, Numbers
 from creel.errors import MalformedError
 from creel.messages import Message
 
@@ -44,15 +42,8 @@ _HANDSHAKE_S = 3.0
 _STRANGER_NBYTES = 2048  # read from a stranger at once
 _READ_NBYTES = 64 << 10
 _QUANTUM = 2 << 20  # bytes sent to one connection before the most urgent one is looked for again
-#: A receiver may keep an answer waiting for so long, and so much longer per byte.
-_BLOCKED_S = 5.0
-_SLOWEST_BPS = 1e6
 _LONGEST_WAIT_S = 60.0
 _SWEEP_S = 0.25
-#: Of one peer: bytes of answers not yet sent, and requests not yet served, before the server stops
-#: reading its requests.
-_QUEUED_NBYTES = 32 << 20
-_QUEUED_REQUESTS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,63 +61,22 @@ class Asked:
     wait_s: float
 
 
-@dataclass(eq=False)
-class _Account:
-    """What is on its way to one peer, over all its connections."""
+class ServerStatus(NamedTuple):
+    """What a server is busy with.
 
-    nbytes: int = 0
-    requests: int = 0
-    connections: set[_PeerConnection] = field(default_factory=set)
+    Args:
+        peers: that are connected; connections: of peers and strangers; strangers: without proof.
+        blocked: connections that take no more bytes.
+        answers: that wait for others of their connection.
+        unread: connections with requests that the peer has no credit for.
+    """
 
-    @property
-    def full(self) -> bool:
-        return self.nbytes >= _QUEUED_NBYTES or self.requests >= _QUEUED_REQUESTS
-
-
-@dataclass(eq=False)
-class _Request:
-    """A request; once it is served, `left` has what is still to be sent."""
-
-    number: int
-    connection: _PeerConnection
-    call: int  # its number in the connection
-    objects: int
-    deadline: float
-    nbytes: int = 0
-    arrays: tuple[Numbers, Numbers] | None = None  # of the answer's frame
-    left: list[memoryview] = field(default_factory=list)
-
-    def __lt__(self, other: _Request) -> bool:
-        return (self.deadline, self.number) < (other.deadline, other.number)
-
-
-@dataclass(eq=False)
-class _PeerConnection:
-    socket: socket.socket
-    since: float
-    inbox: bytearray = field(default_factory=bytearray)
-    greeting: wire.Greeting | None = None
-    key: bytes = b""
-    session: wire.PeerSession | None = None
-    account: _Account | None = None  # set once the peer proved that it has the key
-    asked: set[int] = field(default_factory=set)  # requests that are not served yet
-    answers: list[_Request] = field(default_factory=list)  # a heap
-    current: _Request | None = None  # the answer that is being sent
-    blocked_since: float = 0.0  # 0: the socket takes bytes
-    blocked_s: float = 0.0  # seconds that the current answer had to wait
-    mask: int = select.EPOLLIN | select.EPOLLRDHUP
-
-    @property
-    def next(self) -> _Request:
-        """The answer to go on with."""
-        return self.current or self.answers[0]
-
-    def stuck(self, now: float) -> bool:
-        """Whether the receiver takes too long."""
-        if not self.blocked_since or self.current is None:
-            return False
-        allowed = _BLOCKED_S + self.current.nbytes / _SLOWEST_BPS
-        return self.blocked_s + now - self.blocked_since > allowed
+    peers: int
+    connections: int
+    strangers: int
+    blocked: int
+    answers: int
+    unread: int
 
 
 class PeerServer:
@@ -163,11 +113,11 @@ class PeerServer:
         self._served = served
         self._keys: dict[str, bytes] = {}
         self._number = 0
-        self._requests: dict[int, _Request] = {}  # not served yet
-        self._connections: dict[int, _PeerConnection] = {}
-        self._strangers: dict[int, _PeerConnection] = {}  # oldest first
-        self._accounts: dict[tuple[str, str], _Account] = {}
-        self._sendable: set[_PeerConnection] = set()
+        self._requests: dict[int, Request] = {}  # not served yet
+        self._connections: dict[int, PeerConnection] = {}
+        self._strangers: dict[int, PeerConnection] = {}  # oldest first
+        self._accounts: dict[tuple[str, str], Account] = {}
+        self._sendable: set[PeerConnection] = set()
         self._orders: deque[Callable[[], None]] = deque()  # of the loop
         self._swept = time.monotonic()
         self._deaf = False  # descriptors are short: listens again at the next sweep
@@ -184,6 +134,18 @@ class PeerServer:
         self._thread.start()
 
     # --- for the loop -------------------------------------------------------------------------
+
+    @property
+    def status(self) -> ServerStatus:
+        """What it is busy with; from any thread, as a glance."""
+        open_now = list(self._connections.values())
+        return ServerStatus(
+            len(self._accounts),
+            *(len(open_now), len(self._strangers)),
+            sum(c.blocked_since > 0 for c in open_now),
+            sum(len(c.answers) for c in open_now),
+            sum(len(c.inbox) > 0 for c in open_now),
+        )
 
     def admit(self, cluster: str, key: bytes) -> None:
         """Serve the nodes of a cluster; another key than before ends their connections."""
@@ -261,7 +223,7 @@ class PeerServer:
         while self._orders:
             self._orders.popleft()()
 
-    def _guarded(self, connection: _PeerConnection, act: Callable[..., None], *args: Any) -> None:
+    def _guarded(self, connection: PeerConnection, act: Callable[..., None], *args: Any) -> None:
         """Act for one connection, and end it where that fails."""
         try:
             act(*args)
@@ -289,7 +251,7 @@ class PeerServer:
                 watch(sock)
             if len(self._strangers) >= _STRANGERS:
                 self._end(next(iter(self._strangers.values())))
-            connection = _PeerConnection(sock, now)
+            connection = PeerConnection(sock, now)
             self._connections[sock.fileno()] = self._strangers[sock.fileno()] = connection
             self._epoll.register(sock, connection.mask)
 
@@ -310,7 +272,7 @@ class PeerServer:
             if c.greeting is not None and c.greeting.cluster == cluster and c.key != key:
                 self._end(c)
 
-    def _end(self, connection: _PeerConnection) -> None:
+    def _end(self, connection: PeerConnection) -> None:
         fd = connection.socket.fileno()
         if fd < 0:
             return
@@ -337,7 +299,7 @@ class PeerServer:
 
     # --- one connection -----------------------------------------------------------------------
 
-    def _ready(self, connection: _PeerConnection, event: int, now: float) -> None:
+    def _ready(self, connection: PeerConnection, event: int, now: float) -> None:
         if event & ~(select.EPOLLIN | select.EPOLLOUT):
             raise ConnectionResetError("it left")
         if event & select.EPOLLOUT:
@@ -353,20 +315,20 @@ class PeerServer:
             connection.inbox += data
             self._parse(connection, now)
 
-    def _watch(self, connection: _PeerConnection, event: int, *, on: bool) -> None:
+    def _watch(self, connection: PeerConnection, event: int, *, on: bool) -> None:
         mask = connection.mask | event if on else connection.mask & ~event
         if mask != connection.mask:
             connection.mask = mask
             self._epoll.modify(connection.socket, mask)
 
-    def _parse(self, connection: _PeerConnection, now: float) -> None:
+    def _parse(self, connection: PeerConnection, now: float) -> None:
         """Handle all whole frames that came, as long as the peer has credit."""
         inbox, size = connection.inbox, wire.HEADER.size
         while len(inbox) >= size and connection.socket.fileno() >= 0:
             if connection.account is not None and connection.account.full:
                 self._watch(connection, select.EPOLLIN, on=False)
                 return
-            kind = _expected(connection)
+            kind = connection.expected
             stop = size + wire.following(inbox[:size], kind)
             if len(inbox) < stop:
                 break
@@ -376,7 +338,7 @@ class PeerServer:
             del inbox[:stop]
             self._handle(connection, message, arrays, now)
 
-    def _resume(self, account: _Account) -> None:
+    def _resume(self, account: Account) -> None:
         """Read on where the peer has credit again."""
         if not account.full:
             for c in [c for c in account.connections if not c.mask & select.EPOLLIN]:
@@ -384,7 +346,7 @@ class PeerServer:
                 self._guarded(c, self._parse, c, time.monotonic())
 
     def _handle(
-        self, connection: _PeerConnection, message: Message, arrays: bytes, now: float
+        self, connection: PeerConnection, message: Message, arrays: bytes, now: float
     ) -> None:
         if isinstance(message, wire.Greeting):
             connection.greeting = message
@@ -400,27 +362,27 @@ class PeerServer:
         elif isinstance(message, wire.PeerRequest):
             self._ask(connection, message, wire.requested(message, arrays), now)
 
-    def _admit(self, connection: _PeerConnection, proof: wire.Proof) -> None:
+    def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
         greeting, session = connection.greeting, connection.session
         assert greeting is not None  # noqa: S101
         assert session is not None  # noqa: S101
         if not session.proves("client", proof):
             raise MalformedError(f"no proof that {greeting.name!r} is of {greeting.cluster!r}")
         del self._strangers[connection.socket.fileno()]
-        account = self._accounts.setdefault((greeting.cluster, greeting.name), _Account())
+        account = self._accounts.setdefault((greeting.cluster, greeting.name), Account())
         account.connections.add(connection)
         connection.account = account
         _send_whole(connection.socket, wire.pack(session.proof("server")))
 
     def _ask(
-        self, connection: _PeerConnection, message: wire.PeerRequest, ids: Ids, now: float
+        self, connection: PeerConnection, message: wire.PeerRequest, ids: Ids, now: float
     ) -> None:
         assert connection.account is not None  # noqa: S101
         assert connection.greeting is not None  # noqa: S101
         self._number += 1
         wait_s = min(message.wait_s, _LONGEST_WAIT_S)
         number, deadline = self._number, now + wait_s
-        self._requests[number] = _Request(number, connection, message.number, len(ids), deadline)
+        self._requests[number] = Request(number, connection, message.number, len(ids), deadline)
         connection.asked.add(number)
         connection.account.requests += 1
         who = connection.greeting.cluster, connection.greeting.name
@@ -440,21 +402,19 @@ class PeerServer:
             self._sendable.add(connection)
         self._guarded(connection, self._prepare, request, place, nbytes, version)
 
-    def _prepare(
-        self, request: _Request, place: Numbers, nbytes: Numbers, version: Numbers
-    ) -> None:
+    def _prepare(self, request: Request, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
         connection = request.connection
         assert connection.account is not None  # noqa: S101
         if not len(place) == len(nbytes) == len(version) == request.objects:
             raise ValueError(f"request {request.number} has {request.objects} objects")
-        nbytes, request.left = _payload(self._arena, place, nbytes)
+        nbytes, request.left = payload(self._arena, place, nbytes)
         request.arrays = nbytes.astype("<i8"), version.astype("<i8")
         request.nbytes = sum(map(len, request.left))
         connection.account.nbytes += request.nbytes
 
-    def _send(self, connection: _PeerConnection, now: float) -> None:
+    def _send(self, connection: PeerConnection, now: float) -> None:
         """Send one quantum of the most urgent answer."""
-        request = connection.current or _begin(connection)
+        request = connection.current or connection.begin()
         portion, _ = wire.cut(request.left[: wire.MAX_BUFFERS], _QUANTUM)
         wanted = sum(map(len, portion))
         try:
@@ -475,7 +435,7 @@ class PeerServer:
             if connection.account is not None:
                 self._resume(connection.account)
 
-    def _done(self, request: _Request) -> None:
+    def _done(self, request: Request) -> None:
         """Give up the bytes of a request that was served."""
         request.left = []
         account = request.connection.account
@@ -485,60 +445,10 @@ class PeerServer:
         self._served(request.number)
 
 
-def _begin(connection: _PeerConnection) -> _Request:
-    """Begin the connection's most urgent answer. Its frame is made here: frames are numbered."""
-    assert connection.session is not None  # noqa: S101
-    request = connection.current = heapq.heappop(connection.answers)
-    connection.blocked_s = 0.0
-    answer = wire.PeerAnswer(request.call)
-    frame = wire.pack(answer, request.arrays or (), connection.session.answers)
-    request.left.insert(0, memoryview(frame))
-    return request
-
-
-def _expected(connection: _PeerConnection) -> type[Message]:
-    if connection.greeting is None:
-        return wire.Greeting
-    return wire.Proof if connection.account is None else wire.PeerRequest
-
-
 def _send_whole(sock: socket.socket, frame: bytes) -> None:
     """Send a frame of the handshake, for which a new connection has room."""
     if sock.send(frame, socket.MSG_NOSIGNAL) < len(frame):
         raise MalformedError("a stranger that does not read")
-
-
-def _payload(arena: Arena, place: Numbers, nbytes: Numbers) -> tuple[Numbers, list[memoryview]]:
-    """What an answer says of the objects, and their bytes; neighbours in the arena are joined."""
-    nbytes = np.where((place == ABSENT) | (nbytes < 0), NOT_HERE, nbytes)
-    total = np.maximum(nbytes, 0).cumsum()
-    later = (total > wire.ANSWER_NBYTES) & (nbytes >= 0)
-    later[(nbytes >= 0).argmax()] = False  # the first that is here
-    nbytes[later] = LATER
-    if (place < ABSENT).any():
-        return nbytes, _in_runs(arena, place, nbytes)
-    here = np.flatnonzero(nbytes > 0)
-    if not len(here):
-        return nbytes, []
-    start = place[here]
-    stop = start + nbytes[here]
-    if stop.max() > arena.nbytes:
-        raise ValueError("an object ends beyond the arena")
-    cuts = np.flatnonzero(stop[:-1] != start[1:])
-    first, last = np.append(0, cuts + 1), np.append(cuts, len(here) - 1)
-    ranges = zip(start[first].tolist(), stop[last].tolist(), strict=True)
-    return nbytes, [arena.view[a:b] for a, b in ranges]
-
-
-def _in_runs(arena: Arena, place: Numbers, nbytes: Numbers) -> list[memoryview]:
-    """The bytes of objects of which some are in several runs; `nbytes` loses those in none."""
-    found: list[memoryview] = []
-    for i, (at, size) in enumerate(zip(place.tolist(), nbytes.tolist(), strict=True)):
-        pieces = pieces_of(arena.view, at, size)
-        if pieces is None and size >= 0:
-            nbytes[i] = NOT_HERE
-        found += [piece for piece in pieces or () if len(piece)]
-    return found
 
 
 def watch(sock: socket.socket) -> None:

@@ -7,11 +7,19 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import numpy as np
 
 from creel.cache.memory.arena import Arena
-from creel.daemon.core.events import SOURCE, Event, PeerAsked, PeerServed, ServeObjects
+from creel.daemon.core.events import (
+    SOURCE,
+    ClusterChanged,
+    Event,
+    PeerAsked,
+    PeerServed,
+    ServeObjects,
+)
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.peers.server import Asked, PeerServer
 from creel.daemon.peers.wire import KEY_NBYTES, Credentials
@@ -42,6 +50,7 @@ class Clusters:
         arena: what peers are served from.
         handle: gives an event to the core.
         call_soon: runs a function on the loop thread, from any thread.
+        unreachable: ends all fetches from a peer, which is not asked any more.
     """
 
     def __init__(
@@ -49,15 +58,17 @@ class Clusters:
         arena: Arena,
         handle: Callable[[Event], bool],
         call_soon: Callable[[Callable[[], None]], None],
+        unreachable: Callable[[int], None],
     ) -> None:
         self.node = secrets.token_hex(16)
         self._arena = arena
         self._handle = handle
         self._call_soon = call_soon
+        self._unreachable = unreachable
         self._server: PeerServer | None = None
         self._clusters: dict[str, Cluster] = {}
         #: By origin of a fetch: who is to be asked, and as whom.
-        self._peers: list[tuple[Member, Credentials]] = []
+        self._peers: dict[int, tuple[Member, Credentials]] = {}
 
     def host(self, address: str) -> Member:
         """Serve peers at this address of this node, unless that was begun; return how to reach it.
@@ -106,14 +117,19 @@ class Clusters:
             raise MalformedError("a rank on a node that is no member")
         if self._server is None or self.node not in nodes:
             raise UnavailableError("this node is not one of the cluster's")
-        origins = []
-        for one in members:
-            origins.append(SOURCE if one.node == self.node else len(self._peers))
-            if one.node != self.node:
-                credentials = Credentials(self.node, request.cluster, request.key)
-                self._peers.append((one, credentials))
+        credentials = Credentials(self.node, request.cluster, request.key)
+        origins = [
+            SOURCE if one.node == self.node else self._number(one, credentials) for one in members
+        ]
         capacity = np.array([max(one.arena_nbytes, 1) for one in members])
-        return ClusterView(nodes.index(self.node), ranks, capacity, np.array(origins))
+        me = nodes.index(self.node)
+        return ClusterView(me, ranks, capacity, np.array(origins), request.cluster)
+
+    def _number(self, peer: Member, credentials: Credentials) -> int:
+        """Give a peer the lowest number that is free."""
+        number = next(n for n in count() if n not in self._peers)
+        self._peers[number] = peer, credentials
+        return number
 
     def view(self, cluster: str) -> ClusterView | None:
         """The nodes of a cluster; None where this node does not belong to it."""
@@ -130,9 +146,18 @@ class Clusters:
         for name, cluster in list(self._clusters.items()):
             cluster.tokens.discard(token)
             if not cluster.tokens:
-                del self._clusters[name]
-                if self._server is not None:
-                    self._server.expel(name)
+                self._leave(name, cluster)
+
+    def _leave(self, name: str, cluster: Cluster) -> None:
+        """End a cluster: its nodes get nothing, and none of them is asked any more."""
+        del self._clusters[name]
+        if self._server is not None:
+            self._server.expel(name)
+        self._handle(ClusterChanged(name, None))
+        for number in cluster.view.origin.tolist():
+            if number != SOURCE:
+                self._unreachable(number)
+                del self._peers[number]
 
     def _asked(self, asked: Asked) -> None:
         if asked.cluster in self._clusters:

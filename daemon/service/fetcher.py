@@ -139,6 +139,17 @@ class Fetcher:
             lane.close()
             self._free_threads.give(len(lane.threads) - 1)
 
+    def remove_peer(self, origin: int) -> None:
+        """End the lanes towards a peer: what they have not read fails, and `origin` is free.
+
+        Also what their threads wait for fails at once, or within the deadline to connect (2 s).
+        """
+        for key in [key for key in self._peer_lanes if key[1] == origin]:
+            lane = self._peer_lanes.pop(key)
+            for job, objects in lane.close():
+                self._part_done(job, objects)
+            self._free_threads.give(len(lane.threads) - 1)
+
     def object_ns(self, dataset: str) -> int:
         """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
         return self._lanes[dataset].object_ns
@@ -222,7 +233,10 @@ class Fetcher:
             self._no_memory(e)
         except Exception:  # our bug: the objects fail and are read directly
             log.exception("fetch %d failed", job.fetch.fetch)
-        if job.part_done(part.stop - part.start):
+        self._part_done(job, part.stop - part.start)
+
+    def _part_done(self, job: _Job, objects: int) -> None:
+        if job.part_done(objects):
             self._finish(job)
 
     def _look(self, source: Source, job: _Job, part: slice) -> None:
@@ -459,14 +473,19 @@ class _Lane:
         with self._ready:
             self._grow()
 
-    def close(self) -> None:
-        """End all threads that do not hang."""
+    def close(self) -> list[tuple[_Job, int]]:
+        """End all threads that do not hang; return the jobs that were queued.
+
+        With each, how many of its objects no thread has taken.
+        """
         with self._ready:
             self._closed = True
+            queued = [(job, len(job.nbytes) - start) for _, _, job, start in self._heap]
             self._heap.clear()
             self._waiting = 0
             self._ready.notify_all()
         self.source.close()
+        return queued
 
     @property
     def object_ns(self) -> int:

@@ -107,7 +107,7 @@ class Node:
         )
         self.ranks = metrics.Ranks()
         self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
-        self.clusters = Clusters(self.arena, self.handle_event, call_soon)
+        self.clusters = Clusters(*(self.arena, self.handle_event, call_soon, self._unreachable))
         self.fetcher = Fetcher(
             self.arena,
             lambda event: call_soon(lambda: self._fetched(event)),
@@ -204,6 +204,9 @@ class Node:
 
     def _planned(self, event: events.RetentionPlanned) -> None:
         self.handle_event(event)
+
+    def _unreachable(self, origin: int) -> None:
+        self.fetcher.remove_peer(origin)
 
     def _table(self, dataset: str) -> Offsets:
         return self.registry.datasets[dataset].table.offset

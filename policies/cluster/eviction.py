@@ -38,12 +38,14 @@ class ClusterView:
         nodes: (world,) the node of each rank.
         capacity: (nodes,) bytes of memory of each.
         origin: (nodes,) what each is called as origin of a fetch; -1: this node itself.
+        cluster: its name.
     """
 
     me: int
     nodes: NDArray[np.int64]
     capacity: NDArray[np.int64]
     origin: NDArray[np.int64]
+    cluster: str = ""
 
 
 @dataclass(eq=False)

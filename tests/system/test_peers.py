@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.runs import chained, headers
 from creel.cache.memory.shared_words import ABSENT
-from creel.daemon.peers import lane, server, wire
+from creel.daemon.peers import connections, lane, server, wire
 from creel.daemon.peers.lane import PeerSource, _PeerLink
 from creel.daemon.peers.server import Asked, PeerServer
 from creel.daemon.peers.wire import Credentials
@@ -377,7 +377,7 @@ def test_a_source_closed_while_it_waits_returns(stack: ExitStack) -> None:
 
 def blocked(node: Node) -> Callable[[], bool]:
     """Whether the server has a connection that takes no more bytes."""
-    return lambda: any(c.blocked_since for c in list(node.server._connections.values()))
+    return lambda: node.server.status.blocked > 0
 
 
 def large(node: Node, link: _PeerLink, *, times: int = 1) -> None:
@@ -396,7 +396,7 @@ def test_a_reader_that_leaves_while_it_is_sent_to_is_served(stack: ExitStack) ->
     assert sum(node.served.values()) == 0
     link.socket.close()
     until(lambda: sum(node.served.values()) == 3, what="served")
-    assert node.server._accounts == {}
+    assert node.server.status.peers == 0
 
 
 def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
@@ -418,7 +418,7 @@ def test_a_request_whose_reader_left_is_served_nevertheless(stack: ExitStack) ->
     link.ask(1, "data", np.zeros(1, np.int32), 10.0)
     until(lambda: bool(node.held), what="a request")
     link.socket.close()
-    until(lambda: not node.server._connections, what="no connection")
+    until(lambda: not node.server.status.connections, what="no connection")
     node.answer(node.held[0])
     until(lambda: sum(node.served.values()) == 1, what="served")
 
@@ -426,8 +426,8 @@ def test_a_request_whose_reader_left_is_served_nevertheless(stack: ExitStack) ->
 def test_a_reader_that_stopped_holds_nothing_and_delays_nobody(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_BLOCKED_S", 0.2)
-    monkeypatch.setattr(server, "_SLOWEST_BPS", 1e9)
+    monkeypatch.setattr(connections, "_BLOCKED_S", 0.2)
+    monkeypatch.setattr(connections, "_SLOWEST_BPS", 1e9)
     objects = [*data_of(10 << 20, 1000)]
     node = node_of(stack, objects)
     link = node.link()
@@ -449,8 +449,7 @@ def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
     for number, wait_s in (1, 9.0), (2, 3.0), (3, 6.0):
         link.ask(number, "data", np.ones(1, np.int32), wait_s)
     until(lambda: sum(node.answered.values()) == 4, what="answers")
-    (connection,) = node.server._connections.values()
-    until(lambda: len(connection.answers) == 3, what="answers that wait")
+    until(lambda: node.server.status.answers == 3, what="answers that wait")
     order = []
     for _ in range(4):
         number, arrays = link.answer(soon())
@@ -464,7 +463,7 @@ def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
 def test_a_peer_without_credit_waits(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(server, limit, 2)
+    monkeypatch.setattr(connections, limit, 2)
     node = node_of(stack, data_of(10 << 20, 1000))
     link = node.link()
     stack.callback(link.socket.close)
@@ -476,8 +475,7 @@ def test_a_peer_without_credit_waits(
         link.ask(number, "data", np.ones(1, np.int32), 10.0)
     if node.held is not None:
         until(lambda: len(node.asked) == 2, what="two requests")
-    (connection,) = node.server._connections.values()
-    until(lambda: len(connection.inbox) > 0, what="requests that wait")
+    until(lambda: node.server.status.unread == 1, what="requests that wait")
     assert len(node.asked) <= 2
     held, node.held = node.held, None
     for asked in held or []:
@@ -594,7 +592,7 @@ def test_thousands_of_half_open_connections_keep_nobody_out(stack: ExitStack) ->
             fresh = node.link()
             fresh.socket.close()
             check_read(source, objects, np.zeros(1, np.int32))
-    assert len(node.server._strangers) <= server._STRANGERS
+    assert node.server.status.strangers <= server._STRANGERS
     check_read(source_of(stack, node), objects, np.zeros(1, np.int32))
 
 

@@ -7,24 +7,26 @@ from collections.abc import Iterator
 import pytest
 
 from creel.cache.memory.arena import Arena
-from creel.daemon.core.events import SOURCE, Event
+from creel.daemon.core.events import SOURCE, ClusterChanged, Event
 from creel.daemon.service.clusters import Clusters
 from creel.errors import CreelError
 from creel.loader.client.cluster import on_one_node
 from creel.messages import Join, Member
 
 KEY = bytes(range(32))
+#: What the core was told, and the peers whose fetches were ended.
+EVENTS: list[Event] = []
+ENDED: list[int] = []
 
 
 @pytest.fixture
 def clusters() -> Iterator[Clusters]:
-    def handled(event: Event) -> bool:
-        raise AssertionError(f"nobody asks for anything: {event}")
-
     with Arena.create(1 << 20) as arena:
-        one = Clusters(arena, handled, lambda call: call())
+        one = Clusters(arena, EVENTS.append, lambda call: call(), ENDED.append)  # type: ignore[arg-type]
         yield one
         one.close()
+    EVENTS.clear()
+    ENDED.clear()
 
 
 def other(number: int = 0) -> Member:
@@ -52,6 +54,24 @@ def test_it_leaves_with_its_last_client(clusters: Clusters) -> None:
     assert clusters.view("c") is not None
     clusters.client_left("b")
     assert clusters.view("c") is None
+    (event,) = EVENTS
+    assert isinstance(event, ClusterChanged)
+    assert (event.cluster, event.view) == ("c", None)
+
+
+def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: Clusters) -> None:
+    mine = clusters.host("127.0.0.1")
+    clusters.join("long", Join("long", KEY, [mine, other()], [0, 1]))
+    for turn in range(3):
+        name = f"short{turn}"
+        clusters.join("short", Join(name, KEY, [mine, other(1), other(2)], [0, 1, 2]))
+        view = clusters.view(name)
+        assert view is not None
+        assert view.origin.tolist() == [SOURCE, 1, 2]
+        ENDED.clear()
+        clusters.client_left("short")
+        assert ENDED == [1, 2]
+    assert clusters.source(0, "d") is not None
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import resource
 import select
 import socket
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ from creel.cache.storage.source import Read, Source
 from creel.config import Config
 from creel.daemon.core.events import HELD, Fetched, FetchObjects, Publish, Tick
 from creel.daemon.peers.lane import PeerSource
+from creel.daemon.peers.wire import Credentials
 from creel.daemon.service import fetcher
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.fetcher import Fetcher
@@ -305,6 +307,37 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     assert bytes(arena.view[:2000]) == b"x" * 2000
     fetcher.close()
     assert fetcher.join(60)
+
+
+def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
+    """Those that a thread waits for, and those that wait for a thread."""
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    made: list[PeerSource] = []
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, Arena.create(8192) as arena:
+
+        def peer(origin: int, dataset: str) -> PeerSource:
+            who = Credentials("me", "cluster", bytes(32))
+            made.append(PeerSource(silent.getsockname(), str(origin), dataset, who))
+            return made[-1]
+
+        fetcher = Fetcher(arena, done.put, peer)
+        numbers = range(20)
+        for i in numbers:
+            ids, ones = np.arange(10, dtype=np.int32), np.ones(10, np.int64)
+            fetcher.submit(FetchObjects(i, "d", ids, np.arange(10), ones, float(i), origin=i % 2))
+        until(lambda: len(made) == 2)
+        began = time.monotonic()
+        fetcher.remove_peer(0)
+        fetcher.remove_peer(1)
+        answers = [done.get(timeout=60) for _ in numbers]
+        assert time.monotonic() - began < 1.0  # a handshake may take 2 s
+        assert {a.fetch for a in answers} == set(numbers)
+        assert all((a.nbytes == -1).all() for a in answers)
+        fetcher.submit(FetchObjects(99, "d", ids, np.arange(10), ones, 0.0, origin=0))
+        until(lambda: len(made) == 3, what="the number stands for another peer")
+        fetcher.close()
+        assert fetcher.join(60)
 
 
 def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None:

@@ -12,6 +12,7 @@ from creel.cache.storage.version import CHANGING, UNKNOWN, of_tag, shared
 from creel.daemon.core.events import (
     SOURCE,
     Action,
+    ClusterChanged,
     EpochDealt,
     Fetched,
     FetchObjects,
@@ -104,6 +105,10 @@ class Member(Rig):
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
         return np.full(len(fetch.ids), OLD)
 
+    def land_all(self) -> None:
+        while self.fetches:
+            self.land(next(iter(self.fetches)))
+
     def answer(self, nbytes: int, version: int) -> FetchObjects:
         """The peer's answer to what it is asked first, the same for each object."""
         fetch = self.fetches.pop(self.asked()[0].fetch)
@@ -135,6 +140,16 @@ def test_what_a_peer_does_not_have_is_read_from_the_source_into_the_same_room(
     for fetch in again:
         node.land(fetch.fetch)
     assert (node.offset["d"][asked.ids] == asked.offset).all()
+
+
+def test_after_the_cluster_has_ended_everything_comes_from_the_source() -> None:
+    node = Member()
+    node.feed(ClusterChanged("", None))
+    node.answer(-1, UNKNOWN)
+    while node.readers[1].done < 60:
+        node.land_all()
+        node.progress(1, done=node.readers[1].done + 1, wanted=node.readers[1].done + 2)
+        assert not node.asked()
 
 
 def test_another_version_than_the_one_known_here_is_of_no_use() -> None:

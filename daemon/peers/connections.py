@@ -1,0 +1,99 @@
+"""What the server knows of each connection of a peer: requests, answers, credit."""
+
+from __future__ import annotations
+
+import heapq
+import select
+import socket
+from dataclasses import dataclass, field
+
+from creel.daemon.peers import wire
+from creel.daemon.peers.wire import Numbers
+from creel.messages import Message
+
+#: A receiver may keep an answer waiting for so long, and so much longer per byte.
+_BLOCKED_S = 5.0
+_SLOWEST_BPS = 1e6
+#: Of one peer: bytes of answers not yet sent, and requests not yet served, before the server stops
+#: reading its requests.
+_QUEUED_NBYTES = 32 << 20
+_QUEUED_REQUESTS = 256
+
+
+@dataclass(eq=False)
+class Account:
+    """What is on its way to one peer, over all its connections."""
+
+    nbytes: int = 0
+    requests: int = 0
+    connections: set[PeerConnection] = field(default_factory=set)
+
+    @property
+    def full(self) -> bool:
+        """Whether the peer has no credit left."""
+        return self.nbytes >= _QUEUED_NBYTES or self.requests >= _QUEUED_REQUESTS
+
+
+@dataclass(eq=False)
+class Request:
+    """A request; once it is served, `left` has what is still to be sent."""
+
+    number: int
+    connection: PeerConnection
+    call: int  # its number in the connection
+    objects: int
+    deadline: float
+    nbytes: int = 0
+    arrays: tuple[Numbers, Numbers] | None = None  # of the answer's frame
+    left: list[memoryview] = field(default_factory=list)
+
+    def __lt__(self, other: Request) -> bool:
+        return (self.deadline, self.number) < (other.deadline, other.number)
+
+
+@dataclass(eq=False)
+class PeerConnection:
+    """A connection that a peer, or a stranger, has opened."""
+
+    socket: socket.socket
+    since: float
+    inbox: bytearray = field(default_factory=bytearray)
+    greeting: wire.Greeting | None = None
+    key: bytes = b""
+    session: wire.PeerSession | None = None
+    account: Account | None = None  # set once the peer proved that it has the key
+    asked: set[int] = field(default_factory=set)  # requests that are not served yet
+    answers: list[Request] = field(default_factory=list)  # a heap
+    current: Request | None = None  # the answer that is being sent
+    blocked_since: float = 0.0  # 0: the socket takes bytes
+    blocked_s: float = 0.0  # seconds that the current answer had to wait
+    mask: int = select.EPOLLIN | select.EPOLLRDHUP
+
+    @property
+    def expected(self) -> type[Message]:
+        """What the other side may send now."""
+        if self.greeting is None:
+            return wire.Greeting
+        return wire.Proof if self.account is None else wire.PeerRequest
+
+    @property
+    def next(self) -> Request:
+        """The answer to go on with."""
+        return self.current or self.answers[0]
+
+    def stuck(self, now: float) -> bool:
+        """Whether the receiver takes too long."""
+        if not self.blocked_since or self.current is None:
+            return False
+        allowed = _BLOCKED_S + self.current.nbytes / _SLOWEST_BPS
+        return self.blocked_s + now - self.blocked_since > allowed
+
+    def begin(self) -> Request:
+        """Begin the most urgent answer. Its frame is made here: frames are numbered."""
+        assert self.session is not None  # noqa: S101
+        request = self.current = heapq.heappop(self.answers)
+        self.blocked_s = 0.0
+        answer = wire.PeerAnswer(request.call)
+        frame = wire.pack(answer, request.arrays or (), self.session.answers)
+        request.left.insert(0, memoryview(frame))
+        return request

@@ -1,0 +1,44 @@
+"""What the server sends of an arena: the bytes of objects, as they lie there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from creel.cache.memory.arena import Arena
+from creel.cache.memory.runs import pieces as pieces_of
+from creel.cache.memory.shared_words import ABSENT
+from creel.daemon.peers import wire
+from creel.daemon.peers.wire import LATER, NOT_HERE, Numbers
+
+
+def payload(arena: Arena, place: Numbers, nbytes: Numbers) -> tuple[Numbers, list[memoryview]]:
+    """What an answer says of the objects, and their bytes; neighbours in the arena are joined."""
+    nbytes = np.where((place == ABSENT) | (nbytes < 0), NOT_HERE, nbytes)
+    total = np.maximum(nbytes, 0).cumsum()
+    later = (total > wire.ANSWER_NBYTES) & (nbytes >= 0)
+    later[(nbytes >= 0).argmax()] = False  # the first that is here
+    nbytes[later] = LATER
+    if (place < ABSENT).any():
+        return nbytes, _in_runs(arena, place, nbytes)
+    here = np.flatnonzero(nbytes > 0)
+    if not len(here):
+        return nbytes, []
+    start = place[here]
+    stop = start + nbytes[here]
+    if stop.max() > arena.nbytes:
+        raise ValueError("an object ends beyond the arena")
+    cuts = np.flatnonzero(stop[:-1] != start[1:])
+    first, last = np.append(0, cuts + 1), np.append(cuts, len(here) - 1)
+    ranges = zip(start[first].tolist(), stop[last].tolist(), strict=True)
+    return nbytes, [arena.view[a:b] for a, b in ranges]
+
+
+def _in_runs(arena: Arena, place: Numbers, nbytes: Numbers) -> list[memoryview]:
+    """The bytes of objects of which some are in several runs; `nbytes` loses those in none."""
+    found: list[memoryview] = []
+    for i, (at, size) in enumerate(zip(place.tolist(), nbytes.tolist(), strict=True)):
+        pieces = pieces_of(arena.view, at, size)
+        if pieces is None and size >= 0:
+            nbytes[i] = NOT_HERE
+        found += [piece for piece in pieces or () if len(piece)]
+    return found
