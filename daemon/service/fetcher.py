@@ -144,8 +144,8 @@ class Fetcher:
 
         Also what their threads wait for fails at once, or within the deadline to connect (2 s).
         """
-        for key in [key for key in self._peer_lanes if key[1] == origin]:
-            lane = self._peer_lanes.pop(key)
+        for key in [key for key in self._more_lanes if key[1] == origin]:
+            lane = self._more_lanes.pop(key)
             for job, objects in lane.close():
                 self._part_done(job, objects)
             self._free_threads.give(len(lane.threads) - 1)
