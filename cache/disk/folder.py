@@ -1,0 +1,161 @@
+"""The folder and the file of a disk tier: whose they are, who may use them, how they are read."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from pathlib import Path
+
+_DATA = "objects"
+#: The file grows by so much at a time; allocating it ahead keeps it in few pieces.
+SEGMENT_NBYTES = 256 << 20
+#: Of what it may take, so much stays free for the index: 1 / n, and some bytes.
+_INDEX_SHARE, _INDEX_NBYTES = 64, 1 << 20
+#: Least alignments of direct reads and writes that disks have.
+_ALIGNMENTS = (512, 4096)
+
+
+def open_folder(path: str) -> int:
+    """Descriptor of this user's own folder below `path`, locked; made where it is missing.
+
+    The lock goes with the descriptor's process, however that ends.
+
+    Raises:
+        OSError: it cannot be made; it is another's, or others may look into it (EPERM); another
+            process uses it (EWOULDBLOCK).
+    """
+    own = Path(path) / f"creel-{os.getuid()}"
+    own.mkdir(0o700, exist_ok=True)  # no parents: a missing mount is no disk
+    fd = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_private(fd, own)
+        _lock(fd, own)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_private(fd: int, path: Path) -> None:
+    status = os.fstat(fd)
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise PermissionError(errno.EPERM, "not this user's alone (mode 0700 is needed)", str(path))
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        raise BlockingIOError(e.errno, "another daemon uses it", str(path)) from e
+
+
+class DataFile:
+    """The file that holds all records, preallocated in segments.
+
+    It is read and written past the page cache where the file system can do that (less CPU, and no
+    second copy in memory: benchmarks/disk.py); else the cache is told to forget it. All offsets and
+    sizes are multiples of `unit`, buffers lie on pages (`buffer`).
+
+    Args:
+        folder: descriptor of the folder.
+        budget: largest size, in bytes.
+        spare: bytes that must stay free on the file system.
+    """
+
+    def __init__(self, folder: int, budget: int, spare: int) -> None:
+        self._spare = spare
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(_DATA, flags, 0o600, dir_fd=folder)
+        try:
+            least = self._probe(folder)
+            self.unit = max(least, _unit(budget))
+            self._budget = budget // self.unit * self.unit
+            self._shrink()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _probe(self, folder: int) -> int:
+        """Reopen the file for direct access where possible; return the least unit."""
+        self.direct = False
+        try:
+            fd = os.open(_DATA, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, dir_fd=folder)
+        except OSError:  # this file system has none
+            return _ALIGNMENTS[0]
+        for least in _ALIGNMENTS:
+            try:
+                os.preadv(fd, [buffer(2 * least)[least:]], least)
+            except OSError:
+                continue
+            os.close(self._fd)
+            self._fd, self.direct = fd, True
+            return least
+        os.close(fd)
+        return _ALIGNMENTS[0]
+
+    def _shrink(self) -> None:
+        self.nbytes = os.fstat(self._fd).st_size // self.unit * self.unit
+        if self.nbytes > self._budget:
+            self.nbytes = self._budget
+            os.ftruncate(self._fd, self.nbytes)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that it may grow to now."""
+        stats = os.fstatvfs(self._fd)
+        room = max(stats.f_bavail * stats.f_frsize - self._spare - _INDEX_NBYTES, 0)
+        room -= room // _INDEX_SHARE
+        return min(self._budget, self.nbytes + room) // self.unit * self.unit
+
+    def grow(self) -> int:
+        """Allocate another segment, or what is left of the limit; return its bytes, 0: none."""
+        more = min(self.limit - self.nbytes, SEGMENT_NBYTES) // self.unit * self.unit
+        if more <= 0:
+            return 0
+        try:
+            os.posix_fallocate(self._fd, self.nbytes, more)
+        except OSError as e:
+            if e.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+                raise
+            return 0
+        self.nbytes += more
+        return more
+
+    def read(self, view: memoryview, offset: int) -> int:
+        """Fill a view; return the bytes read, fewer at the end of the file."""
+        got = os.preadv(self._fd, [view], offset)
+        if not self.direct:
+            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+        return got
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write a view."""
+        done = 0
+        while done < len(view):
+            done += os.pwrite(self._fd, view[done:], offset + done)
+        if not self.direct:  # what is not written back yet is not forgotten, but the rest is
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def buffer(nbytes: int) -> memoryview:
+    """Zeroed memory that begins with a page, as direct access needs it."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def _unit(budget: int) -> int:
+    """Least unit with which a disk of this size has fewer than 2**31 of them.
+
+    >>> _unit(1 << 30), _unit(3 << 40)
+    (512, 2048)
+    """
+    unit = _ALIGNMENTS[0]
+    while budget // unit >= 1 << 31:
+        unit *= 2
+    return unit

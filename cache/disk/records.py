@@ -1,0 +1,93 @@
+"""Records: how an object lies on disk, so that a wrong byte is never served. Pure.
+
+A record is a header of 64 bytes and the object's bytes, in whole units of the disk. The header says
+whose bytes they are and has a checksum (XXH3) over itself and them: a record that was half
+overwritten, damaged, or left over from another object does not match.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from creel.cache.memory.free_ranges import Sizes
+
+_MAGIC = b"creel 1\n"
+_FIELDS = struct.Struct("<8s16sqqq8x")
+_CHECKSUM = struct.Struct("<Q")
+HEADER_NBYTES = _FIELDS.size + _CHECKSUM.size
+
+#: Records from this size on begin at, and take, whole pages of 4 KiB: what disks write at once.
+_LARGE_NBYTES = 32 << 10
+_PAGE_NBYTES = 4096
+
+
+class Identity(NamedTuple):
+    """Whose bytes a record has: the dataset's content identity, the object's number, ...
+
+    ... its bytes, and the version of the file that they were read from.
+    """
+
+    dataset: bytes
+    object: int
+    nbytes: int
+    version: int
+
+
+def dataset_id(key: str) -> bytes:
+    """16 bytes for a dataset's key."""
+    return xxhash.xxh3_128_digest(key.encode())
+
+
+def header(identity: Identity, parts: Iterable[memoryview | bytes]) -> bytes:
+    """The header of a record whose bytes are `parts`, one after the other."""
+    fields = _FIELDS.pack(_MAGIC, *identity)
+    return fields + _CHECKSUM.pack(_digest(fields, parts).intdigest())
+
+
+class Verifier:
+    """Checks the bytes of a record as they are read: its header, then `update` with the rest."""
+
+    def __init__(self, head: memoryview | bytes) -> None:
+        """head: the first HEADER_NBYTES of a record."""
+        fields = bytes(head[: _FIELDS.size])
+        magic, *identity = _FIELDS.unpack(fields)
+        self.identity = Identity(*identity) if magic == _MAGIC else None
+        self._checksum = _CHECKSUM.unpack_from(head, _FIELDS.size)[0]
+        self._digest = _digest(fields, ())
+
+    def update(self, data: memoryview) -> None:
+        """Take further bytes of the object."""
+        self._digest.update(data)
+
+    def matches(self) -> bool:
+        """Whether all bytes were as they were written."""
+        return self.identity is not None and self._digest.intdigest() == self._checksum
+
+
+def _digest(fields: bytes, parts: Iterable[memoryview | bytes]) -> xxhash.xxh3_64:
+    digest = xxhash.xxh3_64(fields)
+    for part in parts:
+        digest.update(part)
+    return digest
+
+
+def room_nbytes(nbytes: Sizes, unit: int) -> Sizes:
+    """(k,) bytes that records of objects of these sizes take, on a disk of this unit.
+
+    >>> room_nbytes(np.array([448, 449, 100_000]), 512).tolist()
+    [512, 1024, 102400]
+    """
+    record = nbytes + HEADER_NBYTES
+    align = alignment(record, unit)
+    return -(-record // align) * align
+
+
+def alignment(record_nbytes: Sizes, unit: int) -> NDArray[np.int64]:
+    """(k,) what the rooms of records of these sizes are multiples of."""
+    return np.where(record_nbytes >= _LARGE_NBYTES, max(unit, _PAGE_NBYTES), unit)

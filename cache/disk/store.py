@@ -1,0 +1,510 @@
+"""DiskStore: objects on local disk, found again after a restart, however the daemon ended.
+
+Nothing here raises because of the disk: what cannot be written is not stored, what cannot be read
+as it was written is not there, and after an I/O error there is no disk tier any more (`nbytes` 0).
+
+Index: 6 bytes per object of a dataset that is in use (`attach`). The records of all other datasets
+stay as well, until their room is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.disk.folder import DataFile, buffer, open_folder
+from creel.cache.disk.journal import ENTRY, Entries, Journal, intact
+from creel.cache.disk.records import (
+    HEADER_NBYTES,
+    Identity,
+    Verifier,
+    alignment,
+    dataset_id,
+    header,
+    room_nbytes,
+)
+from creel.cache.memory.free_ranges import ABSENT, FreeRanges, Sizes, must
+
+log = logging.getLogger("creel.disk")
+
+Part = Sequence[memoryview]
+
+#: Bytes read or written at once.
+_PIECE_NBYTES = 1 << 20
+#: Most runs of a record: each is a read of its own. Few have more than a handful.
+_MAX_RUNS = 1024
+#: Units of a record in one run from which on it is listed as a chain: its column has 16 bits.
+_MANY_UNITS = (1 << 16) - 1
+_WORD = (1 << 64) - 1
+
+
+@dataclass(eq=False)
+class _Index:
+    """Where the objects of a dataset are: unit + 1 of a record in one run, minus its ...
+
+    ... number among `chains` where it is in several; 0: it is not here.
+    """
+
+    identity: bytes
+    place: NDArray[np.int32]
+    units: NDArray[np.uint16]
+    chains: dict[int, Sizes] = field(default_factory=dict)  # (r, 2) first unit and units
+
+    def runs(self, object_id: int) -> Sizes | None:
+        """(r, 2) first unit and units of each run of an object, or None."""
+        place = int(self.place[object_id])
+        if place > 0:
+            return np.array([[place - 1, int(self.units[object_id])]])
+        return self.chains[-place] if place else None
+
+    def put(self, object_id: int, runs: Sizes) -> None:
+        """Enter an object that is not here."""
+        if len(runs) == 1 and runs[0, 1] < _MANY_UNITS:
+            self.place[object_id], self.units[object_id] = runs[0, 0] + 1, runs[0, 1]
+        else:
+            number = int(runs[0, 0]) + 1
+            self.chains[number], self.place[object_id] = runs, -number
+
+    def take(self, object_id: int) -> Sizes | None:
+        """Remove an object; return its runs, if it was here."""
+        runs = self.runs(object_id)
+        if runs is not None:
+            self.chains.pop(-int(self.place[object_id]), None)
+            self.place[object_id] = 0
+        return runs
+
+
+class DiskStore:
+    """The records in one folder. All methods may be called from any thread.
+
+    Args:
+        path: an existing folder on local disk; the store makes its own below.
+        budget: largest size, in bytes.
+        spare: bytes that it leaves free on the file system.
+
+    Raises:
+        OSError: there can be no store in this folder.
+    """
+
+    def __init__(self, path: str, budget: int, spare: int = 0) -> None:
+        self._lock = threading.RLock()  # of the index; never held while the disk works
+        self._writing = threading.Lock()
+        self._scratch = _Scratch()
+        self._datasets: dict[str, _Index] = {}
+        self._off = False
+        with contextlib.ExitStack() as stack:
+            self._folder = open_folder(path)
+            stack.callback(os.close, self._folder)
+            self._file = DataFile(self._folder, budget, spare)
+            stack.callback(self._file.close)
+            self.unit = self._file.unit
+            self._journal = Journal(self._folder, self.unit)
+            stack.callback(self._journal.close)
+            self._load()
+            self._closing = stack.pop_all()
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        entries = self._journal.load()
+        self._serial = int(entries["serial"].max(initial=0))
+        entries = intact(entries, self._file.nbytes // self.unit)
+        #: Runs of datasets that are not attached, by the first half of their identity.
+        self._idle: dict[int, Entries] = {}
+        names = np.unique(entries["dataset"])
+        parts = [entries[entries["dataset"] == name] for name in names]
+        # The one that was written to last comes last.
+        for part in sorted(parts, key=lambda part: int(part["serial"].max())):
+            self._idle[int(part["dataset"][0])] = part
+        self._free = FreeRanges(0)
+        self._grown(0, self._file.nbytes // self.unit, entries)
+        if self._journal.too_long(len(entries)):
+            self._rewrite()
+
+    def _grown(self, start: int, end: int, held: Entries) -> None:
+        """Make what these entries leave of units [start, end) free."""
+        held = held[held["start"].argsort()]
+        gaps = np.append(start, held["start"].astype(np.int64) + held["units"])
+        stops = np.append(held["start"].astype(np.int64), end)
+        some = stops > gaps
+        for a, b in zip(gaps[some].tolist(), stops[some].tolist(), strict=True):
+            self._free.put(a, b - a)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all records may take, as far as the file system has room now; 0: it is off."""
+        return 0 if self._off else self._file.limit
+
+    def attach(self, dataset: str, objects: int) -> tuple[NDArray[np.int32], Sizes]:
+        """Begin to use a dataset of so many objects: (k,) those that are here, (k,) their bytes."""
+        identity = dataset_id(dataset)
+        index = _Index(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
+        with self._lock:
+            found = self._idle.pop(_half(identity), np.empty(0, ENTRY))
+            strange = found["object"] >= objects
+            self._release(found[strange])
+            found = found[~strange]
+            found = found[found["object"].argsort(kind="stable")]
+            first = np.flatnonzero(np.append(True, np.diff(found["object"]) != 0)[: len(found)])
+            single = np.diff(np.append(first, len(found))) == 1
+            single &= found["units"][first] < _MANY_UNITS
+            one = found[first[single]]
+            index.place[one["object"]] = one["start"].astype(np.int64) + 1
+            index.units[one["object"]] = one["units"]
+            ends = np.append(first[1:], len(found))
+            for a, b in zip(first[~single].tolist(), ends[~single].tolist(), strict=True):
+                index.put(int(found["object"][a]), _runs(found[a:b]))
+            self._datasets[dataset] = index
+        return found["object"][first].astype(np.int32), found["nbytes"][first].copy()
+
+    def detach(self, dataset: str, length: Sizes) -> None:
+        """Stop using a dataset, once nobody writes; its records stay until their room is needed.
+
+        length: (n,) bytes of each object; at least of those that are here.
+        """
+        with self._writing, self._lock:
+            index = self._datasets.pop(dataset, None)
+            if index is not None:
+                self._idle[_half(index.identity)] = _entries(index, length)
+
+    def held(self, dataset: str) -> int:
+        """How many objects of an attached dataset are here."""
+        return int(np.count_nonzero(self._datasets[dataset].place))
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def read(
+        self, dataset: str, object_id: int, nbytes: int, parts: Part
+    ) -> tuple[int, int] | None:
+        """Fill `parts`, together `nbytes`, with an object; (nbytes, version), or None.
+
+        None where it is not here as it was written: then it is not here any more, and what was
+        filled in means nothing.
+        """
+        with self._lock:
+            index = self._datasets.get(dataset)
+            runs = None if index is None or self._off else index.runs(object_id)
+        if index is None or runs is None:
+            return None
+        try:
+            identity = self._read(runs * self.unit, nbytes, parts)
+        except OSError as e:
+            self._give_up("read", e)
+            return None
+        if identity is not None and identity[:3] == (index.identity, object_id, nbytes):
+            return nbytes, identity.version
+        with self._lock:
+            now = index.runs(object_id)
+            if now is not None and np.array_equal(now, runs):  # it was not written anew meanwhile
+                self._drop(index, object_id)
+        return None
+
+    def _read(self, ranges: Sizes, nbytes: int, parts: Part) -> Identity | None:
+        """Read a record from (r, 2) offsets and sizes; return whose it is, None: it is damaged."""
+        piece = self._scratch.view
+        verifier: Verifier | None = None
+        filling = _Filling(parts)
+        for start, size in ranges.tolist():
+            for at in range(start, start + size, len(piece)):
+                data = piece[: min(start + size - at, len(piece))]
+                if self._file.read(data, at) < len(data):
+                    return None
+                if verifier is None:
+                    verifier, data = Verifier(data), data[HEADER_NBYTES:]
+                    if verifier.identity is None or verifier.identity.nbytes != nbytes:
+                        return None
+                data = data[: nbytes - filling.nbytes]
+                verifier.update(data)
+                filling.put(data)
+        if verifier is None or filling.nbytes < nbytes or not verifier.matches():
+            return None
+        return verifier.identity
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def write(
+        self,
+        dataset: str,
+        ids: NDArray[np.integer],
+        objects: Sequence[Part],
+        versions: NDArray[np.int64],
+    ) -> NDArray[np.bool_]:
+        """Store objects, each `objects[i]` of the version (k,); (k,) whether each is here then.
+
+        False where there is no room: what is there stays, except for datasets that are not attached
+        and earlier records of these objects. Nobody writes to the objects meanwhile.
+        """
+        stored = np.zeros(len(ids), np.bool_)
+        with self._writing:
+            index = self._datasets.get(dataset)
+            if index is None or self._off:
+                return stored
+            nbytes = np.array([sum(map(len, parts)) for parts in objects], np.int64)
+            rooms = self._take_rooms(index, ids, nbytes)
+            try:
+                self._write(index, ids, objects, nbytes, versions, rooms)
+            except OSError as e:
+                self._give_up("write", e)
+                return stored
+            with self._lock:
+                for i, runs in rooms.items():
+                    index.put(int(ids[i]), runs)
+                    stored[i] = True
+        return stored
+
+    def _take_rooms(
+        self, index: _Index, ids: NDArray[np.integer], nbytes: Sizes
+    ) -> dict[int, Sizes]:
+        """(r, 2) first units and units of the new records, by position."""
+        out = {}
+        units = room_nbytes(nbytes, self.unit) // self.unit
+        align = alignment(nbytes + HEADER_NBYTES, self.unit) // self.unit
+        with self._lock:
+            for i, wanted in enumerate(zip(units.tolist(), align.tolist(), strict=True)):
+                self._drop(index, int(ids[i]))
+                runs = self._alloc(*wanted)
+                if runs is not None:
+                    out[i] = runs
+        return out
+
+    def _alloc(self, units: int, align: int) -> Sizes | None:
+        """Room for a record, in one run if possible."""
+        while True:
+            at = self._free.take(units, align)
+            if at != ABSENT:
+                return np.array([[at, units]])
+            if not self._grow():
+                break
+        while self._free.nbytes < units and self._idle:
+            self._release(self._idle.pop(next(iter(self._idle))))
+        runs: list[tuple[int, int]] = []
+        while units > 0 and len(runs) < _MAX_RUNS:
+            at, got = self._free.take_most(units, align)
+            if not got:
+                break
+            runs.append((at, got))
+            units -= got
+        if units:
+            for at, got in runs:
+                self._free.put(at, got)
+            return None
+        return np.array(sorted(runs))  # in the order in which the index gives them back
+
+    def _grow(self) -> bool:
+        before = self._file.nbytes // self.unit
+        try:
+            more = self._file.grow() // self.unit
+        except OSError as e:
+            self._give_up("grow", e)
+            return False
+        if more:
+            self._free.put(before, more)
+        return more > 0
+
+    def _write(
+        self,
+        index: _Index,
+        ids: NDArray[np.integer],
+        objects: Sequence[Part],
+        nbytes: Sizes,
+        versions: NDArray[np.int64],
+        rooms: dict[int, Sizes],
+    ) -> None:
+        """Write records to their rooms, and only then their entries."""
+        out = _Writer(self._file, self._scratch.view, self.unit)
+        entries = []
+        for i, runs in rooms.items():
+            identity = Identity(index.identity, int(ids[i]), int(nbytes[i]), int(versions[i]))
+            out.record([header(identity, objects[i]), *objects[i]], runs * self.unit)
+            self._serial += 1
+            entries.append(self._entry(identity, self._serial, runs))
+        out.flush()
+        if entries:
+            self._journal.append(np.concatenate(entries))
+            self._tidy()
+
+    def _entry(self, identity: Identity, serial: int, runs: Sizes) -> Entries:
+        entries = np.empty(len(runs), ENTRY)
+        entries["dataset"], entries["object"] = _half(identity.dataset), identity.object
+        entries["nbytes"], entries["serial"] = identity.nbytes, serial
+        entries["start"], entries["units"] = runs.T
+        entries["room"] = runs[:, 1].sum()
+        return entries
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def drop(self, dataset: str, ids: NDArray[np.integer]) -> None:
+        """Remove objects: their room is free, and until it is used a restart may find them."""
+        with self._lock:
+            index = self._datasets.get(dataset)
+            if index is not None:
+                for object_id in ids.tolist():
+                    self._drop(index, object_id)
+
+    def forget(self, dataset: str) -> None:
+        """Remove all of an attached dataset for good."""
+        with self._writing, self._lock:
+            index = self._datasets[dataset]
+            for object_id in np.flatnonzero(index.place).tolist():
+                self._drop(index, object_id)
+            try:
+                self._rewrite()
+            except OSError as e:
+                self._give_up("write", e)
+
+    def _drop(self, index: _Index, object_id: int) -> None:
+        runs = index.take(object_id)
+        if runs is not None:
+            for start, units in runs.tolist():
+                self._free.put(start, units)
+
+    def _release(self, entries: Entries) -> None:
+        for start, units in zip(entries["start"].tolist(), entries["units"].tolist(), strict=True):
+            self._free.put(start, units)
+
+    def _tidy(self) -> None:
+        """Rewrite the journal where most of it is about what has left."""
+        with self._lock:
+            idle = sum(map(len, self._idle.values()))
+            live = idle + sum(
+                int(np.count_nonzero(x.place)) + 4 * len(x.chains) for x in self._datasets.values()
+            )
+        if self._journal.too_long(live):
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """Rewrite the journal with what is here; the thread that writes, or nobody else yet."""
+        entries = intact(self._journal.load(), self._file.nbytes // self.unit)
+        with self._lock:
+            here = np.zeros(len(entries), np.bool_)
+            for name, idle in self._idle.items():
+                here |= (entries["dataset"] == name) & np.isin(entries["object"], idle["object"])
+            for index in self._datasets.values():
+                own = np.flatnonzero(entries["dataset"] == _half(index.identity))
+                here[own] = index.place[entries["object"][own]] != 0
+        entries = entries[here]
+        self._journal.rewrite(entries[entries["serial"].argsort(kind="stable")])
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _give_up(self, what: str, error: OSError) -> None:
+        with self._lock:
+            if self._off:
+                return
+            self._off = True
+        log.warning("there is no disk tier any more: it cannot %s (%s)", what, error)
+
+    def close(self) -> None:
+        """Close all files; another daemon may use the folder then."""
+        with self._writing, self._lock:
+            self._off = True
+            self._closing.close()
+
+    def check(self) -> None:
+        """Raise IllegalEventError unless each unit has exactly one owner."""
+        with self._lock:
+            self._free.check()
+            runs = [_entries(x, np.zeros(len(x.place), np.int64)) for x in self._datasets.values()]
+            held = np.concatenate([np.empty(0, ENTRY), *self._idle.values(), *runs])
+            start, size = self._free.sorted()
+            start = np.append(held["start"].astype(np.int64), start)
+            size = np.append(held["units"].astype(np.int64), size)
+            order = start.argsort()
+            end = np.append(0, (start + size)[order])
+            must(np.array_equal(end[:-1], start[order]), "rooms overlap or leave a gap")
+            must(end[-1] == self._file.nbytes // self.unit, "units are missing")
+
+
+def _half(identity: bytes) -> int:
+    return int.from_bytes(identity[:8], "little") & _WORD
+
+
+def _runs(entries: Entries) -> Sizes:
+    return np.stack([entries["start"], entries["units"]], 1).astype(np.int64)
+
+
+def _entries(index: _Index, length: Sizes) -> Entries:
+    """Entries for all objects of a dataset."""
+    place = index.place
+    single, several = np.flatnonzero(place > 0), np.flatnonzero(place < 0)
+    chains = [index.chains[-number] for number in place[several].tolist()]
+    owner = np.append(single, np.repeat(several, [len(runs) for runs in chains]))
+    runs = np.stack([place[single] - 1, index.units[single]], 1).astype(np.int64)
+    runs = np.concatenate([runs, *chains])
+    out = np.zeros(len(owner), ENTRY)
+    out["dataset"], out["object"], out["nbytes"] = _half(index.identity), owner, length[owner]
+    out["start"], out["units"] = runs.T
+    return out
+
+
+class _Scratch(threading.local):
+    """A buffer for each thread that reads or writes."""
+
+    def __init__(self) -> None:
+        self.view = buffer(_PIECE_NBYTES)
+
+
+class _Filling:
+    """Copies bytes into buffers, one after the other."""
+
+    def __init__(self, parts: Part) -> None:
+        self.nbytes = 0
+        self._parts = [part for part in parts if len(part)]
+
+    def put(self, data: memoryview) -> None:
+        while len(data):
+            part = self._parts[0]
+            some = min(len(part), len(data))
+            part[:some] = data[:some]
+            self.nbytes += some
+            data = data[some:]
+            if some == len(part):
+                self._parts.pop(0)
+            else:
+                self._parts[0] = part[some:]
+
+
+class _Writer:
+    """Gathers records in a buffer and writes them in large pieces."""
+
+    def __init__(self, file: DataFile, view: memoryview, unit: int) -> None:
+        self._file, self._view, self._unit = file, view, unit
+        self._at = 0  # where the buffer's first byte goes
+        self._used = 0
+
+    def record(self, parts: Sequence[memoryview | bytes], ranges: Sizes) -> None:
+        """Write a record to (r, 2) offsets and sizes; zeros fill its last unit."""
+        data = [memoryview(part) for part in parts]
+        for start, size in ranges.tolist():
+            if start != self._at + self._used:
+                self.flush()
+                self._at = start
+            left = size
+            while left:
+                some = min(left, len(self._view) - self._used, len(data[0]) if data else left)
+                here = self._view[self._used : self._used + some]
+                if data:
+                    here[:] = data[0][:some]
+                    data[0] = data[0][some:]
+                    if not len(data[0]):
+                        data.pop(0)
+                else:
+                    here[:] = bytes(some)
+                self._used += some
+                left -= some
+                if self._used == len(self._view):
+                    self.flush()
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        if self._used:
+            self._file.write(self._view[: self._used], self._at)
+        self._at += self._used
+        self._used = 0
