@@ -2,6 +2,7 @@
 #
 #   make demo                        train a small CNN through creel and through torch, and compare
 #   make demo DATA=/path/to/images   the same on your own folder (one subfolder per class)
+#   make demo-cluster                train over emulated hosts whose memories are one (Linux, as root)
 #   make test                        all tests
 #   make bench                       every benchmark of README, one after the other (some 40 minutes);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
@@ -26,7 +27,7 @@ FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
 export DATA
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo test bench stress frameworks check clean
+.PHONY: help setup demo demo-cluster test bench stress frameworks check clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -56,6 +57,9 @@ $(FRAMEWORKS_STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py $${DATA:+--data "$$DATA"} $(if $(filter short,$(DEMO)),--short) $(ARGS)
+
+demo-cluster: $(STAMP)
+	@$(BIN)/python examples/demo_cluster.py $${DATA:+--data "$$DATA"} $(ARGS)
 
 test: $(STAMP)
 	@$(PYTEST) $(ARGS)

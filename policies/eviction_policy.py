@@ -77,6 +77,10 @@ class EvictionPolicy:
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no peers."""
         return None
 
+    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:  # noqa: ARG002
+        """(k,) whether the peer that holds each object then will have it only later; None: none."""
+        return None
+
     def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:  # noqa: ARG002
         """Return what retention should plan outside the loop, or None."""
         return None

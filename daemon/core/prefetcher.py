@@ -186,20 +186,25 @@ class Prefetcher:
         if k < len(ids):
             ids, length = ids[:k], length[:k]
         step = s.stream.step_at(s.front)
+        epoch = s.stream.epoch(step)[0] + s.epoch_shift
+        awaited = None if urgent else h.awaited(ids, epoch, s.group.clock())
+        if awaited is not None and some(awaited):
+            k = int(awaited.argmax())
+            self.stuck.add(s.id)
+            ids, length = ids[~awaited], length[~awaited]
         need = s.need(step)
         offset, lack = self._room(h, length, need, stalled=starving)
         if some(lack):
             if starving:
                 h.fail(ids[lack])
             else:
-                k = int(lack.argmax())
+                k = min(k, int(lack.argmax()))
                 self.stuck.add(s.id)
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         # The queue of a quick source is short. Ordered by due time, it would wake the reader for
         # every
         # step: small records from the page cache are slower then.
         due = s.due(step, now, in_turn=h.service.deliverable(_GRAIN_S) < _CHUNK)
-        epoch = s.stream.epoch(step)[0] + s.epoch_shift
         for origin, which in h.origins(ids, epoch):
             fetch = ids[which], offset[which], length[which]
             out += self._inflight.start(h, *fetch, need, now, due, origin)

@@ -261,6 +261,10 @@ class Residency:
         self.life[ids] = FAILED
         self.counts["failed"] += len(ids)
 
+    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
+        """(k,) whether the peer to fetch each object from for `epoch` will have it only later."""
+        return None if self.policy is None else self.policy.awaited(ids, epoch, clock)
+
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
         """Where to fetch objects (k,) for their read in `epoch`: (origin, which of them) each."""
         holder = None if self.policy is None else self.policy.holders(ids, epoch)

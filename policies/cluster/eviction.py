@@ -25,6 +25,9 @@ from creel.policies.selection import Ids, Nodes
 
 #: Most later epochs that placement looks at: a plan takes a byte per object for each.
 _MAX_DEPTH = 8
+#: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
+_PARTS = 256
+_PART_BITS = (placement.EPOCH // _PARTS).bit_length() - 1
 #: Share of an epoch that is kept first, as it is read ahead: at least so much, and so many steps.
 _LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
 
@@ -47,6 +50,13 @@ class ClusterView:
     origin: NDArray[np.int64]
     cluster: str = ""
 
+    def like(self, other: ClusterView | None) -> bool:
+        """Whether these are the same nodes, with the same memory."""
+        if other is None or self.me != other.me:
+            return False
+        columns = (self.nodes, other.nodes), (self.capacity, other.capacity)
+        return all(np.array_equal(mine, its) for mine, its in columns)
+
 
 @dataclass(eq=False)
 class Deals:
@@ -63,18 +73,29 @@ class Deals:
         """Whether an epoch and the one after it are known."""
         return self.view is not None and {epoch, epoch + 1} <= set(self.orders)
 
-    def from_epoch(self, epoch: int, depth: int) -> list[JobOrder]:
-        """The orders of `epoch`, which is `known`, and of `depth` later ones."""
+    def from_epoch(self, epoch: int, depth: int, ahead: int) -> list[JobOrder]:
+        """The orders of the epoch `ahead` of `epoch`, which is `known`, and of `depth` later ones.
+
+        What is not known yet goes on as these two do.
+        """
         now, then = self.orders[epoch], self.orders[epoch + 1]
-        return [now, then, *(then.after(now, i) for i in range(1, depth))]
+        later = (
+            self.orders.get(epoch + 1 + i, then.after(now, i)) for i in range(1, depth + ahead)
+        )
+        return [now, then, *later][ahead:]
+
+    def agree(self, epoch: int, orders: list[JobOrder]) -> bool:
+        """Whether these are the orders from `epoch` on, as far as they are known."""
+        return all(self.orders.get(epoch + i, order) == order for i, order in enumerate(orders[:2]))
 
 
 class Placed(NamedTuple):
     """The answer to a `ClusterTurn`.
 
     Args:
-        holder, reader: (n,) node that holds each object when the epoch turns, and that reads it in
-            the next one; `placement.nobody`: none does.
+        holder: (n,) node that holds each object when the epoch turns; `placement.nobody`: none.
+        when: (n,) after what part of this epoch, in 256ths, its holder gets each object; 0 where
+            it has it. Of what this node itself is to hold: 1 where a peer reads it next, else 0.
         copies: (n,) whether this node, which is not the holder, is to have a second copy; None:
             the memories together hold no more than all objects.
         spare: these copies, the soonest to be read first.
@@ -82,7 +103,7 @@ class Placed(NamedTuple):
     """
 
     holder: Nodes
-    reader: Nodes
+    when: NDArray[np.uint8]
     copies: NDArray[np.bool_] | None
     spare: Ids
     surplus: list[Ids]
@@ -93,6 +114,7 @@ class ClusterTurn:
     """What is known about the turn of an epoch of a whole job; arrays may be live views.
 
     Args:
+        epoch: the one that ends.
         view: the nodes.
         orders: of this epoch and of later ones.
         holder: (n,) who held each object when this epoch began; None: nobody anything.
@@ -102,6 +124,7 @@ class ClusterTurn:
         lead: share of the next epoch that is kept first.
     """
 
+    epoch: int
     view: ClusterView
     orders: list[JobOrder]
     holder: Nodes | None
@@ -125,7 +148,12 @@ class ClusterTurn:
         copies, spare = self._copies(holder, after, now, owners)
         if copies is not None:
             vain &= ~copies
-        return Placed(after, owners[0], copies, spare, [vain.nonzero()[0].astype(np.int32)])
+        when = (now.when >> _PART_BITS).astype(np.uint8)
+        when[after == holder] = 0
+        mine = after == self.view.me
+        when[mine] = owners[0][mine] != self.view.me
+        surplus = [vain.nonzero()[0].astype(np.int32)]
+        return Placed(after, when, copies, spare, surplus)
 
     def _copies(
         self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]
@@ -167,7 +195,9 @@ class ClusterEviction(PlannedEviction):
         self._holder: Nodes | None = None  # when this epoch began
         self._copies: NDArray[np.bool_] | None = None  # of this node, then
         self._spare: Ids = np.empty(0, np.int32)  # copies that yield to anything else
-        self._next: Placed | None = None  # when it ends
+        self._next: Placed | None = None  # when this epoch ends
+        # When the next one ends: planned ahead, as what its first steps read may not leave before.
+        self._later: tuple[ClusterTurn, Placed] | None = None
         self._asking: ClusterTurn | None = None
         # Held for a peer that reads it in this epoch; sent already for the next one.
         self._lent = np.zeros(len(life), np.bool_)
@@ -176,47 +206,73 @@ class ClusterEviction(PlannedEviction):
     def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:
         """Return what to plan now, if anything: once for each epoch."""
         view = self.deals.view
-        if self._asking is not None or self._next is not None or view is None:
+        if self._asking is not None or view is None or not self.deals.known(self.epoch):
             return None
-        if not self.deals.known(self.epoch):
-            return None
+        if self._next is None:
+            self._asking = self._turn_of(self.epoch, view, context, self._holder, self._copies)
+        elif self._later is None:
+            held = self._next.holder, self._next.copies
+            self._asking = self._turn_of(self.epoch + 1, view, context, *held)
+        return self._asking
+
+    def _turn_of(
+        self,
+        epoch: int,
+        view: ClusterView,
+        context: PlanningContext,
+        holder: Nodes | None,
+        copies: NDArray[np.bool_] | None,
+    ) -> ClusterTurn:
         size = context.agreed_size
         whole = max(dataset_nbytes(size, len(self._life)), 1)
         depth = placement.useful_depth(len(view.capacity), int(view.capacity.sum()) / whole)
-        orders = self.deals.from_epoch(self.epoch, min(depth, _MAX_DEPTH))
+        orders = self.deals.from_epoch(self.epoch, min(depth, _MAX_DEPTH), epoch - self.epoch)
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
         lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
-        self._asking = ClusterTurn(view, orders, self._holder, self._copies, size, self._life, lead)
-        return self._asking
+        return ClusterTurn(epoch, view, orders, holder, copies, size, self._life, lead)
 
     def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
         """Take a plan, if it answers the latest question."""
-        if turn is not self._asking or not isinstance(kept, Placed) or self.deals.view is None:
+        if turn is not self._asking or not isinstance(kept, Placed):
             return
-        self._asking, self._next = None, kept
-        self._stays, self._surplus = kept.holder == self.deals.view.me, kept.surplus
-        self._spare = kept.spare
-        if kept.copies is not None:
-            self._stays |= kept.copies
+        asked, self._asking = self._asking, None
+        if asked.epoch == self.epoch:
+            self._follow(kept)
+        else:
+            self._later = asked, kept
+
+    def _follow(self, placed: Placed) -> None:
+        """Keep what this plan says over the turn of this epoch."""
+        assert self.deals.view is not None  # noqa: S101  or nothing was asked
+        self._next = placed
+        self._stays, self._surplus = placed.holder == self.deals.view.me, list(placed.surplus)
+        self._spare = placed.spare
+        if placed.copies is not None:
+            self._stays |= placed.copies
 
     def turn(self, uses: NextUses, epoch: int) -> None:
         """The first object of `epoch` was read."""
         if uses is not self.uses or epoch <= self.epoch:
             return
         placed = self._next if epoch == self.epoch + 1 else None
+        later = self._later
         super().turn(uses, epoch)
-        self._asking = self._next = None
+        self._asking = self._next = self._later = None
         self._holder = None if placed is None else placed.holder
         self._copies = None if placed is None else placed.copies
         self._spare = self._spare[:0]
         self._lent[:] = False
-        if placed is not None and self.deals.view is not None:
-            me = self.deals.view.me
-            np.equal(placed.holder, me, out=self._lent)
-            self._lent &= placed.reader != me
+        view = self.deals.view
+        if placed is not None and view is not None:
+            np.equal(placed.holder, view.me, out=self._lent)
+            self._lent &= placed.when > 0
             self._lent &= ~self._sent_early
         self._sent_early[:] = False
         self.deals.forget(epoch)
+        if placed is not None and later is not None:
+            asked, answer = later
+            if asked.view.like(view) and self.deals.agree(epoch, asked.orders):
+                self._follow(answer)
 
     def victims(self, k: int, step: int) -> Index:
         """Up to k distinct objects to evict; second copies after all else, the last used first."""
@@ -240,6 +296,24 @@ class ClusterEviction(PlannedEviction):
         """Objects were sent to the peer that reads them."""
         self._sent_early[ids[~self._lent[ids]]] = True
         self._lent[ids] = False
+
+    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
+        """(k,) whether each object, to be read in `epoch`, is yet to come to the peer it is from.
+
+        Its reader in this epoch is that peer, and the ranks go in step; None: none is awaited.
+
+        Args:
+            clock: steps that the ranks of this node have done.
+        """
+        if epoch != self.epoch + 1 or self._next is None or self.deals.view is None:
+            return None
+        first, end = self.uses.span(self.epoch)
+        part = (clock - first) * _PARTS // max(end - first, 1)
+        holder = self._next.holder[ids]
+        elsewhere: NDArray[np.bool_] = holder != self.deals.view.me
+        elsewhere &= holder != nobody(holder)
+        elsewhere &= self._next.when[ids] > part
+        return elsewhere
 
     def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no plan."""

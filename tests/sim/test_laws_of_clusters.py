@@ -29,18 +29,20 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
         assert counts["peer"] > 0
 
 
-def test_with_room_for_all_the_source_is_read_once() -> None:
-    order = job(2)
-    runs = Nodes(2, order, 1.1).run(5)
-    assert sum(counts["source"] for counts in runs) <= 1.02 * order.samples
-    assert all(counts["peer"] <= 0.36 * order.samples for counts in runs[2:])
+@pytest.mark.parametrize("nodes, moved", [(2, 0.36), (4, 0.57)])
+def test_with_room_for_all_the_source_is_read_once(nodes: int, moved: float) -> None:
+    order = job(nodes)
+    runs = Nodes(nodes, order, 1.1).run(5)
+    assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
+    assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
+    assert all(counts["peer"] <= moved * order.samples for counts in runs[2:])
 
 
 def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
     """By chance a quarter of them would be: what fits on one of 8 nodes."""
     order = job(8, 4096)
     runs = Nodes(8, order, 2.0).run(12)
-    assert sum(counts["source"] for counts in runs) <= 1.03 * order.samples  # read ahead, once
+    assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
     peers = [counts["peer"] / order.samples for counts in runs[6:]]
     assert sum(peers) / len(peers) <= 0.5
 
