@@ -23,8 +23,6 @@ from creel.policies.planned_eviction import PlannedEviction, PlanningContext
 from creel.policies.retention import Kept, Turn
 from creel.policies.selection import Ids, Nodes
 
-#: Most later epochs that placement looks at: a plan takes a byte per object for each.
-_MAX_DEPTH = 8
 #: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
 _PARTS = 256
 _PART_BITS = (placement.EPOCH // _PARTS).bit_length() - 1
@@ -226,7 +224,7 @@ class ClusterEviction(PlannedEviction):
         size = context.agreed_size
         whole = max(dataset_nbytes(size, len(self._life)), 1)
         depth = placement.useful_depth(len(view.capacity), int(view.capacity.sum()) / whole)
-        orders = self.deals.from_epoch(self.epoch, min(depth, _MAX_DEPTH), epoch - self.epoch)
+        orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
         lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
         return ClusterTurn(epoch, view, orders, holder, copies, size, self._life, lead)

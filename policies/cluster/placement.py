@@ -36,6 +36,8 @@ from creel.policies.selection import (
 EPOCH = 1 << 16
 #: The lead takes at most this part of the memory.
 _MAX_LEAD_OF_MEMORY = 0.5
+#: Most later epochs to look at: a plan takes a byte per object for each while it is made.
+_MAX_DEPTH = 8
 #: Attempts to distribute one kind's surplus over the nodes that have room.
 _ROUNDS = 3
 
@@ -256,11 +258,11 @@ def useful_depth(nodes: int, capacity: float) -> int:
     A node reads an object again after `nodes` epochs on average. What is read again within T of
     them fills its memory, T = sqrt(2 * capacity * nodes) [reference: retention, 1.3].
 
-    >>> useful_depth(8, 1.0), useful_depth(8, 2.0), useful_depth(1, 0.5)
-    (5, 7, 1)
+    >>> useful_depth(8, 1.0), useful_depth(8, 2.0), useful_depth(1, 0.5), useful_depth(99, 1.0)
+    (5, 7, 1, 8)
     """
     within = math.ceil(math.sqrt(2 * capacity * nodes)) + 1
-    return max(1, min(within, 2 * nodes - 1))
+    return max(1, min(within, 2 * nodes - 1, _MAX_DEPTH))
 
 
 def _nbytes(ids: Ids, size: Ints) -> Ints:

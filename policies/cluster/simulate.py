@@ -76,18 +76,14 @@ class Scenario:
 
     @property
     def lookahead(self) -> int:
-        """Epochs that placement looks ahead: what is useful, within 8 bytes per object."""
-        if self.depth:
-            return self.depth
-        each = placement.node_type(self.nodes).itemsize
-        affordable = max((8 - 2 * each - 2) // each, 1)  # holder, its plan, and when
-        return min(placement.useful_depth(self.nodes, self.capacity), max(affordable, 3 - each))
+        """Epochs that placement looks ahead."""
+        return self.depth or placement.useful_depth(self.nodes, self.capacity)
 
     @property
     def plan_nbytes(self) -> int:
-        """Bytes of plan and placement that each node keeps from epoch to epoch."""
+        """Bytes of placement that each node keeps: holders now and after two turns, when, marks."""
         each = placement.node_type(self.nodes).itemsize
-        return (each * (2 + self.lookahead) + 2) * self.objects
+        return (3 * each + 2 + 3) * self.objects
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import nodes as cores
 import numpy as np
 import pytest
 
+from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.placement import by_rank, node_type, replicas, turn, uses_of
 from creel.policies.cluster.simulate import Scenario, replay
 from creel.policies.selection import Nodes
@@ -126,6 +128,21 @@ def test_the_simulator_counts_the_same() -> None:
     # It reads 3 % of an epoch ahead, not 1 %, and so keeps less for its nearness.
     assert np.mean([e.remote for e in epochs]) == pytest.approx(seen.remote, abs=0.02)
     assert max(e.occupancy for e in epochs) <= 1.007
+
+
+@pytest.mark.parametrize("nodes, f", [(2, 0.5), (4, 0.9), (8, 2.0)])
+def test_the_simulator_counts_what_real_cores_do(nodes: int, f: float) -> None:
+    """Shares of reads within 0.012; most of that is chance, at so few objects."""
+    n, epochs, first = 4096, 12 if f > 1 else 6, 6 if f > 1 else 3
+    order = JobOrder(n, nodes, n // nodes, 4, 100)
+    counts = cores.Nodes(nodes, order, f).run(epochs)[first:]
+    memory = int(f * n / nodes)
+    scenario = Scenario(nodes=nodes, samples=n, nbytes=1, memory=memory, batch=4, epochs=epochs)
+    simulated = list(replay(scenario))[first:]
+    source = np.mean([one["source"] for one in counts]) / n
+    assert source == pytest.approx(np.mean([e.source for e in simulated]), abs=0.005)
+    remote = np.mean([one["peer"] for one in counts]) / n
+    assert remote == pytest.approx(np.mean([e.remote for e in simulated]), abs=0.012)
 
 
 def test_the_simulated_epoch_lasts_as_long_as_its_bottleneck() -> None:
