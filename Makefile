@@ -6,7 +6,7 @@
 #   make test                        all tests
 #   make bench                       every benchmark of README, one after the other (some 40 minutes);
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
-#   make stress                      1,000 random programs against torch, 160 killed daemons (some 40 minutes)
+#   make stress                      1,000 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
 #   make frameworks                  the tests against accelerate, transformers and lightning
 #   make check                       format, lint, strict types, unit tests
 
@@ -72,6 +72,7 @@ bench: $(STAMP)
 stress: $(STAMP)
 	@$(BIN)/python -m tests.stress.random_programs --count 1000 $(ARGS)
 	@$(BIN)/python -m tests.stress.chaos --kills 160
+	@SEEDS=20 $(PYTEST) -q tests/unit tests/parity/test_parity.py
 
 # FRAMEWORKS=required: one that cannot be imported is an error here, elsewhere its tests are skipped.
 frameworks: $(FRAMEWORKS_STAMP)

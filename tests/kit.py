@@ -13,14 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from creel.loader.client.client import Client
-
-if TYPE_CHECKING:
-    pass
 
 
 def unique_name() -> str:
@@ -28,16 +24,22 @@ def unique_name() -> str:
     return f"test-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
+def seeds(count: int) -> range:
+    """Seeds of a random test: `count`, and as many times more as SEEDS says (`make stress`)."""
+    return range(count * int(os.environ.get("SEEDS", "1")))
+
+
 def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = "") -> None:
     """Wait for a condition that another process will make true; fail by name when it never does.
 
     The deadline is no part of what is tested: a busy machine may take seconds for milliseconds.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, 0.0005
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:g} s: {what or condition}")
-        time.sleep(0.005)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.01)
 
 
 def daemon_of(name: str) -> psutil.Process:

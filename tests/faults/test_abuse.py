@@ -36,11 +36,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 N = 600
 
 
-@pytest.fixture
-def embedded(embedded: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A daemon with room for a fifth of the files."""
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons have room for a fifth of the files."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
-    return embedded
 
 
 def content(i: int) -> bytes:
@@ -111,13 +110,13 @@ def test_an_iterator_that_was_never_used_costs_no_session(
 
 @pytest.mark.parametrize("seed", [1])
 def test_no_byte_is_wrong_while_processes_are_stopped(
-    paths: list[str], contents: list[bytes], embedded: str, seed: int
+    paths: list[str], contents: list[bytes], served: str, seed: int
 ) -> None:
     rng = random.Random(seed)
     train, val = loader(paths, seed), loader(paths[::3], seed + 100, persistent_workers=True)
     next(iter(val))
     stop = threading.Event()
-    chaos = threading.Thread(target=_stop_and_go, args=(embedded, rng.random(), stop))
+    chaos = threading.Thread(target=_stop_and_go, args=(served, rng.random(), stop))
     chaos.start()
     try:
         for most in (10**6, rng.randrange(3, 30), 10**6):
@@ -145,7 +144,7 @@ def _stop_and_go(name: str, seed: float, stop: threading.Event) -> None:
             victim.resume()
 
 
-@pytest.mark.usefixtures("embedded")
+@pytest.mark.usefixtures("served")
 def test_a_file_changed_under_us_is_old_or_new_and_never_both(tmp_path: Path) -> None:
     nbytes, n = 40_000, 60
     for i in range(n):
@@ -164,7 +163,7 @@ def test_a_file_changed_under_us_is_old_or_new_and_never_both(tmp_path: Path) ->
             new.rename(tmp_path / f"{i:02}")
 
 
-@pytest.mark.usefixtures("embedded")
+@pytest.mark.usefixtures("served")
 def test_a_file_that_grew_is_refused_as_torch_would(tmp_path: Path) -> None:
     for i in range(40):
         (tmp_path / f"{i:02}").write_bytes(bytes([i]) * 1000)
@@ -204,7 +203,7 @@ def below(mount: Any, count: int) -> list[str]:
 
 @needs_fuse
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.usefixtures("embedded")
+@pytest.mark.usefixtures("served")
 def test_errors_that_pass_are_never_seen(slow: Any, contents: list[bytes], workers: int) -> None:
     slow.set(fail_rate=0.05)
     assert sorted(epoch(loader(below(slow, 120), 0, workers), contents)) == list(range(120))
@@ -221,14 +220,14 @@ def test_an_error_that_stays_names_its_file(slow: Any, monkeypatch: pytest.Monke
 
 @needs_fuse
 def test_a_read_that_never_ends_runs_into_the_timeout_and_holds_up_no_end(
-    slow: Any, embedded: str
+    slow: Any, served: str
 ) -> None:
     slow.set(stall=30, stall_match="0050.bin")
     before = set(psutil.Process().children())
     batches = loader(below(slow, 120), timeout=1)
     with pytest.raises(RuntimeError, match="timed out after 1 seconds"):
         list(batches)
-    daemon = daemon_of(embedded)
+    daemon = daemon_of(served)
     daemon.terminate()
     until(lambda: gone(daemon.pid), what="the daemon ends")
     slow.set(stall=0)
@@ -240,11 +239,11 @@ def test_a_read_that_never_ends_runs_into_the_timeout_and_holds_up_no_end(
 
 
 @pytest.fixture
-def session(paths: list[str], embedded: str) -> Iterator[Session]:
+def session(paths: list[str], served: str) -> Iterator[Session]:
     """A client of the daemon that the others use, with bad intentions."""
     batches = loader(paths, workers=0)
     next(iter(batches))
-    with Client.connect(embedded) as client:
+    with Client.connect(served) as client:
         key = client.register(Manifest.of_files(paths))
         session = client.open(key)
         session.extend(0, 0, np.arange(8), np.arange(1, 9))
@@ -252,16 +251,16 @@ def session(paths: list[str], embedded: str) -> Iterator[Session]:
         yield session
 
 
-def test_no_word_on_the_board_ends_the_daemon(session: Session, embedded: str) -> None:
-    daemon = daemon_of(embedded)
+def test_no_word_on_the_board_ends_the_daemon(session: Session, served: str) -> None:
+    daemon = daemon_of(served)
     for value in (2**63 - 1, -(2**63)):
         for word in (DONE, WANTED, READY, TRUNCATED, *COUNTER.values()):
             session.words[word] = value
-        with Client.connect(embedded, "cli") as client:
+        with Client.connect(served, "cli") as client:
             client.ask("stats")
     session.client.send(Truncate(session.token, session.id, 8))
     time.sleep(0.1)
-    with Client.connect(embedded, "cli") as client:
+    with Client.connect(served, "cli") as client:
         assert client.ask("status")["pid"] == daemon.pid
 
 
@@ -271,19 +270,19 @@ def test_a_manifest_of_more_objects_than_memory_is_refused(session: Session) -> 
         session.client.register(huge)
 
 
-def test_a_full_backlog_is_no_missing_daemon(embedded: str, paths: list[str]) -> None:
+def test_a_full_backlog_is_no_missing_daemon(served: str, paths: list[str]) -> None:
     next(iter(loader(paths, workers=0)))
-    daemon = daemon_of(embedded)
+    daemon = daemon_of(served)
     daemon.suspend()
     held = []
     try:
         while True:
             caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             held.append(caller)
-            if caller.connect_ex(resolve(embedded)):
+            if caller.connect_ex(resolve(served)):
                 break
         threading.Timer(0.3, daemon.resume).start()
-        with Client.connect(embedded, "cli") as client:
+        with Client.connect(served, "cli") as client:
             assert client.ask("status")["pid"] == daemon.pid
     finally:
         daemon.resume()
@@ -292,13 +291,13 @@ def test_a_full_backlog_is_no_missing_daemon(embedded: str, paths: list[str]) ->
 
 
 def test_a_training_goes_on_amid_noise(
-    paths: list[str], contents: list[bytes], embedded: str
+    paths: list[str], contents: list[bytes], served: str
 ) -> None:
     train = loader(paths)
     next(iter(train))
-    daemon = daemon_of(embedded)
+    daemon = daemon_of(served)
     stop = threading.Event()
-    noise = threading.Thread(target=_noise, args=(embedded, stop))
+    noise = threading.Thread(target=_noise, args=(served, stop))
     noise.start()
     try:
         for _ in range(2):
@@ -306,7 +305,7 @@ def test_a_training_goes_on_amid_noise(
     finally:
         stop.set()
         noise.join()
-    assert daemon_of(embedded).pid == daemon.pid
+    assert daemon_of(served).pid == daemon.pid
 
 
 def _noise(name: str, stop: threading.Event) -> None:
@@ -356,7 +355,7 @@ def _shrinking_manifest(control_socket: socket.socket, rng: random.Random) -> No
 # --- the trainer's own ways ---------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("embedded")
+@pytest.mark.usefixtures("served")
 def test_after_a_fork_both_go_on(paths: list[str], contents: list[bytes]) -> None:
     batches = iter(loader(paths, workers=0))
     begun = numbers(next(batches), contents)
@@ -371,7 +370,7 @@ def test_after_a_fork_both_go_on(paths: list[str], contents: list[bytes]) -> Non
     assert sorted(begun + rest) == list(range(N))
 
 
-@pytest.mark.usefixtures("embedded")
+@pytest.mark.usefixtures("served")
 def test_threads_train_side_by_side(paths: list[str], contents: list[bytes]) -> None:
     seen: list[list[int]] = []
     work = [
@@ -385,15 +384,13 @@ def test_threads_train_side_by_side(paths: list[str], contents: list[bytes]) -> 
     assert [sorted(one) for one in seen] == [list(range(N))] * 3
 
 
-def test_a_drained_daemon_is_replaced(
-    paths: list[str], contents: list[bytes], embedded: str
-) -> None:
+def test_a_drained_daemon_is_replaced(paths: list[str], contents: list[bytes], served: str) -> None:
     train = loader(paths)
     seen = []
     for step, batch in enumerate(train):
         seen += numbers(batch, contents)
         if step == 5:
-            daemon = daemon_of(embedded)
+            daemon = daemon_of(served)
             daemon.terminate()
     assert sorted(seen) == list(range(N))
     until(lambda: gone(daemon.pid), what="it drains")
@@ -468,16 +465,16 @@ def test_64_sessions_with_256_descriptors_no_home_and_a_read_only_folder(paths: 
 
 
 def test_nothing_is_left_after_the_daemon_was_killed(
-    paths: list[str], contents: list[bytes], embedded: str, monkeypatch: pytest.MonkeyPatch
+    paths: list[str], contents: list[bytes], served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(epoch(loader(paths), contents)) == N
     with nothing_left():
         train = loader(paths)
         it = iter(train)
         next(it)
-        daemon_of(embedded).kill()
+        daemon_of(served).kill()
         assert len(epoch(it, contents)) == N - 12
         monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
         del it, train
     with pytest.raises(NoDaemonError):
-        daemon_of(embedded)
+        daemon_of(served)

@@ -104,11 +104,10 @@ def training(cls: Any, data: Any, seed: int) -> list[Any]:
     return got
 
 
-@pytest.fixture
-def embedded(embedded: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A daemon with room for a fifth of the files."""
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons have room for a fifth of the files."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
-    return embedded
 
 
 def nothing(worker: int) -> None:
@@ -138,7 +137,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> creel.RecordDataset:
 @pytest.mark.parametrize("kind", ["rows", "files"])
 @pytest.mark.parametrize("seed", range(4))
 def test_whoever_changes_the_order_gets_torchs_batches(
-    paths: list[str], rows: Any, embedded: str, kind: str, seed: int, monkeypatch: Any
+    paths: list[str], rows: Any, served: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:
     if seed % 2:  # threads gather rows, and all dawdle between looking them up and copying them
         monkeypatch.setattr("creel.loader.iterators.gather_iter._INLINE_NBYTES", 0)
@@ -147,7 +146,7 @@ def test_whoever_changes_the_order_gets_torchs_batches(
     data = rows if kind == "rows" else creel.FileDataset(paths)
     next(iter(creel.DataLoader(creel.FileDataset(paths))))
     stop = threading.Event()
-    others = threading.Thread(target=_fill, args=(embedded, stop))
+    others = threading.Thread(target=_fill, args=(served, stop))
     others.start()
     try:
         assert training(creel.DataLoader, data, seed) == training(
@@ -179,7 +178,7 @@ def _other(subset: Any, rows: Any) -> None:
 
 @pytest.mark.parametrize("change", [_transform, _in_place, _reordered, _other])
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.usefixtures("embedded")
+@pytest.mark.usefixtures("served")
 def test_a_dataset_changed_in_an_epoch_is_read_as_by_torch(
     rows: Any, workers: int, change: Callable[[Any, Any], None]
 ) -> None:

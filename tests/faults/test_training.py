@@ -28,7 +28,7 @@ from kit import daemon_of, gone, nothing_left, until
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(180),
-    pytest.mark.usefixtures("embedded"),
+    pytest.mark.usefixtures("daemon_name"),
 ]
 
 N, NBYTES, BATCH = 240, 5000, 8
@@ -85,22 +85,22 @@ def assert_same_epoch(ours: Any, theirs: Any, at: dict[int, Any] | None = None) 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("when", [1, 7, 20])
 def test_a_killed_daemon_changes_no_batch(
-    folder: Path, embedded: str, when: int, workers: int
+    folder: Path, served: str, when: int, workers: int
 ) -> None:
     ours, theirs = loaders(files_of(folder), num_workers=workers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_same_epoch(ours, theirs, {when: lambda: daemon_of(embedded).kill()})
+        assert_same_epoch(ours, theirs, {when: lambda: daemon_of(served).kill()})
         assert_same_epoch(ours, theirs)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stopped_daemon_is_passed_by(folder: Path, embedded: str, workers: int) -> None:
+def test_a_stopped_daemon_is_passed_by(folder: Path, served: str, workers: int) -> None:
     ours, theirs = loaders(files_of(folder), num_workers=workers)
     stopped: list[psutil.Process] = []
 
     def stop() -> None:
-        stopped.append(daemon_of(embedded))
+        stopped.append(daemon_of(served))
         stopped[0].suspend()
 
     with warnings.catch_warnings():
@@ -113,6 +113,7 @@ def test_a_stopped_daemon_is_passed_by(folder: Path, embedded: str, workers: int
 
 
 @pytest.mark.parametrize("step", ["connect", "register", "open", "attach"])
+@pytest.mark.usefixtures("served")
 def test_a_machine_out_of_descriptors_at_any_step_of_joining_means_direct_reads(
     folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_task_that_finds_no_descriptor_travels_in_the_message(
     assert list(it) == [8000] * 19
 
 
+@pytest.mark.usefixtures("served")
 def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> None:
     ours, theirs = loaders(files_of(folder))
     it = iter(ours)
@@ -155,6 +157,7 @@ def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> N
     assert_same_epoch(ours, theirs)
 
 
+@pytest.mark.usefixtures("served")
 def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path) -> None:
     ours, _ = loaders(files_of(folder), timeout=100)
     it = iter(ours)
@@ -210,6 +213,7 @@ def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, bat
     )
 
 
+@pytest.mark.usefixtures("served")
 def test_a_vanished_file_raises_torchs_error_with_its_path(folder: Path) -> None:
     data = files_of(folder)
     gone = folder / "0100.bin"
@@ -224,6 +228,7 @@ def test_a_vanished_file_raises_torchs_error_with_its_path(folder: Path) -> None
     assert "object 100 of this FileDataset" in str(ours_raised.value)
 
 
+@pytest.mark.usefixtures("served")
 def test_a_file_that_shrank_since_it_was_listed_is_never_padded(folder: Path) -> None:
     paths = sorted(map(str, folder.iterdir()))
     data = creel.FileDataset(paths, nbytes=[NBYTES] * N)
@@ -271,6 +276,7 @@ def assert_says_same(process: Any) -> None:
     assert out.strip() == "same", err
 
 
+@pytest.mark.usefixtures("embedded")
 def test_256_descriptors_are_enough(folder: Path) -> None:
     assert_says_same(
         script(PARITY, str(folder), prefix=("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"))
@@ -278,6 +284,7 @@ def test_256_descriptors_are_enough(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
+@pytest.mark.usefixtures("embedded")
 def test_a_tiny_dev_shm_is_enough(folder: Path) -> None:
     mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
     prefix = ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
@@ -294,6 +301,7 @@ def test_no_daemon_possible_means_direct_reads(
         daemon_of(embedded)
 
 
+@pytest.mark.usefixtures("served")
 def test_loaders_come_and_go_and_nothing_is_left(folder: Path) -> None:
     data = files_of(folder)
     assert_same_epoch(*loaders(data))  # imports, thread pools and the daemon itself are there now

@@ -218,7 +218,7 @@ def noisy(ask: Callable[[], int], row: torch.Tensor) -> Any:
     return row.long() + ask(), torch.rand(1)
 
 
-@pytest.mark.usefixtures("embedded")
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("workers, persistent", WAYS)
 def test_nor_is_a_transform_of_creels_own_dataset(
     tmp_path: Path, workers: int, persistent: bool

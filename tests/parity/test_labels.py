@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Subset
 import creel
 from creel.errors import ConfigError
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("embedded")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("served")]
 
 N, BATCH = 40, 4
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from cases import Case, play
 
 import creel
-
-CASES = int(os.environ.get("CREEL_PARITY_CASES", "150"))
-FIRST = int(os.environ.get("CREEL_PARITY_FIRST", "0"))
+from kit import seeds
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_a_random_use_shows_the_same(seed: int) -> None:
     case = Case.draw(seed)
     ours, torchs = play(case, creel.DataLoader), play(case, torch.utils.data.DataLoader)

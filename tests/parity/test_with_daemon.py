@@ -20,6 +20,7 @@ from creel.loader.datasets.files import FileDataset
 from creel.loader.datasets.images import ImageFolder
 from creel.loader.datasets.records import RecordDataset
 from kit import unique_name
+from shown import plain
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -70,7 +71,7 @@ def run(cls: Any, data: Any, kind: str, workers: int, epochs: int = 3, **more: A
     out = []
     for epoch in range(epochs):
         for i, batch in enumerate(loader):
-            out.append(repr(batch))
+            out.append(plain(batch))
             if epoch == 1 and i == 4:
                 break
     return out
@@ -114,14 +115,14 @@ def other_samples(folder: Path) -> tuple[Any, list[Any]]:
 def test_a_dataset_changed_between_epochs_is_read_as_it_is_now(
     make: Any, workers: int, folder: Path, shared: dict[str, Any]
 ) -> None:
-    def epochs(cls: Any, **more: Any) -> list[str]:
+    def epochs(cls: Any, **more: Any) -> list[Any]:
         data, changes = make(folder)
         collate = list if make is other_samples else None
         loader = cls(data, 4, num_workers=workers, collate_fn=collate, **more)
-        out = [repr(list(loader)), repr(list(loader))]
+        out = [plain(list(loader)), plain(list(loader))]
         for change in changes:
             change()
-            out += [repr(list(loader)), repr(list(loader))]
+            out += [plain(list(loader)), plain(list(loader))]
         return out
 
     theirs = epochs(torch.utils.data.DataLoader)
@@ -194,16 +195,16 @@ def test_a_killed_daemon_costs_no_batch(
     data = dataset(kind, folder)
     collate = list if kind == "files" else None
     loader = creel.DataLoader(data, 7, num_workers=workers, collate_fn=collate, creel=options)
-    theirs = [repr(b) for b in torch.utils.data.DataLoader(data, 7, collate_fn=collate)]
+    theirs = [plain(b) for b in torch.utils.data.DataLoader(data, 7, collate_fn=collate)]
     ours = []
     for i, batch in enumerate(loader):
-        ours.append(repr(batch))
+        ours.append(plain(batch))
         if i == 2:
             client = connections.connected(options["daemon.name"])
             assert client is not None
             os.kill(client.daemon_pid, signal.SIGKILL)
     assert ours == theirs
-    assert [repr(b) for b in loader] == theirs
+    assert [plain(b) for b in loader] == theirs
 
 
 def test_a_resumed_run_reads_on_where_it_was(folder: Path, shared: dict[str, Any]) -> None:
@@ -215,10 +216,10 @@ def test_a_resumed_run_reads_on_where_it_was(folder: Path, shared: dict[str, Any
             data, 7, True, num_workers=workers, generator=generator, creel=shared
         )
 
-    straight = [repr(b) for _ in range(2) for b in make(0)][:72]
+    straight = [plain(b) for _ in range(2) for b in make(0)][:72]
     whole = make(2)
     iterator = iter(whole)
-    head = [repr(next(iterator)) for _ in range(30)]
+    head = [plain(next(iterator)) for _ in range(30)]
     later = make(0)
     later.load_state_dict(whole.state_dict())
-    assert head + [repr(b) for b in later] == straight
+    assert head + [plain(b) for b in later] == straight

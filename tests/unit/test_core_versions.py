@@ -23,6 +23,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.prefetch import Window
+from kit import seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -368,7 +369,7 @@ def test_one_hung_read_or_check_holds_up_nobody_for_good() -> None:
     assert rig.readers[1].ready > 6
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(15))
 def test_whatever_happens_nobody_reads_bytes_older_than_its_epoch(seed: int) -> None:
     rng = np.random.default_rng(seed)
     window = Window(fetch_objects=int(rng.integers(1, 9)), min_steps=int(rng.integers(1, 6)))

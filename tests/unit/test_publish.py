@@ -22,7 +22,7 @@ from creel.loader.order.drain import DrainedSampler
 from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.streams import Sequential
 from creel.messages import Opened, Truncate
-from kit import until
+from kit import seeds, until
 
 N = 3000
 
@@ -139,7 +139,7 @@ def objects_of(steps: list[list[int]]) -> list[list[int]]:
     return [pairs(np.array(step, np.int64))[0].tolist() for step in steps]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_the_daemon_is_told_exactly_the_epochs_order(
     daemon: Daemon, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,7 @@ from creel.loader.order import draws, samplers
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.prediction import same_batch
 from creel.loader.order.samplers import EpochOrder, IteratorStart, adopt, before
+from kit import seeds
 
 Loader = DataLoader[Any]
 Make = Callable[[], Loader]
@@ -230,7 +231,7 @@ class Watched(Iterator[Any]):
         return next(self.order)
 
 
-@pytest.mark.parametrize("block", range(15))
+@pytest.mark.parametrize("block", seeds(15))
 def test_three_epochs_are_torch_s_at_every_moment(block: int) -> None:
     for case in range(10 * block, 10 * block + 10):
         theirs, mine = any_loader(case), any_loader(case)
@@ -243,7 +244,7 @@ def test_three_epochs_are_torch_s_at_every_moment(block: int) -> None:
             assert w[-1] == g[-1], (case, step)
 
 
-@pytest.mark.parametrize("case", range(150))
+@pytest.mark.parametrize("case", seeds(80))
 def test_a_prediction_is_what_comes(case: int) -> None:
     loader = any_loader(case)
     torch.manual_seed(case)
@@ -404,7 +405,7 @@ def test_an_epoch_takes_little_memory() -> None:
 # --- saving and restoring ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", range(120))
+@pytest.mark.parametrize("case", seeds(60))
 def test_an_epoch_goes_on_in_another_process(case: int) -> None:
     rng = random.Random(case)
     first = any_loader(case)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from creel.loader.order.prediction import Division
 from creel.policies import torch_random
+from kit import seeds
 
 
 def torch_generator(seed: int) -> torch.Generator:
@@ -22,7 +23,7 @@ def state(generator: torch.Generator) -> bytes:
     return bytes(generator.get_state().numpy().tobytes())
 
 
-@pytest.mark.parametrize("case", range(60))
+@pytest.mark.parametrize("case", seeds(30))
 def test_a_generator_goes_to_numpy_and_back_at_any_point(case: int) -> None:
     rng = random.Random(case)
     source = torch_generator(rng.getrandbits(60))
@@ -46,7 +47,7 @@ def test_what_is_no_generator_state_is_refused() -> None:
         torch_random.TorchRandom(bytes(5056))
 
 
-@pytest.mark.parametrize("case", range(100))
+@pytest.mark.parametrize("case", seeds(60))
 def test_permutations_and_their_prefixes_are_torch_s(case: int) -> None:
     rng = random.Random(case)
     n = rng.choice([0, 1, 2, 3, rng.randrange(50), rng.randrange(3000), rng.randrange(200_000)])

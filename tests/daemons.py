@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from forks import Forked, prepare
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError
 from creel.loader.client.client import Client
 from creel.loader.client.session import Session
+from forks import Forked, prepare
 from kit import until
 
 
