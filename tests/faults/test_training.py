@@ -147,7 +147,7 @@ def test_a_killed_worker_is_named_and_the_next_epoch_is_right(folder: Path) -> N
     ours, theirs = loaders(files_of(folder))
     it = iter(ours)
     next(it)
-    victim = int(it._workers[0].pid or 0)
+    victim = int(multiprocessing.active_children()[0].pid or 0)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid\(s\) {victim}\) exited"):
         for _ in it:
@@ -163,7 +163,7 @@ def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path) -> None:
     it = iter(ours)
     next(it)
     it._timeout = 2  # the first batch may take longer to come
-    victim = psutil.Process(it._workers[0].pid)
+    victim = psutil.Process(multiprocessing.active_children()[0].pid)
     victim.suspend()
     try:
         with pytest.raises(RuntimeError, match="timed out after 2 seconds"):

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ import click
 import pytest
 
 from creel.cli import doctor, main, run, view
+from creel.config import Config
 from creel.errors import ConfigError, NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 from creel.version import VERSION
@@ -140,12 +141,18 @@ def test_a_script_that_is_not_there_is_found_out_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def checked(name: str, ask: Callable[[str], dict[str, object]] = lambda _: STATUS) -> Any:
+    """What the doctor finds of one thing."""
+    (found,) = (one for one in doctor.checks(Config(), ask) if one.name == name)
+    return found
+
+
 def test_a_checkout_without_an_installation_knows_its_version(
     daemon: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "version", "0.0.1")
     monkeypatch.setattr(doctor, "_version", lambda _: "-")  # no metadata there
-    check = doctor._daemon(daemon.ask)
+    check = checked("daemon", daemon.ask)
     assert f"this is creel {VERSION}:" in check.remedy
     daemon.close()
 
@@ -269,7 +276,7 @@ def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     with open(theirs) as terminal:  # noqa: PTH123  a descriptor
         monkeypatch.setattr("sys.stdin", terminal)
-        with top._keys() as pressed:
+        with top.keys() as pressed:
             os.write(ours, b"xq")
             assert pressed(10) == "xq"
             assert pressed(0) == ""
@@ -383,7 +390,7 @@ def test_doctor_ends_with_1_when_something_cannot_work(
 
 def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "daemon_pids", lambda: iter([3, 4]))
-    check = doctor._daemons()
+    check = checked("daemons")
     assert check.level == "warn"
     assert "pids 3, 4" in check.found
 

@@ -187,11 +187,10 @@ def test_a_daemon_reads_no_relative_paths(uri: str) -> None:
 
 
 class _Flaky(LocalStore):
-    """Fails the first `failures` reads with `error`."""
+    """Fails the first `left` reads with `error`."""
 
-    def __init__(self, error: Exception, failures: int) -> None:
-        super().__init__(4)
-        self.error, self.left = error, failures
+    error: Exception
+    left: int
 
     def read(
         self, place: StoredFile, offset: int, length: int, *, versioned: bool = False
@@ -212,6 +211,16 @@ class _Flaky(LocalStore):
             self.left -= 1
             raise self.error
         return super().single(uri, length, buffers)
+
+
+def flaky(
+    monkeypatch: pytest.MonkeyPatch, manifest: Manifest, error: Exception, failures: int
+) -> Source:
+    """A source whose store of local files is such a one."""
+    monkeypatch.setattr(_Flaky, "error", error, raising=False)
+    monkeypatch.setattr(_Flaky, "left", failures, raising=False)
+    monkeypatch.setattr("creel.cache.storage.source.LocalStore", _Flaky)
+    return Source(manifest, _QUICK)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -267,29 +276,27 @@ class _FsspecTimeout(_Asyncio310.TimeoutError):
     ],
     ids=str,
 )
-def test_only_what_may_pass_is_tried_again(tmp_path: Path, error: Exception, again: bool) -> None:
+def test_only_what_may_pass_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, again: bool
+) -> None:
     assert transient(error) is again
     files, contents = folder(tmp_path, [10])
-    source = Source(files, _QUICK)
-    source._local = _Flaky(error, 2)
+    source = flaky(monkeypatch, files, error, 2)
     if again:
         assert source.read(0) == contents[0]
-        assert source.counters.snapshot().retries == 2
-        source._local = _Flaky(error, 2)
-        assert read_into(source, [0])[1] == contents
-        assert source.counters.snapshot().retries == 4
     else:
         with pytest.raises(SourceError):
             source.read(0)
-        source._local = _Flaky(error, 2)
-        assert read_into(source, [0])[0].tolist() == [-1]
-        assert source.counters.snapshot().retries == 0
+    assert source.counters.snapshot().retries == 2 * again
+    source = flaky(monkeypatch, files, error, 2)
+    got, read = read_into(source, [0])
+    assert read == contents if again else got.tolist() == [-1]
+    assert source.counters.snapshot().retries == 2 * again
 
 
-def test_patience_ends(tmp_path: Path) -> None:
+def test_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, _ = folder(tmp_path, [10])
-    source = Source(files, _QUICK)
-    source._local = _Flaky(OSError(errno.EIO, "I/O error"), 100)
+    source = flaky(monkeypatch, files, OSError(errno.EIO, "I/O error"), 100)
     with pytest.raises(SourceError) as caught:
         source.read(0)
     assert caught.value.errno == errno.EIO
@@ -346,7 +353,9 @@ def test_an_empty_manifest_has_nothing_to_read() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_rows_of_one_file_are_found(seed: int) -> None:
+def test_the_descriptor_of_a_file_with_many_rows_is_kept(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(seed)
     names = [f"{'x' * int(rng.integers(0, 4))}{i % 7}" for i in range(9)] + [""]
     uris = [names[i] for i in np.repeat(rng.integers(0, 10, 20), rng.integers(1, 4, 20))]
@@ -355,9 +364,18 @@ def test_rows_of_one_file_are_found(seed: int) -> None:
     manifest = Manifest.of_runs(uris, rng.integers(1, 9, n), ones, ones)
     same = [uris[i] == uris[i + 1] for i in range(n - 1)]
     assert (np.diff(manifest.file_of(np.arange(n))) == 0).tolist() == same
-    assert Source(manifest)._single.tolist() == [
-        not before and not after
-        for before, after in zip([False, *same], [*same, False], strict=True)
+    kept: list[bool] = []
+
+    def note(_: LocalStore, stored: StoredFile, *__: int) -> tuple[bytes, int]:
+        kept.append(stored.keep)
+        return b"", 0
+
+    monkeypatch.setattr(LocalStore, "read", note)
+    source = Source(manifest)
+    for i in range(n):
+        source.read(i)
+    assert kept == [
+        before or after for before, after in zip([False, *same], [*same, False], strict=True)
     ]
 
 
@@ -461,13 +479,10 @@ def test_a_dead_server_fails_within_patience() -> None:
 
 def test_pyarrow_reads_what_we_read(tmp_path: Path) -> None:
     """The object-store path, over pyarrow's own local file system."""
-    from pyarrow import fs
-
     from creel.cache.storage.arrow_store import ArrowStore
 
     (tmp_path / "x").write_bytes(b"0123456789")
-    store = ArrowStore.__new__(ArrowStore)
-    store._fs, store._prefix = fs.LocalFileSystem(), ""
+    store = ArrowStore("file:///", 1.0)
     place = StoredFile(f"s3://{tmp_path}/x")
     assert store.read(place, 0, -1)[0] == b"0123456789"
     assert store.read(place, 2, 5)[0] == b"23456"
@@ -554,11 +569,13 @@ def test_nor_by_a_storage_that_says_the_address_itself() -> None:
     assert str(told.strerror) == "503, url='https://host/x?token=...'"
 
 
-def test_a_file_that_fails_among_others_is_tried_again_and_counted_once(tmp_path: Path) -> None:
+def test_a_file_that_fails_among_others_is_tried_again_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files, contents = folder(tmp_path, [10, 20, 0, 30, 40])
     (tmp_path / "001").unlink()
-    source = Source(files, _QUICK)
-    source._local = _Flaky(OSError(errno.EIO, "I/O error"), 2)  # of the first
+    # of the first
+    source = flaky(monkeypatch, files, OSError(errno.EIO, "I/O error"), 2)
     got, read = read_into(source, [0, 1, 2, 3, 4])
     assert got.tolist() == [10, -1, 0, 30, 40]
     assert [read[i] for i in (0, 2, 3, 4)] == [contents[i] for i in (0, 2, 3, 4)]

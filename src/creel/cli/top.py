@@ -36,7 +36,7 @@ def show(stats: Callable[[], Values], status: Callable[[], Values], interval: fl
     """Draw until q or Ctrl-C."""
     past = deque([(time.monotonic(), stats())])
     console = Console()
-    with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
+    with keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
         live.update(screen(status(), past[0][1], {}, console.width), refresh=True)
         while "q" not in pressed(interval):
             daemon, answer, now = status(), stats(), time.monotonic()
@@ -81,7 +81,7 @@ def screen(
 
 
 @contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
+def keys() -> Iterator[Callable[[float], str]]:
     """Return a function for the keys pressed within some seconds, without Enter and echo."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
