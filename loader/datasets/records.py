@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import io
 import math
 import operator
 import os
@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from creel.cache.storage.manifest import Manifest
@@ -38,7 +39,6 @@ from creel.loader.reading.storage import (
 
 T = TypeVar("T")
 
-_MAGIC = b"\x93NUMPY"
 #: Bytes read at once of a batch whose samples are transformed one by one (samples may be small
 #: parts of large records), and the largest buffer that is kept for the next batch.
 _MAX_BUFFER_NBYTES = 4 << 20
@@ -362,17 +362,16 @@ def _npy(path: str) -> _Npy:
     Raises:
         ConfigError: not a .npy file, not in C order, or of Python objects or structures.
     """
-    data = read_range(path, 0, min(_HEADER_NBYTES, nbytes_of(path)))
-    if data[:6] != _MAGIC or len(data) < 12:
-        raise ConfigError(f"{path} is not a .npy file")
-    wide = 2 if data[6] == 1 else 4
-    start = 8 + wide
-    offset = start + int.from_bytes(data[8:start], "little")
+    start = io.BytesIO(read_range(path, 0, min(_HEADER_NBYTES, nbytes_of(path))))
     try:
-        header = ast.literal_eval(data[start:offset].decode("utf-8"))
-        descr, fortran, shape = header["descr"], header["fortran_order"], tuple(header["shape"])
-        dtype = np.dtype(descr)
-    except (ValueError, SyntaxError, KeyError, TypeError, UnicodeDecodeError) as e:
+        version = npy.read_magic(start)
+    except ValueError as e:
+        raise ConfigError(f"{path} is not a .npy file") from e
+    try:
+        # Version 3 is 2 with names of fields in UTF-8; what has fields is refused in any case.
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, fortran, dtype = read(start)
+    except ValueError as e:
         raise ConfigError(f"the header of {path} is damaged") from e
     if fortran and len(shape) > 1:
         raise ConfigError(
@@ -380,4 +379,4 @@ def _npy(path: str) -> _Npy:
             "save np.ascontiguousarray(array)"
         )
     bare = dtype.kind == "V" and dtype.names is None
-    return _Npy(offset, None if bare else torch_dtype(dtype), dtype.itemsize, shape)
+    return _Npy(start.tell(), None if bare else torch_dtype(dtype), dtype.itemsize, shape)

@@ -30,7 +30,7 @@ _INLINE = 16 << 10
 #: Most descriptors in one packet (the kernel's SCM_MAX_FD); any more are sent before it in packets
 #: of their own.
 _MAX_FDS = 253
-_PLAIN, _SPILLED, _AHEAD, _PIECE = b"p", b"s", b"a", b"c"
+_PLAIN, _SPILLED, _FDS_ALONE, _PIECE = b"p", b"s", b"a", b"c"
 #: _PLAIN and _SPILLED with descriptors, to be answered: all were received, or some were cut off.
 _PLAIN_TOLD, _SPILLED_TOLD = b"P", b"S"
 _WHOLE, _CUT = b"w", b"x"
@@ -77,7 +77,7 @@ class Channel:
         """Take over `sock` and close it in `close`."""
         self._sock = sock
         self._backlog: deque[_Packet] = deque()
-        self._ahead: list[int] = []  # descriptors received for the next message,
+        self._fds: list[int] = []  # descriptors received for the next message,
         self._pieces: list[bytes] = []  # and its first bytes
         self._cut = False  # whether some of them were cut off
         #: For each message that is not answered yet, what to send where descriptors were cut off.
@@ -182,14 +182,14 @@ class Channel:
                 raise
             if not packet:
                 raise EOFError("the other process has closed the channel")
-            self._ahead += fds
+            self._fds += fds
             self._cut |= bool(flags & socket.MSG_CTRUNC)
             kind = packet[:1]
             if kind in (_WHOLE, _CUT):
                 self._answered(kind)
             elif kind == _PIECE:
                 self._pieces.append(packet[1:])
-            elif kind != _AHEAD and self._received(kind):
+            elif kind != _FDS_ALONE and self._received(kind):
                 return self._message(packet)
 
     def _received(self, kind: bytes) -> bool:
@@ -200,8 +200,8 @@ class Channel:
         """
         cut, self._cut = self._cut, False
         if cut:
-            _close(self._ahead)
-            self._ahead, self._pieces = [], []
+            _close(self._fds)
+            self._fds, self._pieces = [], []
         if kind in (_PLAIN_TOLD, _SPILLED_TOLD):
             with (
                 self._lock,
@@ -215,7 +215,7 @@ class Channel:
 
     def _message(self, packet: bytes) -> tuple[tuple[object, ...], list[int]]:
         """The message that this packet, its last one, completes."""
-        fds, self._ahead = self._ahead, []
+        fds, self._fds = self._fds, []
         pieces, self._pieces = self._pieces, []
         if packet[:1] in (_SPILLED, _SPILLED_TOLD):
             return _spilled(fds)
@@ -248,7 +248,7 @@ def _send(sock: socket.socket, data: bytes, fds: list[int], flags: int = 0) -> N
 def _packets(body: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
     """(bytes, descriptors) of each packet of a message; the last one has its kind."""
     cut = max(len(fds) - 1, 0) // _MAX_FDS * _MAX_FDS
-    packets = [(_AHEAD, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
+    packets = [(_FDS_ALONE, fds[i : i + _MAX_FDS]) for i in range(0, cut, _MAX_FDS)]
     if len(body) > _INLINE:  # no memfd could be made
         *pieces, last = [body[i : i + _INLINE] for i in range(1, len(body), _INLINE)]
         packets += [(_PIECE + piece, []) for piece in pieces]

@@ -23,9 +23,9 @@ import numpy as np
 
 from creel.forks import at_fork
 from creel.limits import may_keep
+from creel.loader.workers.batch_message import BatchMessage, Inbox
 from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, Event, WorkerDeath
-from creel.loader.workers.parcel import Inbox, Parcel
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.stages import STAGES, STARTING
 from creel.loader.workers.worker import (
@@ -286,8 +286,8 @@ class WorkerPool:
             return False
         message, fds = got
         match message:
-            case ("batch", int(tag), int(index), Parcel() as parcel, tuple() as times):
-                packed = member.inbox.accept(parcel, fds)
+            case ("batch", int(tag), int(index), BatchMessage() as sent, tuple() as times):
+                packed = member.inbox.accept(sent, fds)
                 self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
         return True
 

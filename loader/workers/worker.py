@@ -41,8 +41,8 @@ from creel.loader.torch_private import (
     signal_handling,
 )
 from creel.loader.torch_private import worker as torch_worker
+from creel.loader.workers.batch_message import Outbox
 from creel.loader.workers.channel import Channel
-from creel.loader.workers.parcel import Outbox
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING, Times
 
 if TYPE_CHECKING:
@@ -324,13 +324,13 @@ class _Worker(StepReader):
             self._put(tag, batch, _portable(self._failure()))
 
     def _put(self, tag: int, batch: int, data: object) -> None:
-        parcel, fds = self._outbox.pack(data)
+        packed, fds = self._outbox.pack(data)
         times = self._times()
 
         def without() -> tuple[object, ...]:
-            return ("batch", tag, batch, self._outbox.without_slots(data, parcel), times)
+            return ("batch", tag, batch, self._outbox.without_slots(data, packed), times)
 
-        self._channel.put(("batch", tag, batch, parcel, times), fds, without)
+        self._channel.put(("batch", tag, batch, packed, times), fds, without)
 
 
 def _portable(failure: ExceptionWrapper) -> ExceptionWrapper:

@@ -15,7 +15,7 @@ import torch
 import creel
 from creel.loader.buffers import BufferPool
 from creel.loader.client.client import Client
-from creel.loader.workers.parcel import Outbox
+from creel.loader.workers.batch_message import Outbox
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running, plan
 from torch.utils.data import DataLoader
 
 import creel
@@ -23,7 +22,8 @@ from creel.loader.client import connections
 from creel.loader.iterators import gather_iter
 from creel.loader.iterators.gather_iter import GatherIter
 from creel.loader.iterators.worker_iter import WorkerIter
-from creel.loader.workers.parcel import Outbox
+from creel.loader.workers.batch_message import Outbox
+from daemons import Running, plan
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

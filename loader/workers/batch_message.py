@@ -1,4 +1,4 @@
-"""Parcels: a packed batch together with the new slots whose descriptors are sent with it."""
+"""A batch as it is sent: packed, with the new slots whose descriptors go with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from creel.loader.workers.transport import Packed, discard, pack, slot_collate, 
 Collate: TypeAlias = Callable[[Sequence[object]], object]
 
 
-class Parcel(NamedTuple):
+class BatchMessage(NamedTuple):
     """A packed batch, and (id, nbytes) of each new slot, whose descriptors are sent along."""
 
     new: tuple[tuple[int, int], ...]
@@ -48,17 +48,19 @@ class Outbox:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return over(slot.buffer(), nbytes, offset)
 
-    def pack(self, data: object) -> tuple[Parcel, list[int]]:
-        """The parcel and the descriptors to send with it. Raises whatever pickling raises."""
+    def pack(self, data: object) -> tuple[BatchMessage, list[int]]:
+        """The message and the descriptors to send with it. Raises whatever pickling raises."""
         packed = pack(data, self._writer)
         unsent = self._writer.unsent()
-        return Parcel(tuple((i, n) for i, _, n in unsent), packed), [fd for _, fd, _ in unsent]
+        return BatchMessage(tuple((i, n) for i, _, n in unsent), packed), [
+            fd for _, fd, _ in unsent
+        ]
 
-    def without_slots(self, data: object, lost: Parcel) -> Parcel:
-        """The parcel again, all in the message: the trainer got none of the new slots of `lost`."""
-        parcel = Parcel((), pack(data, _NoSlots()))
+    def without_slots(self, data: object, lost: BatchMessage) -> BatchMessage:
+        """The batch again, all in the message: the trainer got none of the new slots of `lost`."""
+        message = BatchMessage((), pack(data, _NoSlots()))
         self.take_back([~number for number, _ in lost.new])
-        return parcel
+        return message
 
 
 class _NoSlots(SlotWriter):
@@ -67,13 +69,13 @@ class _NoSlots(SlotWriter):
 
 
 class Inbox:
-    """The trainer's side, for one worker. Each parcel must be accepted first, in order."""
+    """The trainer's side, for one worker. Each message must be accepted first, in order."""
 
     def __init__(self, max_leased: int, inherited: Sequence[mmap.mmap] = ()) -> None:
         self._reader = SlotReader(max_leased=max_leased, inherited=inherited)
         self.take_freed = self._reader.returned
 
-    def accept(self, parcel: Parcel, fds: list[int]) -> Packed:
+    def accept(self, message: BatchMessage, fds: list[int]) -> Packed:
         """Map the new slots and close their descriptors.
 
         Raises:
@@ -81,12 +83,12 @@ class Inbox:
             MemoryError: likewise.
         """
         try:
-            for (number, nbytes), fd in zip(parcel.new, fds, strict=True):
+            for (number, nbytes), fd in zip(message.new, fds, strict=True):
                 self._reader.adopt(number, fd, nbytes)
         finally:
             for fd in fds:
                 os.close(fd)
-        return parcel.packed
+        return message.packed
 
     def unpack(self, packed: Packed) -> object:
         """The batch; raises whatever unpickling raises."""
