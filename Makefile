@@ -8,7 +8,8 @@
 #                                    BENCH="cost_per_batch paced" some of them, ARGS="--rounds 3" goes to each
 #   make stress                      1,000 random programs against torch, 160 killed daemons, random tests 20 times (an hour)
 #   make frameworks                  the tests against accelerate, transformers and lightning
-#   make check                       format, lint, strict types, unit tests
+#   make lint                        format, lint, strict types
+#   make check                       the same and unit tests
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -27,7 +28,7 @@ FRAMEWORKS_STAMP := $(WITH_FRAMEWORKS)/.creel-stamp
 export DATA
 LINKS := cache daemon loader policies
 
-.PHONY: help setup demo demo-cluster test bench stress frameworks check clean
+.PHONY: help setup demo demo-cluster test bench stress frameworks lint check clean
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -78,11 +79,13 @@ stress: $(STAMP)
 frameworks: $(FRAMEWORKS_STAMP)
 	@FRAMEWORKS=required $(WITH_FRAMEWORKS)/bin/python -m pytest -n 2 tests/compat $(ARGS)
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
+
+check: lint
 	$(PYTEST) -q tests/unit tests/test_layout.py
 
 clean:
