@@ -64,7 +64,7 @@ import socket, sys
 from creel.cache.storage.remote import open_store
 from creel.cache.storage.stores import StoredFile
 try:
-    open_store("s3://bucket/x", 0.6).read(StoredFile("s3://bucket/x"), 0, -1)
+    open_store("s3://bucket/x", 0.3).read(StoredFile("s3://bucket/x"), 0, -1)
 except OSError as e:
     print("NETWORK" in str(e))
 """
@@ -91,8 +91,8 @@ def test_a_wait_is_named_and_ends_in_an_error(
     monkeypatch.setattr(storage, "_settings", None)
     settings = {
         "daemon.name": daemon_name,
-        "fetch.deadline_s": 1.5,
-        "loader.hung_s": 0.3,
+        "fetch.deadline_s": 0.8,
+        "loader.hung_s": 0.2,
     }
     dataset = creel.FileDataset([f"{silent}/{i}" for i in range(4)], nbytes=[5] * 4)
     loader = creel.DataLoader(dataset, batch_size=2, num_workers=workers, creel=settings)

@@ -327,15 +327,11 @@ def test_workers_that_are_not_forked_learn_together(
 ) -> None:
     """A half each is too little for either. (A fork server would keep this test's environment.)"""
     bare = Own(folder(tmp_path / "data"))
-    more: Any = {"num_workers": 2, "multiprocessing_context": "spawn"}
-    if kind is DataLoader:
-        more["persistent_workers"] = True  # each start imports torch
-    ours = batches(creel.wrap(bare), kind=kind, **more)
-    same = HOW["fork, persistent"] if kind is DataLoader else HOW["fork"]
-    theirs = batches(bare, **same)
+    ours = batches(creel.wrap(bare), kind=kind, **HOW["spawn"])
+    theirs = batches(bare, **HOW["fork, persistent"])
     for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
-        if reads(daemon) == [N]:  # sooner or later; each epoch imports torch twice
+        if reads(daemon) == [N]:  # sooner or later
             break
     assert reads(daemon) == [N]
 

@@ -140,7 +140,7 @@ def test_a_plan_without_end_ends_its_session(
 ) -> None:
     manifest = folder(tmp_path, [100] * 20)
     with (
-        small(daemon_name, monkeypatch) as daemon,
+        small(daemon_name, monkeypatch, "quota._MIN_LIMIT_NBYTES = 8 << 20") as daemon,
         daemon.client() as a,
         daemon.client() as b,
     ):
@@ -156,7 +156,7 @@ def test_a_plan_without_end_ends_its_session(
             assert not greedy.alive
             plan(other, np.arange(20), 5)
             assert read_steps(other, manifest, np.arange(20), 5) == 20
-        assert resident(daemon) - before < (32 << 20) + SLACK_NBYTES
+        assert resident(daemon) - before < (8 << 20) + SLACK_NBYTES
         assert "ends: " in daemon.log()
         again = b.open(b.register(manifest))
         plan(again, np.arange(20), 5)
