@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from daemons import Running, content, folder, plan, read_steps, status
 
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
@@ -37,6 +36,7 @@ from creel.messages import (
     Wait,
     encode,
 )
+from daemons import Running, content, folder, plan, read_steps, status
 from kit import knock, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running
 from PIL import Image
 from test_wrap import BATCH, HOW, N, batches, folder, hang_up
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
 from creel.loader.binding import access_recorder
+from daemons import Running
 from folders import folder as torchvision
 from kit import descriptors
 

@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from daemons import Running, content, folder, plan, read_steps, status
 
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
@@ -35,6 +34,7 @@ from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
 from creel.loader.client.packets import resolve
 from creel.loader.client.session import MessageSizes
+from daemons import Running, content, folder, plan, read_steps, status
 from kit import descriptors, gone, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import daemons
 import numpy as np
 import psutil
 import pytest
-from daemons import Running, folder, plan, read_steps, status
 
+import daemons
 from creel.cache.memory.shared_words import HEARTBEAT
 from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
 from creel.loader.client.session import STALE_NS, Session
 from creel.messages import Extend
+from daemons import Running, folder, plan, read_steps, status
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from daemons import COMMAND, Running, content, folder, plan, read_steps, status
 
 from creel.cache.memory.shared_words import FAILED, HEARTBEAT, READY
 from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client.session import STALE_NS
+from daemons import COMMAND, Running, content, folder, plan, read_steps, status
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
