@@ -393,11 +393,11 @@ class Chaos:
         self.rig.progress(session, done, wanted)
 
     def finish(self) -> None:
-        """All sessions read to the end, at most 30 steps more: with a live source none hangs."""
+        """All sessions read to the end, at most 10 steps more: with a live source none hangs."""
         rig = self.rig
         for n, reader in rig.readers.items():
-            if len(reader.objects) > reader.done + 30:
-                rig.truncate(n, reader.done + 30)
+            if len(reader.objects) > reader.done + 10:
+                rig.truncate(n, reader.done + 10)
         for _ in range(20_000):
             left = [n for n, r in rig.readers.items() if r.done < len(r.objects)]
             if not left:

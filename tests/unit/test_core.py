@@ -26,6 +26,7 @@ from creel.daemon.core.events import (
 )
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.prefetch import Window
+from kit import seeds
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -417,7 +418,7 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
     assert told["memory"]["node"]["free_nbytes"] == 1000
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3))
 @pytest.mark.parametrize(
     "where",
     [
