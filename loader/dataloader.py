@@ -169,6 +169,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def load_state_dict(self, state: Progress) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
 
+        The state may be any rank's of a job of another number of ranks with `DistributedSampler`:
+        what that job has not read of the epoch is dealt to these ranks, in the global order.
+
         Warns, and restarts the epoch, where torch itself makes the batches. Also warns for a custom
         sampler that cannot be restored (see `state_dict`).
 

@@ -26,7 +26,14 @@ from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.iterators.meter import Meter
 from creel.loader.order.orders import index_sampler
-from creel.loader.order.samplers import EpochOrder, IteratorStart, Moment, adopt, resume
+from creel.loader.order.samplers import (
+    EpochOrder,
+    IteratorStart,
+    Moment,
+    adopt,
+    dealt_anew,
+    resume,
+)
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
 from creel.loader.torch_private import collate
@@ -261,8 +268,8 @@ def prepare_resume(loader_state: LoaderState, loader: DataLoader[Any], state: Pr
     """
     if not state:
         return
-    given: object = state
-    if not isinstance(given, Mapping) or "version" not in given:
+    found: object = state
+    if not isinstance(found, Mapping) or "version" not in found:
         raise ConfigError("this is not a state_dict of a creel.DataLoader: start without it")
     if state["version"] != VERSION:
         raise ConfigError(f"this state_dict has version {state['version']}, not {VERSION}")
@@ -274,12 +281,13 @@ def prepare_resume(loader_state: LoaderState, loader: DataLoader[Any], state: Pr
     loader_state.resume = None
     if "order" in state:
         held: Any = weakref.proxy(loader)
-        over, batches = state["finished"], state["batches"]
-        order = resume(
-            held, state["order"], over=over, batches=batches, previous=loader_state.order
+        given, batches, over = dealt_anew(
+            held, state["order"], batches=state["batches"], over=state["finished"]
         )
+        order = resume(held, given, over=over, batches=batches, previous=loader_state.order)
         loader_state.order = loader_state.order if order is None else order
-        loader_state.resume = None if over else state
+        if not over:
+            loader_state.resume = Progress(**{**state, "order": given, "batches": batches})
 
 
 def settings(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:

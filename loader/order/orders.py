@@ -43,6 +43,7 @@ class State(TypedDict, total=False):
     kind: str  # class of the sampler
     base_seed: int
     total: int  # items of the epoch, -1 where unknown
+    batch: int  # items of a batch
     before: int  # CRC-32 of the global generator's state before the epoch's first draw
     stream: Facts
     loader_rng: str  # state of the loader's generator after the base seed
@@ -265,7 +266,7 @@ class KnownOrder(EpochOrder):
         stream = self._stream
         if stream is None:
             stream = opened(self.inner, self._copies(), self._given)
-        state["total"] = stream.total
+        state["total"], state["batch"] = stream.total, self._divided().size
         state["stream"] = stream.facts()
         if "rng" in state["stream"] and self._loader.generator is getattr(
             self.inner, "generator", None

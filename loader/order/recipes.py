@@ -48,9 +48,10 @@ def opened(sampler: object, source: RandomSource, given: Facts | None = None) ->
     if isinstance(sampler, DistributedSampler):
         epoch = given.get("epoch", sampler.epoch)
         n = len(sampler.dataset)  # type: ignore[arg-type]  # as torch: TypeError if it has none
+        at = sampler, epoch, given.get("offset", 0)
         if not sampler.shuffle:
-            return Distributed(Sequential(n), sampler, epoch)
-        return Distributed(Shuffled(n, n, Origin.seeded(sampler.seed + epoch)), sampler, epoch)
+            return Distributed(Sequential(n), *at)
+        return Distributed(Shuffled(n, n, Origin.seeded(sampler.seed + epoch)), *at)
     if is_sequence(sampler):
         return FromList(sampler)  # type: ignore[arg-type]  # is_sequence says so
     outer: torch.Generator | None = sampler.generator  # type: ignore[attr-defined]  # the others have it

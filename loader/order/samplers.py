@@ -25,7 +25,13 @@ from __future__ import annotations
 import zlib
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from creel.errors import ConfigError
 from creel.loader.order.draws import (
@@ -48,7 +54,7 @@ from creel.loader.order.orders import (
 from creel.loader.order.prediction import EpochPlan
 from creel.loader.order.recipes import is_sequence, opened, trusted
 from creel.loader.order.sampler_state import load_own, own_states
-from creel.loader.order.streams import Facts
+from creel.loader.order.streams import Facts, each_of
 
 __all__ = [
     "EpochOrder",
@@ -58,6 +64,7 @@ __all__ = [
     "State",
     "adopt",
     "before",
+    "dealt_anew",
     "resume",
 ]
 
@@ -105,6 +112,45 @@ def resume(
     for _ in order:  # only the final draws of the epoch are left
         pass
     return order
+
+
+def dealt_anew(
+    loader: DataLoader[object], state: State, *, batches: int, over: bool
+) -> tuple[State, int, bool]:
+    """Convert the state of a `DistributedSampler` of another number of ranks to this one's.
+
+    What the other ranks have not read is dealt to these, in the same order.
+
+    Args:
+        state: `EpochOrder.state` of the saved epoch.
+        batches: how many batches of it each rank has read.
+        over: it was read to its end.
+
+    Returns:
+        state, batches and over for this number of ranks; as given where nothing is to be done.
+
+    Raises:
+        ConfigError: the state is of another number of samples.
+    """
+    sampler = index_sampler(loader)
+    inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
+    facts = state.get("stream", {})
+    world = facts.get("world", 0)
+    if type(inner) is not DistributedSampler or world in {0, inner.num_replicas}:
+        return state, batches, over
+    offset, n = facts.get("offset", 0), len(inner.dataset)  # type: ignore[arg-type]  # it has one
+    if state["total"] != each_of(n - offset, world, drop_last=inner.drop_last):
+        raise ConfigError(f"the saved state is of other data than this loader's {n} samples")
+    read = state["total"] if over else min(batches * state["batch"], state["total"])
+    offset += read * world
+    over = over or offset >= n
+    facts = Facts(epoch=facts["epoch"], world=inner.num_replicas)
+    if not over:
+        facts["offset"] = offset
+    total = opened(inner, GeneratorCopies(None, None), facts).total
+    anew = state.copy()
+    anew["stream"], anew["total"] = facts, total
+    return anew, 0, over
 
 
 def adopt(

@@ -46,6 +46,8 @@ class Facts(TypedDict, total=False):
     seed: int
     epoch: int
     rng: str
+    world: int  # ranks that an order is dealt to
+    offset: int  # items of that order which were dealt before, to other ranks
 
 
 def indices_of(items: object) -> NDArray[np.int32]:
@@ -307,17 +309,25 @@ class ShuffledList(SamplerStream):
 
 
 class Distributed(SamplerStream):
-    """One rank's share of an order: every world-th item, with the head repeated or the tail cut."""
+    """One rank's share of an order: every world-th item, with the head repeated or the tail cut.
+
+    `offset`: where dealing begins, in an epoch that ranks of another number have begun.
+    """
 
     def __init__(
-        self, order: SamplerStream, sampler: DistributedSampler[object], epoch: int
+        self,
+        order: SamplerStream,
+        sampler: DistributedSampler[object],
+        epoch: int,
+        offset: int = 0,
     ) -> None:
-        self._order, self._epoch = order, epoch
+        self._order, self._epoch, self._offset = order, epoch, offset
         self._rank, self._world = sampler.rank, sampler.num_replicas
         self._n = order.total
-        self.total = sampler.num_samples
+        rest = each_of(self._n - offset, self._world, drop_last=sampler.drop_last)
+        self.total = rest if offset else sampler.num_samples
         self.spread = self._world
-        self.key = ("dealt", order.key, self._rank, self._world, self.total)
+        self.key = ("dealt", order.key, self._rank, self._world, self.total, offset)
 
     def need(self, item: int) -> None:  # noqa: ARG002  (the first item needs the whole order)
         self._order.need(0)
@@ -329,13 +339,15 @@ class Distributed(SamplerStream):
     @property
     def ready(self) -> int:
         there = self._order.ready
-        return self.total if there == self._n else max(there - self._rank, 0) // self._world
+        if there == self._n:
+            return self.total
+        return max(there - self._offset - self._rank, 0) // self._world
 
     def draw(self) -> None:
         self._order.draw()
 
     def items(self, start: int, stop: int) -> Items:
-        places = self._rank + self._world * np.arange(start, stop)
+        places = self._offset + self._rank + self._world * np.arange(start, stop)
         if isinstance(self._order, Sequential) or start >= stop:
             return places % max(self._n, 1)
         head = self._order.items(0, min(int(places[-1]) + 1, self._n))
@@ -346,6 +358,8 @@ class Distributed(SamplerStream):
 
         None where a daemon could not compute it.
         """
+        if self._offset:
+            return None
         in_order = isinstance(self._order, Sequential)
         seed = IN_ORDER if in_order else self._order.facts().get("seed")
         return None if seed is None else JobOrder(self._n, self._world, each, batch, seed)
@@ -354,7 +368,13 @@ class Distributed(SamplerStream):
         self._order = self._order.fork(source)
 
     def facts(self) -> Facts:
-        return {"epoch": self._epoch}
+        facts: Facts = {"epoch": self._epoch, "world": self._world}
+        return {**facts, "offset": self._offset} if self._offset else facts
+
+
+def each_of(items: int, world: int, *, drop_last: bool) -> int:
+    """Items that each rank gets of an order, as torch's DistributedSampler deals it."""
+    return max(items // world if drop_last else -(-items // world), 0)
 
 
 class WithReplacement(Drawing):
