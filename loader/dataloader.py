@@ -166,11 +166,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
         return loader_state.run.progress(delivered)
 
-    def load_state_dict(self, state: Progress) -> None:
+    def load_state_dict(self, state: Progress, *, leave_out: Iterable[int] = ()) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
 
         The state may be any rank's of a job of another number of ranks with `DistributedSampler`:
         what that job has not read of the epoch is dealt to these ranks, in the global order.
+
+        Args:
+            leave_out: numbers of batches of the saved epoch, from 0 on, that are not to be read
+                again: those on which a training diverged, say. Of `DistributedSampler` these are
+                the global batches; give the same to all ranks. Only with torch's samplers.
 
         Warns, and restarts the epoch, where torch itself makes the batches. Also warns for a custom
         sampler that cannot be restored (see `state_dict`).
@@ -181,7 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             warnings.warn(f"{_TORCHS}: it begins the epoch from its start", stacklevel=2)
             return
-        prepare_resume(self._loader_state(), self, state)
+        prepare_resume(self._loader_state(), self, state, leave_out)
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch(epoch)` on the sampler, batch sampler and dataset that have it."""

@@ -240,7 +240,9 @@ class Core:
             h.counts["reads"] += int(np.count_nonzero(good))
             h.counts["read_nbytes"] += int(e.nbytes[good].sum())
         elif pending.origin == HELD:
-            good[good] = self._still_current(pending, good, e.version)
+            of_peer = not pending.generation
+            current = self._still_current if of_peer else self._current
+            good[good] = current(pending, good, e.version)
         else:
             e, pending = self._received(e, pending, good, now)
             good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
@@ -285,8 +287,11 @@ class Core:
         self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
     ) -> NDArray[np.bool_]:
         """(k,) whether each object, read by somebody some time ago, is of the version known now."""
+        h, ids = pending.residency, pending.ids[good]
         found = np.zeros(len(good), np.int64) if version is None else version
-        return ~pending.residency.versions.received(pending.ids[good], found[good])
+        late = h.versions.received(ids, found[good])
+        late |= h.life[ids] == OVERDUE  # whose steps may be ready without it
+        return ~late
 
     def _checked(self, e: Checked, now: float) -> None:
         del now
@@ -343,7 +348,8 @@ class Core:
         place = self._admission.place(h, nbytes, pending.need, stalled=stalled)
         placed = place != NOWHERE
         room = ids[placed], place[placed], nbytes[placed]
-        self._out += self._inflight.start(h, *room, pending.need, now, pending.due, HELD)
+        since = pending.generation if pending.origin == SOURCE else 0
+        self._out += self._inflight.start(h, *room, pending.need, now, pending.due, HELD, since)
 
     def _planned(self, e: RetentionPlanned, now: float) -> None:
         del now

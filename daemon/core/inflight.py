@@ -82,8 +82,13 @@ class Inflight:
         now: float,
         due: float,
         origin: int = SOURCE,
+        generation: int | None = None,
     ) -> list[FetchObjects]:
-        """Start fetches of these objects, all equally urgent."""
+        """Start fetches of these objects, all equally urgent.
+
+        generation: in which their bytes were asked for; None: in the current one.
+        """
+        since = self.generation if generation is None else generation
         if not len(ids):
             return []
         h.life[ids] = FETCHING
@@ -100,7 +105,7 @@ class Inflight:
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
             pending = InflightFetch(
-                *(h, ids[part], *room, need, now, total, guessed, self.generation, due, origin)
+                *(h, ids[part], *room, need, now, total, guessed, since, due, origin)
             )
             self._inflight[self._last] = pending
             self.objects += len(pending.ids)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,6 +33,7 @@ from creel.loader.order.samplers import (
     adopt,
     dealt_anew,
     resume,
+    without,
 )
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
@@ -260,8 +261,15 @@ class EpochRun:
         )
 
 
-def prepare_resume(loader_state: LoaderState, loader: DataLoader[Any], state: Progress) -> None:
+def prepare_resume(
+    loader_state: LoaderState,
+    loader: DataLoader[Any],
+    state: Progress,
+    leave_out: Iterable[int] = (),
+) -> None:
     """Make the next epoch the one saved in `state`, or the one after it if that is finished.
+
+    leave_out: batches of the saved epoch that are not to be read.
 
     Raises:
         ConfigError: the state is of another version or kind of loader, or incomplete.
@@ -281,9 +289,10 @@ def prepare_resume(loader_state: LoaderState, loader: DataLoader[Any], state: Pr
     loader_state.resume = None
     if "order" in state:
         held: Any = weakref.proxy(loader)
-        given, batches, over = dealt_anew(
-            held, state["order"], batches=state["batches"], over=state["finished"]
-        )
+        batches, over = state["batches"], state["finished"]
+        left = list(leave_out)
+        given = without(held, state["order"], batches, left) if left else state["order"]
+        given, batches, over = dealt_anew(held, given, batches=batches, over=over)
         order = resume(held, given, over=over, batches=batches, previous=loader_state.order)
         loader_state.order = loader_state.order if order is None else order
         if not over:

@@ -28,6 +28,7 @@ from creel.loader.order.streams import (
     Shuffled,
     ShuffledList,
     Weighted,
+    Without,
     WithReplacement,
     indices_of,
 )
@@ -43,6 +44,11 @@ def opened(sampler: object, source: RandomSource, given: Facts | None = None) ->
             generators, except from a user's generator, which is set back to its state then.
     """
     given = given or {}
+    stream = _opened(sampler, source, given)
+    return Without(stream, given["without"], given["each"]) if "without" in given else stream
+
+
+def _opened(sampler: object, source: RandomSource, given: Facts) -> SamplerStream:
     if isinstance(sampler, SequentialSampler):
         return Sequential(len(sampler.data_source))
     if isinstance(sampler, DistributedSampler):

@@ -23,7 +23,9 @@ is the same object that torch would pass on. All other samplers are iterated, la
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -54,7 +56,7 @@ from creel.loader.order.orders import (
 from creel.loader.order.prediction import EpochPlan
 from creel.loader.order.recipes import is_sequence, opened, trusted
 from creel.loader.order.sampler_state import load_own, own_states
-from creel.loader.order.streams import Facts, each_of
+from creel.loader.order.streams import Facts, each_of, in_whole
 
 __all__ = [
     "EpochOrder",
@@ -66,6 +68,7 @@ __all__ = [
     "before",
     "dealt_anew",
     "resume",
+    "without",
 ]
 
 
@@ -114,6 +117,37 @@ def resume(
     return order
 
 
+def without(
+    loader: DataLoader[object], state: State, batches: int, left_out: Iterable[int]
+) -> State:
+    """Convert the state of a saved epoch to one without some of its batches.
+
+    Args:
+        state: `EpochOrder.state`.
+        batches: how many batches were read; earlier ones are not left out any more.
+        left_out: the numbers of batches, as `batches` counts them.
+
+    Raises:
+        ConfigError: they are no such numbers, the sampler is not one of torch's, or as `adopt`.
+    """
+    _check_kind(loader, state)
+    given: list[object] = list(left_out)
+    wanted = sorted({k for k in given if isinstance(k, int) and k >= 0})
+    if len(wanted) < len(set(given)):
+        raise ConfigError(f"batches to leave out are numbers from 0 on, not {given}")
+    if "batch" not in state or "stream" not in state:
+        raise ConfigError("batches can be left out only of an epoch of one of torch's samplers")
+    _check_total(loader, state, state["stream"])
+    facts = state["stream"].copy()
+    gone = np.array(facts.get("without", []), np.int64)
+    more = in_whole(np.array([k for k in wanted if k >= batches], np.int64), gone)
+    if len(more):
+        facts["without"], facts["each"] = sorted({*gone.tolist(), *more.tolist()}), state["batch"]
+    anew = state.copy()
+    anew["stream"], anew["total"] = facts, _total(loader, facts)
+    return anew
+
+
 def dealt_anew(
     loader: DataLoader[object], state: State, *, batches: int, over: bool
 ) -> tuple[State, int, bool]:
@@ -138,6 +172,8 @@ def dealt_anew(
     world = facts.get("world", 0)
     if type(inner) is not DistributedSampler or world in {0, inner.num_replicas}:
         return state, batches, over
+    if "without" in facts:
+        raise ConfigError("an epoch without some batches goes on with as many ranks as it had")
     offset, n = facts.get("offset", 0), len(inner.dataset)  # type: ignore[arg-type]  # it has one
     if state["total"] != each_of(n - offset, world, drop_last=inner.drop_last):
         raise ConfigError(f"the saved state is of other data than this loader's {n} samples")
@@ -147,9 +183,8 @@ def dealt_anew(
     facts = Facts(epoch=facts["epoch"], world=inner.num_replicas)
     if not over:
         facts["offset"] = offset
-    total = opened(inner, GeneratorCopies(None, None), facts).total
     anew = state.copy()
-    anew["stream"], anew["total"] = facts, total
+    anew["stream"], anew["total"] = facts, _total(loader, facts)
     return anew, 0, over
 
 
@@ -221,6 +256,14 @@ def _is_torchs(sampler: object) -> bool:
     return is_sequence(sampler) or trusted(type(sampler))
 
 
+def _total(loader: DataLoader[object], given: Facts) -> int:
+    """Items of an epoch of which these facts are known."""
+    sampler = index_sampler(loader)
+    inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
+    shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
+    return opened(inner, shadow, given).total
+
+
 def _check_kind(loader: DataLoader[object], state: State) -> None:
     """Raise ConfigError unless `state` is of this loader's kind of sampler."""
     kind = kind_of(index_sampler(loader))
@@ -230,10 +273,7 @@ def _check_kind(loader: DataLoader[object], state: State) -> None:
 
 def _check_total(loader: DataLoader[object], state: State, given: Facts) -> None:
     """Raise ConfigError unless `state` is of as many samples as this loader has."""
-    sampler = index_sampler(loader)
-    inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
-    shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
-    total = opened(inner, shadow, given).total
+    total = _total(loader, given)
     if total != state["total"]:
         raise ConfigError(
             f"the saved state is of {state['total']} samples, this loader has {total}"

@@ -48,6 +48,8 @@ class Facts(TypedDict, total=False):
     rng: str
     world: int  # ranks that an order is dealt to
     offset: int  # items of that order which were dealt before, to other ranks
+    without: list[int]  # batches that are left out, ascending
+    each: int  # items of such a batch
 
 
 def indices_of(items: object) -> NDArray[np.int32]:
@@ -370,6 +372,66 @@ class Distributed(SamplerStream):
     def facts(self) -> Facts:
         facts: Facts = {"epoch": self._epoch, "world": self._world}
         return {**facts, "offset": self._offset} if self._offset else facts
+
+
+class Without(SamplerStream):
+    """A stream without the items of some batches, of `each` items."""
+
+    def __init__(self, whole: SamplerStream, batches: Sequence[int], each: int) -> None:
+        """batches: their numbers in the whole stream."""
+        self._whole, self._each = whole, each
+        self._gone = np.unique(np.asarray(batches, np.int64))
+        self._gone = self._gone[self._gone * each < whole.total]
+        self.total = whole.total - self._missing(whole.total)
+        self.live, self.at_once = whole.live, whole.at_once
+        self.spread, self.thread_safe = whole.spread, whole.thread_safe
+        if whole.key is not None:
+            self.key = ("without", whole.key, self._gone.tobytes(), each)
+
+    def _missing(self, items: int) -> int:
+        """Items left out among the first `items` of the whole stream."""
+        return int((items - self._gone * self._each).clip(0, self._each).sum())
+
+    @property
+    def drawn(self) -> int:
+        return self._whole.drawn - self._missing(self._whole.drawn)
+
+    @property
+    def ready(self) -> int:
+        return self._whole.ready - self._missing(self._whole.ready)
+
+    def draw(self) -> None:
+        self._whole.draw()
+
+    def need(self, item: int) -> None:
+        places = in_whole(np.array([item]) // self._each, self._gone) * self._each
+        self._whole.need(min(int(places[0]) + item % self._each, self._whole.total))
+
+    def items(self, start: int, stop: int) -> Items:
+        if start >= stop:
+            return self._whole.items(0, 0)
+        batch, rest = np.divmod(np.arange(start, stop), self._each)
+        places = in_whole(batch, self._gone) * self._each + rest
+        first = int(places[0])
+        found = self._whole.items(first, int(places[-1]) + 1)
+        if isinstance(found, np.ndarray):
+            return found[places - first]
+        return [found[i] for i in (places - first).tolist()]
+
+    def rebase(self, source: RandomSource) -> None:
+        self._whole = self._whole.fork(source)
+
+    def facts(self) -> Facts:
+        return {**self._whole.facts(), "without": self._gone.tolist(), "each": self._each}
+
+
+def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Convert (k,) numbers of the batches that are left to those in the whole stream.
+
+    >>> in_whole(np.array([0, 1, 2]), np.array([1, 2])).tolist()
+    [0, 3, 4]
+    """
+    return batches + np.searchsorted(gone - np.arange(len(gone)), batches, side="right")
 
 
 def each_of(items: int, world: int, *, drop_last: bool) -> int:

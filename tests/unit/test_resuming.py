@@ -1,4 +1,4 @@
-"""A checkpoint of one number of ranks, resumed by another: the rest of the epoch in its order."""
+"""Resuming an epoch in another way than it was saved: other ranks, or without some batches."""
 
 from __future__ import annotations
 
@@ -114,3 +114,87 @@ def test_a_state_of_other_data_is_refused() -> None:
     loader: Any = creel.DataLoader(data, 4, sampler=sampler, creel=False)
     with pytest.raises(ConfigError, match="other data than this loader's 113 samples"):
         loader.load_state_dict(state)
+
+
+# --- without some batches ---------------------------------------------------------------------
+
+
+def loader(workers: int = 0, **how: Any) -> Any:
+    data = TensorDataset(torch.arange(N))
+    generator = torch.Generator().manual_seed(3)
+    given: dict[str, Any] = {"shuffle": True, "generator": generator} | how
+    return creel.DataLoader(data, 5, num_workers=workers, creel=False, **given)
+
+
+def rows(loader: Any) -> list[list[int]]:
+    return [batch[0].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_that_are_left_out_are_not_read(workers: int, *, drop_last: bool) -> None:
+    whole = rows(loader(drop_last=drop_last))
+    first = loader(drop_last=drop_last)
+    it = iter(first)
+    head = [next(it)[0].tolist() for _ in range(4)]
+    resumed = loader(workers, drop_last=drop_last)
+    resumed.load_state_dict(first.state_dict(), leave_out=[2, 6, 7, 20, 99])
+    rest = rows(resumed)
+    assert head + rest == [b for k, b in enumerate(whole) if k not in {6, 7, 20}]
+    assert len(rows(resumed)) == len(whole), "the next epoch is a whole one"
+
+
+def test_more_batches_are_left_out_of_what_was_left() -> None:
+    whole = rows(loader())
+    first = loader()
+    next(iter(first))
+    second = loader()
+    second.load_state_dict(first.state_dict(), leave_out=[3, 4])
+    it = iter(second)
+    assert [next(it)[0].tolist() for _ in range(3)] == [whole[1], whole[2], whole[5]]
+    third = loader()
+    third.load_state_dict(json.loads(json.dumps(second.state_dict())), leave_out=[4])
+    assert rows(third) == whole[7:], "its fifth batch was whole[6]"
+
+
+def test_all_ranks_leave_out_the_same_global_batches() -> None:
+    first = ranks(2, 4)
+    read(first, 0, steps=2)
+    after = ranks(2, 4)
+    for one in after:
+        one.load_state_dict(first[1].state_dict(), leave_out=range(3, 5))
+    assert read(after, 0)[: N - 32] == order(0)[16:24] + order(0)[40:]
+    again = ranks(2, 4)[0]
+    again.load_state_dict(first[0].state_dict(), leave_out=[3])
+    with pytest.raises(ConfigError, match="as many ranks as it had"):
+        ranks(3, 4)[0].load_state_dict(again.state_dict())
+
+
+def test_the_last_and_incomplete_batch_can_be_left_out() -> None:
+    whole = rows(loader())
+    assert len(whole[-1]) == N % 5
+    first = loader()
+    next(iter(first))
+    resumed = loader()
+    resumed.load_state_dict(first.state_dict(), leave_out=[len(whole) - 1])
+    assert rows(resumed) == whole[1:-1]
+
+
+def test_wrong_numbers_are_one_sentence() -> None:
+    first = loader()
+    next(iter(first))
+    for wrong in ([-1], [1.5], ["a"]):
+        with pytest.raises(ConfigError, match="numbers from 0 on"):
+            loader().load_state_dict(first.state_dict(), leave_out=wrong)
+    listed = creel.DataLoader(TensorDataset(torch.arange(4)), sampler=Own(), creel=False)
+    next(iter(listed))
+    with pytest.raises(ConfigError, match="one of torch's samplers"):
+        listed.load_state_dict(listed.state_dict(), leave_out=[2])
+
+
+class Own:
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+    def __len__(self) -> int:
+        return 4
