@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # circular import
 # waits for it any more.
 ABSENT, FAILED, FETCHING, RESIDENT, OVERDUE = range(5)
 
+# Whether an object is on local disk, too: no, being written, yes.
+NOT_STORED, STORING, STORED = range(3)
+
 NONE = np.empty(0, np.intp)
 
 
@@ -44,6 +47,11 @@ class EvictionPolicy:
     #: Whether an epoch needs all room until all of it is read or in flight, so that nothing of the
     #: next epoch is fetched before.
     by_epoch = False
+    #: Whether `keeps` is a plan for memory and disk together, so that one object may replace
+    #: another on disk; else whatever comes there first stays.
+    replaces = False
+    #: (n,) whether each object is on disk, as above; a live view. None: there is no disk.
+    stored: NDArray[np.uint8] | None = None
 
     def __init__(
         self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
@@ -87,6 +95,17 @@ class EvictionPolicy:
 
     def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
         """Take the plan for an earlier `question`."""
+
+    # --- memory and disk -------------------------------------------------------------------------
+
+    @property
+    def selective(self) -> bool:
+        """Whether `victims` are only what nobody keeps: they leave before what is on disk, too."""
+        return False
+
+    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each is worth a place on disk."""
+        return np.ones(len(ids), np.bool_)
 
     # --- who leaves ------------------------------------------------------------------------------
 

@@ -14,7 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.candidates import Index
-from creel.policies.eviction_policy import ABSENT, NONE, RESIDENT, EvictionPolicy, joined
+from creel.policies.eviction_policy import (
+    ABSENT,
+    NONE,
+    NOT_STORED,
+    RESIDENT,
+    EvictionPolicy,
+    joined,
+)
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 from creel.policies.retention import Kept, Turn
@@ -51,7 +58,7 @@ class PlanningContext(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Bytes of memory that the dataset may claim."""
+        """Bytes of memory, and of disk, that the dataset may claim."""
 
     @property
     def nbytes(self) -> float:
@@ -86,6 +93,7 @@ class PlannedEviction(EvictionPolicy):
 
     name = "epoch"
     by_epoch = True
+    replaces = True
 
     def __init__(
         self,
@@ -150,6 +158,7 @@ class PlannedEviction(EvictionPolicy):
             capacity,
             min(lead, _MAX_LEAD_OF_MEMORY * (1 - missing)),
             self._opens_dominate,
+            self.stored,
         )
         return self._pending
 
@@ -171,11 +180,18 @@ class PlannedEviction(EvictionPolicy):
             return
         again, self._released_since = self._released_since, []
         self._pending, self._stays, self._surplus = None, kept.stays, kept.surplus
-        lost = sum(np.count_nonzero(kept.stays[x] & (self._life[x] == ABSENT)) for x in again)
+        lost = sum(np.count_nonzero(kept.stays[x] & self._gone(x)) for x in again)
         if lost > _MAX_LOST * len(self._life):
             self.replanned()
         for ids in again:
             self.released(ids[self._leaving(ids)])
+
+    def _gone(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each is neither in memory nor on disk."""
+        gone: NDArray[np.bool_] = self._life[ids] == ABSENT
+        if self.stored is not None:
+            gone &= self.stored[ids] == NOT_STORED
+        return gone
 
     # --- what may leave --------------------------------------------------------------------------
 
@@ -234,8 +250,21 @@ class PlannedEviction(EvictionPolicy):
             idle &= ~self._stays[ids]
         return idle
 
+    @property
+    def selective(self) -> bool:
+        """Whether `victims` are only what nobody keeps."""
+        return self._stays is not None or self._all_fits
+
+    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each is worth a place on disk; all are while nothing is planned."""
+        if self._stays is None:
+            return super().keeps(ids)
+        return ~self.dispensable(ids)
+
     def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (the plan knows)
         """Up to k distinct objects to evict."""
+        if self._all_fits and self.stored is not None:
+            return NONE  # in memory and on disk together, that is
         out = []
         for source in (self._from_surplus, self._from_going, self._scan):
             if k <= 0:

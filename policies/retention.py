@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction_policy import FETCHING, RESIDENT
+from creel.policies.eviction_policy import FETCHING, RESIDENT, STORED
 from creel.policies.selection import LEAD, Candidates, Ids, Ints, Piece, Tally, in_order, select
 
 #: Kinds of objects, the best to keep first: what the next epoch begins with; then up to 40 sizes,
@@ -55,6 +55,7 @@ class Turn:
         capacity: bytes to be held at the turn.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
         opens_dominate: whether small objects are kept rather than an even spread.
+        stored: (n,) whether each is on disk, as in `eviction_policy`; None: there is no disk.
     """
 
     orders: Sequence[Sequence[Ids]]
@@ -68,6 +69,7 @@ class Turn:
     capacity: int
     lead: float
     opens_dominate: bool = False
+    stored: NDArray[np.uint8] | None = None
 
     def plan(self) -> Kept:
         """See `plan`."""
@@ -116,6 +118,8 @@ def _sort_in(turn: Turn, piece: Piece, tally: Tally) -> Candidates:
     due, life = turn.due[piece.ids], turn.life[piece.ids]
     unread = due < turn.end
     held = (life == RESIDENT) | (life == FETCHING)
+    if turn.stored is not None:
+        held |= turn.stored[piece.ids] == STORED
     could = np.flatnonzero(unread | held)
     ids, due, unread, held = piece.ids[could], due[could], unread[could], held[could]
     when = np.maximum(due, turn.clock).astype(np.int64) - turn.clock

@@ -143,7 +143,12 @@ class DiskStore:
         return 0 if self._off else self._file.limit
 
     def attach(self, dataset: str, objects: int) -> tuple[NDArray[np.int32], Sizes]:
-        """Begin to use a dataset of so many objects: (k,) those that are here, (k,) their bytes."""
+        """Begin to use a dataset of so many objects: (k,) those that are here, (k,) their bytes.
+
+        None of one that is in use already: whoever began to use it was told.
+        """
+        if dataset in self._datasets:
+            return np.empty(0, np.int32), np.empty(0, np.int64)
         identity = dataset_id(dataset)
         index = _Index(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
         with self._lock:
@@ -284,6 +289,12 @@ class DiskStore:
                 break
         while self._free.nbytes < units and self._idle:
             self._release(self._idle.pop(next(iter(self._idle))))
+        runs = self._alloc_runs(units, align)
+        if runs is None and align > 1:  # what is left is in small pieces
+            runs = self._alloc_runs(units, 1)
+        return runs
+
+    def _alloc_runs(self, units: int, align: int) -> Sizes | None:
         runs: list[tuple[int, int]] = []
         while units > 0 and len(runs) < _MAX_RUNS:
             at, got = self._free.take_most(units, align)
@@ -351,7 +362,9 @@ class DiskStore:
     def forget(self, dataset: str) -> None:
         """Remove all of an attached dataset for good."""
         with self._writing, self._lock:
-            index = self._datasets[dataset]
+            index = self._datasets.get(dataset)
+            if index is None or self._off:
+                return
             for object_id in np.flatnonzero(index.place).tolist():
                 self._drop(index, object_id)
             try:

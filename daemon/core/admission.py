@@ -9,7 +9,9 @@ import numpy as np
 
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.daemon.core.disk import DiskTier
 from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.policies.eviction_policy import NONE
 
 #: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
 _ROUNDS = 4
@@ -24,6 +26,7 @@ class Admission:
 
     def __init__(self, space: Allocator) -> None:
         self.space = space
+        self.disk = DiskTier(space.nbytes)
         self.residencies: dict[str, Residency] = {}
         self.expected = 0  # bytes in flight whose length is a guess
         #: Offsets and lengths that fetches in flight for a dataset write to; set by `Inflight`.
@@ -45,19 +48,23 @@ class Admission:
         """Bytes that are neither held nor expected."""
         return self.space.free_bytes - self.expected
 
-    def place(self, h: Residency, sizes: Sizes, need: int, *, stalled: bool) -> Sizes:
+    def place(
+        self, h: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool = True
+    ) -> Sizes:
         """(k,) places for objects of these sizes; ABSENT (-1) where no room can be made.
 
-        Evicts as far as retention allows; where `stalled`, also whatever is not pinned.
+        Evicts as far as retention allows; where `stalled`, also whatever is not pinned. Where not
+        `patient`, also what is kept and not on disk yet, rather than wait for the disk.
         """
         if h.pool.same_size:
-            return self._swap(h, sizes, need, stalled=stalled)
+            return self._swap(h, sizes, need, stalled=stalled, patient=patient)
         out = np.full(len(sizes), NOWHERE, np.int64)
         lack = np.arange(len(sizes))
         free = self.free_nbytes
         for _ in range(_ROUNDS):
             short = int(h.pool.rounded(sizes[lack]).sum()) - free
-            freed = self._make_room(h, short, need, stalled=stalled) if short > 0 else 0
+            hurry = {"stalled": stalled, "patient": patient}
+            freed = self._make_room(h, short, need, **hurry) if short > 0 else 0
             out[lack] = h.pool.alloc(sizes[lack])
             lack = lack[out[lack] == NOWHERE]
             if not len(lack) or (short > 0 and not freed):
@@ -65,7 +72,9 @@ class Admission:
             free = 0  # what there is lies in other pools' slabs
         return out
 
-    def _swap(self, h: Residency, sizes: Sizes, need: int, *, stalled: bool) -> Sizes:
+    def _swap(
+        self, h: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool
+    ) -> Sizes:
         """`place` for equal records: new objects take the places of evicted ones."""
         out = np.full(len(sizes), NOWHERE, np.int64)
         k = min(len(sizes), max(self.free_nbytes, 0) // h.pool.record)
@@ -76,8 +85,8 @@ class Admission:
             out[k:] = h.pool.alloc(sizes[k:])
             k = int(np.count_nonzero(out != NOWHERE))
         while k < len(sizes) and h.policy is not None:
-            ids, why = h.policy.victims(len(sizes) - k, need), "due_later"
-            if stalled and not len(ids):
+            ids, why = self._victims(h, len(sizes) - k, need, patient=patient)
+            if stalled and not len(ids) and not self.waits(h):
                 ids, why = h.policy.last(len(sizes) - k, need), "stalled"
             if not len(ids):
                 break
@@ -85,33 +94,62 @@ class Admission:
             k += len(ids)
         return out
 
-    def reserve(self, h: Residency, k: int, need: int, *, stalled: bool) -> int:
+    def reserve(
+        self, h: Residency, k: int, need: int, *, stalled: bool, patient: bool = True
+    ) -> int:
         """How many of k objects of unknown length there is room for, judged by the mean length."""
         each = int(h.mean)
         short = k * each - self.free_nbytes
         if short > 0:
-            self._make_room(h, short, need, stalled=stalled)
+            self._make_room(h, short, need, stalled=stalled, patient=patient)
         return min(k, max(self.free_nbytes, 0) // each)
 
-    def _make_room(self, h: Residency, nbytes: int, need: int, *, stalled: bool) -> int:
+    def _make_room(
+        self, h: Residency, nbytes: int, need: int, *, stalled: bool, patient: bool
+    ) -> int:
         """Evict about `nbytes`; return the bytes freed."""
         freed = self._claim(h, nbytes)
         if freed < nbytes:
-            freed += self._evict(h, nbytes - freed, need)
-        if freed < nbytes and stalled and h.policy is not None:
+            freed += self._evict(h, nbytes - freed, need, patient=patient)
+        if freed < nbytes and stalled and h.policy is not None and not self.waits(h):
             k = math.ceil((nbytes - freed) / h.mean)
             freed += h.evict(h.policy.last(k, need), "stalled")
         return freed
 
-    def _evict(self, h: Residency, nbytes: int, need: int) -> int:
+    def _evict(self, h: Residency, nbytes: int, need: int, *, patient: bool) -> int:
         """Evict what the dataset's own eviction policy allows; return the bytes freed."""
         freed = 0
         while freed < nbytes and h.policy is not None:
-            ids: Index = h.policy.victims(math.ceil((nbytes - freed) / h.mean), need)
+            k = math.ceil((nbytes - freed) / h.mean)
+            ids, why = self._victims(h, k, need, patient=patient)
             if not len(ids):
                 break
-            freed += h.evict(ids, "due_later")
+            freed += h.evict(ids, why)
         return freed
+
+    def _victims(self, h: Residency, k: int, need: int, *, patient: bool) -> tuple[Index, str]:
+        """Up to k objects that may leave memory, and why; none: no more."""
+        policy = h.policy
+        if policy is None:
+            return NONE, ""
+        if not self.disk:
+            return policy.victims(k, need), "due_later"
+        sources = [(policy.victims, "due_later"), (h.disk.clean, "on_disk")]
+        if not policy.selective:  # whatever the policy gives is lost
+            sources.reverse()
+            if self.waits(h):
+                del sources[1:]
+        for victims, why in sources:
+            ids = victims(k, need)
+            if len(ids):
+                return ids, why
+        if not self.waits(h) and not patient:
+            return policy.last(k, need), "stalled"
+        return NONE, ""
+
+    def waits(self, h: Residency) -> bool:
+        """Whether to wait until objects are on disk that may leave memory then."""
+        return bool(self.disk) and not self.disk.slow and not h.disk.hopeless
 
     def _claim(self, h: Residency, nbytes: int) -> int:
         """Evict from datasets above their share if this one stays within its own; bytes freed."""

@@ -14,19 +14,23 @@ from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks
+from creel.daemon.core.disk import Spilling
 from creel.daemon.core.events import (
+    DISK,
     HELD,
     SOURCE,
     Action,
     Checked,
     ClusterChanged,
     DatasetAdded,
+    DiskOpened,
     Dropped,
     EpochBegan,
     EpochDealt,
     Event,
     Fetched,
     FetchObjects,
+    FoundOnDisk,
     PeerAsked,
     PeerServed,
     PlanExtended,
@@ -38,6 +42,7 @@ from creel.daemon.core.events import (
     SessionOpened,
     SetReady,
     Sizes,
+    Spilled,
     Tick,
     Unregistered,
     Warm,
@@ -80,6 +85,7 @@ class Core:
         self._checks = Checks(self._inflight)
         self._residencies = self._admission.residencies
         self._serving = Serving(self._residencies)
+        self._spilling = Spilling(self._admission.disk, self._residencies)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[Action] = []
@@ -94,6 +100,7 @@ class Core:
         """
         self._out = []
         self._inflight.mark()
+        self._spilling.look(now)
         if not isinstance(event, Fetched | Tick):
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
@@ -109,6 +116,10 @@ class Core:
             turn = residency.question(self._admission, self._window)
             if turn is not None:
                 self._out.append(PlanRetention(residency.name, turn))
+        if self._spilling.start(self._prefetcher.lacking.values(), self._inflight.from_disk):
+            self._prefetcher.stuck -= self._prefetcher.lacking.keys()
+            self._out += self._prefetcher.pump(self._sessions.values(), now)
+        self._prefetcher.lacking.clear()
         for session in self._sessions.values():
             self._announce(session)
         self._forget_fresh()
@@ -134,7 +145,7 @@ class Core:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
-        self._residencies[e.dataset] = Residency(e.dataset, *columns)
+        self._residencies[e.dataset] = Residency(e.dataset, *columns, self._admission.disk)
 
     def _opened(self, e: SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:
@@ -256,16 +267,22 @@ class Core:
     def _received(
         self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float
     ) -> tuple[Fetched, InflightFetch]:
-        """Handle a peer's answer: fetch what it did not have from the source; return the rest."""
+        """Handle an answer of disk or peer: fetch what it did not have from the source.
+
+        Returns the rest: what it had.
+        """
         h = pending.residency
         version = np.zeros(len(good), np.int64) if e.version is None else e.version
         good[good] = self._still_current(pending, good, version)
-        h.counts["peer_reads"] += int(np.count_nonzero(good))
-        h.counts["peer_nbytes"] += int(e.nbytes[good].sum())
+        who = "disk" if pending.origin == DISK else "peer"
+        h.counts[f"{who}_reads"] += int(np.count_nonzero(good))
+        h.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
         if every(good):
             return e, pending
-        h.counts["peer_misses"] += int(np.count_nonzero(~good))
+        h.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
         rest = pending.only(~good)
+        if pending.origin == DISK:
+            h.disk.lost(rest.ids)
         again = rest.ids, rest.offset, rest.length
         self._out += self._inflight.start(h, *again, rest.need, now, rest.due)
         return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
@@ -277,7 +294,7 @@ class Core:
         h = pending.residency
         found = None if version is None else version[good]
         late, changed = h.versions.read(pending.ids[good], found, pending.generation)
-        self._outdate(h, h.residents_of(changed))
+        self._changed(h, changed)
         newest = max((s.since for s in self._sessions.values() if s.residency is h), default=0)
         if pending.generation < newest:  # steps are ready without these: leave them failed
             late |= h.life[pending.ids[good]] == OVERDUE
@@ -298,8 +315,12 @@ class Core:
         asked = self._checks.land(e.check)
         if asked is not None:
             h = asked.residency
-            changed = h.versions.answered(asked.files, e.version, asked.generation)
-            self._outdate(h, h.residents_of(changed))
+            self._changed(h, h.versions.answered(asked.files, e.version, asked.generation))
+
+    def _changed(self, h: Residency, files: NDArray[np.int32]) -> None:
+        """Forget all objects of changed files."""
+        h.disk.lost_files(files)
+        self._outdate(h, h.residents_of(files))
 
     def _outdate(self, h: Residency, ids: Index) -> None:
         """Evict residents of changed files; sessions that need them fetch them again."""
@@ -314,6 +335,7 @@ class Core:
                 unpinned = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
                 self._announce(s)
                 h.release(unpinned[~removed[unpinned]])
+        self._spilling.cancel(h, ids)
         h.outdate(ids)
 
     def _partly(
@@ -365,6 +387,21 @@ class Core:
         del now
         self._serving.end(e.request)
 
+    def _disk_opened(self, e: DiskOpened, now: float) -> None:
+        del now
+        self._spilling.opened(e.nbytes, e.unit)
+        for residency in self._residencies.values():
+            residency.choose_policy(self._window)
+        self._survey()
+
+    def _found(self, e: FoundOnDisk, now: float) -> None:
+        del now
+        self._residencies[e.dataset].found_on_disk(e.ids.astype(np.intp), e.nbytes)
+
+    def _spilled(self, e: Spilled, now: float) -> None:
+        del now
+        self._spilling.landed(e.spill, e.stored)
+
     def _warmed(self, e: Warm, now: float) -> None:
         del now
         if e.dataset in self._residencies:
@@ -375,6 +412,7 @@ class Core:
         residency = self._residencies.get(e.dataset)
         if residency is not None:
             residency.warming = -1
+            residency.disk.lost_all()
             residency.evict(residency.unpinned(), "dropped")
 
     def _unregistered(self, e: Unregistered, now: float) -> None:
@@ -382,6 +420,7 @@ class Core:
         if e.dataset not in self._residencies or self.busy(e.dataset):
             raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
         residency = self._residencies[e.dataset]
+        residency.disk.closed()
         residency.evict_all()
         self._admission.space.discard(residency.pool)
         self._past.update(residency.counted())
@@ -412,7 +451,7 @@ class Core:
         elif h.life[blocked] == RESIDENT:
             for asked in self._checks.hung(h, blocked, before):
                 # Their objects are fetched again; a fetch that hangs becomes overdue.
-                self._outdate(h, h.residents_of(asked.files))
+                self._changed(h, asked.files)
 
     # --- plans and cursors ---------------------------------------------------------------------
 
@@ -485,7 +524,7 @@ class Core:
             stream.residency.leave(stream)
         self._inflight.abort()
         for h in self._residencies.values():
-            h.rebuild(self._inflight.ids(h), self._window)
+            h.rebuild(self._inflight.ids(h), self._spilling.ids(h), self._window)
         self._survey()
         decided, self._out = self._out, []
         return [action for action in decided if not isinstance(action, FetchObjects)]
@@ -495,7 +534,7 @@ class Core:
     def busy(self, dataset: str) -> bool:
         """Whether the dataset has readers, is being warmed or has fetches in flight."""
         h = self._residencies[dataset]
-        under_way = len(self._inflight.ids(h)) > 0 or len(h.served) > 0
+        under_way = len(self._inflight.ids(h)) > 0 or len(h.served) > 0 or h.disk.storing > 0
         return h.active or h.warming >= 0 or under_way
 
     def plans_nbytes(self) -> int:
@@ -512,8 +551,11 @@ class Core:
             "inflight_objects": self._inflight.objects,
             "inflight_nbytes": self._inflight.nbytes,
         }
+        disk = self._admission.disk
+        on_disk: dict[str, float | str] = {"nbytes": disk.nbytes, "used_nbytes": disk.used}
         return {
             "memory": {"node": node},
+            "disk": {"node": on_disk},
             "datasets": {n: h.snapshot() for n, h in self._residencies.items()},
             "sessions": {str(n): s.snapshot() for n, s in self._sessions.items()},
             "past": {"datasets": dict(self._past)},
@@ -524,12 +566,13 @@ class Core:
         space = self._admission.space
         space.check()
         self._inflight.check()
+        self._spilling.check()
         under_way = sum(len(self._inflight.ids(h)) for h in self._residencies.values())
         must(under_way == self._inflight.objects, "something is under way for nobody")
         must(space.pools == len(self._residencies), "a pool without a dataset")
         at, end = [], []
         for h in self._residencies.values():
-            h.check(self._inflight.ids(h))
+            h.check(self._inflight.ids(h), self._spilling.ids(h))
             resident = np.flatnonzero(h.offset[:] != NOWHERE)
             coming, length = self._inflight.offsets(h)
             place = np.append(h.offset[resident], coming)
@@ -561,6 +604,9 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     RetentionPlanned: Core._planned,
     PeerAsked: Core._asked,
     PeerServed: Core._served,
+    DiskOpened: Core._disk_opened,
+    FoundOnDisk: Core._found,
+    Spilled: Core._spilled,
     Warm: Core._warmed,
     Dropped: Core._dropped,
     Unregistered: Core._unregistered,

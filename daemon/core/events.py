@@ -19,9 +19,9 @@ from creel.policies.retention import Kept, Turn
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
 
-#: The origin of a fetch: the dataset's storage, or what the shell holds in private memory since a
-#: fetch of unknown lengths. Other origins are numbers of peers.
-SOURCE, HELD = -1, -2
+#: The origin of a fetch: the dataset's storage; what the shell holds in private memory since a
+#: fetch of unknown lengths; the node's disk. Other origins are numbers of peers.
+SOURCE, HELD, DISK = -1, -2, -3
 
 # --- events -----------------------------------------------------------------------------------
 
@@ -167,6 +167,31 @@ class PeerServed:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskOpened:
+    """The node's disk holds `nbytes` in units of `unit`; 0: it is lost, with all that was there."""
+
+    nbytes: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundOnDisk:
+    """Objects of a dataset, added just now, that are on disk; (k,) `nbytes` of each."""
+
+    dataset: str
+    ids: Ids
+    nbytes: Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spilled:
+    """A `SpillObjects` ended: (k,) whether each object is on disk now."""
+
+    spill: int
+    stored: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
 class Warm:
     """Load a dataset ahead of any session, as far as room allows."""
 
@@ -210,6 +235,9 @@ Event: TypeAlias = (
     | RetentionPlanned
     | PeerAsked
     | PeerServed
+    | DiskOpened
+    | FoundOnDisk
+    | Spilled
     | Warm
     | Dropped
     | Unregistered
@@ -223,7 +251,8 @@ Event: TypeAlias = (
 class FetchObjects:
     """Read these objects from `origin`: length[i] bytes of ids[i] to the place offset[i].
 
-    `origin` is SOURCE, HELD, or the number of a peer, which may not have them (-1 bytes).
+    `origin` is SOURCE, HELD, DISK, or the number of a peer; the latter two may not have them (-1
+    bytes).
     `runs` has the runs of those that are in several; their headers are to be written, too. Where
     offset[i] is ABSENT the length is unknown: read into private memory, report the size. Objects
     are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
@@ -250,6 +279,29 @@ class ServeObjects:
     place: Sizes
     nbytes: Sizes
     version: Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpillObjects:
+    """Write residents to disk; `Spilled` is the answer.
+
+    (k,) `place` in the arena, where the bytes stay until then; `nbytes`; `version` of its file.
+    """
+
+    spill: int
+    dataset: str
+    ids: Ids
+    place: Sizes
+    nbytes: Sizes
+    version: Sizes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DropFromDisk:
+    """Remove objects from the disk, after all that was ordered before, before all that follows."""
+
+    dataset: str
+    ids: Ids
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,4 +352,13 @@ class SetReady:
     failed: int
 
 
-Action: TypeAlias = FetchObjects | ServeObjects | Publish | CheckVersions | PlanRetention | SetReady
+Action: TypeAlias = (
+    FetchObjects
+    | ServeObjects
+    | SpillObjects
+    | DropFromDisk
+    | Publish
+    | CheckVersions
+    | PlanRetention
+    | SetReady
+)

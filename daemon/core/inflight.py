@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.admission import Admission
-from creel.daemon.core.events import SOURCE, FetchObjects
+from creel.daemon.core.events import DISK, SOURCE, FetchObjects
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.errors import IllegalEventError
 from creel.policies.eviction import ABSENT, FETCHING
@@ -163,7 +163,10 @@ class Inflight:
             offset[known] = h.pool.alloc(length[known])
             placed = (offset != NOWHERE) | (length < 0)
             chosen = ids[:fit][placed], offset[placed], length[placed]
-            out += self.start(h, *chosen, 0, now, now + _WHENEVER_S)
+            whole, offset, length = chosen
+            for origin, which in h.origins(whole, 0):
+                room = whole[which], offset[which], length[which]
+                out += self.start(h, *room, 0, now, now + _WHENEVER_S, origin)
             if fit < k or not every(placed):
                 if self._admission.expected:  # a guess may hold more room than needed
                     return out
@@ -178,6 +181,10 @@ class Inflight:
         """Return the fetch in flight that brings an object, or None."""
         inflight = (f for f in self._inflight.values() if f.residency is h)
         return next((f for f in inflight if object_id in f.ids), None)
+
+    def from_disk(self, h: Residency) -> bool:
+        """Whether objects of a dataset are being read from disk."""
+        return any(f.residency is h and f.origin == DISK for f in self._inflight.values())
 
     def ids(self, h: Residency) -> Index:
         """(k,) objects of a dataset that are in flight."""

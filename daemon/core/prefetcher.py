@@ -35,6 +35,7 @@ class Prefetcher:
         self._inflight = inflight
         self._window = window
         self.stuck: set[int] = set()  # sessions that wait for room; cleared when some may be free
+        self.lacking: dict[int, Residency] = {}  # those of them for which no room can be made now
 
     def look(self, s: RankStream, sessions: int) -> None:
         """Set how far a session may read ahead, in positions, where `sessions` share the memory."""
@@ -193,13 +194,15 @@ class Prefetcher:
             self.stuck.add(s.id)
             ids, length = ids[~awaited], length[~awaited]
         need = s.need(step)
-        offset, lack = self._room(h, length, need, stalled=starving)
+        patient = not h.disk.hopeless and not urgent and step - s.done > s.pace.min_ahead
+        offset, lack = self._room(h, length, need, stalled=starving, patient=patient)
         if some(lack):
-            if starving:
+            if starving and not self._admission.waits(h):
                 h.fail(ids[lack])
             else:
                 k = min(k, int(lack.argmax()))
                 self.stuck.add(s.id)
+                self.lacking[s.id] = h
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         # The queue of a quick source is short. Ordered by due time, it would wake the reader for
         # every
@@ -211,18 +214,18 @@ class Prefetcher:
         return k
 
     def _room(
-        self, h: Residency, length: Sizes, need: int, *, stalled: bool
+        self, h: Residency, length: Sizes, need: int, *, stalled: bool, patient: bool
     ) -> tuple[Sizes, NDArray[np.bool_]]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
-        strange = length < 0
+        strange, hurry = length < 0, {"stalled": stalled, "patient": patient}
         if not some(strange):
-            offset = self._admission.place(h, length, need, stalled=stalled)
+            offset = self._admission.place(h, length, need, **hurry)
             return offset, offset == NOWHERE
         offset = np.full(len(length), NOWHERE, np.int64)
-        offset[~strange] = self._admission.place(h, length[~strange], need, stalled=stalled)
+        offset[~strange] = self._admission.place(h, length[~strange], need, **hurry)
         lack = offset == NOWHERE
         where = np.flatnonzero(strange)
-        lack[where[: self._admission.reserve(h, len(where), need, stalled=stalled)]] = False
+        lack[where[: self._admission.reserve(h, len(where), need, **hurry)]] = False
         return offset, lack
 
 

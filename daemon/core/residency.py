@@ -19,7 +19,8 @@ from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import chained
-from creel.daemon.core.events import SOURCE, Action, Publish
+from creel.daemon.core.disk import DiskCopies, DiskTier
+from creel.daemon.core.events import DISK, SOURCE, Action, Publish
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterTurn
@@ -29,6 +30,7 @@ from creel.policies.eviction import (
     FETCHING,
     OVERDUE,
     RESIDENT,
+    STORED,
     EvictionPolicy,
     Readers,
     choose,
@@ -55,10 +57,12 @@ _REGION_NBYTES = 64 << 20
 #: Steps in which a mean length doubles: coarse, so that two nodes rarely get different ones.
 _PARTS = 16
 #: Objects and bytes read from storage; objects that failed; objects and bytes that peers sent, and
-#: objects they did not have; the same for what this node sent.
+#: objects they did not have; the same for what this node sent, and for its disk; what was written
+#: there.
 _COUNTED = (
     *("reads", "read_nbytes", "failed", "peer_reads", "peer_nbytes", "peer_misses"),
     *("served", "served_nbytes", "refused"),
+    *("disk_reads", "disk_nbytes", "disk_misses", "spilled", "spilled_nbytes"),
 )
 
 
@@ -74,6 +78,7 @@ class Residency:
         space: Allocator,
         emit: Callable[[Action], None],
         versions: Versions | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
         """Does no work per object and takes no memory: zeroed pages are allocated on first write.
 
@@ -82,16 +87,18 @@ class Residency:
             emit: takes the next action.
             length: (n,) bytes, or -1 where unknown; `lengths` summarizes them.
             versions: of its files; None: each object is a local file.
+            tier: the node's disk.
         """
         n = len(offset)
         self.versions = versions or Versions(n)
         self.name = name
         self.offset = offset
-        self._emit = emit
+        self.emit = emit
         #: Objects, ascending, that this event publishes, and their places: not in `offset` yet.
         self.fresh: list[tuple[Index, Sizes]] = []
         self.length = length
         self.space = space
+        self.disk = DiskCopies(self, DiskTier(space.nbytes) if tier is None else tier)
         self.life = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
         self.pool: ObjectPool = space.pool(lengths)
@@ -106,7 +113,7 @@ class Residency:
         self._known = lengths.known
         self._known_nbytes = lengths.nbytes
         self.counts = dict.fromkeys((*COUNTED, *_COUNTED), 0)
-        why = ("due_later", "other_dataset", "dropped", "stalled", "changed")
+        why = ("due_later", "other_dataset", "dropped", "stalled", "changed", "on_disk")
         self.evicted = dict.fromkeys(why, 0)
         self.resident = 0
         self.resident_nbytes = 0
@@ -154,10 +161,14 @@ class Residency:
 
     def release(self, ids: Index) -> None:
         """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
-        if self.policy is not None:
-            unpinned = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
-            if some(unpinned):
-                self.policy.released(ids if every(unpinned) else ids[unpinned])
+        if self.policy is None and self.disk.column is None:
+            return
+        unpinned = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
+        if some(unpinned):
+            ids = ids if every(unpinned) else ids[unpinned]
+            self.disk.released(ids)
+            if self.policy is not None:
+                self.policy.released(ids)
 
     def set_lengths(self, ids: Index, nbytes: Sizes) -> None:
         """Enter lengths that are known now."""
@@ -175,9 +186,20 @@ class Residency:
 
     def outdate(self, ids: Index) -> None:
         """Evict objects (distinct, resident, unpinned) of files that have changed."""
+        self.disk.lost(ids)
         self.evict(ids, "changed")
         if self.listed is not None:
             self.clear_lengths(ids[~self.listed[ids]])
+
+    def found_on_disk(self, ids: Index, nbytes: Sizes) -> None:
+        """Enter objects that are on disk; those of another length than the manifest's are not."""
+        if self.pool.same_size:
+            good = nbytes == self.pool.record
+        else:
+            good = (self.length[ids] < 0) | (self.length[ids] == nbytes)
+            self.set_lengths(ids[good], nbytes[good])
+        self.disk.found(ids)
+        self.disk.lost(ids[~good])
 
     def residents_of(self, files: NDArray[np.int32]) -> Index:
         """(k,) resident objects of these files."""
@@ -204,7 +226,7 @@ class Residency:
     def vacate(self, ids: Index, why: str) -> Sizes:
         """Evict objects, but keep their places allocated; (k,) places for others."""
         place = self.places(ids)
-        self._emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
+        self.emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
         self.life[ids] = ABSENT
         self.resident -= len(ids)
         self.resident_nbytes -= int(self.length[ids].sum())
@@ -216,13 +238,13 @@ class Residency:
         if not self.pool.clear():
             self.evict(self.unpinned(), "dropped")
         elif self.resident:
-            self._emit(Publish(self.name, slice(None), NOWHERE))
+            self.emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
 
     def landed(self, ids: Index, place: Sizes) -> bool:
         """Make objects (ascending) that arrived resident; return whether some are unpinned."""
         if len(ids):
-            self._emit(Publish(self.name, ids.astype(np.int32), place))
+            self.emit(Publish(self.name, ids.astype(np.int32), place))
             self.fresh.append((ids, place))
         self.life[ids] = RESIDENT
         self.resident += len(ids)
@@ -247,6 +269,8 @@ class Residency:
             "resident_objects": self.resident,
             "resident_nbytes": self.resident_nbytes,
             "used_nbytes": self.pool.used,
+            "disk_objects": self.disk.objects,
+            "disk_used_nbytes": self.disk.nbytes,
             "policy": "none" if self.policy is None else self.policy.name,
             "fetch_latency_s": self.latency.seconds,
             **self.counted(),
@@ -268,6 +292,9 @@ class Residency:
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
         """Where to fetch objects (k,) for their read in `epoch`: (origin, which of them) each."""
         holder = None if self.policy is None else self.policy.holders(ids, epoch)
+        if self.disk.objects:
+            stored = self.disk.state[ids] == STORED
+            holder = np.where(stored, DISK, SOURCE if holder is None else holder)
         if holder is None:
             return [(SOURCE, slice(None))]
         return [(int(node), np.flatnonzero(holder == node)) for node in np.unique(holder)]
@@ -362,6 +389,7 @@ class Residency:
         )
         held, dominate = (self.life, self.pins), window.opens_dominate
         self.policy = choose(self.policy, readers, *held, opens_dominate=dominate)
+        self.policy.stored = self.disk.column
 
     def question(self, admission: Admission, window: Window) -> Turn | ClusterTurn | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
@@ -369,14 +397,18 @@ class Residency:
             return None
         return self.policy.question(_PlanningContext(self, self.groups[0], admission, window))
 
-    def rebuild(self, under_way: Index, window: Window) -> None:
-        """Rebuild pins, states, eviction policy and next uses from plans and fetches in flight."""
+    def rebuild(self, under_way: Index, storing: Index, window: Window) -> None:
+        """Rebuild pins, states, eviction policy and next uses.
+
+        From the plans, from fetches in flight, and from what is being written to disk.
+        """
         self.groups = [g for g in self.groups if g.sessions]
         self.pins[:] = 0
         for s in (s for group in self.groups for s in group.sessions.values()):
             np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
         for ids in self.served.values():
             np.add.at(self.pins, ids, ONE)
+        self.pins[storing] += ONE
         self.life[self.life == FETCHING] = ABSENT
         self.life[under_way] = FETCHING
         for group in self.groups:
@@ -384,7 +416,7 @@ class Residency:
         self.policy = None
         self.choose_policy(window)
 
-    def check(self, under_way: Index) -> None:
+    def check(self, under_way: Index, storing: Index) -> None:
         """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
         pins = np.zeros(len(self), np.int64)
         for s in (s for group in self.groups for s in group.sessions.values()):
@@ -394,6 +426,7 @@ class Residency:
             np.add.at(pins, s.stream.objects(s.at, s.front), 1)
         for ids in self.served.values():
             np.add.at(pins, ids, 1)
+        pins[storing] += 1
         must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
         must(not (self.pins[self.life == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.life == RESIDENT, self.length >= 0
@@ -436,8 +469,10 @@ class _PlanningContext:
 
     @property
     def capacity(self) -> int:
-        """Bytes of this dataset's share."""
-        share = min(int(self.admission.share(self.residency)), self.residency.space.nbytes)
+        """Bytes of this dataset's share of memory and disk."""
+        h = self.residency
+        share = min(int(self.admission.share(h)), h.space.nbytes)
+        share += self.admission.disk.capacity(self.admission.share(h) / h.space.nbytes, h.mean)
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
 

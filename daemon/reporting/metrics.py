@@ -44,7 +44,8 @@ def memory(node: Node) -> dict[str, int]:
 def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Hits, misses and evictions of each tier, over all datasets of the core's snapshot.
 
-    What memory misses, peers may have: "peers" is there once one was asked.
+    What memory misses, disk and peers may have: "disk" is there where there is one, or was, "peers"
+    once one was asked.
 
     An object that was in flight for another session when it was requested counts as a hit: it
     costs no read.
@@ -62,6 +63,20 @@ def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     out: dict[str, dict[str, Any]] = {
         "memory": {"hits": hits, "misses": misses, "evictions": evictions}
     }
+    disk = core.get("disk", {}).get("node", {})
+    found, missed, spilled = (
+        sum(int(d[name]) for d in datasets) for name in ("disk_reads", "disk_misses", "spilled")
+    )
+    if found + missed + spilled + int(disk.get("nbytes", 0)):
+        out["disk"] = {
+            "hits": found,
+            "misses": missed,
+            "evictions": {},
+            "spilled": spilled,
+            "spilled_nbytes": sum(int(d["spilled_nbytes"]) for d in datasets),
+            "used_nbytes": int(disk.get("used_nbytes", 0)),
+            "budget_nbytes": int(disk.get("nbytes", 0)),
+        }
     sent, refused = (sum(int(d[name]) for d in datasets) for name in ("peer_reads", "peer_misses"))
     if sent + refused:
         out["peers"] = {"hits": sent, "misses": refused, "evictions": {}}

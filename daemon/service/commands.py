@@ -55,6 +55,8 @@ def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, An
     """Give the core an event about one dataset."""
     dataset = _named(node, args)
     node.handle_event(event(dataset.key))
+    if event is Dropped:
+        node.disk.forget(dataset.key)
     return metrics.dataset(node, dataset)
 
 

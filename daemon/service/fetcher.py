@@ -34,6 +34,7 @@ from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.source import Read, Source
 from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.events import (
+    DISK,
     HELD,
     SOURCE,
     Checked,
@@ -43,12 +44,13 @@ from creel.daemon.core.events import (
     Ids,
 )
 from creel.daemon.peers.lane import PeerSource
+from creel.daemon.service.disk import DiskSource
 from creel.policies.concurrency import Concurrency
 
 log = logging.getLogger("creel.fetch")
 
-#: What a lane may read from: a dataset's storage, or a peer.
-Readable: TypeAlias = Source | PeerSource
+#: What a lane may read from: a dataset's storage, a peer, or the disk.
+Readable: TypeAlias = Source | PeerSource | DiskSource
 
 #: Size of the read buffer in front of the arena; stays within a core's cache.
 _SCRATCH_NBYTES = 512 << 10
@@ -58,6 +60,8 @@ _LARGE_NBYTES = 1 << 20
 _COPIERS = 2
 #: Threads that read from one peer: one copies while the other waits.
 _PEER_THREADS = 2
+#: Threads that read a dataset from disk: eight get 1.6 times as much as one (benchmarks/disk.py).
+_DISK_THREADS = 8
 _CORES = len(os.sched_getaffinity(0))
 
 
@@ -95,7 +99,7 @@ class Fetcher:
     Args:
         arena: where objects are written.
         post: called with each `Fetched` and `Checked`, from any thread.
-        peer: makes what reads a dataset from a peer, by origin and dataset.
+        other: makes what reads a dataset from a peer or from disk, by origin and dataset.
         threads: most threads over all lanes (a lane always gets one).
         per_source: most threads of one lane.
     """
@@ -104,7 +108,7 @@ class Fetcher:
         self,
         arena: Arena,
         post: Callable[[Fetched | Checked], None],
-        peer: Callable[[int, str], PeerSource],
+        other: Callable[[int, str], PeerSource | DiskSource],
         *,
         threads: int = 32,
         per_source: int = 32,
@@ -114,7 +118,7 @@ class Fetcher:
         self._post = post
         self._free_threads = _FreeThreads(threads)
         self._per_source = per_source
-        self._peer = peer
+        self._other = other
         self._lanes: dict[str, _Lane] = {}
         self._more_lanes: dict[tuple[str, int], _Lane] = {}  # by origin, other than SOURCE
         self._checks: dict[str, _Lane] = {}
@@ -173,7 +177,8 @@ class Fetcher:
             if origin == HELD:
                 source, threads = self._lanes[dataset].source, _COPIERS
             else:
-                source, threads = self._peer(origin, dataset), _PEER_THREADS
+                source = self._other(origin, dataset)
+                threads = _DISK_THREADS if origin == DISK else _PEER_THREADS
             run = partial(self._run, source)
             lane = _Lane(f"from{origin}", source, run, threads, self._free_threads)
             self._more_lanes[dataset, origin] = lane

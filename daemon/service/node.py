@@ -28,8 +28,10 @@ from creel.cache.storage.source import Source
 from creel.config import Config, memory_budget
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
+from creel.daemon.peers.lane import PeerSource
 from creel.daemon.reporting import metrics
 from creel.daemon.service.clusters import Clusters
+from creel.daemon.service.disk import Disk, DiskSource
 from creel.daemon.service.fetcher import Fetcher
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registrar import Registrar
@@ -108,10 +110,13 @@ class Node:
         self.ranks = metrics.Ranks()
         self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
         self.clusters = Clusters(*(self.arena, self.handle_event, call_soon, self._unreachable))
+        self.disk = Disk(
+            config.disk, self.arena, lambda event: call_soon(lambda: self._from_disk(event))
+        )
         self.fetcher = Fetcher(
             self.arena,
             lambda event: call_soon(lambda: self._fetched(event)),
-            self.clusters.source,
+            self._other_source,
             threads=config.fetch.threads,
             per_source=config.fetch.per_source,
         )
@@ -190,6 +195,10 @@ class Node:
             self.fetcher.check(action)
         elif isinstance(action, events.ServeObjects):
             self.clusters.serve(action)
+        elif isinstance(action, events.SpillObjects):
+            self.disk.spill(action)
+        elif isinstance(action, events.DropFromDisk):
+            self.disk.drop(action)
         else:
             self._planner.put(partial(self._plan, action))
 
@@ -224,6 +233,14 @@ class Node:
     def _fetched(self, event: events.Fetched | events.Checked) -> None:
         with self.fetcher.landing(event):
             self.handle_event(event)
+
+    def _from_disk(self, event: events.DiskOpened | events.Spilled) -> None:
+        self.handle_event(event)
+
+    def _other_source(self, origin: int, dataset: str) -> PeerSource | DiskSource:
+        if origin == events.DISK:
+            return self.disk.source(dataset)
+        return self.clusters.source(origin, dataset)
 
     def beat(self, now: float) -> None:
         """Write the heartbeat of all sessions when it is due."""
@@ -282,7 +299,7 @@ class Node:
                 enter(known)
                 return
             record = LocationTable.record_of(manifest.summed, self.arena.nbytes)
-            nbytes = tables_nbytes(manifest, record)
+            nbytes = tables_nbytes(manifest, record, disk=bool(self.config.disk.path))
             try:
                 self.quota.check(nbytes, f"{len(manifest)} objects")
             except UnavailableError as e:
@@ -318,7 +335,10 @@ class Node:
     def _prepare(self, manifest: Manifest) -> DatasetRecord:
         """Do all work proportional to the number of objects; in the registrar's thread."""
         source = Source(manifest, self.config.fetch, files=_KEPT_FILES, relative=False)
-        return DatasetRecord.create(manifest, source, self.arena.nbytes)
+        with_disk = bool(self.config.disk.path)
+        record = DatasetRecord.create(manifest, source, self.arena.nbytes, disk=with_disk)
+        self.disk.attach(manifest.key, len(manifest))
+        return record
 
     def _enter(self, token: str, dataset: DatasetRecord) -> Answer:
         known = self.registry.datasets.get(dataset.key)
@@ -328,15 +348,18 @@ class Node:
                 self.forget_idle(room=1)
                 self.registry.check_room()
             except UnavailableError as e:
-                dataset.close()
+                self._close(dataset)
                 return Answer(Refused(str(e)))
             table, lengths = dataset.table, dataset.lengths
             columns = table.offset.view(), table.length, lengths, dataset.versions
             if not self.handle_event(events.DatasetAdded(dataset.key, *columns)):
-                dataset.close()
+                self._close(dataset)
                 return Answer(Refused("this daemon has no memory for another dataset"))
             self.registry.add(dataset)
             self.fetcher.add(dataset.key, dataset.source)
+            found = self.disk.found(dataset.key)
+            if found is not None:
+                self.handle_event(found)
             self._prefault_when_it_will_be_full()
         elif known is not dataset:  # two clients registered the same dataset at once
             dataset.close()
@@ -345,6 +368,11 @@ class Node:
         if token not in self.pids():  # it left meanwhile
             dataset.unclaim(token)
         return Answer(Registered(dataset.key))
+
+    def _close(self, dataset: DatasetRecord) -> None:
+        """Close a dataset that was not added."""
+        self.disk.detach(dataset.key, dataset.table.length)
+        dataset.close()
 
     def open(self, token: str, request: Open) -> SessionRecord:
         """Open a session.
@@ -405,6 +433,7 @@ class Node:
         if not self.core.busy(dataset.key):
             self.handle_event(events.Unregistered(dataset.key))
             self.fetcher.remove(dataset.key)
+            self.disk.detach(dataset.key, dataset.table.length)
             self.registry.forget(dataset)
 
     def extended(self, session: SessionRecord, message: Extend, arrays: list[NDArray[Any]]) -> None:
@@ -484,6 +513,7 @@ class Node:
         self._planner.close()
         self.clusters.close()
         self.fetcher.join(0.5)
+        self.disk.close()
         self.registry.close()
         self.arena.close()
 

@@ -27,11 +27,13 @@ class Registrar:
             self._thread = thread
         self._queue.put(work)
 
-    def close(self) -> None:
-        """End after the queued work; waits for at most a second."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(1.0)
+    def close(self) -> bool:
+        """End after the queued work; waits for at most a second. Returns whether it has ended."""
+        if self._thread is None:
+            return True
+        self._queue.put(None)
+        self._thread.join(1.0)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

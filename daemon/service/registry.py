@@ -44,6 +44,8 @@ _MAX_NAME = 4096  # characters of a job or a session
 #: Memory per object: in the table (less where all objects have one length), in the core's columns
 #: (state, pins) and in its eviction policy's (few except during planning).
 _OBJECT_NBYTES, _RECORD_NBYTES = 16 + 5 + 16, 4 + 5 + 16
+#: Of a disk tier: in the core, and in the store's index.
+_DISK_NBYTES = 1 + 6
 #: Memory per manifest row beside the row itself: derived columns, a version.
 _ROW_NBYTES = 40
 #: A dataset whose tables take at most this part of the limit is kept for all of `daemon.idle_s`.
@@ -67,7 +69,9 @@ class DatasetRecord:
     used_at: float = 0.0  # when the last claim or session began or ended, monotonic seconds
 
     @classmethod
-    def create(cls, manifest: Manifest, source: Source, arena_nbytes: int) -> DatasetRecord:
+    def create(
+        cls, manifest: Manifest, source: Source, arena_nbytes: int, *, disk: bool = False
+    ) -> DatasetRecord:
         """Make the location table: nothing is resident, lengths come from the manifest.
 
         Only this takes time proportional to the number of objects (except for records, whose table
@@ -84,7 +88,7 @@ class DatasetRecord:
             os.close(fd)
             raise
         versions = Versions(n, manifest.file_bounds, manifest.remote)
-        nbytes = tables_nbytes(manifest, record)
+        nbytes = tables_nbytes(manifest, record, disk=disk)
         sums = manifest.summed, nbytes
         return cls(manifest.key, manifest, source, table, fd, record, *sums, versions)
 
@@ -106,10 +110,13 @@ class DatasetRecord:
         os.close(self.table_fd)
 
 
-def tables_nbytes(manifest: Manifest, record: int) -> int:
-    """Bytes that a daemon keeps per object and per row of this manifest, in all."""
+def tables_nbytes(manifest: Manifest, record: int, *, disk: bool = False) -> int:
+    """Bytes that a daemon keeps per object and per row of this manifest, in all.
+
+    disk: whether there is a disk tier.
+    """
     rows: int = manifest.table.num_rows
-    each = _RECORD_NBYTES if record else _OBJECT_NBYTES
+    each = (_RECORD_NBYTES if record else _OBJECT_NBYTES) + disk * _DISK_NBYTES
     return len(manifest) * each + int(manifest.table.nbytes) + rows * _ROW_NBYTES
 
 

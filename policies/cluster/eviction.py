@@ -179,6 +179,7 @@ class ClusterEviction(PlannedEviction):
     """
 
     name = "cluster"
+    replaces = False
 
     def __init__(
         self,
@@ -285,6 +286,10 @@ class ClusterEviction(PlannedEviction):
             more.append(ids)
             left -= len(ids)
         return joined(more)
+
+    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) all: what is planned is memory; a disk saves what memory has no room for."""
+        return np.ones(len(ids), np.bool_)
 
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether the current epoch reads each again, here or on a peer."""

@@ -28,6 +28,7 @@ from msgspec import Meta
 from creel.errors import ConfigError
 from creel.settings import (
     DaemonSettings,
+    DiskSettings,
     FetchSettings,
     LoaderSettings,
     MemorySettings,
@@ -39,6 +40,7 @@ from creel.units import format_size, parse_seconds, parse_size
 __all__ = [
     "Config",
     "DaemonSettings",
+    "DiskSettings",
     "FetchSettings",
     "Field",
     "LoaderSettings",
@@ -46,6 +48,7 @@ __all__ = [
     "Section",
     "WindowSettings",
     "config_files",
+    "disk_budget",
     "fields",
     "memory_budget",
 ]
@@ -59,6 +62,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings. `Config()` has the defaults; `Config.load()` what the user set."""
 
     memory: MemorySettings = MemorySettings()
+    disk: DiskSettings = DiskSettings()
     fetch: FetchSettings = FetchSettings()
     window: WindowSettings = WindowSettings()
     daemon: DaemonSettings = DaemonSettings()
@@ -187,6 +191,28 @@ def memory_budget(memory: MemorySettings, *, total: int, available: int) -> int:
     if wanted < 1 << 20:
         raise ConfigError(
             f"memory.budget = {memory.budget} comes to {format_size(wanted)}: creel needs 1 MiB"
+        )
+    return wanted
+
+
+def disk_budget(disk: DiskSettings) -> int:
+    """Bytes that the disk tier may take, whatever is free now.
+
+    Raises:
+        ConfigError: they are too few to be of use.
+        OSError: there is no such folder.
+    """
+    stats = os.statvfs(disk.path)
+    total = stats.f_blocks * stats.f_frsize
+    if disk.budget == "auto":
+        wanted = total
+    elif disk.budget.rstrip().endswith("%"):
+        wanted = int(float(disk.budget.rstrip()[:-1]) / 100 * total)
+    else:
+        wanted = parse_size(disk.budget)
+    if wanted < 1 << 20:
+        raise ConfigError(
+            f"disk.budget = {disk.budget} comes to {format_size(wanted)}: creel needs 1 MiB"
         )
     return wanted
 
@@ -334,7 +360,7 @@ def _convert(given: _Given) -> object:
     kind = field.type.__origin__
     if given.text and kind is bool and isinstance(value, str):
         value = _WORDS.get(value.lower(), value)
-    if given.key == "memory.budget" and type(value) is int:
+    if given.key in {"memory.budget", "disk.budget"} and type(value) is int:
         value = str(value)  # a plain number of bytes in a file
     if given.key == "daemon.log_level" and isinstance(value, str):
         value = value.lower()

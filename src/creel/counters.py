@@ -72,6 +72,11 @@ COUNTERS = (
         "Bytes that a tier may hold.",
         kind="gauge",
     ),
+    Counter("tier", "spilled", "daemon", "", "creel_spilled", "Objects written to a tier."),
+    Counter(
+        *("tier", "spilled_nbytes", "daemon", "bytes", "creel_spilled_bytes"),
+        "Bytes of objects written to a tier.",
+    ),
     Counter(
         *("source", "seconds", "daemon", "", "creel_read_seconds", "Time of a read."),
         kind="histogram",

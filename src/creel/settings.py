@@ -29,6 +29,10 @@ def _text(about: str, *, like: str, pattern: str) -> Meta:
     return Meta(description=about, extra={"like": like}, pattern=pattern)
 
 
+#: What units.parse_size takes, in capitals or not; a share; "auto".
+_BUDGET = r"^(auto|\s*(\d+(\.\d+)?|\.\d+)\s*(%|([kKmMgGtTpP][iI]?)?[bB]?)\s*)$"
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections below."""
 
@@ -41,8 +45,7 @@ class MemorySettings(_Section, frozen=True):
         _text(
             '"auto", a size ("64GiB") or a share of the node\'s memory ("50%")',
             like="a budget",
-            # What units.parse_size takes, in capitals or not; a share; "auto".
-            pattern=r"^(auto|\s*(\d+(\.\d+)?|\.\d+)\s*(%|([kKmMgGtTpP][iI]?)?[bB]?)\s*)$",
+            pattern=_BUDGET,
         ),
     ] = "auto"
     share: Annotated[
@@ -51,6 +54,25 @@ class MemorySettings(_Section, frozen=True):
     prefault: Annotated[
         bool, _about("touch all pages in the background, so that no step waits for one")
     ] = True
+
+
+class DiskSettings(_Section, frozen=True):
+    """A tier on local disk, for what memory has no room for."""
+
+    path: Annotated[
+        str, _about("a folder on a local disk; creel makes its own in there; empty: no disk tier")
+    ] = ""
+    budget: Annotated[
+        str,
+        _text(
+            '"auto": all but `disk.keep_free`; a size ("2TB") or a share of the disk ("50%")',
+            like="a budget",
+            pattern=_BUDGET,
+        ),
+    ] = "auto"
+    keep_free: Annotated[int, _nbytes("bytes that stay free on the disk for others", ge=0)] = (
+        10 << 30
+    )
 
 
 class FetchSettings(_Section, frozen=True):
@@ -181,5 +203,5 @@ class LoaderSettings(_Section, frozen=True):
 
 
 Section: TypeAlias = (
-    MemorySettings | FetchSettings | WindowSettings | DaemonSettings | LoaderSettings
+    MemorySettings | DiskSettings | FetchSettings | WindowSettings | DaemonSettings | LoaderSettings
 )

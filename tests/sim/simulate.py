@@ -35,6 +35,7 @@ class CoreNode:
         capacity: bytes of memory.
         ranks: those of `world` on this node.
         jobs: the job of each rank; empty: all are of one job.
+        disk: bytes of disk, which takes no time.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CoreNode:
         world: int,
         window: Window | None = None,
         jobs: Sequence[str] = (),
+        disk: int = 0,
     ) -> None:
         self.core = Core(Allocator(capacity), config=window)
         self._ready = dict.fromkeys(ranks, 0)
@@ -52,9 +54,13 @@ class CoreNode:
         self._steps = dict.fromkeys(ranks, 0)
         self._fetches: dict[int, events.Sizes] = {}
         self._plans: list[events.PlanRetention] = []
+        self._answers: list[events.Event] = []  # of the disk
+        self.disk_reads = self.spilled = 0
         self._offset = np.full(len(lengths), -1, np.int64)
         length = lengths.astype(np.int64)
         self._feed(events.DatasetAdded("data", self._offset, length, Lengths.of(length)), 0.0)
+        if disk:
+            self._feed(events.DiskOpened(disk, 1), 0.0)
         for rank, job in zip(ranks, jobs or ["job"] * len(ranks), strict=True):
             self._feed(events.SessionOpened(rank, "data", job, rank, world), 0.0)
 
@@ -72,7 +78,8 @@ class CoreNode:
 
     def landed(self, fetch: int, now: float) -> list[Started]:
         """A fetch ended."""
-        return self._feed(events.Fetched(fetch, self._fetches.pop(fetch)), now)
+        nbytes = self._fetches.pop(fetch)
+        return self._feed(events.Fetched(fetch, nbytes, np.ones(len(nbytes), np.int64)), now)
 
     def ready(self, rank: int) -> int:
         """Number of steps that a rank may read."""
@@ -84,6 +91,8 @@ class CoreNode:
 
     def _feed(self, event: events.Event, now: float) -> list[Started]:
         started = [s for a in self.core.handle(event, now) for s in self._did(a)]
+        while self._answers:
+            started += self._feed(self._answers.pop(0), now)
         while self._plans:
             asked = self._plans.pop()
             kept = asked.turn.plan()
@@ -94,6 +103,14 @@ class CoreNode:
         if isinstance(action, events.SetReady):
             self._ready[action.session] = action.ready
             self._failed[action.session] = action.failed
+        elif isinstance(action, events.FetchObjects) and action.origin == events.DISK:
+            version = np.ones(len(action.ids), np.int64)
+            self.disk_reads += len(action.ids)
+            self._answers.append(events.Fetched(action.fetch, action.length, version))
+        elif isinstance(action, events.SpillObjects):
+            self.spilled += len(action.ids)
+            stored = np.ones(len(action.ids), np.bool_)
+            self._answers.append(events.Spilled(action.spill, stored))
         elif isinstance(action, events.FetchObjects):
             self._fetches[action.fetch] = action.length
             return [Started(action.fetch, len(action.ids), int(action.length.sum()))]

@@ -14,13 +14,17 @@ from creel.cache.memory.free_ranges import ABSENT
 from creel.cache.memory.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
+    DISK,
     HELD,
     Action,
     DatasetAdded,
+    DiskOpened,
+    DropFromDisk,
     Dropped,
     Event,
     Fetched,
     FetchObjects,
+    FoundOnDisk,
     PlanExtended,
     PlanRetention,
     PlanTruncated,
@@ -30,6 +34,8 @@ from creel.daemon.core.events import (
     SessionClosed,
     SessionOpened,
     SetReady,
+    Spilled,
+    SpillObjects,
     Tick,
     Unregistered,
     Warm,
@@ -75,6 +81,10 @@ class Rig:
         self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
         self.stored = 0  # objects copied
         self.plans: list[PlanRetention] = []
+        self.disk: dict[str, dict[int, int]] = {}  # bytes of each object that is on disk
+        self.to_disk: list[SpillObjects | DropFromDisk] = []  # in the order in which it is done
+        self.disk_room: Callable[[int], bool] = lambda nbytes: True  # noqa: ARG005
+        self.disk_reads = 0
         self.late: Callable[[], bool] = lambda: False  # whether plans take their time
         self.checking = True
         self.seen: dict[tuple[int, int, int], int] = {}  # session, ready step, object -> offset
@@ -145,6 +155,8 @@ class Rig:
         name = fetch.dataset
         if fetch.origin == HELD:
             return self.copy(fetch)
+        if fetch.origin == DISK:
+            return self.read_disk(fetch)
         out = self.size[name][fetch.ids].copy()
         self.reads += len(out)
         for i, x in enumerate(fetch.ids.tolist()):
@@ -167,6 +179,50 @@ class Rig:
             if n >= 0:
                 self.put(at, fetch.dataset, x, n)
         return self.feed(Fetched(fetch.fetch, out, self.versions(fetch)))
+
+    def read_disk(self, fetch: FetchObjects) -> list[Action]:
+        """The disk answers a fetch; it may not have an object any more."""
+        disk, self.runs = self.disk.setdefault(fetch.dataset, {}), self.runs | fetch.runs
+        out = np.array([disk.get(x, -1) for x in fetch.ids.tolist()], np.int64)
+        out[out != fetch.length] = -1
+        self.disk_reads += int(np.count_nonzero(out >= 0))
+        for x, at, n in zip(fetch.ids.tolist(), fetch.offset.tolist(), out.tolist(), strict=True):
+            if n >= 0:
+                self.put(at, fetch.dataset, x, n)
+            else:
+                disk.pop(x, None)
+        return self.feed(Fetched(fetch.fetch, out, self.versions(fetch)))
+
+    def write_disk(self) -> list[Action]:
+        """The disk's thread does what was ordered first, up to and with something to be written."""
+        while self.to_disk:
+            order = self.to_disk.pop(0)
+            disk = self.disk.setdefault(order.dataset, {})
+            if isinstance(order, DropFromDisk):
+                for x in order.ids.tolist():
+                    disk.pop(x, None)
+                continue
+            stored = np.zeros(len(order.ids), np.bool_)
+            objects = zip(
+                *(a.tolist() for a in (order.ids, order.place, order.nbytes)), strict=True
+            )
+            for i, (x, place, nbytes) in enumerate(objects):
+                assert all(
+                    self.bytes[at] == (order.dataset, x, n) for at, n in self.ranges(place, nbytes)
+                ), "what is being written has left"
+                stored[i] = self.disk_room(nbytes)
+                if stored[i]:
+                    disk[x] = nbytes
+            return self.feed(Spilled(order.spill, stored))
+        return []
+
+    def open_disk(self, nbytes: int) -> None:
+        """Have a disk, and what is on it already."""
+        self.feed(DiskOpened(nbytes, 64))
+        for name, held in self.disk.items():
+            ids = np.array(sorted(held), np.int32)
+            sizes = np.array([held[x] for x in ids.tolist()], np.int64)
+            self.feed(FoundOnDisk(name, ids, sizes))
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Of what was read."""
@@ -224,6 +280,8 @@ class Rig:
             self.publish(action)
         elif isinstance(action, PlanRetention):
             self.plans.append(action)
+        elif isinstance(action, SpillObjects | DropFromDisk):
+            self.to_disk.append(action)
         else:
             assert isinstance(action, SetReady)
             assert action.ready != self.readers[action.session].ready, "not moved"
@@ -276,8 +334,11 @@ class Rig:
 
     def settle(self, limit: int = 10_000) -> None:
         """The source answers everything."""
-        while self.fetches and limit:
-            self.land(next(iter(self.fetches)))
+        while (self.fetches or self.to_disk) and limit:
+            if self.fetches:
+                self.land(next(iter(self.fetches)))
+            else:
+                self.write_disk()
             limit -= 1
         assert limit
 
@@ -407,6 +468,7 @@ class Chaos:
                 rig.progress(n, reader.ready, reader.ready + 1)
             if rig.fetches:
                 rig.land(next(iter(rig.fetches)))
+            rig.write_disk()
         raise AssertionError(f"stuck: {rig.readers}")
 
 

@@ -179,7 +179,7 @@ def summary_pairs(answer: Values) -> list[tuple[str, str]]:
             for why, n in tier.get("evictions", {}).items()
             if n
         )
-        if name != "peers":  # their memories are theirs
+        if name == "memory":  # peers' memories are theirs; what leaves the disk makes room there
             rows.append((f"evicted from {name}", evicted or "none"))
     return rows + [row for s in answer.get("sources", ()) for row in _source_rows(s)]
 

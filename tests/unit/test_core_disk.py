@@ -1,0 +1,224 @@
+"""The disk tier in the core: what happens to single objects, and the laws under random events."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from core_rig import Chaos, Rig
+from numpy.typing import NDArray
+
+from creel.daemon.core.events import (
+    DISK,
+    SOURCE,
+    DropFromDisk,
+    Dropped,
+    FetchObjects,
+    Unregistered,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOM = 64 + 128  # of an object of 100 bytes, in units of 64
+
+
+class DiskRig(Rig):
+    """A rig whose source has versions."""
+
+    version = 1 << 30
+
+    def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
+        return np.full(len(fetch.ids), self.version, np.int64)
+
+
+def rig_of(objects: int, *, memory: int, disk: int) -> DiskRig:
+    rig = DiskRig(memory * 100)
+    rig.register("d", [100] * objects)
+    rig.open_disk(disk * ROOM)
+    rig.open(1, "d")
+    return rig
+
+
+def read(rig: Rig, epochs: int, batch: int = 5) -> list[tuple[int, int]]:
+    """(reads of the source, of the disk) of each epoch."""
+    n, rng, out = len(rig.size["d"]), np.random.default_rng(0), []
+    for epoch in range(epochs + 1):
+        rig.extend(1, epoch, rng.permutation(n).reshape(-1, batch).tolist())
+    for _ in range(epochs):
+        before = rig.reads, rig.disk_reads
+        for _ in range(n // batch):
+            done = rig.readers[1].done
+            rig.progress(1, done, done + 1)
+            rig.settle()
+            assert rig.readers[1].ready > done
+            rig.progress(1, done + 1)
+            rig.settle()
+        out.append((rig.reads - before[0], rig.disk_reads - before[1]))
+    return out
+
+
+def test_what_memory_has_no_room_for_comes_back_from_disk() -> None:
+    rig = rig_of(200, memory=60, disk=220)
+    counted = read(rig, 3)
+    assert sum(source for source, _ in counted) == 200
+    assert counted[1][1] > 80
+    told = rig.core.snapshot()["datasets"]["d"]
+    assert told["spilled"] == told["disk_objects"] == 200
+    assert told["disk_reads"] == rig.disk_reads
+
+
+def test_a_restarted_node_reads_from_disk_what_the_last_one_wrote() -> None:
+    first = rig_of(200, memory=60, disk=220)
+    read(first, 1)
+    second = DiskRig(6000)
+    second.register("d", [100] * 200)
+    second.disk = first.disk
+    second.open_disk(220 * ROOM)
+    second.open(1, "d")
+    # Not on disk: what the first node held for its next steps, as it had not left memory yet.
+    assert sum(source for source, _ in read(second, 2)) <= 10
+
+
+def test_lengths_that_only_the_disk_knows_are_known_then() -> None:
+    rig = DiskRig(6000)
+    rig.register("d", list(range(100, 120)), known=False)
+    rig.disk = {"d": {x: 100 + x for x in range(0, 20, 2)}}
+    rig.open_disk(1 << 20)
+    rig.open(1, "d")
+    (source, disk), *_ = read(rig, 1)
+    assert (source, disk) == (10, 10)
+
+
+def test_what_has_another_length_than_the_manifest_says_is_dropped() -> None:
+    rig = DiskRig(6000)
+    rig.register("d", [100] * 10)
+    rig.disk = {"d": dict.fromkeys(range(10), 99)}
+    rig.open_disk(1 << 20)
+    rig.write_disk()
+    assert rig.disk["d"] == {}
+    rig.open(1, "d")
+    assert read(rig, 1) == [(10, 0)]
+
+
+def test_what_the_disk_gives_no_more_is_read_from_the_source() -> None:
+    rig = rig_of(20, memory=5, disk=30)
+    read(rig, 1)
+    del rig.disk["d"][3], rig.disk["d"][11]  # flipped bits
+    for step in range(4):
+        rig.progress(1, 4 + step, 5 + step)
+        rig.settle()
+        rig.progress(1, 5 + step)
+        rig.settle()
+    told = rig.core.snapshot()["datasets"]["d"]
+    assert told["disk_misses"] in {1, 2}
+    assert rig.reads - 20 == told["disk_misses"]
+    assert told["failed"] == 0
+
+
+def test_a_changed_file_is_gone_from_disk_before_anybody_reads_it() -> None:
+    rig = rig_of(20, memory=5, disk=30)
+    read(rig, 1)
+    rig.version = 2 << 30  # not that of which everything else here is known to be
+    fetch = None
+    for step in range(4, 8):
+        actions = rig.progress(1, step, step + 1) + rig.progress(1, step + 1)
+        fetch = next((a for a in actions if isinstance(a, FetchObjects)), None)
+        if fetch is not None:
+            break
+    assert fetch is not None
+    assert fetch.origin == DISK
+    answer = rig.land(fetch.fetch)
+    again = next(a for a in answer if isinstance(a, FetchObjects))
+    dropped = next(a for a in answer if isinstance(a, DropFromDisk))
+    assert again.origin == SOURCE
+    assert again.ids.tolist() == dropped.ids.tolist() == fetch.ids.tolist()
+
+
+def test_a_storage_without_versions_has_nothing_written() -> None:
+    rig = rig_of(20, memory=5, disk=30)
+    rig.version = 0
+    read(rig, 2)
+    assert rig.disk.get("d", {}) == {}
+
+
+def test_a_lost_disk_is_no_disk() -> None:
+    rig = rig_of(200, memory=60, disk=220)
+    read(rig, 1)
+    rig.disk.clear()
+    rig.open_disk(0)
+    before = rig.reads
+    for step in range(40, 80):
+        rig.progress(1, step, step + 1)
+        rig.settle()
+        assert rig.readers[1].ready > step
+    assert rig.reads - before >= 100
+    assert rig.core.snapshot()["datasets"]["d"]["disk_objects"] == 0
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_disk_that_takes_no_byte_holds_up_nobody(slow: bool) -> None:
+    """It says it had room, or never answers."""
+    rig = rig_of(200, memory=40, disk=220)
+    rig.disk_room = lambda nbytes: False  # noqa: ARG005
+    rng = np.random.default_rng(0)
+    for epoch in range(3):
+        rig.extend(1, epoch, rng.permutation(200).reshape(-1, 5).tolist())
+    for step in range(80):
+        rig.progress(1, step, step + 1)
+        while rig.fetches:
+            rig.land(next(iter(rig.fetches)))
+            if not slow:
+                rig.write_disk()
+        assert rig.readers[1].ready > step, "it waits for the disk"
+    assert rig.core.snapshot()["datasets"]["d"]["failed"] == 0
+
+
+class DiskChaos(Chaos):
+    """Random events, with a disk that is small, slow, damaged and lost now and then."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.rig.versions = lambda fetch: np.full(len(fetch.ids), 1 << 30)  # type: ignore[method-assign]
+        self.nbytes = int(self.rng.integers(1000, 40_000))
+        self.rig.open_disk(self.nbytes)
+        if seed % 2:
+            self.rig.disk_room = lambda nbytes: bool(self.rng.random() < 0.9)  # noqa: ARG005
+
+    def turn(self) -> None:
+        what = self.rng.random()
+        if what < 0.25:
+            self.rig.write_disk()
+        elif what < 0.26:
+            for held in self.rig.disk.values():
+                for x in [x for x in held if self.rng.random() < 0.1]:
+                    del held[x]
+        elif what < 0.265:
+            self.rig.disk.clear()
+            self.rig.open_disk(0)
+            self.rig.to_disk = [a for a in self.rig.to_disk if not isinstance(a, DropFromDisk)]
+        else:
+            super().turn()
+
+    def renew(self, name: str) -> None:
+        while self.rig.to_disk:
+            self.rig.write_disk()
+        super().renew(name)
+        self.rig.disk.pop(name, None)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_happens_invariants_hold_and_nobody_hangs(seed: int) -> None:
+    """`Rig` compares every byte that a reader may touch; `Core.check` runs after each event."""
+    chaos = DiskChaos(seed)
+    for _ in range(300):
+        chaos.turn()
+    chaos.finish()
+    for session in list(chaos.rig.readers):
+        chaos.rig.close(session)
+    chaos.rig.settle()
+    for name in chaos.sizes:
+        chaos.rig.feed(Dropped(name))
+        chaos.rig.settle()
+        chaos.rig.feed(Unregistered(name))
+    told = chaos.rig.core.snapshot()
+    assert told["memory"]["node"]["free_nbytes"] == told["memory"]["node"]["nbytes"]
+    assert told["disk"]["node"]["used_nbytes"] == 0
