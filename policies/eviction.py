@@ -227,6 +227,12 @@ class FarthestNextUse(EvictionPolicy):
         self._pool = self._sorted(len(self._life))
         self._pool.add(self._unpinned())
 
+    def due(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) common time of each object's next use."""
+        if self.stale:
+            self.relist()
+        return _next_uses(self.all_uses, self._job_clocks, ids)
+
     def _sorted(self, objects: int) -> Sorted:
         """No bound method as key: policies are large, and a cycle would wait for the collector."""
         return Sorted(objects, partial(_next_uses, self.all_uses, self._job_clocks))

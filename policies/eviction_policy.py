@@ -116,9 +116,7 @@ class EvictionPolicy:
     def last(self, k: int, step: int) -> Index:
         """Up to k unpinned objects, farthest use first: for stalled readers, even against L1."""
         ids = self._unpinned()
-        due = np.full(len(ids), NEVER, np.int32)
-        for uses in self.all_uses:
-            due = np.minimum(due, uses.due[ids])
+        due = EvictionPolicy.due(self, ids)
         if len(ids) > k:
             best = np.argpartition(due, len(ids) - k)[len(ids) - k :]
             ids, due = ids[best], due[best]
@@ -127,6 +125,13 @@ class EvictionPolicy:
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether the current epoch reads each again, as far as known."""
         return np.zeros(len(ids), np.bool_)
+
+    def due(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) time of each object's next use on the policy's clock, NEVER where none is known."""
+        due = np.full(len(ids), NEVER, np.int64)
+        for uses in self.all_uses:
+            due = np.minimum(due, uses.due[ids])
+        return due
 
     def at(self, uses: NextUses, step: int) -> int:  # noqa: ARG002  (one job: its own clock)
         """Convert a job's step to the policy's clock."""

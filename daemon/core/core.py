@@ -255,6 +255,8 @@ class Core:
             current = self._still_current if of_peer else self._current
             good[good] = current(pending, good, e.version)
         else:
+            if pending.origin == DISK:  # its room there may be another's now
+                self._prefetcher.stuck.clear()
             e, pending = self._received(e, pending, good, now)
             good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
         if every(good) and every(known):

@@ -34,7 +34,6 @@ from creel.policies.eviction import (
 )
 from creel.policies.eviction_policy import NONE, joined
 from creel.policies.masks import unique
-from creel.policies.next_use import NEVER
 from creel.policies.prefetch import affordable
 
 if TYPE_CHECKING:  # circular import
@@ -47,8 +46,8 @@ Sizes = NDArray[np.int64]
 _WRITING_SHARE, _WRITING_NBYTES = 1 / 16, 64 << 20
 #: Most objects and bytes of one `SpillObjects`: some ms of a disk.
 _BATCH_OBJECTS, _BATCH_NBYTES = 256, 4 << 20
-#: Nobody waits for a disk that takes longer for a batch, in seconds: 40 MB/s.
-_SLOW_S = 0.1
+#: Nobody waits for a disk that takes longer for a batch, in seconds: 16 MB/s.
+_SLOW_S = 0.25
 #: Most objects that wait to be written; of more, the oldest are forgotten.
 _WAITING_OBJECTS = 1 << 16
 #: Objects looked at together, and how often in one call, in search of some kind of object; of those
@@ -173,15 +172,12 @@ class DiskCopies:
             found &= h.pins[at] == 0
             return found
 
-        above = step if len(h.groups) == 1 else -1
-        return self._clean.take(k, kind, self._due, above)
+        return self._clean.take(k, kind, self._due, step)
 
-    def _due(self, ids: Index) -> NDArray[np.int32]:
-        """(k,) step of each object's next use, NEVER where none is known."""
-        due = np.full(len(ids), NEVER, np.int32)
-        for group in self._h.groups:
-            due = np.minimum(due, group.uses.due[ids])
-        return due
+    def _due(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) each object's next use, on the policy's clock."""
+        policy = self._h.policy
+        return np.zeros(len(ids), np.int64) if policy is None else policy.due(ids)
 
     def released(self, ids: Index) -> None:
         """Residents are no longer pinned."""
@@ -295,7 +291,7 @@ class _Walk:
         self,
         k: int,
         kind: _Kind,
-        due: Callable[[Index], NDArray[np.int32]],
+        due: Callable[[Index], NDArray[np.int64]],
         above: int | None = None,
     ) -> Index:
         """Up to k distinct objects that are of this kind now; only those due after `above`."""
@@ -313,7 +309,7 @@ class _Walk:
             self._look(kind, due)
         return np.unique(joined(out)) if len(out) > 1 else joined(out)
 
-    def _look(self, kind: _Kind, due: Callable[[Index], NDArray[np.int32]]) -> None:
+    def _look(self, kind: _Kind, due: Callable[[Index], NDArray[np.int64]]) -> None:
         stop = min(self._hand + _CHUNK, self._objects)
         ids = self._hand + np.flatnonzero(kind(slice(self._hand, stop)))
         self._hand = stop if stop < self._objects else 0
@@ -346,12 +342,13 @@ class Spilling:
         self._spills: dict[int, _Spill] = {}
         self._last = 0
         self._now = 0.0
+        self._landed = 0.0  # when the disk was done with a batch last
 
     def look(self, now: float) -> None:
         """Begin an event."""
         self._now = now
-        begun = min((s.begun for s in self._spills.values()), default=now)
-        self._tier.slow = now - begun > _SLOW_S
+        queued = min((s.begun for s in self._spills.values()), default=now)
+        self._tier.slow = now - max(queued, self._landed) > _SLOW_S
 
     def opened(self, nbytes: int, unit: int) -> None:
         """The disk has so many bytes now; where it is lost, nothing is there any more."""
@@ -386,19 +383,21 @@ class Spilling:
                 self._write(h, ids)
         for h in lacking:
             if not h.disk.storing:
-                h.disk.hopeless = not self._make_writable_room(h) and not reading(h)
+                h.disk.hopeless = not self._make_writable_room(h, reading)
         return any(h.disk.hopeless for h in lacking)
 
     def _left(self) -> int:
         """Bytes that may be written in one go now."""
         return min(self._tier.most_writing - self._tier.writing, _BATCH_NBYTES)
 
-    def _make_writable_room(self, h: Residency) -> bool:
-        """Write what is due last, so that it may leave; False where nothing can be."""
+    def _make_writable_room(self, h: Residency, reading: Callable[[Residency], bool]) -> bool:
+        """Write what is due last, so that it may leave; False where nothing can be, or soon."""
         left = self._left()
         if left <= 0:
             return True
         ids = h.disk.next_due_last(left)
+        if not len(ids):
+            return False
         lack = int(self._tier.rooms(h.length[ids]).sum()) - self._tier.free
         if lack > 0:
             self._make_room(h, lack)
@@ -406,7 +405,8 @@ class Spilling:
         ids = ids[: affordable(rooms, max(self._tier.free, 0))]
         if len(ids):
             self._write(h, ids)
-        return len(ids) > 0
+            return True
+        return h.policy is not None and h.policy.replaces and reading(h)
 
     def _make_room(self, h: Residency, nbytes: int) -> None:
         """Free about `nbytes` on disk: what nobody reads first."""
@@ -455,6 +455,7 @@ class Spilling:
         spill = self._spills.pop(number, None)
         if spill is None:
             return
+        self._landed = self._now
         h = spill.residency
         self._tier.used -= spill.room
         self._tier.writing -= spill.nbytes

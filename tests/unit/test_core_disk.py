@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from core_rig import Chaos, Rig
 from numpy.typing import NDArray
 
+from creel.cache.memory.allocator import Allocator, Lengths
+from creel.cache.memory.free_ranges import ABSENT
+from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DISK,
     SOURCE,
+    DatasetAdded,
+    DiskOpened,
     DropFromDisk,
     Dropped,
     FetchObjects,
+    FoundOnDisk,
     Unregistered,
 )
+from creel.daemon.core.versions import Versions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -163,6 +172,7 @@ def test_a_disk_that_takes_no_byte_holds_up_nobody(slow: bool) -> None:
     for epoch in range(3):
         rig.extend(1, epoch, rng.permutation(200).reshape(-1, 5).tolist())
     for step in range(80):
+        rig.now += slow  # nobody waits that long for a disk
         rig.progress(1, step, step + 1)
         while rig.fetches:
             rig.land(next(iter(rig.fetches)))
@@ -170,6 +180,26 @@ def test_a_disk_that_takes_no_byte_holds_up_nobody(slow: bool) -> None:
                 rig.write_disk()
         assert rig.readers[1].ready > step, "it waits for the disk"
     assert rig.core.snapshot()["datasets"]["d"]["failed"] == 0
+
+
+def test_a_disk_takes_one_byte_per_object_in_the_core() -> None:
+    """The store's index takes six more (test_disk_store.py)."""
+    n, taken = 1_000_000, []
+    for nbytes in (0, 1 << 30):
+        length = np.broadcast_to(np.int64(1000), n)
+        columns = np.full(n, ABSENT), length, Lengths.of(length[:1], np.array([n]))
+        versions = Versions(n, np.array([0, n]))
+        tracemalloc.start()
+        core = Core(Allocator(1 << 20))
+        core.handle(DiskOpened(nbytes, 512), 0.0)
+        core.handle(DatasetAdded("d", *columns, versions), 0.0)
+        if nbytes:
+            ids = np.arange(0, n, 3, dtype=np.int32)
+            core.handle(FoundOnDisk("d", ids, length[ids]), 0.0)
+            del ids
+        taken.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    assert taken[1] - taken[0] <= 1.01 * n
 
 
 class DiskChaos(Chaos):
