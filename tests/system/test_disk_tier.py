@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemons import Running, folder, plan, read_steps
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
+from daemons import Running, folder, plan, read_steps
 from kit import unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
