@@ -227,7 +227,7 @@ def test_an_idle_dataset_is_found_again_on_disk(files: Manifest, scratch: Path) 
         until(lambda: not datasets(daemon), what="the dataset is forgotten")
         with Reading(daemon, files) as reading:
             reading.epoch()
-        assert told(daemon)["reads"] < 0.5 * N
+            assert told(daemon)["reads"] < 0.5 * N
 
 
 def rewrite(files: Manifest, ids: range) -> None:
