@@ -33,14 +33,17 @@ from creel.daemon.core.events import (
     FoundOnDisk,
     PeerAsked,
     PeerServed,
+    PlanAsked,
     PlanExtended,
     PlanRetention,
+    PlanShared,
     PlanTruncated,
     Progressed,
     RetentionPlanned,
     SessionClosed,
     SessionOpened,
     SetReady,
+    SharePlan,
     Sizes,
     Spilled,
     Tick,
@@ -53,6 +56,8 @@ from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.serving import Serving
 from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
+from creel.policies.cluster.eviction import ClusterEviction
+from creel.policies.cluster.members import EpochMoment
 from creel.policies.eviction import (
     FAILED,
     FETCHING,
@@ -116,6 +121,7 @@ class Core:
             turn = residency.question(self._admission, self._window)
             if turn is not None:
                 self._out.append(PlanRetention(residency.name, turn))
+            self._out += residency.ask_plan(now)
         if self._spilling.start(self._prefetcher.lacking.values(), self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
             self._out += self._prefetcher.pump(self._sessions.values(), now)
@@ -171,7 +177,7 @@ class Core:
         s = self._sessions.get(e.session)
         if s is None:
             return
-        s.group.deals.view = e.view
+        s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
         s.residency.choose_policy(self._window)
 
@@ -182,6 +188,19 @@ class Core:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
                     group.deals.view = e.view
             h.choose_policy(self._window)
+
+    def _plan_shared(self, e: PlanShared, now: float) -> None:
+        del now
+        h = self._residencies.get(e.dataset)
+        if h is not None and isinstance(h.policy, ClusterEviction):
+            h.policy.adopt(e.plan)
+
+    def _plan_asked(self, e: PlanAsked, now: float) -> None:
+        del now
+        h = self._residencies.get(e.dataset)
+        policy = None if h is None else h.policy
+        plan = policy.share(e.seed) if isinstance(policy, ClusterEviction) else None
+        self._out.append(SharePlan(e.request, plan))
 
     def _extended(self, e: PlanExtended, now: float) -> None:
         del now
@@ -539,6 +558,11 @@ class Core:
         under_way = len(self._inflight.ids(h)) > 0 or len(h.served) > 0 or h.disk.storing > 0
         return h.active or h.warming >= 0 or under_way
 
+    def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
+        """From when on nodes of a cluster can follow a change of its members; see `EpochMoment`."""
+        found = (h.moment(cluster) for h in self._residencies.values())
+        return tuple(moment for moment in found if moment is not None)
+
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
@@ -598,6 +622,8 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     EpochBegan: Core._begun,
     EpochDealt: Core._dealt,
     ClusterChanged: Core._cluster_changed,
+    PlanShared: Core._plan_shared,
+    PlanAsked: Core._plan_asked,
     PlanTruncated: Core._truncated,
     Progressed: Core._progressed,
     SessionClosed: Core._closed,

@@ -12,7 +12,7 @@ from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster.eviction import ClusterTurn, ClusterView, Placed
+from creel.policies.cluster.eviction import ClusterTurn, ClusterView, Placed, SharedPlan
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.retention import Kept, Turn
 
@@ -85,6 +85,23 @@ class ClusterChanged:
 
     cluster: str
     view: ClusterView | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanShared:
+    """The answer to an `AskPlan`: where a peer says that objects lie."""
+
+    dataset: str
+    plan: SharedPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAsked:
+    """A peer asks where objects lie; `SharePlan` is the answer. `request` is unique."""
+
+    request: int
+    dataset: str
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +243,8 @@ Event: TypeAlias = (
     | PlanExtended
     | EpochDealt
     | ClusterChanged
+    | PlanShared
+    | PlanAsked
     | EpochBegan
     | PlanTruncated
     | Progressed
@@ -279,6 +298,26 @@ class ServeObjects:
     place: Sizes
     nbytes: Sizes
     version: Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class AskPlan:
+    """Ask the nodes of a cluster where objects lie in the epoch of this order; see `SharedPlan`.
+
+    Said once a second as long as no `PlanShared` has brought it.
+    """
+
+    dataset: str
+    cluster: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharePlan:
+    """Tell a peer where objects lie; None: this node does not know that."""
+
+    request: int
+    plan: SharedPlan | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -357,6 +396,8 @@ Action: TypeAlias = (
     | ServeObjects
     | SpillObjects
     | DropFromDisk
+    | AskPlan
+    | SharePlan
     | Publish
     | CheckVersions
     | PlanRetention

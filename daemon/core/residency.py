@@ -20,10 +20,11 @@ from creel.cache.memory.free_ranges import must
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import chained
 from creel.daemon.core.disk import DiskCopies, DiskTier
-from creel.daemon.core.events import DISK, SOURCE, Action, Publish
+from creel.daemon.core.events import DISK, SOURCE, Action, AskPlan, Publish
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster.eviction import ClusterTurn
+from creel.policies.cluster.eviction import ClusterEviction, ClusterTurn
+from creel.policies.cluster.members import EpochMoment
 from creel.policies.eviction import (
     ABSENT,
     FAILED,
@@ -54,6 +55,8 @@ _GUESS_NBYTES = 128 << 10
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
 
+#: Pause before a peer is asked again for what this node has missed.
+_ASK_AGAIN_S = 1.0
 #: Steps in which a mean length doubles: coarse, so that two nodes rarely get different ones.
 _PARTS = 16
 #: Objects and bytes read from storage; objects that failed; objects and bytes that peers sent, and
@@ -107,6 +110,7 @@ class Residency:
         self.latency = Latency()
         self.service = Service()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
+        self._ask_again = 0.0
         self.warming = -1  # next object to load for `Warm`, or -1
         #: Which lengths come from the manifest (None: all); the others from the last read.
         self.listed = _listed(length, lengths)
@@ -396,6 +400,27 @@ class Residency:
         if self.policy is None or not self.groups:
             return None
         return self.policy.question(_PlanningContext(self, self.groups[0], admission, window))
+
+    def ask_plan(self, now: float) -> list[AskPlan]:
+        """What to ask peers about the epoch, once a second: nothing, unless it was missed."""
+        policy = self.policy
+        if not isinstance(policy, ClusterEviction) or now < self._ask_again:
+            return []
+        seed, view = policy.lacks, policy.deals.view
+        if seed is None or view is None:
+            return []
+        self._ask_again = now + _ASK_AGAIN_S
+        return [AskPlan(self.name, view.cluster, seed)]
+
+    def moment(self, cluster: str) -> EpochMoment | None:
+        """From when on the nodes of this cluster can follow a change of members."""
+        policy = self.policy
+        if not isinstance(policy, ClusterEviction) or not self.groups:
+            return None
+        view, group = policy.deals.view, self.groups[0]
+        if view is None or view.cluster != cluster:
+            return None
+        return policy.moment(group.clock(), group.step_s())
 
     def rebuild(self, under_way: Index, storing: Index, window: Window) -> None:
         """Rebuild pins, states, eviction policy and next uses.

@@ -45,6 +45,7 @@ class Request:
     deadline: float
     nbytes: int = 0
     arrays: tuple[Numbers, Numbers] | None = None  # of the answer's frame
+    answer: Message | None = None  # None: a PeerAnswer
     left: list[memoryview] = field(default_factory=list)
 
     def __lt__(self, other: Request) -> bool:
@@ -70,11 +71,11 @@ class PeerConnection:
     mask: int = select.EPOLLIN | select.EPOLLRDHUP
 
     @property
-    def expected(self) -> type[Message]:
+    def expected(self) -> wire.Kind:
         """What the other side may send now."""
         if self.greeting is None:
             return wire.Greeting
-        return wire.Proof if self.account is None else wire.PeerRequest
+        return wire.Proof if self.account is None else wire.CLIENT_SAYS
 
     @property
     def next(self) -> Request:
@@ -93,7 +94,7 @@ class PeerConnection:
         assert self.session is not None  # noqa: S101
         request = self.current = heapq.heappop(self.answers)
         self.blocked_s = 0.0
-        answer = wire.PeerAnswer(request.call)
+        answer = request.answer or wire.PeerAnswer(request.call)
         frame = wire.pack(answer, request.arrays or (), self.session.answers)
         request.left.insert(0, memoryview(frame))
         return request

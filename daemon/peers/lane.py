@@ -7,18 +7,13 @@ elsewhere. Every wait has a deadline.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import secrets
-import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,138 +21,23 @@ from numpy.typing import NDArray
 from creel.cache.storage.source import Counters, Part, Read
 from creel.cache.storage.version import UNKNOWN
 from creel.daemon.peers import wire
-from creel.daemon.peers.server import watch
+from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.wire import LATER, Credentials, Numbers
 from creel.errors import MalformedError, ProtocolError, SourceError
-from creel.messages import Message
 
 log = logging.getLogger("creel.peers")
 
-_CONNECT_S = 2.0  # also of the whole handshake
 _ANSWER_S = 3.0  # an answer may come so much later than the reader can wait
-_STALL_S = 3.0  # a payload may pause for so long
 #: Bytes of one request: two are on their way at a time, so that the peer always has one to send.
 _REQUEST_NBYTES = 2 << 20
 _WINDOW = 2
 _GUESS_NBYTES = 128 << 10  # of an object of unknown length
-_CHUNK_NBYTES = 16 << 20  # allocated at once for such an object
 #: A lost peer is tried again after the first; each further failure doubles the time.
 _LOST_S = 0.5
 _LOST_MAX_S = 4.0
 
 #: Called with the nbytes and versions of objects (by position), whose payload follows.
-_Take: TypeAlias = Callable[["_PeerLink", NDArray[np.intp], Numbers, Numbers], None]
-
-
-class _PeerLink:
-    """One authenticated connection; for one thread at a time.
-
-    Raises:
-        OSError, MalformedError: from every method, when the connection is of no use any more.
-    """
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        peer: str,
-        credentials: Credentials,
-        connected: Callable[[_PeerLink], None] = lambda link: None,  # noqa: ARG005
-    ) -> None:
-        """`connected` is called with this link before the handshake."""
-        until = time.monotonic() + _CONNECT_S
-        self._limit_s = 0.0
-        self.socket = socket.create_connection(address, _CONNECT_S)
-        try:
-            self.socket.settimeout(None)  # the kernel's limits cost no system call each time
-            self._set_limit(socket.SO_SNDTIMEO, _STALL_S)
-            watch(self.socket)
-            connected(self)
-            self._shake_hands(peer, credentials, until)
-        except BaseException:
-            self.socket.close()
-            raise
-
-    def _shake_hands(self, peer: str, credentials: Credentials, until: float) -> None:
-        nonce = secrets.token_bytes(wire.NONCE_NBYTES)
-        who = credentials.cluster, credentials.name
-        greeting = wire.Greeting(wire.PEER_PROTOCOL, *who, nonce)
-        self.socket.sendall(wire.pack(greeting))
-        challenge, _ = self._message(wire.Challenge, until)
-        if challenge.name != peer:
-            raise MalformedError(f"this is node {challenge.name!r}, not {peer!r}")
-        self._session = wire.PeerSession(credentials.key, greeting, challenge)
-        self.socket.sendall(wire.pack(self._session.proof("client")))
-        proof, _ = self._message(wire.Proof, until)
-        if not self._session.proves("server", proof):
-            raise MalformedError(f"node {peer!r} has another key")
-
-    def ask(self, number: int, dataset: str, ids: NDArray[np.integer], wait_s: float) -> None:
-        """Send a request."""
-        request = wire.PeerRequest(number, dataset, wait_s)
-        self.socket.sendall(wire.pack(request, [ids.astype("<i4")], self._session.requests))
-
-    def answer(self, until: float) -> tuple[int, bytes]:
-        """The number of the next answer and its arrays; its payload follows."""
-        answer, arrays = self._message(wire.PeerAnswer, until, self._session.answers)
-        return answer.number, arrays
-
-    def _message(
-        self, kind: type[Message], until: float, seal: wire.Seal | None = None
-    ) -> tuple[Any, bytes]:
-        header = self._exactly(wire.HEADER.size, until)
-        return wire.unpack(header, self._exactly(wire.following(header, kind), until), kind, seal)
-
-    def _exactly(self, nbytes: int, until: float) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            left_s = until - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
-            self._set_limit(socket.SO_RCVTIMEO, left_s)
-            more = self.socket.recv(nbytes - len(data), socket.MSG_WAITALL)
-            if not more:
-                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-            data += more
-        return data
-
-    def fill(self, buffers: list[memoryview]) -> None:
-        """Receive payload; none of the buffers is empty."""
-        while buffers:
-            self._set_limit(socket.SO_RCVTIMEO, _STALL_S)
-            some = buffers[: wire.MAX_BUFFERS]
-            received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
-            if not received:
-                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-            buffers = wire.cut(buffers, received)[1]
-
-    def drain(self, nbytes: int) -> None:
-        """Receive payload that nobody wants."""
-        scratch = memoryview(bytearray(min(nbytes, 1 << 20)))
-        while nbytes > 0:
-            piece = scratch[: min(nbytes, len(scratch))]
-            self.fill([piece])
-            nbytes -= len(piece)
-
-    def whole(self, nbytes: int) -> bytes:
-        """Receive one object into new memory, which grows only as bytes come."""
-        chunks = []
-        while nbytes > 0:
-            chunk = bytearray(min(nbytes, _CHUNK_NBYTES))
-            self.fill([memoryview(chunk)])
-            chunks.append(chunk)
-            nbytes -= len(chunk)
-        return b"".join(chunks)
-
-    def _set_limit(self, which: int, seconds: float) -> None:
-        """Limit how long one system call waits; it then raises BlockingIOError."""
-        if which == socket.SO_RCVTIMEO:
-            if seconds == self._limit_s:
-                return
-            self._limit_s = seconds
-        micros = max(int(seconds * 1e6), 1)
-        self.socket.setsockopt(
-            socket.SOL_SOCKET, which, struct.pack("ll", micros // 1_000_000, micros % 1_000_000)
-        )
+_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Numbers, Numbers], None]
 
 
 class PeerSource:
@@ -197,8 +77,8 @@ class PeerSource:
         self._lost = lost
         self._failures = 0  # since the peer last answered
         self._numbers = count(1)
-        self._idle: list[_PeerLink] = []
-        self._busy: set[_PeerLink] = set()
+        self._idle: list[PeerLink] = []
+        self._busy: set[PeerLink] = set()
         self._closed = False
         self._lock = threading.Lock()
 
@@ -207,7 +87,7 @@ class PeerSource:
         with self._lock:
             self._closed = True
             for link in self._busy:  # its thread closes it
-                _shut(link)
+                link.shut()
         self._close_idle()
 
     def read_into(
@@ -246,7 +126,7 @@ class PeerSource:
         wanted = length.tolist()
 
         def take(
-            link: _PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+            link: PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
         ) -> None:
             into: list[memoryview] = []
             for i, size in zip(where.tolist(), nbytes.tolist(), strict=True):
@@ -270,7 +150,7 @@ class PeerSource:
         found: list[tuple[bytes, int] | None] = [None] * len(ids)
 
         def take(
-            link: _PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+            link: PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
         ) -> None:
             columns = where.tolist(), nbytes.tolist(), version.tolist()
             for i, size, of in zip(*columns, strict=True):
@@ -307,7 +187,7 @@ class PeerSource:
 
     def _exchange(
         self,
-        link: _PeerLink,
+        link: PeerLink,
         ids: NDArray[np.integer],
         left: deque[NDArray[np.intp]],
         take: _Take,
@@ -342,7 +222,7 @@ class PeerSource:
         if reads:
             self.counters.count_evenly(reads, int(nbytes[here].sum()), seconds, 0)
 
-    def _open(self) -> tuple[_PeerLink, bool]:
+    def _open(self) -> tuple[PeerLink, bool]:
         """A connection, and whether it was kept."""
         with self._lock:
             link = self._idle.pop() if self._idle else None
@@ -350,20 +230,20 @@ class PeerSource:
                 self._busy.add(link)
                 return link, True
         try:
-            link = _PeerLink(self._address, self._peer, self._credentials, self._connected)
+            link = PeerLink(self._address, self._peer, self._credentials, self._connected)
         except BaseException:
             with self._lock:
                 self._busy = {link for link in self._busy if link.socket.fileno() >= 0}
             raise
         return link, False
 
-    def _connected(self, link: _PeerLink) -> None:
+    def _connected(self, link: PeerLink) -> None:
         with self._lock:
             self._busy.add(link)
             if self._closed:
-                _shut(link)
+                link.shut()
 
-    def _put_back(self, link: _PeerLink, *, keep: bool) -> None:
+    def _put_back(self, link: PeerLink, *, keep: bool) -> None:
         with self._lock:
             self._busy.discard(link)
             keep = keep and not self._closed
@@ -406,8 +286,3 @@ def _requests(length: Numbers) -> deque[NDArray[np.intp]]:
     where = (length.cumsum() - 1) // _REQUEST_NBYTES, at // wire.MAX_OBJECTS
     cuts = np.flatnonzero(np.diff(where[0]) | np.diff(where[1])) + 1
     return deque(np.split(at, cuts))
-
-
-def _shut(link: _PeerLink) -> None:
-    with contextlib.suppress(OSError):
-        link.socket.shutdown(socket.SHUT_RDWR)

@@ -33,6 +33,7 @@ from creel.daemon.peers.payload import payload
 from creel.daemon.peers.wire import Ids, Numbers
 from creel.errors import MalformedError
 from creel.messages import Message
+from creel.policies.cluster.eviction import SharedPlan
 
 log = logging.getLogger("creel.peers")
 
@@ -59,6 +60,15 @@ class Asked:
     dataset: str
     ids: Ids
     wait_s: float
+
+
+class PlanWanted(NamedTuple):
+    """A peer asks where objects of a dataset lie in the epoch of this order."""
+
+    number: int
+    cluster: str
+    dataset: str
+    seed: int
 
 
 class ServerStatus(NamedTuple):
@@ -90,7 +100,10 @@ class PeerServer:
         arena: what is served; closed only after this.
         asked: called with each request; it is to lead to one `serve` of its number.
         served: called once for each `serve`: its places are not read from any more.
-            Both are called in the server's thread and must neither wait nor raise.
+        plan_wanted: called with each such request; it is to lead to one `serve_plan`.
+        heard: called with the cluster and the beat of each node that asks whether this one is
+            there; `say` has the answer.
+            All are called in the server's thread and must neither wait nor raise.
 
     Raises:
         OSError: it cannot listen there.
@@ -104,6 +117,8 @@ class PeerServer:
         arena: Arena,
         asked: Callable[[Asked], None],
         served: Callable[[int], None],
+        plan_wanted: Callable[[PlanWanted], None] = lambda wanted: None,  # noqa: ARG005
+        heard: Callable[[str, wire.PeerBeat], None] = lambda cluster, beat: None,  # noqa: ARG005
     ) -> None:
         self.nbytes = 0  # payload sent
         self.refused = 0  # strangers that proved nothing
@@ -111,6 +126,9 @@ class PeerServer:
         self._arena = arena
         self._asked = asked
         self._served = served
+        self._plan_wanted = plan_wanted
+        self._heard = heard
+        self._beats: dict[str, wire.PeerBeat] = {}
         self._keys: dict[str, bytes] = {}
         self._number = 0
         self._requests: dict[int, Request] = {}  # not served yet
@@ -164,6 +182,14 @@ class PeerServer:
         place is ABSENT are not here. After `close` nothing happens.
         """
         self._order(partial(self._serve, number, place, nbytes, version))
+
+    def serve_plan(self, number: int, plan: SharedPlan | None) -> None:
+        """Answer a `PlanWanted`."""
+        self._order(partial(self._serve_plan, number, plan))
+
+    def say(self, cluster: str, beat: wire.PeerBeat) -> None:
+        """Answer the beats of a cluster's nodes with this one, which has the whole log."""
+        self._order(partial(self._beats.__setitem__, cluster, beat))
 
     def close(self) -> None:
         """End all connections; everything that was being served is `served` before this returns.
@@ -268,6 +294,7 @@ class PeerServer:
         self._keys[cluster] = key
         if not key:
             del self._keys[cluster]
+            self._beats.pop(cluster, None)
         for c in list(self._connections.values()):
             if c.greeting is not None and c.greeting.cluster == cluster and c.key != key:
                 self._end(c)
@@ -361,6 +388,26 @@ class PeerServer:
             self._admit(connection, message)
         elif isinstance(message, wire.PeerRequest):
             self._ask(connection, message, wire.requested(message, arrays), now)
+        elif isinstance(message, wire.PlanRequest):
+            number = self._received(connection, message.number, 0, now)
+            assert connection.greeting is not None  # noqa: S101
+            cluster = connection.greeting.cluster
+            self._plan_wanted(PlanWanted(number, cluster, message.dataset, message.seed))
+        elif isinstance(message, wire.PeerBeat):
+            self._beat(connection, message)
+
+    def _beat(self, connection: PeerConnection, beat: wire.PeerBeat) -> None:
+        """Answer at once: a connection with beats carries nothing else."""
+        assert connection.greeting is not None  # noqa: S101
+        assert connection.session is not None  # noqa: S101
+        mine = self._beats.get(connection.greeting.cluster)
+        if mine is None or connection.answers or connection.current:
+            raise MalformedError("a beat where none belongs")
+        if beat.member.node != connection.greeting.name:
+            raise MalformedError("a beat of another node")
+        answer = wire.beat_of(mine.node, mine.member, mine.log, beat.latest)
+        _send_whole(connection.socket, wire.pack(answer, seal=connection.session.answers))
+        self._heard(connection.greeting.cluster, beat)
 
     def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
         greeting, session = connection.greeting, connection.session
@@ -379,28 +426,50 @@ class PeerServer:
     ) -> None:
         assert connection.account is not None  # noqa: S101
         assert connection.greeting is not None  # noqa: S101
-        self._number += 1
         wait_s = min(message.wait_s, _LONGEST_WAIT_S)
-        number, deadline = self._number, now + wait_s
-        self._requests[number] = Request(number, connection, message.number, len(ids), deadline)
-        connection.asked.add(number)
-        connection.account.requests += 1
+        number = self._received(connection, message.number, len(ids), now + wait_s)
         who = connection.greeting.cluster, connection.greeting.name
         self._asked(Asked(number, *who, message.dataset, ids, wait_s))
+
+    def _received(
+        self, connection: PeerConnection, call: int, objects: int, deadline: float
+    ) -> int:
+        """Note a request that is to be answered; its number."""
+        assert connection.account is not None  # noqa: S101
+        self._number += 1
+        request = Request(self._number, connection, call, objects, deadline)
+        self._requests[self._number] = request
+        connection.asked.add(self._number)
+        connection.account.requests += 1
+        return self._number
 
     # --- answers ------------------------------------------------------------------------------
 
     def _serve(self, number: int, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
-        request = self._requests.pop(number, None)
-        if request is None:  # its connection ended
+        request = self._take(number)
+        if request is None:
             self._served(number)
-            return
+        else:
+            rest = place, nbytes, version
+            self._guarded(request.connection, self._prepare, request, *rest)
+
+    def _serve_plan(self, number: int, plan: SharedPlan | None) -> None:
+        request = self._take(number)
+        if request is not None:
+            request.answer, columns = wire.plan_answer(request.call, plan)
+            request.left = [memoryview(column) for column in columns]
+
+    def _take(self, number: int) -> Request | None:
+        """A request that is to be answered now; None: its connection has ended."""
+        request = self._requests.pop(number, None)
+        if request is None:
+            return None
         connection = request.connection
         connection.asked.discard(number)
         heapq.heappush(connection.answers, request)
         if not connection.blocked_since:
             self._sendable.add(connection)
-        self._guarded(connection, self._prepare, request, place, nbytes, version)
+        return request
 
     def _prepare(self, request: Request, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
         connection = request.connection

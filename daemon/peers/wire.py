@@ -10,6 +10,8 @@ which both sides prove that they have the key of their cluster, first the one th
                                              <- Proof(HMAC of both, as server)
     PeerRequest, PeerRequest, ...            <-> PeerAnswer and payload, in any order
 
+Other connections carry a PeerBeat each way from time to time, or a PlanRequest and its answer.
+
 A *frame* is a header, a body (msgspec, as `creel.messages`) and arrays (raw, little endian). After
 the handshake each frame has a MAC over its number and its bytes, by a key that only this connection
 has: a recorded frame is worth nothing anywhere, not even in the same connection. The payload after
@@ -25,20 +27,25 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from creel.errors import MalformedError
-from creel.messages import Message, encode
+from creel.messages import Member, Message, encode
+from creel.policies.cluster.eviction import SharedPlan
+from creel.policies.cluster.members import Change, ChangeId, latest, packed, unpacked
 
 #: Increased whenever two versions could misread each other.
 PEER_PROTOCOL = 1
 
 #: Bytes of a body, and of a whole frame in the handshake: names are of some 100 bytes.
 _MAX_BODY = 1024
+#: Bytes of a beat: it may tell of `MAX_CHANGES` changes.
+MAX_BEAT = 16 << 10
 NONCE_NBYTES = KEY_NBYTES = 32
 _MAC_NBYTES = 16
 
@@ -110,11 +117,53 @@ class PeerAnswer(Message, frozen=True):
     number: int
 
 
-_decoders: dict[type[Message], msgspec.msgpack.Decoder[Any]] = {
+class PeerBeat(Message, frozen=True):
+    """The node of this number is there; the answer is the other's beat, of the same cluster.
+
+    `latest` is the last change of members that it knows; `log`, those up to it, is empty where the
+    receiver is known to know them.
+    """
+
+    node: int
+    member: Member
+    latest: ChangeId
+    log: tuple[Change, ...] = ()
+
+
+class PlanRequest(Message, frozen=True):
+    """Where do objects lie in the epoch of this order? For a node that has missed it."""
+
+    number: int
+    dataset: str
+    seed: int
+
+
+class PlanAnswer(Message, frozen=True):
+    """The answer: a `SharedPlan`; `known` is None where the node does not know.
+
+    `holder` and `planned` are their bytes, which follow; -1: there is none.
+    """
+
+    number: int
+    seed: int = 0
+    known: ChangeId | None = None
+    members: bytes = b""
+    nodes: int = 0
+    holder: int = -1
+    planned: int = -1
+
+
+#: What a client may send once both sides have proved who they are.
+CLIENT_SAYS = PeerRequest | PeerBeat | PlanRequest
+#: A message's class, or several.
+Kind: TypeAlias = type[Message] | UnionType
+
+_decoders: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind)
-    for kind in (Greeting, Challenge, Proof, PeerRequest, PeerAnswer)
+    for kind in (Greeting, Challenge, Proof, PeerAnswer, PeerBeat, PlanAnswer, CLIENT_SAYS)
 }
-_MAX_ARRAYS = {PeerRequest: 4 * MAX_OBJECTS, PeerAnswer: 16 * MAX_OBJECTS}
+_MAX_ARRAYS: dict[Kind, int] = {CLIENT_SAYS: 4 * MAX_OBJECTS, PeerAnswer: 16 * MAX_OBJECTS}
+_MAX_BODIES: dict[Kind, int] = {CLIENT_SAYS: MAX_BEAT, PeerBeat: MAX_BEAT}
 
 
 # --- handshake --------------------------------------------------------------------------------
@@ -177,20 +226,21 @@ def pack(message: Message, arrays: Sequence[NDArray[Any]] = (), seal: Seal | Non
     return HEADER.pack(len(body), len(rest) - len(body), mac) + rest
 
 
-def following(header: bytes | bytearray, kind: type[Message]) -> int:
-    """Bytes that follow the header of a frame with a message of this class.
+def following(header: bytes | bytearray, kind: Kind) -> int:
+    """Bytes that follow the header of a frame with a message of this kind.
 
     Raises:
         MalformedError: more than such a message ever has.
     """
     body_nbytes, arrays_nbytes, _ = HEADER.unpack(header)
-    if body_nbytes > _MAX_BODY or arrays_nbytes > _MAX_ARRAYS.get(kind, 0):
-        raise MalformedError(f"{kind.__name__} of {body_nbytes} and {arrays_nbytes} bytes")
+    most = _MAX_BODIES.get(kind, _MAX_BODY), _MAX_ARRAYS.get(kind, 0)
+    if body_nbytes > most[0] or arrays_nbytes > most[1]:
+        raise MalformedError(f"a frame of {body_nbytes} and {arrays_nbytes} bytes")
     return int(body_nbytes + arrays_nbytes)
 
 
 def unpack(
-    header: bytes | bytearray, rest: bytes, kind: type[Message], seal: Seal | None = None
+    header: bytes | bytearray, rest: bytes, kind: Kind, seal: Seal | None = None
 ) -> tuple[Any, bytes]:
     """The message of a frame, and the bytes of its arrays.
 
@@ -204,6 +254,45 @@ def unpack(
         return _decoders[kind].decode(rest[:body_nbytes]), rest[body_nbytes:]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise MalformedError(str(e)) from e
+
+
+#: Of the changes of a cluster, where nothing is known of the receiver.
+NOTHING_TOLD = ChangeId(-1, -1)
+
+
+def beat_of(node: int, member: Member, log: tuple[Change, ...], told: ChangeId) -> PeerBeat:
+    """The beat of a node, for one that knows the changes up to `told`."""
+    return PeerBeat(node, member, latest(log), () if told == latest(log) else log)
+
+
+def plan_answer(number: int, plan: SharedPlan | None) -> tuple[PlanAnswer, list[bytes]]:
+    """The answer to a `PlanRequest`, and what follows it."""
+    if plan is None:
+        return PlanAnswer(number), []
+    columns = [None if one is None else one.tobytes() for one in (plan.holder, plan.planned)]
+    sizes = [-1 if column is None else len(column) for column in columns]
+    members = packed(plan.members), len(plan.members)
+    answer = PlanAnswer(number, plan.seed, plan.known, *members, *sizes)
+    return answer, [column for column in columns if column]
+
+
+def shared_plan(
+    answer: PlanAnswer, holder: bytes | None, planned: bytes | None
+) -> SharedPlan | None:
+    """What a `PlanAnswer` and the bytes after it say.
+
+    Raises:
+        MalformedError: nodes that do not exist.
+    """
+    if answer.known is None:
+        return None
+    if not 0 < answer.nodes < 256:
+        raise MalformedError(f"{answer.nodes} nodes")
+    columns = [None if x is None else np.frombuffer(x, np.uint8) for x in (holder, planned)]
+    for column in columns:
+        if column is not None and ((column >= answer.nodes) & (column != 255)).any():
+            raise MalformedError("an object on a node that does not exist")
+    return SharedPlan(answer.seed, answer.known, unpacked(answer.members, answer.nodes), *columns)
 
 
 def requested(request: PeerRequest, arrays: bytes) -> Ids:

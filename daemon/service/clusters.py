@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-
-import numpy as np
+from typing import NamedTuple
 
 from creel.cache.memory.arena import Arena
 from creel.daemon.core.events import (
     SOURCE,
+    AskPlan,
     ClusterChanged,
     Event,
     PeerAsked,
     PeerServed,
+    PlanAsked,
+    PlanShared,
     ServeObjects,
+    SharePlan,
 )
+from creel.daemon.peers import wire
+from creel.daemon.peers.heartbeats import Heartbeats
 from creel.daemon.peers.lane import PeerSource
-from creel.daemon.peers.server import Asked, PeerServer
+from creel.daemon.peers.link import ask_plan
+from creel.daemon.peers.server import Asked, PeerServer, PlanWanted
 from creel.daemon.peers.wire import KEY_NBYTES, Credentials
+from creel.daemon.service.cluster import Cluster
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Join, Member
-from creel.policies.cluster.eviction import ClusterView
+from creel.policies.cluster.eviction import ClusterView, SharedPlan
+from creel.policies.cluster.members import EpochMoment
 
 log = logging.getLogger("creel.clusters")
 
@@ -34,13 +43,20 @@ _MAX_MEMBERS = 255
 _MAX_RANKS = 1 << 16
 
 
-@dataclass(eq=False)
-class Cluster:
-    """A cluster that this node belongs to, as long as some client of its job is connected."""
+class DaemonHooks(NamedTuple):
+    """What clusters need of the rest of the daemon.
 
-    joined: Join
-    view: ClusterView
-    tokens: set[str] = field(default_factory=set)
+    Args:
+        handle: gives an event to the core.
+        call_soon: runs a function on the loop thread, from any thread.
+        unreachable: ends all fetches from a peer, which is not asked any more.
+        moments: when plans of a cluster could change (`Core.moments`).
+    """
+
+    handle: Callable[[Event], bool]
+    call_soon: Callable[[Callable[[], None]], None]
+    unreachable: Callable[[int], None]
+    moments: Callable[[str], tuple[EpochMoment, ...]]
 
 
 class Clusters:
@@ -48,27 +64,23 @@ class Clusters:
 
     Args:
         arena: what peers are served from.
-        handle: gives an event to the core.
-        call_soon: runs a function on the loop thread, from any thread.
-        unreachable: ends all fetches from a peer, which is not asked any more.
+        lost_s: after what silence a node counts as lost, in s.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        handle: Callable[[Event], bool],
-        call_soon: Callable[[Callable[[], None]], None],
-        unreachable: Callable[[int], None],
-    ) -> None:
+    def __init__(self, arena: Arena, daemon: DaemonHooks, lost_s: float) -> None:
         self.node = secrets.token_hex(16)
+        self._born = time.time()
         self._arena = arena
-        self._handle = handle
-        self._call_soon = call_soon
-        self._unreachable = unreachable
+        self._daemon = daemon
+        self._lost_s = lost_s
         self._server: PeerServer | None = None
+        self._beats: Heartbeats | None = None
         self._clusters: dict[str, Cluster] = {}
         #: By origin of a fetch: who is to be asked, and as whom.
         self._peers: dict[int, tuple[Member, Credentials]] = {}
+        self._asking: set[str] = set()  # datasets whose plan a peer is asked for
+
+    # --- serving ------------------------------------------------------------------------------
 
     def host(self, address: str) -> Member:
         """Serve peers at this address of this node, unless that was begun; return how to reach it.
@@ -80,13 +92,43 @@ class Clusters:
             try:
                 self._server = PeerServer(
                     *(address, 0, self.node, self._arena),
-                    asked=lambda asked: self._call_soon(partial(self._asked, asked)),
-                    served=lambda number: self._call_soon(partial(self._served, number)),
+                    asked=self._on_loop(self._asked),
+                    served=self._on_loop(self._served),
+                    plan_wanted=self._on_loop(self._plan_wanted),
+                    heard=lambda name, beat: self._daemon.call_soon(
+                        partial(self._heard, name, beat, answer=False)
+                    ),
                 )
             except (OSError, RuntimeError) as e:
                 raise UnavailableError(f"peers cannot be served at {address}: {e}") from e
             log.info("serving peers at %s port %d", *self._server.address)
-        return Member(self.node, *self._server.address, self._arena.nbytes)
+        return Member(self.node, *self._server.address, self._arena.nbytes, self._born)
+
+    def _on_loop(self, call: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: self._daemon.call_soon(partial(call, *args))
+
+    def _asked(self, asked: Asked) -> None:
+        if asked.cluster in self._clusters:
+            self._daemon.handle(PeerAsked(asked.number, asked.dataset, asked.ids))
+
+    def _served(self, request: int) -> None:
+        self._daemon.handle(PeerServed(request))
+
+    def _plan_wanted(self, wanted: PlanWanted) -> None:
+        if wanted.cluster in self._clusters:
+            self._daemon.handle(PlanAsked(wanted.number, wanted.dataset, wanted.seed))
+
+    def serve(self, action: ServeObjects) -> None:
+        """Send a peer what it asked for."""
+        if self._server is not None:
+            self._server.serve(action.request, action.place, action.nbytes, action.version)
+
+    def share_plan(self, action: SharePlan) -> None:
+        """Send a peer what it has missed."""
+        if self._server is not None:
+            self._server.serve_plan(action.request, action.plan)
+
+    # --- joining ------------------------------------------------------------------------------
 
     def join(self, token: str, request: Join) -> None:
         """Enter a cluster, for the client of this token.
@@ -97,81 +139,181 @@ class Clusters:
         """
         known = self._clusters.get(request.cluster)
         if known is None:
-            known = self._clusters[request.cluster] = Cluster(request, self._viewed(request))
-            assert self._server is not None  # noqa: S101  `_viewed` has checked that
-            self._server.admit(request.cluster, request.key)
-            log.info("joined %d nodes", len(request.members))
-        elif known.joined != request:
+            self._check(request)
+            known = self._enter(request)
+        elif not known.same(request):
             raise MalformedError("another cluster of the same name")
+        for node, member in enumerate(request.members):
+            self._replace(known, node, member)
         known.tokens.add(token)
 
-    def _viewed(self, request: Join) -> ClusterView:
-        members = request.members
-        nodes = [one.node for one in members]
-        if len(request.key) != KEY_NBYTES or not 2 <= len(members) <= _MAX_MEMBERS:
+    def _check(self, request: Join) -> None:
+        nodes = [one.node for one in request.members]
+        if len(request.key) != KEY_NBYTES or not 2 <= len(nodes) <= _MAX_MEMBERS:
             raise MalformedError("a key of another size, or too few or too many nodes")
         if len(set(nodes)) != len(nodes) or not 0 < len(request.ranks) <= _MAX_RANKS:
             raise MalformedError("nodes that are twice there, or too many ranks")
-        ranks = np.array(request.ranks, np.int64)
-        if ranks.min() < 0 or ranks.max() >= len(members):
+        if min(request.ranks) < 0 or max(request.ranks) >= len(nodes):
             raise MalformedError("a rank on a node that is no member")
         if self._server is None or self.node not in nodes:
             raise UnavailableError("this node is not one of the cluster's")
-        credentials = Credentials(self.node, request.cluster, request.key)
-        origins = [
-            SOURCE if one.node == self.node else self._number(one, credentials) for one in members
-        ]
-        capacity = np.array([max(one.arena_nbytes, 1) for one in members])
-        me = nodes.index(self.node)
-        return ClusterView(me, ranks, capacity, np.array(origins), request.cluster)
 
-    def _number(self, peer: Member, credentials: Credentials) -> int:
+    def _enter(self, request: Join) -> Cluster:
+        assert self._server is not None  # noqa: S101  `_check` has seen to that
+        who = Credentials(self.node, request.cluster, request.key)
+        origins = [
+            SOURCE if one.node == self.node else self._number(one, who) for one in request.members
+        ]
+        cluster = Cluster(request, self.node, origins, time.monotonic(), self._lost_s)
+        self._clusters[request.cluster] = cluster
+        self._server.admit(request.cluster, request.key)
+        if self._beats is None:
+            self._beats = Heartbeats(
+                lambda name, beat: self._daemon.call_soon(
+                    partial(self._heard, name, beat, answer=True)
+                ),
+                self._on_loop(self._refused),
+            )
+        self._say(cluster, now=False)
+        for node, one in enumerate(request.members):
+            if node != cluster.me:
+                self._beats.watch(node, one, who, cluster.members.patience.beat_s)
+        log.info("joined %d nodes", len(request.members))
+        return cluster
+
+    def _number(self, peer: Member, who: Credentials) -> int:
         """Give a peer the lowest number that is free."""
         number = next(n for n in count() if n not in self._peers)
-        self._peers[number] = peer, credentials
+        self._peers[number] = peer, who
         return number
-
-    def view(self, cluster: str) -> ClusterView | None:
-        """The nodes of a cluster; None where this node does not belong to it."""
-        known = self._clusters.get(cluster)
-        return None if known is None else known.view
-
-    def source(self, origin: int, dataset: str) -> PeerSource:
-        """Reads a dataset's objects from a peer."""
-        member, credentials = self._peers[origin]
-        return PeerSource((member.host, member.port), member.node, dataset, credentials)
 
     def client_left(self, token: str) -> None:
         """Leave the clusters of a client that has disconnected, if it was the last one there."""
-        for name, cluster in list(self._clusters.items()):
+        for cluster in list(self._clusters.values()):
             cluster.tokens.discard(token)
             if not cluster.tokens:
-                self._leave(name, cluster)
+                self._leave(cluster)
 
-    def _leave(self, name: str, cluster: Cluster) -> None:
+    def _leave(self, cluster: Cluster) -> None:
         """End a cluster: its nodes get nothing, and none of them is asked any more."""
-        del self._clusters[name]
+        del self._clusters[cluster.name]
         if self._server is not None:
-            self._server.expel(name)
-        self._handle(ClusterChanged(name, None))
-        for number in cluster.view.origin.tolist():
+            self._server.expel(cluster.name)
+        if self._beats is not None:
+            self._beats.forget(cluster.name)
+        self._daemon.handle(ClusterChanged(cluster.name, None))
+        for number in cluster.origins:
             if number != SOURCE:
-                self._unreachable(number)
+                self._daemon.unreachable(number)
                 del self._peers[number]
 
-    def _asked(self, asked: Asked) -> None:
-        if asked.cluster in self._clusters:
-            self._handle(PeerAsked(asked.number, asked.dataset, asked.ids))
+    # --- who is there -------------------------------------------------------------------------
 
-    def _served(self, request: int) -> None:
-        self._handle(PeerServed(request))
+    def view(self, name: str) -> ClusterView | None:
+        """The nodes of a cluster; None where this node does not belong to it."""
+        known = self._clusters.get(name)
+        return None if known is None else known.view
 
-    def serve(self, action: ServeObjects) -> None:
-        """Send a peer what it asked for."""
-        if self._server is not None:
-            self._server.serve(action.request, action.place, action.nbytes, action.version)
+    def tick(self, now: float) -> None:
+        """Notice who is silent; tell the core who is there, and write changes that are due."""
+        for cluster in self._clusters.values():
+            due = cluster.members.due(now)
+            if due is not None:
+                change = cluster.members.change(due, self._daemon.moments(cluster.name))
+                log.warning("plans now count on %s of the nodes", cluster.names(due))
+                log.debug("change %s at %s", change.id, change.moments)
+                self._say(cluster, now=True)
+            self._see(cluster, now)
+
+    def _see(self, cluster: Cluster, now: float) -> None:
+        """Tell the core what has changed of a cluster, and ask nothing of who is not there."""
+        before, view = cluster.view, cluster.seen(now)
+        if view is before:
+            return
+        self._daemon.handle(ClusterChanged(cluster.name, view))
+        for number in set(before.origin.tolist()) - set(view.origin.tolist()):
+            log.warning("node %s is not reached", self._peers[number][0].host)
+            self._daemon.unreachable(number)
+
+    def _say(self, cluster: Cluster, *, now: bool) -> None:
+        """Have all beats tell what this node knows of the cluster's changes."""
+        assert self._server is not None  # noqa: S101
+        assert self._beats is not None  # noqa: S101
+        members = cluster.members
+        member = self.host(self._server.address[0])
+        beat = wire.beat_of(cluster.me, member, members.log, wire.NOTHING_TOLD)
+        self._server.say(cluster.name, beat)
+        self._beats.say(beat, cluster.name, now=now)
+
+    def _heard(self, name: str, beat: wire.PeerBeat, *, answer: bool) -> None:
+        """A node has said that it is there; `answer`: over the way that fetches take."""
+        cluster = self._clusters.get(name)
+        if cluster is None or not cluster.has(beat.node):
+            return
+        now = time.monotonic()
+        self._replace(cluster, beat.node, beat.member)
+        if answer and cluster.joined[beat.node].node == beat.member.node:
+            cluster.members.heard(beat.node, now)
+        if cluster.members.learn(beat.log):
+            self._say(cluster, now=False)
+        self._see(cluster, now)
+
+    def _refused(self, name: str, node: int) -> None:
+        cluster = self._clusters.get(name)
+        if cluster is not None:
+            now = time.monotonic()
+            cluster.members.refused(node, now)
+            self._see(cluster, now)
+
+    def _replace(self, cluster: Cluster, node: int, member: Member) -> None:
+        """Take another daemon for a node, if it is a younger one."""
+        before = cluster.joined[node]
+        if node == cluster.me or member.node == before.node or member.born <= before.born:
+            return
+        who = Credentials(self.node, cluster.name, cluster.key)
+        number, now = cluster.origins[node], time.monotonic()
+        cluster.replaced(node, member, self._number(member, who), now)
+        self._see(cluster, now)
+        self._daemon.unreachable(number)
+        del self._peers[number]
+        if self._beats is not None:
+            self._beats.watch(node, member, who, cluster.members.patience.beat_s)
+        log.info("node %s has another daemon", member.host)
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def source(self, origin: int, dataset: str) -> PeerSource:
+        """Reads a dataset's objects from a peer."""
+        member, who = self._peers[origin]
+        return PeerSource((member.host, member.port), member.node, dataset, who)
+
+    def ask_plan(self, action: AskPlan) -> None:
+        """Ask a peer where objects lie; `PlanShared` is the answer, if there is one."""
+        cluster = self._clusters.get(action.cluster)
+        origin = None if cluster is None else cluster.authority(time.monotonic())
+        if origin is None or action.dataset in self._asking:
+            return
+        member, who = self._peers[origin]
+        self._asking.add(action.dataset)
+
+        def ask() -> None:
+            address = member.host, member.port
+            plan = ask_plan(address, member.node, who, action.dataset, action.seed)
+            self._daemon.call_soon(partial(self._plan_came, action.dataset, plan))
+
+        try:
+            threading.Thread(target=ask, name="creel-ask-plan", daemon=True).start()
+        except RuntimeError:  # no thread to be had: the core asks again
+            self._asking.discard(action.dataset)
+
+    def _plan_came(self, dataset: str, plan: SharedPlan | None) -> None:
+        self._asking.discard(dataset)
+        if plan is not None:
+            self._daemon.handle(PlanShared(dataset, plan))
 
     def close(self) -> None:
         """End all connections; nothing is read from the arena afterwards."""
+        if self._beats is not None:
+            self._beats.close()
         if self._server is not None:
             self._server.close()

@@ -30,7 +30,7 @@ from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.reporting import metrics
-from creel.daemon.service.clusters import Clusters
+from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.daemon.service.disk import Disk, DiskSource
 from creel.daemon.service.fetcher import Fetcher
 from creel.daemon.service.quota import Quota
@@ -109,9 +109,13 @@ class Node:
         )
         self.ranks = metrics.Ranks()
         self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
-        self.clusters = Clusters(*(self.arena, self.handle_event, call_soon, self._unreachable))
         self.disk = Disk(
             config.disk, self.arena, lambda event: call_soon(lambda: self._from_disk(event))
+        )
+        self.clusters = Clusters(
+            self.arena,
+            DaemonHooks(self.handle_event, call_soon, self._unreachable, self.core.moments),
+            config.cluster.lost_s,
         )
         self.fetcher = Fetcher(
             self.arena,
@@ -199,6 +203,10 @@ class Node:
             self.disk.spill(action)
         elif isinstance(action, events.DropFromDisk):
             self.disk.drop(action)
+        elif isinstance(action, events.SharePlan):
+            self.clusters.share_plan(action)
+        elif isinstance(action, events.AskPlan):
+            self.clusters.ask_plan(action)
         else:
             self._planner.put(partial(self._plan, action))
 
@@ -259,6 +267,7 @@ class Node:
     def tick(self) -> None:
         """Handle the passing of time."""
         self.fetcher.tick()
+        self.clusters.tick(time.monotonic())
         self.handle_event(events.Tick())
 
     # --- Host ---------------------------------------------------------------------------------

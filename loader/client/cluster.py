@@ -3,6 +3,9 @@
 Every rank writes where its node's daemon serves peers; rank 0 adds a fresh key. Once all have, each
 rank gives its daemon the list. Nothing waits for that: until then, and where it fails, each node
 reads for itself.
+
+What was written first stays: it says which ranks share a node. A rank whose daemon is another one
+now, as the first has ended, writes that beside it.
 """
 
 from __future__ import annotations
@@ -64,21 +67,49 @@ def on_one_node(env: Mapping[str, str], world: int) -> bool:
 def _join(client: Client, store: Any, rank: int, world: int) -> None:
     try:
         member = client.host(own_address(store))
-        store.set(f"{_PREFIX}{rank}", msgspec.msgpack.encode(member))
-        if rank == 0:
+        again: bool = store.check([f"{_PREFIX}{rank}"])
+        key = f"{_PREFIX}{rank}/now" if again else f"{_PREFIX}{rank}"
+        store.set(key, msgspec.msgpack.encode(member))
+        if rank == 0 and not again:
             store.set(f"{_PREFIX}key", secrets.token_bytes(48))
         if not _all_there(client, store, world):
             return
         secret: bytes = store.get(f"{_PREFIX}key")
-        found = [
-            msgspec.msgpack.decode(store.get(f"{_PREFIX}{r}"), type=Member) for r in range(world)
-        ]
-        members = list(dict.fromkeys(found))
+        first = [_member(store, f"{_PREFIX}{r}") for r in range(world)]
+        later = {
+            r: _member(store, f"{_PREFIX}{r}/now")
+            for r in range(world)
+            if again and store.check([f"{_PREFIX}{r}/now"])
+        }
+        members, ranks = nodes_of(first, later)
         if len(members) > 1:
-            ranks = [members.index(one) for one in found]
             client.join(Join(secret[:16].hex(), secret[16:], members, ranks))
     except (UnavailableError, OSError, RuntimeError, msgspec.MsgspecError) as e:
         _log.info("this node shares no cache with the job's others: %s", e)
+
+
+def _member(store: Any, key: str) -> Member:
+    return msgspec.msgpack.decode(store.get(key), type=Member)
+
+
+def nodes_of(first: list[Member], later: dict[int, Member]) -> tuple[list[Member], list[int]]:
+    """The nodes of a job, and the node of each rank.
+
+    Args:
+        first: the daemon that each rank began with; ranks with the same one share a node.
+        later: by rank, the daemon that has taken its place.
+
+    >>> old, other = Member("a", "h", 1, 9), Member("c", "i", 1, 9)
+    >>> members, ranks = nodes_of([old, old, other], {1: Member("b", "h", 2, 9, born=5.0)})
+    >>> [member.node for member in members], ranks
+    (['b', 'c'], [0, 0, 1])
+    """
+    members = list(dict.fromkeys(first))
+    ranks = [members.index(one) for one in first]
+    for rank, one in later.items():
+        if one.born > members[ranks[rank]].born:
+            members[ranks[rank]] = one
+    return members, ranks
 
 
 def _all_there(client: Client, store: Any, world: int) -> bool:

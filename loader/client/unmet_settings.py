@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 _TIMEOUT_S = 1.0  # an answer takes 0.1 ms, and this one is optional
-_DAEMONS = ("memory.", "disk.", "fetch.", "window.", "daemon.")
+_DAEMONS = ("memory.", "disk.", "fetch.", "window.", "daemon.", "cluster.")
 _checked: set[tuple[int, str, str]] = set()
 
 

@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from creel.errors import ConfigError
 from creel.settings import (
+    ClusterSettings,
     DaemonSettings,
     DiskSettings,
     FetchSettings,
@@ -38,6 +39,7 @@ from creel.settings import (
 from creel.units import format_size, parse_seconds, parse_size
 
 __all__ = [
+    "ClusterSettings",
     "Config",
     "DaemonSettings",
     "DiskSettings",
@@ -66,6 +68,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fetch: FetchSettings = FetchSettings()
     window: WindowSettings = WindowSettings()
     daemon: DaemonSettings = DaemonSettings()
+    cluster: ClusterSettings = ClusterSettings()
     loader: LoaderSettings = LoaderSettings()
 
     @classmethod

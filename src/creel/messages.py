@@ -103,12 +103,16 @@ class Close(Message, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A node of a cluster: its daemon's id, where it serves peers, and the bytes of its arena."""
+    """A node of a cluster: its daemon's id, where it serves peers, and the bytes of its arena.
+
+    `born` (s since 1970) tells a daemon from the one that takes its place.
+    """
 
     node: str
     host: str
     port: int
     arena_nbytes: int
+    born: float = 0.0
 
 
 class Host(Message, frozen=True):

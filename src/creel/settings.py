@@ -152,6 +152,17 @@ class DaemonSettings(_Section, frozen=True):
     ] = 3600.0
 
 
+class ClusterSettings(_Section, frozen=True):
+    """The nodes of a job, which serve each other."""
+
+    lost_s: Annotated[
+        float,
+        _seconds(
+            "a node that is silent for this long counts as lost: what it held is planned anew", ge=3
+        ),
+    ] = 30.0
+
+
 class LoaderSettings(_Section, frozen=True):
     """The loader in a training process."""
 
@@ -203,5 +214,11 @@ class LoaderSettings(_Section, frozen=True):
 
 
 Section: TypeAlias = (
-    MemorySettings | DiskSettings | FetchSettings | WindowSettings | DaemonSettings | LoaderSettings
+    MemorySettings
+    | DiskSettings
+    | FetchSettings
+    | WindowSettings
+    | DaemonSettings
+    | ClusterSettings
+    | LoaderSettings
 )

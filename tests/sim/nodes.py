@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     SOURCE,
     Action,
+    AskPlan,
+    ClusterChanged,
     DatasetAdded,
     EpochDealt,
     Event,
@@ -19,27 +22,35 @@ from creel.daemon.core.events import (
     FetchObjects,
     PeerAsked,
     PeerServed,
+    PlanAsked,
     PlanExtended,
     PlanRetention,
+    PlanShared,
     Progressed,
     Publish,
     RetentionPlanned,
     ServeObjects,
     SessionOpened,
     SetReady,
+    SharePlan,
 )
+from creel.daemon.core.members import Members, Patience
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterView
 from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.members import authority
 
 _VERSION = 5 << 40 | 1
+_CLUSTER = "c"
+_STEP_S = 0.1
 
 
 class Nodes:
     """One rank on each node reads epochs of equal objects, all in step.
 
     Attributes:
-        counts: "source", "peer" and "refused" objects, of this epoch.
+        counts: "source", "peer", "refused" and "shared" objects, of this epoch; "empty": asked of a
+            daemon that holds nothing.
     """
 
     def __init__(self, nodes: int, order: JobOrder, held: float, size: int = 1000) -> None:
@@ -48,54 +59,130 @@ class Nodes:
         self.capacity = int(held * order.samples * size / nodes)
         self.counts: Counter[str] = Counter()
         self.gone: set[int] = set()  # nodes that answer nobody
+        self.dead: set[int] = set()  # nodes that do nothing at all
         self._now, self._requests = 0.0, 0
-        self._queue: deque[tuple[int, FetchObjects | PlanRetention]] = deque()
+        self._queue: deque[tuple[int, Action]] = deque()
         self._served: dict[int, ServeObjects] = {}
+        self._plans: dict[int, SharePlan] = {}
         self.ready = [0] * nodes
-        self.places: list[NDArray[np.int64]] = []
+        self.places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * nodes
         self.cores: list[Core] = []
         self._known = 0  # epochs
-        length = np.broadcast_to(np.int64(size), (order.samples,))
+        self._began = [0] * nodes  # the epoch with which each core began
+        self.members = [Members(node, nodes, -10.0, Patience()) for node in range(nodes)]
         for node in range(nodes):
-            self.places.append(np.full(order.samples, -1, np.int64))
-            seen = self.places[node].view()
-            seen.flags.writeable = False
             self.cores.append(Core(Allocator(self.capacity)))
-            added = Lengths.of(length), Versions(order.samples)
-            self._feed(node, DatasetAdded("d", seen, length, *added))
-            self._feed(node, SessionOpened(1, "d", "j", node, nodes))
+            self._begin(node)
 
-    def run(self, epochs: int) -> list[Counter[str]]:
-        """Run further epochs; the counts of each."""
+    def _begin(self, node: int) -> None:
+        samples = self.order.samples
+        length = np.broadcast_to(np.int64(self.size), (samples,))
+        self.places[node] = np.full(samples, -1, np.int64)
+        seen = self.places[node].view()
+        seen.flags.writeable = False
+        added = Lengths.of(length), Versions(samples)
+        self._feed(node, DatasetAdded("d", seen, length, *added))
+        self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores)))
+
+    def run(
+        self, epochs: int, then: Callable[[], None] = lambda: None, part: float = 0.5
+    ) -> list[Counter[str]]:
+        """Run further epochs; the counts of each. After `part` of each comes `then`."""
         out = []
         for _ in range(epochs):
             self.counts.clear()
             first = self._known - 1 if self._known else 0
             while self._known < first + 2:
-                self._tell(self._known)
+                for node in self.alive:
+                    self._tell(node, self._known)
                 self._known += 1
             self._settle()
-            for step in range(first * self.order.steps, (first + 1) * self.order.steps):
-                for node in range(len(self.cores)):
-                    self._feed(node, Progressed(1, step, step + 1))
-                self._settle()
-                assert min(self.ready) > step, "a step that nothing is awaited for is not ready"
+            steps = self.order.steps
+            for step in range(steps):
+                self._step(first, step)
+                if step == int(part * steps):
+                    then()
             out.append(self.counts.copy())
-        for core in self.cores:
-            core.check()
+        for node in self.alive:
+            self.cores[node].check()
         return out
 
-    def _tell(self, epoch: int) -> None:
-        order = self.order._replace(seed=self.order.seed + epoch)
+    def _step(self, epoch: int, step: int) -> None:
+        self._now += _STEP_S
+        for node in self.alive:
+            at = (epoch - self._began[node]) * self.order.steps + step
+            if at >= 0:
+                self._feed(node, Progressed(1, at, at + 1))
+        self._settle()
+        for node in self.alive:
+            at = (epoch - self._began[node]) * self.order.steps + step
+            assert self.ready[node] > at, "a step that nothing is awaited for is not ready"
+
+    @property
+    def alive(self) -> list[int]:
+        return [node for node in range(len(self.cores)) if node not in self.dead]
+
+    def lose(self, node: int) -> None:
+        """A node is gone, and the others notice."""
+        self.gone.add(node)
+        self.dead.add(node)
+        for other in self.alive:
+            self.members[other].refused(node, self._now - 1000)
+        self._agree()
+
+    def restart(self, node: int) -> None:
+        """A node is there again, with a daemon that holds nothing."""
+        epoch = self._known - 2
+        self.gone.discard(node)
+        self.dead.discard(node)
+        self.cores[node] = Core(Allocator(self.capacity))
+        self.ready[node], self._began[node] = 0, epoch
+        self._begin(node)
+        self.members[node] = Members(node, len(self.cores), self._now - 10, Patience())
+        for other in self.alive:
+            for one in self.alive:
+                self.members[other].heard(one, self._now)
+        self.members[node].learn(self.members[self.alive[0]].log)
+        self._agree()
+        for known in range(epoch, self._known):
+            self._tell(node, known)
+        self._settle()
+
+    def _agree(self) -> None:
+        """Write a change where there is one, and spread it."""
+        for node in self.alive:
+            for other in self.alive:
+                self.members[node].heard(other, self._now)
+        for node in self.alive:
+            due = self.members[node].due(self._now)
+            if due is not None:
+                moments = self.cores[node].moments(_CLUSTER)
+                self.members[node].change(due, moments)
+                for other in self.alive:
+                    self.members[other].learn(self.members[node].log)
+        for node in self.alive:
+            self._feed(node, ClusterChanged(_CLUSTER, self._view(node)))
+        self._settle()
+
+    def _view(self, node: int) -> ClusterView:
         nodes = len(self.cores)
+        reachable = self.members[node].reachable(self._now)
+        reachable[list(self.gone - self.dead)] = True  # nobody has noticed these
+        origin = np.where(reachable, np.arange(nodes), SOURCE)
+        origin[node] = SOURCE
+        capacity = np.full(nodes, self.capacity)
+        log = self.members[node].log
+        return ClusterView(node, np.arange(nodes), capacity, origin, _CLUSTER, log)
+
+    def _tell(self, node: int, epoch: int) -> None:
+        order = self.order._replace(seed=self.order.seed + epoch)
         ends = np.minimum(np.arange(1, order.steps + 1) * order.batch, order.each)
-        for node, ids in enumerate(order.by_rank()):
-            first = epoch * order.steps
-            self._feed(node, PlanExtended(1, epoch, first, ids.copy(), ends.astype(np.int64)))
-            origin = np.arange(nodes)
-            origin[node] = SOURCE
-            view = ClusterView(node, np.arange(nodes), np.full(nodes, self.capacity), origin)
-            self._feed(node, EpochDealt(1, epoch, order, view))
+        number = epoch - self._began[node]
+        first, ids = number * order.steps, order.by_rank()[node]
+        for other in self.alive:
+            self.members[node].heard(other, self._now)
+        self._feed(node, PlanExtended(1, number, first, ids.copy(), ends.astype(np.int64)))
+        self._feed(node, EpochDealt(1, number, order, self._view(node)))
 
     def _feed(self, node: int, event: Event) -> None:
         self._now += 1e-4
@@ -103,7 +190,7 @@ class Nodes:
             self._do(node, action)
 
     def _do(self, node: int, action: Action) -> None:
-        if isinstance(action, FetchObjects | PlanRetention):
+        if isinstance(action, FetchObjects | PlanRetention | AskPlan):
             self._queue.append((node, action))
         elif isinstance(action, Publish):
             self.places[node][action.ids] = action.offset
@@ -111,20 +198,35 @@ class Nodes:
             self.ready[node] = action.ready
         elif isinstance(action, ServeObjects):
             self._served[action.request] = action
+        elif isinstance(action, SharePlan):
+            self._plans[action.request] = action
 
     def _settle(self) -> None:
         """Until nothing is under way."""
         while self._queue:
             node, action = self._queue.popleft()
+            if node in self.dead:
+                continue
             if isinstance(action, PlanRetention):
                 kept = action.turn.plan()
                 self._feed(node, RetentionPlanned(action.dataset, action.turn, kept))
-            elif action.origin == SOURCE:
+            elif isinstance(action, AskPlan):
+                self._ask_plan(node, action)
+            elif isinstance(action, FetchObjects) and action.origin == SOURCE:
                 self.counts["source"] += len(action.ids)
                 version = np.full(len(action.ids), _VERSION)
                 self._feed(node, Fetched(action.fetch, action.length.copy(), version))
-            else:
+            elif isinstance(action, FetchObjects):
                 self._from_peer(node, action)
+
+    def _ask_plan(self, node: int, action: AskPlan) -> None:
+        self._requests += 1
+        peer = authority(self.members[node].log)
+        self._feed(peer, PlanAsked(self._requests, action.dataset, action.seed))
+        plan = self._plans.pop(self._requests).plan
+        if plan is not None:
+            self.counts["shared"] += 1
+            self._feed(node, PlanShared(action.dataset, plan))
 
     def _from_peer(self, node: int, action: FetchObjects) -> None:
         if action.origin in self.gone:
@@ -132,6 +234,7 @@ class Nodes:
             self._feed(node, Fetched(action.fetch, np.full(len(action.ids), -1)))
             return
         self._requests += 1
+        self.counts["empty"] += len(action.ids) * bool((self.places[action.origin] == -1).all())
         self._feed(action.origin, PeerAsked(self._requests, action.dataset, action.ids))
         answer = self._served.pop(self._requests)
         here = answer.nbytes >= 0

@@ -56,3 +56,41 @@ def test_a_peer_that_is_gone_costs_what_it_held() -> None:
     held = int((nodes.places[3] != -1).sum())
     assert 0 < counts["refused"] <= held
     assert counts["source"] <= counts["refused"] + 0.04 * order.samples
+
+
+def test_what_a_lost_node_held_is_read_once_again() -> None:
+    """In the middle of an epoch; the others together hold it all."""
+    order = job(4)
+    nodes = Nodes(4, order, 1.4)
+    nodes.run(3)
+    lost = 0
+
+    def lose() -> None:
+        nonlocal lost
+        lost = int((nodes.places[3] != -1).sum())
+        nodes.lose(3)
+
+    runs = [*nodes.run(1, lose), *nodes.run(7)]
+    assert sum(counts["source"] for counts in runs) <= 1.05 * lost
+    assert sum(counts["refused"] for counts in runs) <= 0.01 * order.samples
+    assert sum(counts["source"] for counts in runs[-2:]) <= 0.01 * order.samples
+    assert all(counts["peer"] > 0 for counts in runs)
+
+
+@pytest.mark.parametrize("held", [0.6, 1.4])
+@pytest.mark.parametrize("node", [0, 3])
+def test_a_daemon_that_is_restarted_follows_the_others_again(held: float, node: int) -> None:
+    """Also the one that writes the changes."""
+    order = job(4)
+    nodes = Nodes(4, order, held)
+    nodes.run(3)
+    nodes.run(1, lambda: nodes.lose(node))
+    nodes.run(1)
+    (first,) = nodes.run(1, lambda: nodes.restart(node), part=0.02)
+    later = nodes.run(4)
+    assert first["shared"] == 1
+    assert first["empty"] == 0
+    for counts in later[1:]:
+        assert counts["source"] <= (1 - min(held, 1)) * order.samples + 0.03 * order.samples
+        assert counts["refused"] <= 0.01 * order.samples
+        assert counts["peer"] > 0

@@ -8,7 +8,7 @@ import pytest
 
 from creel.cache.memory.arena import Arena
 from creel.daemon.core.events import SOURCE, ClusterChanged, Event
-from creel.daemon.service.clusters import Clusters
+from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.errors import CreelError
 from creel.loader.client.cluster import on_one_node
 from creel.messages import Join, Member
@@ -21,8 +21,13 @@ ENDED: list[int] = []
 
 @pytest.fixture
 def clusters() -> Iterator[Clusters]:
+    def handled(event: Event) -> bool:
+        EVENTS.append(event)
+        return True
+
     with Arena.create(1 << 20) as arena:
-        one = Clusters(arena, EVENTS.append, lambda call: call(), ENDED.append)  # type: ignore[arg-type]
+        hooks = DaemonHooks(handled, lambda call: None, ENDED.append, lambda cluster: ())  # noqa: ARG005
+        one = Clusters(arena, hooks, 30.0)
         yield one
         one.close()
     EVENTS.clear()

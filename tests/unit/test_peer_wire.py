@@ -21,11 +21,14 @@ from creel.daemon.peers.wire import (
 )
 from creel.errors import MalformedError
 from creel.messages import Message
+from creel.policies.cluster.eviction import SharedPlan
+from creel.policies.cluster.members import ChangeId
 
 KEY = bytes(range(32))
 GREETING = Greeting(wire.PEER_PROTOCOL, "cluster", "client", b"c" * 32)
 CHALLENGE = Challenge("server", b"s" * 32)
-KINDS = [Greeting, Challenge, wire.Proof, PeerRequest, PeerAnswer]
+CLIENT = wire.CLIENT_SAYS
+KINDS = [Greeting, Challenge, wire.Proof, CLIENT, PeerAnswer, wire.PeerBeat, wire.PlanAnswer]
 
 
 @dataclass
@@ -40,10 +43,10 @@ class Pair:
         return wire.pack(PeerRequest(number, "data", 0.5), [ids], self.client.requests)
 
     def receive(self, frame: bytes) -> Message:
-        return unpacked(frame, PeerRequest, self.server.requests)
+        return unpacked(frame, CLIENT, self.server.requests)
 
 
-def unpacked(frame: bytes, kind: type[Message], seal: wire.Seal | None) -> Message:
+def unpacked(frame: bytes, kind: wire.Kind, seal: wire.Seal | None) -> Message:
     header, rest = frame[: HEADER.size], frame[HEADER.size :]
     if wire.following(header, kind) != len(rest):
         raise MalformedError("cut")
@@ -103,21 +106,21 @@ def test_proofs_and_frames_are_of_one_session_only(
         assert pair.server.proves(side, pair.client.proof(side))
         assert not other.proves(side, pair.client.proof(side))
     with pytest.raises(MalformedError):
-        unpacked(pair.request(), PeerRequest, other.requests)
+        unpacked(pair.request(), CLIENT, other.requests)
 
 
 def test_another_key_proves_nothing() -> None:
     pair, stranger = Pair(), PeerSession(KEY[::-1], GREETING, CHALLENGE)
     assert not pair.server.proves("client", stranger.proof("client"))
     with pytest.raises(MalformedError):
-        unpacked(pair.request(), PeerRequest, stranger.requests)
+        unpacked(pair.request(), CLIENT, stranger.requests)
 
 
 def test_nothing_that_one_side_said_serves_as_word_of_the_other() -> None:
     pair = Pair()
     assert not pair.client.proves("server", pair.client.proof("client"))
     with pytest.raises(MalformedError):
-        unpacked(pair.request(), PeerRequest, pair.client.answers)
+        unpacked(pair.request(), CLIENT, pair.client.answers)
 
 
 @pytest.mark.parametrize("nonces", [(b"", b"s" * 32), (b"c" * 32, b"s" * 31), (b"c" * 33,) * 2])
@@ -133,13 +136,13 @@ def test_another_protocol_is_refused() -> None:
 
 
 @given(st.sampled_from(KINDS), st.binary(min_size=HEADER.size, max_size=400))
-def test_any_bytes_are_a_message_or_malformed(kind: type[Message], data: bytes) -> None:
+def test_any_bytes_are_a_message_or_malformed(kind: wire.Kind, data: bytes) -> None:
     with contextlib.suppress(MalformedError):
         unpacked(data, kind, None)
 
 
 @given(st.sampled_from(KINDS), st.binary(max_size=400), st.integers(0, 400))
-def test_any_body_is_a_message_or_malformed(kind: type[Message], data: bytes, body: int) -> None:
+def test_any_body_is_a_message_or_malformed(kind: wire.Kind, data: bytes, body: int) -> None:
     """As above, behind a header that fits."""
     body = min(body, len(data))
     header = HEADER.pack(body, len(data) - body, bytes(16))
@@ -148,7 +151,7 @@ def test_any_body_is_a_message_or_malformed(kind: type[Message], data: bytes, bo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_frame_of_absurd_size_is_refused_by_its_header(kind: type[Message]) -> None:
+def test_a_frame_of_absurd_size_is_refused_by_its_header(kind: wire.Kind) -> None:
     for sizes in (1 << 20, 0), (0, 1 << 20), (2**32 - 1, 2**32 - 1):
         with pytest.raises(MalformedError):
             wire.following(HEADER.pack(*sizes, bytes(16)), kind)
@@ -181,3 +184,26 @@ def test_cut_buffers_are_the_same_bytes(parts: list[bytes], nbytes: int) -> None
     assert b"".join(first) == whole[:nbytes]
     assert b"".join(rest) == whole[nbytes:]
     assert not rest or len(rest[0])
+
+
+def test_a_shared_plan_is_what_was_said() -> None:
+    holder = np.array([0, 2, 255, 1], np.uint8)
+    for planned in None, holder[::-1].copy():
+        members = np.array([True, False, True])
+        said = SharedPlan(9, ChangeId(3, 1), members, holder, planned)
+        answer, columns = wire.plan_answer(7, said)
+        heard = wire.shared_plan(answer, *[*columns, None][:2])
+        assert heard is not None
+        assert (heard.seed, heard.known) == (9, (3, 1))
+        assert heard.members.tolist() == members.tolist()
+        assert heard.holder is not None
+        assert heard.holder.tolist() == holder.tolist()
+        assert (heard.planned is None) == (planned is None)
+    assert wire.shared_plan(wire.plan_answer(7, None)[0], None, None) is None
+
+
+@pytest.mark.parametrize("nodes, holder", [(0, b""), (256, b""), (2, b"\x02")])
+def test_a_plan_of_nodes_that_do_not_exist_is_malformed(nodes: int, holder: bytes) -> None:
+    answer = wire.PlanAnswer(1, 2, ChangeId(1, 0), b"\xff", nodes, len(holder))
+    with pytest.raises(MalformedError):
+        wire.shared_plan(answer, holder, None)

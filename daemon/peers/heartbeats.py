@@ -1,0 +1,171 @@
+"""Heartbeats: asks every other node of a cluster, again and again, whether it is there.
+
+Each has a connection of its own to the peer's server, with the handshake of all connections: what
+answers has the cluster's key, and no recorded answer counts. It takes the way that fetches take,
+through the same port, so that a node counts as there where it can be fetched from. One thread
+watches all nodes of all clusters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
+
+from creel.daemon.peers import wire
+from creel.daemon.peers.wire import Credentials
+from creel.errors import MalformedError, ProtocolError
+from creel.messages import Member, Message
+
+log = logging.getLogger("creel.peers")
+
+Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Heartbeats:
+    """Watches peers; its methods are for one thread, the loop.
+
+    Args:
+        heard: called with the cluster and the beat of a peer that has answered.
+        refused: called with the cluster and the number of a node where nobody listens.
+            Both are called in the thread of the heartbeats.
+    """
+
+    def __init__(
+        self,
+        heard: Callable[[str, wire.PeerBeat], None],
+        refused: Callable[[str, int], None],
+    ) -> None:
+        self._heard = heard
+        self._refused = refused
+        self._beats: dict[str, wire.PeerBeat] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._hurry: dict[str, asyncio.Event] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="creel-beats", daemon=True)
+        self._thread.start()
+
+    def say(self, beat: wire.PeerBeat, cluster: str, *, now: bool) -> None:
+        """Send this beat, which has the whole log, from now on; `now`: to all, at once."""
+        self._call(self._say, cluster, beat, now)
+
+    def watch(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
+        """Watch a node of the cluster, in place of the one of that number, if any."""
+        self._call(self._watch, node, peer, who, every_s)
+
+    def forget(self, cluster: str) -> None:
+        """Watch a cluster's nodes no longer."""
+        self._call(self._forget, cluster)
+
+    def close(self) -> None:
+        """End all connections; nothing is called afterwards."""
+        if self._thread.is_alive():
+            self._call(self._loop.stop)
+            self._thread.join()
+
+    def _call(self, call: Callable[..., object], *args: object) -> None:
+        self._loop.call_soon_threadsafe(call, *args)
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.run_until_complete(self._end())
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._tasks.clear()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        while tasks:  # before Python 3.12, `wait_for` may lose a cancellation
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=0.01)
+        await asyncio.sleep(0)  # their connections are closed in the next turn
+
+    def _say(self, cluster: str, beat: wire.PeerBeat, now: bool) -> None:
+        self._beats[cluster] = beat
+        if now and cluster in self._hurry:
+            self._hurry[cluster].set()
+            self._hurry[cluster] = asyncio.Event()
+
+    def _watch(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
+        self._hurry.setdefault(who.cluster, asyncio.Event())
+        before = self._tasks.get((who.cluster, node))
+        if before is not None:
+            before.cancel()
+        task = self._loop.create_task(self._watching(node, peer, who, every_s))
+        self._tasks[who.cluster, node] = task
+
+    def _forget(self, cluster: str) -> None:
+        for key in [key for key in self._tasks if key[0] == cluster]:
+            self._tasks.pop(key).cancel()
+        self._beats.pop(cluster, None)
+        self._hurry.pop(cluster, None)
+
+    async def _watching(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
+        while self._wanted(node, who.cluster):
+            streams = None
+            try:
+                streams = await asyncio.wait_for(_connect(peer), 2 * every_s)
+                session = await asyncio.wait_for(_shake_hands(streams, peer, who), 2 * every_s)
+                await self._ask(streams, session, node, who.cluster, every_s)
+            except ConnectionRefusedError:
+                self._refused(who.cluster, node)
+            except (OSError, EOFError, ProtocolError, asyncio.TimeoutError) as e:
+                log.debug("node %s does not answer: %r", peer.node, e)
+            except Exception:  # our bug: it counts as silent
+                log.exception("node %s could not be asked", peer.node)
+            finally:
+                if streams is not None:
+                    streams[1].transport.abort()
+            await asyncio.sleep(every_s)
+
+    def _wanted(self, node: int, cluster: str) -> bool:
+        """Whether this task is to go on."""
+        return self._tasks.get((cluster, node)) is asyncio.current_task()
+
+    async def _ask(
+        self, streams: Streams, session: wire.PeerSession, node: int, cluster: str, every_s: float
+    ) -> None:
+        told = wire.NOTHING_TOLD
+        while self._wanted(node, cluster):
+            hurry, mine = self._hurry[cluster], self._beats[cluster]
+            beat = wire.beat_of(mine.node, mine.member, mine.log, told)
+            streams[1].write(wire.pack(beat, seal=session.requests))
+            frame = _message(streams[0], wire.PeerBeat, session.answers)
+            answer = await asyncio.wait_for(frame, 2 * every_s)
+            told = answer.latest
+            self._heard(cluster, answer)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(hurry.wait(), every_s)
+
+
+def _connect(peer: Member) -> Coroutine[Any, Any, Streams]:
+    return asyncio.open_connection(peer.host, peer.port)
+
+
+async def _shake_hands(streams: Streams, peer: Member, who: Credentials) -> wire.PeerSession:
+    reader, writer = streams
+    nonce = secrets.token_bytes(wire.NONCE_NBYTES)
+    greeting = wire.Greeting(wire.PEER_PROTOCOL, who.cluster, who.name, nonce)
+    writer.write(wire.pack(greeting))
+    challenge = await _message(reader, wire.Challenge)
+    if challenge.name != peer.node:
+        raise MalformedError(f"this is node {challenge.name!r}, not {peer.node!r}")
+    session = wire.PeerSession(who.key, greeting, challenge)
+    writer.write(wire.pack(session.proof("client")))
+    if not session.proves("server", await _message(reader, wire.Proof)):
+        raise MalformedError(f"node {peer.node!r} has another key")
+    return session
+
+
+async def _message(
+    reader: asyncio.StreamReader, kind: type[Message], seal: wire.Seal | None = None
+) -> Any:
+    header = await reader.readexactly(wire.HEADER.size)
+    rest = await reader.readexactly(wire.following(header, kind))
+    return wire.unpack(header, rest, kind, seal)[0]

@@ -1,0 +1,174 @@
+"""PeerLink: a connection to another node's daemon, whose every wait has a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.daemon.peers import wire
+from creel.daemon.peers.server import watch
+from creel.daemon.peers.wire import Credentials
+from creel.errors import MalformedError, ProtocolError
+from creel.messages import Message
+from creel.policies.cluster.eviction import SharedPlan
+
+log = logging.getLogger("creel.peers")
+
+_CONNECT_S = 2.0  # also of the whole handshake
+_STALL_S = 3.0  # a payload may pause for so long
+_PLAN_S = 5.0  # until a plan is sent
+_CHUNK_NBYTES = 16 << 20  # allocated at once for an object of unknown length
+
+
+class PeerLink:
+    """One authenticated connection; for one thread at a time.
+
+    Raises:
+        OSError, MalformedError: from every method, when the connection is of no use any more.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        peer: str,
+        credentials: Credentials,
+        connected: Callable[[PeerLink], None] = lambda link: None,  # noqa: ARG005
+    ) -> None:
+        """`connected` is called with this link before the handshake."""
+        until = time.monotonic() + _CONNECT_S
+        self._limit_s = 0.0
+        self.socket = socket.create_connection(address, _CONNECT_S)
+        try:
+            self.socket.settimeout(None)  # the kernel's limits cost no system call each time
+            self._set_limit(socket.SO_SNDTIMEO, _STALL_S)
+            watch(self.socket)
+            connected(self)
+            self._shake_hands(peer, credentials, until)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def _shake_hands(self, peer: str, credentials: Credentials, until: float) -> None:
+        nonce = secrets.token_bytes(wire.NONCE_NBYTES)
+        who = credentials.cluster, credentials.name
+        greeting = wire.Greeting(wire.PEER_PROTOCOL, *who, nonce)
+        self.socket.sendall(wire.pack(greeting))
+        challenge, _ = self._message(wire.Challenge, until)
+        if challenge.name != peer:
+            raise MalformedError(f"this is node {challenge.name!r}, not {peer!r}")
+        self._session = wire.PeerSession(credentials.key, greeting, challenge)
+        self.socket.sendall(wire.pack(self._session.proof("client")))
+        proof, _ = self._message(wire.Proof, until)
+        if not self._session.proves("server", proof):
+            raise MalformedError(f"node {peer!r} has another key")
+
+    def ask(self, number: int, dataset: str, ids: NDArray[np.integer], wait_s: float) -> None:
+        """Send a request."""
+        request = wire.PeerRequest(number, dataset, wait_s)
+        self.socket.sendall(wire.pack(request, [ids.astype("<i4")], self._session.requests))
+
+    def ask_plan(self, number: int, dataset: str, seed: int) -> None:
+        """Ask where objects lie; see `wire.PlanRequest`."""
+        request = wire.PlanRequest(number, dataset, seed)
+        self.socket.sendall(wire.pack(request, seal=self._session.requests))
+
+    def plan(self, until: float) -> SharedPlan | None:
+        """The answer to `ask_plan`."""
+        answer, _ = self._message(wire.PlanAnswer, until, self._session.answers)
+        columns = [None if k < 0 else self.whole(k) for k in (answer.holder, answer.planned)]
+        return wire.shared_plan(answer, *columns)
+
+    def answer(self, until: float) -> tuple[int, bytes]:
+        """The number of the next answer and its arrays; its payload follows."""
+        answer, arrays = self._message(wire.PeerAnswer, until, self._session.answers)
+        return answer.number, arrays
+
+    def _message(
+        self, kind: type[Message], until: float, seal: wire.Seal | None = None
+    ) -> tuple[Any, bytes]:
+        header = self._exactly(wire.HEADER.size, until)
+        return wire.unpack(header, self._exactly(wire.following(header, kind), until), kind, seal)
+
+    def _exactly(self, nbytes: int, until: float) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
+            self._set_limit(socket.SO_RCVTIMEO, left_s)
+            more = self.socket.recv(nbytes - len(data), socket.MSG_WAITALL)
+            if not more:
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+            data += more
+        return data
+
+    def fill(self, buffers: list[memoryview]) -> None:
+        """Receive payload; none of the buffers is empty."""
+        while buffers:
+            self._set_limit(socket.SO_RCVTIMEO, _STALL_S)
+            some = buffers[: wire.MAX_BUFFERS]
+            received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
+            if not received:
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+            buffers = wire.cut(buffers, received)[1]
+
+    def drain(self, nbytes: int) -> None:
+        """Receive payload that nobody wants."""
+        scratch = memoryview(bytearray(min(nbytes, 1 << 20)))
+        while nbytes > 0:
+            piece = scratch[: min(nbytes, len(scratch))]
+            self.fill([piece])
+            nbytes -= len(piece)
+
+    def whole(self, nbytes: int) -> bytes:
+        """Receive one object into new memory, which grows only as bytes come."""
+        chunks = []
+        while nbytes > 0:
+            chunk = bytearray(min(nbytes, _CHUNK_NBYTES))
+            self.fill([memoryview(chunk)])
+            chunks.append(chunk)
+            nbytes -= len(chunk)
+        return b"".join(chunks)
+
+    def _set_limit(self, which: int, seconds: float) -> None:
+        """Limit how long one system call waits; it then raises BlockingIOError."""
+        if which == socket.SO_RCVTIMEO:
+            if seconds == self._limit_s:
+                return
+            self._limit_s = seconds
+        micros = max(int(seconds * 1e6), 1)
+        self.socket.setsockopt(
+            socket.SOL_SOCKET, which, struct.pack("ll", micros // 1_000_000, micros % 1_000_000)
+        )
+
+    def shut(self) -> None:
+        """End it, from another thread: whoever waits for it fails at once."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+
+def ask_plan(
+    address: tuple[str, int], peer: str, who: Credentials, dataset: str, seed: int
+) -> SharedPlan | None:
+    """Ask a peer where objects lie in the epoch of this order; None: it does not say."""
+    link = None
+    try:
+        link = PeerLink(address, peer, who)
+        link.ask_plan(1, dataset, seed)
+        return link.plan(time.monotonic() + _PLAN_S)
+    except (OSError, ProtocolError) as e:
+        log.debug("node %s has not said where objects lie: %s", peer, e)
+        return None
+    finally:
+        if link is not None:
+            link.socket.close()

@@ -1,0 +1,81 @@
+"""One cluster that this node belongs to: its daemons, who of them is there, and the core's view."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.daemon.core.events import SOURCE
+from creel.daemon.core.members import Members, Patience
+from creel.messages import Join, Member
+from creel.policies.cluster.eviction import ClusterView
+from creel.policies.cluster.members import authority, latest
+
+
+class Cluster:
+    """A cluster, as long as some client of its job is connected.
+
+    Args:
+        joined: what the first client said.
+        node: this daemon's id.
+        origins: for each node, its number as origin of a fetch; SOURCE: this node.
+        now: seconds (monotonic).
+        lost_s: see `Patience`.
+    """
+
+    def __init__(
+        self, joined: Join, node: str, origins: list[int], now: float, lost_s: float
+    ) -> None:
+        self.name, self.key = joined.cluster, joined.key
+        self.tokens: set[str] = set()
+        self.joined = list(joined.members)
+        self.origins = origins
+        self.me = [one.node for one in joined.members].index(node)
+        self.members = Members(self.me, len(origins), now, Patience.among(len(origins), lost_s))
+        self._ranks = joined.ranks
+        self.view = ClusterView(
+            self.me,
+            np.array(joined.ranks, np.int64),
+            np.array([max(one.arena_nbytes, 1) for one in joined.members]),
+            np.array(origins),
+            joined.cluster,
+        )
+
+    def same(self, request: Join) -> bool:
+        """Whether a request is about this cluster; its daemons may have been restarted since."""
+        numbers = self.key, self._ranks, len(self.joined)
+        return numbers == (request.key, request.ranks, len(request.members))
+
+    def has(self, node: int) -> bool:
+        """Whether there is a node of this number beside this one."""
+        return 0 <= node < len(self.joined) and node != self.me
+
+    def seen(self, now: float) -> ClusterView:
+        """The view from now on; the same object where nothing has changed."""
+        log, old = self.members.log, self.view
+        reachable = self.members.reachable(now)
+        origin = np.where(reachable, self.origins, SOURCE)
+        if (origin != old.origin).any() or latest(log) != latest(old.log):
+            capacity = np.array([max(one.arena_nbytes, 1) for one in self.joined])
+            self.view = replace(old, origin=origin, log=log, capacity=capacity)
+        return self.view
+
+    def replaced(self, node: int, member: Member, origin: int, now: float) -> None:
+        """Another daemon has taken a node's place; `origin` is its number."""
+        self.joined[node], self.origins[node] = member, origin
+        self.members.restarted(node, now)
+
+    def authority(self, now: float) -> int | None:
+        """The origin of the node whose plan counts; None: no other node is there."""
+        there = self.members.reachable(now)
+        there[self.me] = False
+        first = authority(self.members.log)
+        if not there[first] and not there.any():
+            return None
+        return self.origins[first if there[first] else int(there.argmax())]
+
+    def names(self, members: NDArray[np.bool_]) -> str:
+        """Of these nodes, for people."""
+        return ", ".join(self.joined[i].host for i in np.flatnonzero(members))

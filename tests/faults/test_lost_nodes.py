@@ -1,0 +1,126 @@
+"""A node of a job is lost, cut off or restarted in the middle of an epoch.
+
+Four emulated hosts, whose memories together hold the data 1.6 times: also three of them hold it.
+The ranks go at a pace of their own, as DDP would stop with a lost rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import pytest
+
+from testbed import cluster as hosts
+from testbed import jobs
+from testbed.jobs import Rank
+
+FILES, WORLD, BATCH = 1200, 4, 8
+#: What one of the nodes holds of the data.
+SHARE = FILES // WORLD
+#: Files that an epoch reads in vain where nothing happens: ranks drift, and the epochs are short.
+NOISE = SHARE // 4
+#: Seconds of a step. Nodes join in the first epoch; in the third one of them is lost.
+PACES = "0.1,0.05,0.25,0.1,0.1"
+FAULT, LAST = 2, 4
+
+pytestmark = [
+    pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why),
+    pytest.mark.timeout(100),
+]
+
+
+@dataclass
+class Job:
+    """A job whose ranks are in the middle of epoch FAULT."""
+
+    cluster: Any
+    storage: Any
+    ranks: list[Rank]
+    held: list[int]  # files that each node holds
+    before: int  # files opened at the source so far
+
+    def opens(self) -> int:
+        """Files that were opened at the source since the fault."""
+        return int(self.storage.totals()["opens"]) - self.before
+
+
+@contextmanager
+def running(lost_s: float = 30.0) -> Iterator[Job]:
+    memory = int(1.6 * FILES * jobs.HELD_NBYTES / WORLD)
+    with jobs.storage(FILES) as storage, hosts.Cluster(hosts=WORLD) as cluster:
+        words = [storage.mountpoint, str(BATCH), PACES]
+        with jobs.job(cluster, WORLD, words, memory, lost_s) as ranks:
+            for rank in range(WORLD):
+                for epoch in range(FAULT):
+                    check(ranks[rank], rank, epoch)
+            half = [rank.next("half") for rank in ranks]
+            assert {said["half"] for said in half} == {FAULT}
+            held = [said["held"] for said in half]
+            yield Job(cluster, storage, ranks, held, int(storage.totals()["opens"]))
+
+
+def check(one: Rank, rank: int, epoch: int) -> None:
+    """The same batches as torch's, and nobody waited long for one."""
+    said = one.next("epoch")["epoch"]
+    assert said["digest"] == jobs.digest(FILES, rank, WORLD, epoch)
+    assert said["slowest"] < 5.0
+
+
+def finish(job: Job, ranks: list[int]) -> tuple[int, int]:
+    """Until these ranks have ended: files opened since the fault, and in the last epoch."""
+    for epoch in range(FAULT, LAST):
+        for rank in ranks:
+            check(job.ranks[rank], rank, epoch)
+    until_last = job.opens()
+    for rank in ranks:
+        check(job.ranks[rank], rank, LAST)
+    return job.opens(), job.opens() - until_last
+
+
+def test_what_a_killed_node_held_is_read_once() -> None:
+    with running(lost_s=3.0) as job:
+        job.cluster.kill("n3")
+        opens, _ = finish(job, [0, 1, 2])
+        assert opens <= 1.05 * job.held[3]
+
+
+def test_a_node_that_is_cut_off_comes_back_by_itself() -> None:
+    with running() as job:
+        job.cluster.cut("n3")
+        time.sleep(3.0)
+        job.cluster.heal("n3")
+        opens, last = finish(job, [0, 1, 2, 3])
+        # During the cut n3 reads what the others hold for it, and they read what it holds.
+        assert 0 < opens <= SHARE
+        assert last <= NOISE
+        peers = job.ranks[3].next("stats")["stats"]["tiers"]["peers"]
+        assert peers["hits"] > SHARE
+
+
+def test_a_daemon_that_was_killed_is_replaced_and_its_node_is_served_again() -> None:
+    with running() as job:
+        os.kill(daemon_on(job, "n3"), signal.SIGKILL)
+        opens, last = finish(job, [0, 1, 2, 3])
+        # Until the end of the epoch n3 reads directly.
+        assert opens <= 1.05 * (job.held[3] + SHARE / 2)
+        assert last <= NOISE
+        peers = job.ranks[3].next("stats")["stats"]["tiers"]["peers"]
+        assert peers["hits"] > SHARE / 2
+
+
+def daemon_on(job: Job, host: str) -> int:
+    """The process of a host's daemon."""
+    found: list[int] = [
+        pid
+        for pid in job.cluster.pids(host)
+        if "creel.daemon" in " ".join(psutil.Process(pid).cmdline())
+    ]
+    assert len(found) == 1, found
+    return found[0]

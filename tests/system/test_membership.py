@@ -1,0 +1,163 @@
+"""Daemons of a cluster that watch each other, over real connections."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from creel.cache.memory.arena import Arena
+from creel.daemon.core.events import SOURCE, AskPlan, ClusterChanged, Event, PlanAsked, SharePlan
+from creel.daemon.service.clusters import Clusters, DaemonHooks
+from creel.messages import Join, Member
+from creel.policies.cluster.members import EpochMoment
+
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
+
+KEY = bytes(range(32))
+
+
+class Peer:
+    """A daemon as far as clusters are concerned; `settle` is its loop."""
+
+    def __init__(self) -> None:
+        self.arena = Arena.create(1 << 16)
+        self.events: list[Event] = []
+        self.ended: list[int] = []
+        self.moments: tuple[EpochMoment, ...] = ()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        hooks = DaemonHooks(self._handle, self._calls.put, self.ended.append, self._moments)
+        self.clusters = Clusters(self.arena, hooks, 3.0)
+        self.member = self.clusters.host("127.0.0.1")
+
+    def _handle(self, event: Event) -> bool:
+        self.events.append(event)
+        return True
+
+    def _moments(self, cluster: str) -> tuple[EpochMoment, ...]:
+        assert cluster == "c"
+        return self.moments
+
+    def settle(self) -> None:
+        while not self._calls.empty():
+            self._calls.get()()
+        self.clusters.tick(time.monotonic())
+
+    def there(self) -> list[bool]:
+        """Whom it would ask."""
+        view = self.clusters.view("c")
+        assert view is not None
+        return [node == view.me or origin != SOURCE for node, origin in enumerate(view.origin)]
+
+    def members(self) -> list[bool]:
+        """Whom its plans count on."""
+        view = self.clusters.view("c")
+        assert view is not None
+        bits = view.log[-1].members[0] if view.log else 0xFF
+        return [bool(bits & 0x80 >> node) for node in range(len(view.origin))]
+
+    def close(self) -> None:
+        self.clusters.close()
+        self.arena.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def started(stack: ExitStack) -> Peer:
+    peer = Peer()
+    stack.callback(peer.close)
+    return peer
+
+
+def joined(stack: ExitStack, nodes: int) -> list[Peer]:
+    peers = [started(stack) for _ in range(nodes)]
+    for peer in peers:
+        enter(peer, [one.member for one in peers])
+    return peers
+
+
+def enter(peer: Peer, members: list[Member]) -> None:
+    peer.clusters.join("client", Join("c", KEY, members, list(range(len(members)))))
+
+
+def within(limit_s: float, peers: list[Peer], condition: Callable[[], bool]) -> float:
+    """Turn the loops until something is so; how long that took."""
+    began = time.monotonic()
+    while not condition():
+        for peer in peers:
+            peer.settle()
+        assert time.monotonic() - began < limit_s, "not in time"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def test_a_daemon_that_ends_is_not_asked_and_soon_not_counted_on(stack: ExitStack) -> None:
+    *left, last = joined(stack, 3)
+    for peer in left:
+        peer.moments = (EpochMoment("d", 7, 1234),)
+    within(5, [*left, last], lambda: all(peer.there() == [True] * 3 for peer in left))
+    last.close()
+    within(2, left, lambda: all(peer.there() == [True, True, False] for peer in left))
+    assert all(len(peer.ended) == 1 for peer in left), "fetches from it are ended"
+    within(5, left, lambda: all(peer.members() == [True, True, False] for peer in left))
+    logs = [peer.clusters.view("c").log for peer in left]  # type: ignore[union-attr]
+    assert logs[0] == logs[1]
+    assert logs[0][-1].moments == left[0].moments
+    changed = [event for event in left[1].events if isinstance(event, ClusterChanged)]
+    assert changed[-1].view is left[1].clusters.view("c")
+
+
+def test_a_daemon_that_takes_the_place_of_another_is_found_by_itself(stack: ExitStack) -> None:
+    """It knows where the others are; they learn from it where it is."""
+    peers = joined(stack, 3)
+    members = [peer.member for peer in peers]
+    within(5, peers, lambda: all(all(peer.there()) for peer in peers))
+    peers[0].close()
+    within(2, peers[1:], lambda: not any(peer.there()[0] for peer in peers[1:]))
+    peers[0] = started(stack)
+    enter(peers[0], [peers[0].member, *members[1:]])
+    within(10, peers, lambda: len({latest(peer) for peer in peers}) == 1 and counted(peers))
+    numbers = [change.members for change in peers[0].clusters.view("c").log]  # type: ignore[union-attr]
+    assert numbers == [b"\x60", b"\xe0"], "left out first, as it holds nothing"
+
+
+def latest(peer: Peer) -> int:
+    view = peer.clusters.view("c")
+    assert view is not None
+    return view.log[-1].number if view.log else 0
+
+
+def counted(peers: list[Peer]) -> bool:
+    """Whether all ask, and count on, all."""
+    return all(latest(p) >= 2 and all(p.there()) and all(p.members()) for p in peers)
+
+
+def test_who_has_missed_a_plan_is_told(stack: ExitStack) -> None:
+    peers = joined(stack, 2)
+    within(5, peers, lambda: all(all(peer.there()) for peer in peers))
+    peers[1].clusters.ask_plan(AskPlan("d", "c", 7))
+    within(5, peers, lambda: any(isinstance(event, PlanAsked) for event in peers[0].events))
+    (asked,) = (event for event in peers[0].events if isinstance(event, PlanAsked))
+    assert (asked.dataset, asked.seed) == ("d", 7)
+    peers[0].clusters.share_plan(SharePlan(asked.request, None))
+    peers[1].clusters.ask_plan(AskPlan("d", "c", 7))  # under way already
+    within(5, peers, lambda: sum(isinstance(e, PlanAsked) for e in peers[0].events) == 1)
+
+
+def test_a_stranger_is_no_member(stack: ExitStack) -> None:
+    """Without the key, or with an old one, nobody is moved and nothing is heard."""
+    peers = joined(stack, 2)
+    within(5, peers, lambda: all(all(peer.there()) for peer in peers))
+    stranger = started(stack)
+    members = [stranger.member, peers[1].member]
+    stranger.clusters.join("client", Join("c", KEY[::-1], members, [0, 1]))
+    within(10, [*peers, stranger], lambda: stranger.there() == [True, False])
+    assert all(all(peer.there()) for peer in peers)
+    assert all(latest(peer) == 0 for peer in peers)

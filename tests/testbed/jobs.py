@@ -1,0 +1,127 @@
+"""A training job on emulated hosts: what it reads, how it is started, and what it said."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import os
+import queue
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DistributedSampler
+
+from testbed import cluster as hosts
+from testbed.slowfs import SlowFS
+
+SCRIPT = Path(__file__).with_name("train_on_nodes.py")
+NBYTES = 4000
+#: What a file of NBYTES takes of the memory.
+HELD_NBYTES = 4096
+
+
+def unavailable() -> str:
+    """Why no such job can run here, or nothing."""
+    return hosts.unavailable() or ("" if Path("/dev/fuse").exists() else "needs FUSE")
+
+
+@contextmanager
+def storage(files: int) -> Iterator[Any]:
+    """A file system that counts what reaches it, with as many files."""
+    # Each host has a /tmp of its own.
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        data, mountpoint = Path(folder, "data"), Path(folder, "mount")
+        data.mkdir()
+        mountpoint.mkdir()
+        for i in range(files):
+            (data / f"{i:04}.bin").write_bytes(random.Random(i).randbytes(NBYTES))
+        with SlowFS(str(data), str(mountpoint), seed=1) as mount:  # type: ignore[no-untyped-call]
+            yield mount
+
+
+def digest(files: int, rank: int, world: int, epoch: int) -> str:
+    """Of what torch's sampler has this rank read in an epoch."""
+    sampler: DistributedSampler[object] = DistributedSampler(
+        range(files),  # type: ignore[arg-type]  # it has a length, all that is needed
+        *(world, rank),
+        seed=7,
+    )
+    sampler.set_epoch(epoch)
+    read = hashlib.sha256()
+    for i in map(operator.index, sampler):  # type: ignore[arg-type]  # of these, torch says object
+        read.update(random.Random(i).randbytes(NBYTES))
+    return read.hexdigest()
+
+
+class Rank:
+    """A rank on host n{rank}; each line that it says is a JSON object."""
+
+    def __init__(
+        self, cluster: Any, rank: int, world: int, words: list[str], settings: dict[str, str]
+    ) -> None:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": cluster.ip("n0"),
+            "MASTER_PORT": "29555",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            **settings,
+        }
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        argv = [sys.executable, str(SCRIPT), *words]
+        self.process = cluster.popen(f"n{rank}", argv, env=env, text=True, **pipes)
+        self.host = f"n{rank}"
+        self.errors = ""
+        self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=call) for call in (self._listen, self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    def _listen(self) -> None:
+        for line in self.process.stdout:
+            self._said.put(json.loads(line))
+        self._said.put(None)
+
+    def _read(self) -> None:
+        self.errors = self.process.stderr.read()
+
+    def next(self, key: str) -> dict[str, Any]:
+        """What it says next with this key; fails if it ends before."""
+        while (said := self._said.get(timeout=100)) is not None:
+            if key in said:
+                return said
+        self._threads[1].join()
+        raise AssertionError(f"{self.host} ended without {key!r}: {self.errors}")
+
+    def close(self) -> None:
+        """Let it end, and wait for it."""
+        self.process.stdin.close()
+        self.process.wait(60)
+        for thread in self._threads:
+            thread.join()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@contextmanager
+def job(
+    cluster: Any, world: int, words: list[str], memory: int, lost_s: float = 30.0
+) -> Iterator[list[Rank]]:
+    """A rank on each host, each with so many bytes of memory."""
+    settings = {"CREEL_MEMORY__BUDGET": str(memory), "CREEL_CLUSTER__LOST_S": str(lost_s)}
+    ranks = [Rank(cluster, rank, world, words, settings) for rank in range(world)]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.close()

@@ -1,0 +1,79 @@
+"""One rank of a job over several hosts: reads each epoch with creel and says what it got.
+
+    python train_on_nodes.py FOLDER BATCH PACES
+
+PACES: for each epoch, the seconds of a step of training ("0.1,0.1"; whoever is late catches up), or
+"step" for ranks that go in step, as below DDP. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
+torchrun sets them. Prints JSON objects, one a line: {"half": epoch, "held": objects} in the middle
+of an epoch, {"epoch": {...}} at its end; at the end of all {"stats": ...}, what the daemon counted.
+Ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+
+import creel
+from creel.config import Config
+from creel.loader.client.connections import client_of
+
+
+def say(**what: object) -> None:
+    sys.stdout.write(json.dumps(what, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def held() -> int:
+    """Objects in the memory of this node."""
+    client = client_of(Config.load()[0])
+    found = [] if client is None else client.ask("datasets")["datasets"]
+    return sum(one["resident_objects"] for one in found)
+
+
+def train(pace: str, due: float) -> float:
+    """A step of training; when the next one ends, where there is a pace."""
+    if pace != "step":
+        time.sleep(max(due - time.monotonic(), 0.0))
+        return due + float(pace)
+    work = torch.ones(400, 400)
+    for _ in range(4):  # some ms of training
+        work = torch.tanh(work @ work)
+    dist.all_reduce(work)
+    return due
+
+
+def main(folder: str, batch: int, paces: list[str]) -> None:
+    dist.init_process_group("gloo")
+    dataset = creel.FileDataset(folder)
+    sampler: DistributedSampler[object] = DistributedSampler(dataset, seed=7)
+    loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list)
+    dist.barrier()
+    due = time.monotonic()
+    for epoch, pace in enumerate(paces):
+        sampler.set_epoch(epoch)
+        digest, slowest, began = hashlib.sha256(), 0.0, time.monotonic()
+        for step, read in enumerate(loader):
+            slowest = max(slowest, time.monotonic() - began)
+            for sample in read:
+                digest.update(bytes(sample.numpy()))
+            if step == len(loader) // 2:
+                say(half=epoch, held=held())
+            due = train(pace, due)
+            began = time.monotonic()
+        say(epoch={"digest": digest.hexdigest(), "slowest": slowest})
+        if pace == "step":
+            dist.barrier()
+    client = client_of(Config.load()[0])
+    say(stats={} if client is None else client.ask("stats"))
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","))
