@@ -62,15 +62,22 @@ def digest(files: int, rank: int, world: int, epoch: int) -> str:
 
 
 class Rank:
-    """A rank on host n{rank}; each line that it says is a JSON object."""
+    """A rank on host n{rank // each}; each line that it says is a JSON object."""
 
     def __init__(
-        self, cluster: Any, rank: int, world: int, words: list[str], settings: dict[str, str]
+        self,
+        cluster: Any,
+        rank: int,
+        world: int,
+        words: list[str],
+        settings: dict[str, str],
+        each: int = 1,
     ) -> None:
+        """each: ranks on a host."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": str(each),
             "MASTER_ADDR": cluster.ip("n0"),
             "MASTER_PORT": "29555",
             "GLOO_SOCKET_IFNAME": "eth0",
@@ -79,8 +86,8 @@ class Rank:
         }
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         argv = [sys.executable, str(SCRIPT), *words]
-        self.process = cluster.popen(f"n{rank}", argv, env=env, text=True, **pipes)
-        self.host = f"n{rank}"
+        self.host = f"n{rank // each}"
+        self.process = cluster.popen(self.host, argv, env=env, text=True, **pipes)
         self.errors = ""
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=call) for call in (self._listen, self._read)]
@@ -115,11 +122,11 @@ class Rank:
 
 @contextmanager
 def job(
-    cluster: Any, world: int, words: list[str], memory: int, lost_s: float = 30.0
+    cluster: Any, world: int, words: list[str], memory: int, lost_s: float = 30.0, each: int = 1
 ) -> Iterator[list[Rank]]:
-    """A rank on each host, each with so many bytes of memory."""
+    """`each` ranks on each host, which has so many bytes of memory."""
     settings = {"CREEL_MEMORY__BUDGET": str(memory), "CREEL_CLUSTER__LOST_S": str(lost_s)}
-    ranks = [Rank(cluster, rank, world, words, settings) for rank in range(world)]
+    ranks = [Rank(cluster, rank, world, words, settings, each) for rank in range(world)]
     try:
         yield ranks
     finally:
