@@ -39,6 +39,10 @@ class Admission:
         total = sum(h.nbytes for h in self.residencies.values() if h.active)
         return self.space.nbytes * residency.nbytes / max(total, 1.0)
 
+    def part(self, residency: Residency) -> float:
+        """The dataset's share of the memory, and so of the disk, as a part of it."""
+        return self.share(residency) / max(self.space.nbytes, 1)
+
     def missing(self, residency: Residency) -> float:
         """Return the part of the dataset that does not fit its share: 1 - f."""
         return max(1.0 - self.share(residency) / max(residency.nbytes, 1.0), 0.0)

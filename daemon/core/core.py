@@ -90,7 +90,7 @@ class Core:
         self._checks = Checks(self._inflight)
         self._residencies = self._admission.residencies
         self._serving = Serving(self._residencies)
-        self._spilling = Spilling(self._admission.disk, self._residencies)
+        self._spilling = Spilling(self._admission.disk, self._residencies, self._admission.part)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[Action] = []

@@ -112,7 +112,7 @@ class DiskCopies:
         self._tier = tier
         self._loose: deque[Index] = deque()  # released, and not looked at yet
         self._waiting = 0  # objects in there
-        self._clean, self._dirty, self._idle, self._twice = (_Walk(n) for _ in range(4))
+        self._clean, self._dirty, self._idle, self._twice, self._any = (_Walk(n) for _ in range(5))
         self.opened()
 
     def opened(self) -> None:
@@ -245,8 +245,7 @@ class DiskCopies:
             return
 
         def idle(at: Index | slice) -> NDArray[np.bool_]:
-            coming = (h.life[at] == FETCHING) | (h.life[at] == OVERDUE)
-            found: NDArray[np.bool_] = (self.state[at] == STORED) & ~coming
+            found = self._settled(at)
             ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(h)))
             where = np.flatnonzero(found)
             found[where] = ~policy.keeps(ids[where])
@@ -256,15 +255,29 @@ class DiskCopies:
             found: NDArray[np.bool_] = (self.state[at] == STORED) & (h.life[at] == RESIDENT)
             return found
 
-        before = self._tier.free
-        for walk, kind, due in (
-            (self._idle, idle, self._due),
-            (self._twice, twice, lambda ids: -self._due(ids)),
-        ):
-            lack = nbytes - (self._tier.free - before)
-            if lack > 0:
-                room = max(int(self._tier.rooms(np.array([int(h.mean)]))[0]), 1)
-                self.lost(walk.take(-(-lack // room) + 1, kind, due))
+        freed = self._leave(nbytes, self._idle, idle, self._due)
+        self._leave(nbytes - freed, self._twice, twice, lambda ids: -self._due(ids))
+
+    def give(self, nbytes: int) -> None:
+        """Remove about `nbytes` from the disk for another dataset: what is due last."""
+        self._leave(nbytes, self._any, self._settled, self._due)
+
+    def _settled(self, at: Index | slice) -> NDArray[np.bool_]:
+        """(k,) whether each is on disk, and not being read from there."""
+        life = self._h.life[at]
+        coming = (life == FETCHING) | (life == OVERDUE)
+        found: NDArray[np.bool_] = (self.state[at] == STORED) & ~coming
+        return found
+
+    def _leave(
+        self, nbytes: int, walk: _Walk, kind: _Kind, due: Callable[[Index], NDArray[np.int64]]
+    ) -> int:
+        """Remove objects of a kind from the disk; bytes freed."""
+        if nbytes <= 0:
+            return 0
+        before, room = self._tier.free, int(self._tier.rooms(np.array([int(self._h.mean)]))[0])
+        self.lost(walk.take(-(-nbytes // max(room, 1)) + 1, kind, due))
+        return self._tier.free - before
 
     def check(self, storing: Index) -> None:
         """Raise IllegalEventError unless states and sums are right; `storing`: being written."""
@@ -334,10 +347,17 @@ class Spilling:
 
     Args:
         tier: the disk; residencies: all datasets, a live view.
+        part: the part of the node's memory and disk that a dataset may claim.
     """
 
-    def __init__(self, tier: DiskTier, residencies: dict[str, Residency]) -> None:
+    def __init__(
+        self,
+        tier: DiskTier,
+        residencies: dict[str, Residency],
+        part: Callable[[Residency], float],
+    ) -> None:
         self._tier = tier
+        self._part = part
         self._residencies = residencies
         self._spills: dict[int, _Spill] = {}
         self._last = 0
@@ -409,13 +429,27 @@ class Spilling:
         return h.policy is not None and h.policy.replaces and reading(h)
 
     def _make_room(self, h: Residency, nbytes: int) -> None:
-        """Free about `nbytes` on disk: what nobody reads first."""
+        """Free about `nbytes` on disk.
+
+        First of datasets that nobody reads, then, where this one has less than its part, of those
+        that have more than theirs, last of this one's own.
+        """
         enough = self._tier.free + nbytes
-        for other in self._residencies.values():
+        others = [other for other in self._residencies.values() if other is not h]
+        for other in others:
             if not other.active and self._tier.free < enough:
                 other.disk.lost_all()
+        if self._excess(h) < 0:
+            for other in others:
+                lack = min(enough - self._tier.free, self._excess(other))
+                if other.active and lack > 0:
+                    other.disk.give(lack)
         if self._tier.free < enough:
             h.disk.make_room(enough - self._tier.free)
+
+    def _excess(self, h: Residency) -> int:
+        """Bytes on disk beyond what a dataset may claim."""
+        return h.disk.nbytes - int(self._part(h) * self._tier.nbytes)
 
     def _write(self, h: Residency, ids: Index) -> None:
         length = h.length[ids]

@@ -497,7 +497,7 @@ class _PlanningContext:
         """Bytes of this dataset's share of memory and disk."""
         h = self.residency
         share = min(int(self.admission.share(h)), h.space.nbytes)
-        share += self.admission.disk.capacity(self.admission.share(h) / h.space.nbytes, h.mean)
+        share += self.admission.disk.capacity(self.admission.part(h), h.mean)
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
 

@@ -102,7 +102,7 @@ class Disk:
         """
         self._found.pop(dataset, None)
         if self._store is not None:
-            self._order(partial(self._store.detach, dataset, np.array(length)))
+            self._order(partial(self._store.detach, dataset, _copied(length)))
 
     def spill(self, action: SpillObjects) -> None:
         """Write objects; `Spilled` is always posted."""
@@ -152,6 +152,13 @@ class Disk:
         if self._store is not None and not self._store.nbytes and not self._lost:
             self._lost = True
             self._post(DiskOpened(0, self._store.unit))
+
+
+def _copied(length: Sizes) -> Sizes:
+    """The same lengths, when the table is gone; all of one length take no memory."""
+    if len(length) and length.strides == (0,):
+        return np.broadcast_to(length[:1].copy(), len(length))
+    return length.copy()
 
 
 class DiskSource:

@@ -163,6 +163,37 @@ def test_a_lost_disk_is_no_disk() -> None:
     assert rig.core.snapshot()["datasets"]["d"]["disk_objects"] == 0
 
 
+def test_two_datasets_share_a_disk_that_one_had_filled() -> None:
+    """By their sizes; whoever comes later does not go without."""
+    rig = DiskRig(2000)
+    for name in "ab":
+        rig.register(name, [100] * 100)
+    rig.open_disk(100 * ROOM)
+    rng = np.random.default_rng(0)
+    plans = {number: rng.permutation(100).reshape(-1, 5).tolist() for number in range(8)}
+    rig.open(1, "a")
+    for epoch in range(5):
+        rig.extend(1, epoch, plans[epoch])
+    held = []
+    for step in range(80):
+        if step == 40:
+            held.append(rig.core.snapshot()["datasets"]["a"]["disk_objects"])
+            rig.open(2, "b")
+            for epoch in range(3):
+                rig.extend(2, epoch, plans[5 + epoch])
+        for number in rig.readers:
+            done = rig.readers[number].done
+            rig.progress(number, done, done + 1)
+            rig.settle()
+            assert rig.readers[number].ready > done
+            rig.progress(number, done + 1)
+            rig.settle()
+    told = rig.core.snapshot()["datasets"]
+    assert held == [100]
+    assert told["b"]["disk_objects"] in range(35, 60)
+    assert int(told["b"]["reads"]) <= 160  # of 200, were there no disk
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_disk_that_takes_no_byte_holds_up_nobody(slow: bool) -> None:
     """It says it had room, or never answers."""
