@@ -53,7 +53,7 @@ _WAITING_OBJECTS = 1 << 16
 #: Objects looked at together, and how often in one call, in search of some kind of object; of those
 #: found, the part (1/n) that is due last is used, and at least so many.
 _CHUNK, _CHUNKS = 1 << 16, 4
-_BEST_PART, _BEST = 4, 1024
+_BEST_PART, _BEST = 4, 64
 
 #: (k,) or a slice -> (k,) whether each object is of some kind.
 _Kind = Callable[[Index | slice], NDArray[np.bool_]]
@@ -150,6 +150,10 @@ class DiskCopies:
     def lost_all(self) -> None:
         """Nothing is on disk any more."""
         self.lost(np.flatnonzero(self.state == STORED))
+
+    def completes(self, resident: int) -> bool:
+        """Whether memory, with so many residents, and disk hold (nearly) all objects."""
+        return self.objects > 0 and self.objects + resident >= len(self.state)
 
     def closed(self) -> None:
         """The dataset is removed; what is on disk stays there."""

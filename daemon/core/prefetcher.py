@@ -49,6 +49,11 @@ class Prefetcher:
             ranks = sum(len(g.sessions) for g in h.groups)
             reach = min(reach, s.at + int(window.lend_share * len(h) / ranks))
             least = s.done + 2
+        elif h.disk.completes(h.resident) and self._admission.missing(h) > 0:
+            # The disk is quick, and what is read ahead takes the room of what is read again.
+            steps = min(s.done + s.pace.min_ahead, end)
+            lent = s.at + int(window.lend_share * len(h) / sum(len(g.sessions) for g in h.groups))
+            reach = min(reach, max(lent, stream.start(steps)))
         if s.stalling:
             least = max(least, s.ready + 1)
         s.reach = max(reach, stream.start(min(least, end)))

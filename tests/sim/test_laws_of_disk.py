@@ -72,3 +72,14 @@ def test_four_ranks_on_a_node_share_one_disk() -> None:
 def test_without_a_disk_nothing_is_written() -> None:
     _, node = replay(np.full(N, 10_000), 0.3, 0.0)
     assert node.spilled == node.disk_reads == 0
+
+
+@pytest.mark.parametrize(("memory", "disk"), [(0.2, 1.05), (0.3, 0.85), (0.5, 0.65)])
+def test_memory_serves_its_share_of_the_reads(memory: float, disk: float) -> None:
+    """Between two reads of an object the best that any policy gives is the part that memory holds.
+
+    What is on disk is not read so far ahead that it takes the room of what is read again soon.
+    """
+    epochs = 4
+    _, node = replay(np.full(N, 10_000), memory, disk, epochs)
+    assert node.disk_reads <= (epochs - 1) * (1 - memory + 0.03) * N
