@@ -207,7 +207,8 @@ class Prefetcher:
             else:
                 k = min(k, int(lack.argmax()))
                 self.stuck.add(s.id)
-                self.lacking[s.id] = h
+                if self._admission.tiered(h):
+                    self.lacking[s.id] = h
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         # The queue of a quick source is short. Ordered by due time, it would wake the reader for
         # every

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from creel.cache.memory.allocator import Allocator, Lengths
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
+    DISK,
     SOURCE,
     Action,
     AskPlan,
     ClusterChanged,
     DatasetAdded,
+    DiskOpened,
     EpochDealt,
     Event,
     Fetched,
@@ -33,6 +35,8 @@ from creel.daemon.core.events import (
     SessionOpened,
     SetReady,
     SharePlan,
+    Spilled,
+    SpillObjects,
 )
 from creel.daemon.core.members import Members, Patience
 from creel.daemon.core.versions import Versions
@@ -49,14 +53,17 @@ class Nodes:
     """One rank on each node reads epochs of equal objects, all in step.
 
     Attributes:
-        counts: "source", "peer", "refused" and "shared" objects, of this epoch; "empty": asked of a
-            daemon that holds nothing.
+        counts: "source", "disk", "peer", "refused" and "shared" objects, of this epoch; "empty":
+            asked of a daemon that holds nothing.
     """
 
-    def __init__(self, nodes: int, order: JobOrder, held: float, size: int = 1000) -> None:
-        """held: objects that all memories together hold, in datasets."""
+    def __init__(
+        self, nodes: int, order: JobOrder, held: float, size: int = 1000, disk: float = 0.0
+    ) -> None:
+        """held: objects that all memories together hold, in datasets; disk: that each disk does."""
         self.order, self.size = order, size
         self.capacity = int(held * order.samples * size / nodes)
+        self._disk = int(disk * order.samples * (size + 64))
         self.counts: Counter[str] = Counter()
         self.gone: set[int] = set()  # nodes that answer nobody
         self.dead: set[int] = set()  # nodes that do nothing at all
@@ -81,6 +88,8 @@ class Nodes:
         seen = self.places[node].view()
         seen.flags.writeable = False
         added = Lengths.of(length), Versions(samples)
+        if self._disk:
+            self._feed(node, DiskOpened(self._disk, 1))
         self._feed(node, DatasetAdded("d", seen, length, *added))
         self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores)))
 
@@ -190,7 +199,7 @@ class Nodes:
             self._do(node, action)
 
     def _do(self, node: int, action: Action) -> None:
-        if isinstance(action, FetchObjects | PlanRetention | AskPlan):
+        if isinstance(action, FetchObjects | PlanRetention | AskPlan | SpillObjects):
             self._queue.append((node, action))
         elif isinstance(action, Publish):
             self.places[node][action.ids] = action.offset
@@ -212,8 +221,10 @@ class Nodes:
                 self._feed(node, RetentionPlanned(action.dataset, action.turn, kept))
             elif isinstance(action, AskPlan):
                 self._ask_plan(node, action)
-            elif isinstance(action, FetchObjects) and action.origin == SOURCE:
-                self.counts["source"] += len(action.ids)
+            elif isinstance(action, SpillObjects):
+                self._feed(node, Spilled(action.spill, np.ones(len(action.ids), np.bool_)))
+            elif isinstance(action, FetchObjects) and action.origin in {SOURCE, DISK}:
+                self.counts["disk" if action.origin == DISK else "source"] += len(action.ids)
                 version = np.full(len(action.ids), _VERSION)
                 self._feed(node, Fetched(action.fetch, action.length.copy(), version))
             elif isinstance(action, FetchObjects):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from nodes import Nodes
 
@@ -27,6 +29,20 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
     for counts in later[1:]:
         assert counts["source"] <= (1 - held) * order.samples + 2 * ahead
         assert counts["peer"] > 0
+
+
+def test_a_disk_saves_what_the_memories_have_no_room_for() -> None:
+    """Each node's own: what a node has read once it need not read again, and peers miss nothing.
+
+    Half of what is left comes to a node for the first time in each epoch.
+    """
+    order = job(2)
+    runs = Nodes(2, order, 0.5, disk=1.05).run(7)
+    source = [counts["source"] for counts in runs]
+    assert all(after < before for before, after in itertools.pairwise(source))
+    assert source[-1] <= 0.15 * order.samples
+    assert runs[-1]["disk"] >= 0.35 * order.samples
+    assert all(counts["refused"] <= 0.005 * order.samples for counts in runs)
 
 
 @pytest.mark.parametrize("nodes, moved", [(2, 0.36), (4, 0.57)])
