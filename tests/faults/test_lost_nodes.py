@@ -24,8 +24,6 @@ from testbed.jobs import Rank
 FILES, WORLD, BATCH = 1200, 4, 8
 #: What one of the nodes holds of the data.
 SHARE = FILES // WORLD
-#: Files that an epoch reads in vain where nothing happens: ranks drift, and the epochs are short.
-NOISE = SHARE // 4
 #: Seconds of a step. Nodes join in the first epoch; in the third one of them is lost.
 PACES = "0.1,0.05,0.25,0.1,0.1"
 FAULT, LAST = 2, 4
@@ -98,8 +96,8 @@ def test_a_node_that_is_cut_off_comes_back_by_itself() -> None:
         job.cluster.heal("n3")
         opens, last = finish(job, [0, 1, 2, 3])
         # During the cut n3 reads what the others hold for it, and they read what it holds.
-        assert 0 < opens <= SHARE
-        assert last <= NOISE
+        assert 0 < opens <= SHARE / 2
+        assert last <= 0.02 * SHARE
         peers = job.ranks[3].next("stats")["stats"]["tiers"]["peers"]
         assert peers["hits"] > SHARE
 
@@ -110,7 +108,7 @@ def test_a_daemon_that_was_killed_is_replaced_and_its_node_is_served_again() -> 
         opens, last = finish(job, [0, 1, 2, 3])
         # Until the end of the epoch n3 reads directly.
         assert opens <= 1.05 * (job.held[3] + SHARE / 2)
-        assert last <= NOISE
+        assert last <= 0.25 * SHARE
         peers = job.ranks[3].next("stats")["stats"]["tiers"]["peers"]
         assert peers["hits"] > SHARE / 2
 

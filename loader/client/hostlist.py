@@ -1,0 +1,116 @@
+"""The nodes of a job, from what its scheduler says: Slurm's list, PBS's file, or a list by hand.
+
+Nothing of the scheduler is run: its commands are not everywhere, and not for everyone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+
+from creel.errors import ConfigError
+
+#: Most nodes that a list may stand for.
+_MAX_HOSTS = 1 << 16
+#: The parts of a list: names with ranges in brackets, between commas.
+_ENTRY = re.compile(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+")
+_RANGES = re.compile(r"\[([0-9,-]+)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def hosts_of(setting: str, env: Mapping[str, str]) -> list[str]:
+    """The nodes that the setting `cluster.hosts` stands for, each once, in order.
+
+    Args:
+        setting: "slurm", "pbs", "auto" (whichever of them has started this process), the path of a
+            file, or a list as Slurm writes it.
+
+    Returns:
+        Nothing where "auto" finds no scheduler.
+
+    Raises:
+        ConfigError: a list or file that cannot be read.
+
+    >>> hosts_of("auto", {"SLURM_JOB_NODELIST": "n[0-1],gpu3"})
+    ['n0', 'n1', 'gpu3']
+    """
+    listed = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
+    file = env.get("PBS_NODEFILE", "")
+    if setting == "slurm" or (setting == "auto" and listed):
+        return _named("SLURM_JOB_NODELIST", expanded(listed))
+    if setting == "pbs" or (setting == "auto" and file):
+        return _named("PBS_NODEFILE", _in_file(file) if file else [])
+    if setting == "auto":
+        return []
+    if "/" in setting:
+        return _named(setting, _in_file(setting))
+    return _named("cluster.hosts", expanded(setting))
+
+
+def expanded(text: str) -> list[str]:
+    """The names that a list of Slurm's stands for.
+
+    Raises:
+        ConfigError: brackets that do not match, ranges that end before they begin, or too many.
+
+    >>> expanded("rack[1-2]n[08-10]")
+    ['rack1n08', 'rack1n09', 'rack1n10', 'rack2n08', 'rack2n09', 'rack2n10']
+    """
+    entries = [entry for entry in _split(text) if entry]
+    out: list[str] = []
+    for entry in entries:
+        if not _ENTRY.fullmatch(entry):
+            raise ConfigError(f"{entry!r} is no list of nodes, such as n[0-3],m1")
+        parts = _RANGES.split(entry)
+        choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
+        count = 1
+        for choice in choices:
+            count *= len(choice)
+        if len(out) + count > _MAX_HOSTS:
+            raise ConfigError(f"{text[:40]!r} stands for more than {_MAX_HOSTS} nodes")
+        out += ["".join(names) for names in product(*choices)]
+    return out
+
+
+def _split(text: str) -> list[str]:
+    """The entries of a list: commas within brackets do not end one."""
+    depth, out = 0, [""]
+    for char in text.strip():
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            out.append("")
+        else:
+            out[-1] += char
+    return [entry.strip() for entry in out]
+
+
+def _numbers(ranges: str) -> list[str]:
+    """What stands between brackets: numbers keep their leading zeros."""
+    out: list[str] = []
+    for one in ranges.split(","):
+        found = _RANGE.fullmatch(one)
+        if found is None:
+            raise ConfigError(f"{one!r} is no range of numbers")
+        first, last = found[1], found[2] or found[1]
+        if not 0 <= int(last) - int(first) < _MAX_HOSTS:
+            raise ConfigError(f"{one!r} is no range of numbers")
+        out += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+    return out
+
+
+def _in_file(path: str) -> list[str]:
+    """The first word of each line, without comments; PBS has a line for each core of a node."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"the list of nodes {path} cannot be read: {e}") from e
+    words = (line.split("#", 1)[0].split() for line in lines)
+    return [found[0] for found in words if found]
+
+
+def _named(where: str, hosts: list[str]) -> list[str]:
+    if not hosts:
+        raise ConfigError(f"{where} names no nodes")
+    return list(dict.fromkeys(hosts))
