@@ -130,6 +130,7 @@ class PeerServer:
         self._heard = heard
         self._beats: dict[str, wire.PeerBeat] = {}
         self._keys: dict[str, bytes] = {}
+        self._names: dict[str, str] = {}  # of this node, by cluster
         self._number = 0
         self._requests: dict[int, Request] = {}  # not served yet
         self._connections: dict[int, PeerConnection] = {}
@@ -165,10 +166,14 @@ class PeerServer:
             sum(len(c.inbox) > 0 for c in open_now),
         )
 
-    def admit(self, cluster: str, key: bytes) -> None:
-        """Serve the nodes of a cluster; another key than before ends their connections."""
+    def admit(self, cluster: str, key: bytes, name: str = "") -> None:
+        """Serve the nodes of a cluster; another key than before ends their connections.
+
+        name: of this node among them, if it is not the server's.
+        """
         if len(key) != wire.KEY_NBYTES:
             raise ValueError(f"a key has {wire.KEY_NBYTES} bytes")
+        self._order(partial(self._names.__setitem__, cluster, name or self._name))
         self._order(partial(self._set_key, cluster, key))
 
     def expel(self, cluster: str) -> None:
@@ -295,6 +300,7 @@ class PeerServer:
         if not key:
             del self._keys[cluster]
             self._beats.pop(cluster, None)
+            self._names.pop(cluster, None)
         for c in list(self._connections.values()):
             if c.greeting is not None and c.greeting.cluster == cluster and c.key != key:
                 self._end(c)
@@ -379,7 +385,8 @@ class PeerServer:
             connection.greeting = message
             known = self._keys.get(message.cluster, b"")
             connection.key = known
-            challenge = wire.Challenge(self._name, secrets.token_bytes(wire.NONCE_NBYTES))
+            name = self._names.get(message.cluster, self._name)
+            challenge = wire.Challenge(name, secrets.token_bytes(wire.NONCE_NBYTES))
             # A key that nobody has: whether the cluster is known shows in nothing.
             key = known or secrets.token_bytes(wire.KEY_NBYTES)
             connection.session = wire.PeerSession(key, message, challenge)

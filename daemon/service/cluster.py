@@ -19,26 +19,27 @@ class Cluster:
 
     Args:
         joined: what the first client said.
-        node: this daemon's id.
+        me: this node's number; own: this daemon.
         origins: for each node, its number as origin of a fetch; SOURCE: this node.
         now: seconds (monotonic).
         lost_s: see `Patience`.
     """
 
     def __init__(
-        self, joined: Join, node: str, origins: list[int], now: float, lost_s: float
+        self, joined: Join, me: int, own: Member, origins: list[int], now: float, lost_s: float
     ) -> None:
         self.name, self.key = joined.cluster, joined.key
         self.tokens: set[str] = set()
         self.joined = list(joined.members)
+        self.joined[me] = own
         self.origins = origins
-        self.me = [one.node for one in joined.members].index(node)
+        self.me = me
         self.members = Members(self.me, len(origins), now, Patience.among(len(origins), lost_s))
         self._ranks = joined.ranks
         self.view = ClusterView(
             self.me,
             np.array(joined.ranks, np.int64),
-            np.array([max(one.arena_nbytes, 1) for one in joined.members]),
+            self._capacity(),
             np.array(origins),
             joined.cluster,
         )
@@ -58,9 +59,25 @@ class Cluster:
         reachable = self.members.reachable(now)
         origin = np.where(reachable, self.origins, SOURCE)
         if (origin != old.origin).any() or latest(log) != latest(old.log):
-            capacity = np.array([max(one.arena_nbytes, 1) for one in self.joined])
-            self.view = replace(old, origin=origin, log=log, capacity=capacity)
+            self.view = replace(old, origin=origin, log=log, capacity=self._capacity())
         return self.view
+
+    def _capacity(self) -> NDArray[np.int64]:
+        return np.array([max(one.arena_nbytes, 1) for one in self.joined])
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that plans count on has been heard of: then they know its memory, too."""
+        known = np.array([one.arena_nbytes > 0 for one in self.joined])
+        return bool(known[self.members.members()].all())
+
+    def found(self, node: int, member: Member) -> None:
+        """A node of a list has answered for the first time."""
+        listed = self.joined[node]
+        self.joined[node] = Member(
+            listed.node, listed.host, listed.port, member.arena_nbytes, member.born
+        )
+        self.view = replace(self.view, capacity=self._capacity())
 
     def replaced(self, node: int, member: Member, origin: int, now: float) -> None:
         """Another daemon has taken a node's place; `origin` is its number."""

@@ -82,16 +82,18 @@ class Clusters:
 
     # --- serving ------------------------------------------------------------------------------
 
-    def host(self, address: str) -> Member:
+    def host(self, address: str, port: int = 0) -> Member:
         """Serve peers at this address of this node, unless that was begun; return how to reach it.
 
+        Nobody gets anything before a cluster and its key are known. Port 0: any.
+
         Raises:
-            UnavailableError: the system does not allow that.
+            UnavailableError: the system does not allow that, or they are served at another port.
         """
         if self._server is None:
             try:
                 self._server = PeerServer(
-                    *(address, 0, self.node, self._arena),
+                    *(address, port, self.node, self._arena),
                     asked=self._on_loop(self._asked),
                     served=self._on_loop(self._served),
                     plan_wanted=self._on_loop(self._plan_wanted),
@@ -102,6 +104,8 @@ class Clusters:
             except (OSError, RuntimeError) as e:
                 raise UnavailableError(f"peers cannot be served at {address}: {e}") from e
             log.info("serving peers at %s port %d", *self._server.address)
+        elif port not in {0, self._server.address[1]}:
+            raise UnavailableError(f"peers are served at port {self._server.address[1]} already")
         return Member(self.node, *self._server.address, self._arena.nbytes, self._born)
 
     def _on_loop(self, call: Callable[..., None]) -> Callable[..., None]:
@@ -130,8 +134,8 @@ class Clusters:
 
     # --- joining ------------------------------------------------------------------------------
 
-    def join(self, token: str, request: Join) -> None:
-        """Enter a cluster, for the client of this token.
+    def join(self, token: str, request: Join) -> bool:
+        """Enter a cluster, for the client of this token; return whether all nodes are known.
 
         Raises:
             MalformedError: an impossible request.
@@ -146,6 +150,7 @@ class Clusters:
         for node, member in enumerate(request.members):
             self._replace(known, node, member)
         known.tokens.add(token)
+        return known.complete
 
     def _check(self, request: Join) -> None:
         nodes = [one.node for one in request.members]
@@ -155,18 +160,23 @@ class Clusters:
             raise MalformedError("nodes that are twice there, or too many ranks")
         if min(request.ranks) < 0 or max(request.ranks) >= len(nodes):
             raise MalformedError("a rank on a node that is no member")
-        if self._server is None or self.node not in nodes:
+        if self._server is None or not (self.node in nodes or 0 <= request.me < len(nodes)):
             raise UnavailableError("this node is not one of the cluster's")
 
     def _enter(self, request: Join) -> Cluster:
         assert self._server is not None  # noqa: S101  `_check` has seen to that
-        who = Credentials(self.node, request.cluster, request.key)
+        nodes = [one.node for one in request.members]
+        me = request.me if request.me >= 0 else nodes.index(self.node)
+        who = Credentials(nodes[me], request.cluster, request.key)
         origins = [
-            SOURCE if one.node == self.node else self._number(one, who) for one in request.members
+            SOURCE if node == me else self._number(one, who)
+            for node, one in enumerate(request.members)
         ]
-        cluster = Cluster(request, self.node, origins, time.monotonic(), self._lost_s)
+        address, port = self._server.address
+        own = Member(nodes[me], address, port, self._arena.nbytes, self._born)
+        cluster = Cluster(request, me, own, origins, time.monotonic(), self._lost_s)
         self._clusters[request.cluster] = cluster
-        self._server.admit(request.cluster, request.key)
+        self._server.admit(request.cluster, request.key, nodes[me])
         if self._beats is None:
             self._beats = Heartbeats(
                 lambda name, beat: self._daemon.call_soon(
@@ -212,7 +222,7 @@ class Clusters:
     def view(self, name: str) -> ClusterView | None:
         """The nodes of a cluster; None where this node does not belong to it."""
         known = self._clusters.get(name)
-        return None if known is None else known.view
+        return known.view if known is not None and known.complete else None
 
     def tick(self, now: float) -> None:
         """Notice who is silent; tell the core who is there, and write changes that are due."""
@@ -240,7 +250,7 @@ class Clusters:
         assert self._server is not None  # noqa: S101
         assert self._beats is not None  # noqa: S101
         members = cluster.members
-        member = self.host(self._server.address[0])
+        member = cluster.joined[cluster.me]
         beat = wire.beat_of(cluster.me, member, members.log, wire.NOTHING_TOLD)
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
@@ -268,9 +278,12 @@ class Clusters:
     def _replace(self, cluster: Cluster, node: int, member: Member) -> None:
         """Take another daemon for a node, if it is a younger one."""
         before = cluster.joined[node]
-        if node == cluster.me or member.node == before.node or member.born <= before.born:
+        if node == cluster.me or member.born <= before.born:
             return
-        who = Credentials(self.node, cluster.name, cluster.key)
+        if not before.arena_nbytes and member.node == before.node:
+            cluster.found(node, member)  # for the first time, where the list said
+            return
+        who = Credentials(cluster.joined[cluster.me].node, cluster.name, cluster.key)
         number, now = cluster.origins[node], time.monotonic()
         cluster.replaced(node, member, self._number(member, who), now)
         self._see(cluster, now)

@@ -265,11 +265,11 @@ class ControlSocket:
         elif isinstance(request, Register):
             self._register(connection, request, fds)
         elif isinstance(request, Host):
-            member = self._node.clusters.host(request.host)
+            member = self._node.clusters.host(request.host, request.port)
             self._send(connection, Answer(Hosting(member)))
         elif isinstance(request, Join):
-            self._node.clusters.join(connection.token, request)
-            self._send(connection, Answer(Joined()))
+            ready = self._node.clusters.join(connection.token, request)
+            self._send(connection, Answer(Joined(ready)))
         elif isinstance(request, Open):
             self._send(connection, _opened(self._node.open(connection.token, request)))
         elif isinstance(request, Close):

@@ -194,7 +194,7 @@ def open_stream(binding: Binding, config: Config) -> BatchStream | None:
         _log.warning("creel reads directly, without a cache: %s", e)
         return None
     if config.loader.cluster:
-        join_cluster(client, rank, world)
+        join_cluster(client, config.cluster, rank, world)
     return BatchStream(client, session, binding, config.daemon.name)
 
 

@@ -223,22 +223,24 @@ class Client:
         reply, fds = self._call(Attach(session_id), Opened)
         return self._session(reply, fds, trainer=False)
 
-    def host(self, address: str) -> Member:
-        """Have the daemon serve peers at this address of this node.
+    def host(self, address: str, port: int = 0) -> Member:
+        """Have the daemon serve peers at this address of this node; port 0: any.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        return self._call(Host(address), Hosting)[0].member
+        return self._call(Host(address, port), Hosting)[0].member
 
-    def join(self, request: Join) -> None:
-        """Give the daemon its peers; see `messages.Join`.
+    def join(self, request: Join) -> bool:
+        """Give the daemon its peers; see `messages.Join`. False: they are not all there yet.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        self._call(request, Joined)
-        self.cluster = request.cluster
+        ready = self._call(request, Joined)[0].ready
+        if ready:
+            self.cluster = request.cluster
+        return ready
 
     def ask(self, what: str, *, timeout_s: float = 10.0, **args: object) -> dict[str, Any]:
         """Return the daemon's reply to a command (see `messages.Command`).

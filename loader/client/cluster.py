@@ -13,18 +13,20 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from creel.errors import UnavailableError
+from creel.errors import ConfigError, UnavailableError
 from creel.loader import torch_private
 from creel.loader.client.client import Client
+from creel.loader.client.listed import address_towards, join_listed
 from creel.messages import Join, Member
+from creel.settings import ClusterSettings
 
 _log = logging.getLogger("creel.loader")
 
@@ -35,17 +37,22 @@ _FIRST_S, _LONGEST_S = 0.05, 2.0
 _GIVE_UP_S = 600.0
 
 
-def join_cluster(client: Client, rank: int, world: int) -> None:
-    """Join this node's daemon with those of the other ranks' nodes, in the background."""
+def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
+    """Join this node's daemon with those of the other ranks' nodes, in the background.
+
+    They are found by the store of torch's process group, or, where there is none, by a list.
+    """
     if client.joining or world < 2 or on_one_node(os.environ, world):
         return
     store = torch_private.default_store()
-    if store is None:
+    if store is None and not settings.hosts:
         return
     client.joining = True
-    thread = threading.Thread(
-        target=_join, args=(client, store, rank, world), name="creel-join", daemon=True
-    )
+    if store is None:
+        join = partial(_join_listed, client, settings, rank, world)
+    else:
+        join = partial(_join, client, store, rank, world)
+    thread = threading.Thread(target=join, name="creel-join", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # no thread available: this node reads for itself
@@ -62,6 +69,13 @@ def on_one_node(env: Mapping[str, str], world: int) -> bool:
         env.get(local) == str(world)
         for local in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
     )
+
+
+def _join_listed(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
+    try:
+        join_listed(client, settings, rank, world)
+    except (ConfigError, UnavailableError, OSError) as e:
+        _log.warning("this node shares no cache with the job's others: %s", e)
 
 
 def _join(client: Client, store: Any, rank: int, world: int) -> None:
@@ -135,9 +149,4 @@ def own_address(store: Any) -> str:
     host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR", "")
     if not host:
         raise OSError("the job's store has no address")
-    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, where = found[0]
-    with socket.socket(family, kind, protocol) as towards:
-        towards.connect(where)  # UDP: sends nothing
-        address: str = towards.getsockname()[0]
-        return address
+    return address_towards(host)

@@ -116,9 +116,13 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Host(Message, frozen=True):
-    """Serve peers at this address of this node, from now on; the answer is `Hosting`."""
+    """Serve peers at this address of this node, from now on; the answer is `Hosting`.
+
+    `port` 0: any.
+    """
 
     host: str
+    port: int = 0
 
 
 class Join(Message, frozen=True):
@@ -126,12 +130,16 @@ class Join(Message, frozen=True):
 
     `key` (32 bytes) is known to them alone. Rank r runs on the node `members[ranks[r]]`. All nodes
     of a job get the same message. The answer is `Joined`.
+
+    Where the nodes come from a list, `me` is this one's place in it, and the others' daemons are
+    not known yet: they have the names of the list, and arenas of 0 bytes.
     """
 
     cluster: str
     key: bytes
     members: list[Member]
     ranks: list[int]
+    me: int = -1
 
 
 # --- control socket: daemon to client ---------------------------------------------------------
@@ -169,7 +177,9 @@ class Hosting(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """Done."""
+    """Done; `ready`: and all nodes have answered, or are given up. Else ask again."""
+
+    ready: bool = True
 
 
 class Refused(Message, frozen=True):

@@ -155,6 +155,22 @@ class DaemonSettings(_Section, frozen=True):
 class ClusterSettings(_Section, frozen=True):
     """The nodes of a job, which serve each other."""
 
+    hosts: Annotated[
+        str,
+        _about(
+            'the nodes of a job without torch.distributed: "slurm", "pbs", "auto" (either), the'
+            ' path of a file, or a list ("n[0-3],m1"); empty: only jobs of torch.distributed'
+        ),
+    ] = ""
+    port: Annotated[
+        int, _about("port at which daemons of listed nodes serve each other", ge=1, le=65535)
+    ] = 29420
+    key_file: Annotated[
+        str,
+        _about(
+            "file with the key of listed nodes, which nobody else may read (also CREEL_CLUSTER_KEY)"
+        ),
+    ] = ""
     lost_s: Annotated[
         float,
         _seconds(

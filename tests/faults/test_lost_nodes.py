@@ -54,7 +54,8 @@ def running(lost_s: float = 30.0) -> Iterator[Job]:
     memory = int(1.6 * FILES * jobs.HELD_NBYTES / WORLD)
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=WORLD) as cluster:
         words = [storage.mountpoint, str(BATCH), PACES]
-        with jobs.job(cluster, WORLD, words, memory, lost_s) as ranks:
+        more = {"CREEL_CLUSTER__LOST_S": str(lost_s)}
+        with jobs.job(cluster, WORLD, words, memory, more=more) as ranks:
             for rank in range(WORLD):
                 for epoch in range(FAULT):
                     check(ranks[rank], rank, epoch)

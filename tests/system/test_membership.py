@@ -11,6 +11,8 @@ import pytest
 
 from creel.cache.memory.arena import Arena
 from creel.daemon.core.events import SOURCE, AskPlan, ClusterChanged, Event, PlanAsked, SharePlan
+from creel.daemon.peers.link import PeerLink
+from creel.daemon.peers.wire import Credentials
 from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.messages import Join, Member
 from creel.policies.cluster.members import EpochMoment
@@ -161,3 +163,39 @@ def test_a_stranger_is_no_member(stack: ExitStack) -> None:
     within(10, [*peers, stranger], lambda: stranger.there() == [True, False])
     assert all(all(peer.there()) for peer in peers)
     assert all(latest(peer) == 0 for peer in peers)
+
+
+def test_listed_nodes_find_each_other_by_name_and_are_ready_once_all_are_there(
+    stack: ExitStack,
+) -> None:
+    peers = [started(stack) for _ in range(2)]
+    listed = [Member(f"n{i}", "127.0.0.1", peer.member.port, 0) for i, peer in enumerate(peers)]
+
+    def ask(node: int) -> bool:
+        return peers[node].clusters.join("client", Join("c", KEY, listed, [0, 1], node))
+
+    assert not ask(0)
+    assert peers[0].clusters.view("c") is None, "its peer's memory is not known"
+    ask(1)
+    within(5, peers, lambda: ask(0) and ask(1))
+    for peer in peers:
+        view = peer.clusters.view("c")
+        assert view is not None
+        assert view.capacity.tolist() == [1 << 16, 1 << 16]
+        assert view.log == (), "who comes for the first time was not lost before"
+
+
+def test_a_listed_node_that_never_comes_is_given_up(stack: ExitStack) -> None:
+    peer = started(stack)
+    listed = [Member("n0", "127.0.0.1", peer.member.port, 0), Member("n1", "127.0.0.1", 9, 0)]
+    joined = Join("c", KEY, listed, [0, 1], 0)
+    within(8, [peer], lambda: peer.clusters.join("client", joined))
+    assert peer.members() == [True, False]
+
+
+def test_a_daemon_without_a_key_serves_nobody(stack: ExitStack) -> None:
+    """Whatever key the stranger has, and whatever cluster it asks for."""
+    address = started(stack).member
+    for key in KEY, bytes(32):
+        with pytest.raises(ConnectionError):
+            PeerLink((address.host, address.port), address.node, Credentials("x", "c", key))

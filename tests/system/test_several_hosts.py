@@ -6,6 +6,8 @@ The hosts are network namespaces (`tests/testbed/cluster.py`), the storage count
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from testbed import cluster as hosts
@@ -34,3 +36,28 @@ def test_what_one_host_holds_no_other_reads_again(each: int) -> None:
     # Each host alone would read a third of its part of each later epoch, twice as much in all. What
     # is above 1 is read ahead before the hosts have joined: more where they are slow to.
     assert opens <= 1.1 * FILES
+
+
+@pytest.mark.parametrize("listed", ["slurm", "file"])
+def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough(listed: str) -> None:
+    world, epochs = 2, 4
+    memory = int(1.3 * FILES * jobs.HELD_NBYTES / world)
+    with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, "8", ",".join(["0.02"] * epochs)]
+        beside = Path(storage.mountpoint).parent
+        (beside / "nodes").write_text("n0\nn1\n")
+        (beside / "key").touch(0o600)
+        (beside / "key").write_text("0123456789abcdef")
+        found = {
+            "slurm": {"CREEL_CLUSTER__HOSTS": "auto", "SLURM_JOB_NODELIST": "n[0-1]"},
+            "file": {"CREEL_CLUSTER__HOSTS": str(beside / "nodes")},
+        }
+        more = found[listed] | {"MASTER_ADDR": "", "CREEL_CLUSTER__KEY_FILE": str(beside / "key")}
+        with jobs.job(cluster, world, words, memory, more=more) as ranks:
+            for rank, one in enumerate(ranks):
+                for epoch in range(epochs):
+                    said = one.next("epoch")["epoch"]["digest"]
+                    assert said == jobs.digest(FILES, rank, world, epoch)
+            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+        errors = [one.errors for one in ranks]
+    assert min(peer["hits"] for peer in peers) > 0, errors

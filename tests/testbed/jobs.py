@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.utils.data import DistributedSampler
@@ -73,7 +74,10 @@ class Rank:
         settings: dict[str, str],
         each: int = 1,
     ) -> None:
-        """each: ranks on a host."""
+        """Start it.
+
+        settings: variables beside torchrun's; empty ones are not set. each: ranks on a host.
+        """
         env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
@@ -84,6 +88,7 @@ class Rank:
             "OMP_NUM_THREADS": "1",
             **settings,
         }
+        env = {name: value for name, value in env.items() if value}
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         argv = [sys.executable, str(SCRIPT), *words]
         self.host = f"n{rank // each}"
@@ -122,10 +127,15 @@ class Rank:
 
 @contextmanager
 def job(
-    cluster: Any, world: int, words: list[str], memory: int, lost_s: float = 30.0, each: int = 1
+    cluster: Any,
+    world: int,
+    words: list[str],
+    memory: int,
+    each: int = 1,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[list[Rank]]:
-    """`each` ranks on each host, which has so many bytes of memory."""
-    settings = {"CREEL_MEMORY__BUDGET": str(memory), "CREEL_CLUSTER__LOST_S": str(lost_s)}
+    """`each` ranks on each host, which has so many bytes of memory; `more`: variables."""
+    settings = {"CREEL_MEMORY__BUDGET": str(memory), **more}
     ranks = [Rank(cluster, rank, world, words, settings, each) for rank in range(world)]
     try:
         yield ranks

@@ -4,15 +4,18 @@
 
 PACES: for each epoch, the seconds of a step of training ("0.1,0.1"; whoever is late catches up), or
 "step" for ranks that go in step, as below DDP. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-torchrun sets them. Prints JSON objects, one a line: {"half": epoch, "held": objects} in the middle
-of an epoch, {"epoch": {...}} at its end; at the end of all {"stats": ...}, what the daemon counted.
-Ends when its standard input does.
+torchrun sets them; without MASTER_ADDR there is no process group.
+
+Prints JSON objects, one a line: {"half": epoch, "held": objects} in the middle of an epoch,
+{"epoch": {...}} at its end; at the end of all {"stats": ...}, what the daemon counted. Ends when
+its standard input does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import time
 
@@ -50,11 +53,15 @@ def train(pace: str, due: float) -> float:
 
 
 def main(folder: str, batch: int, paces: list[str]) -> None:
-    dist.init_process_group("gloo")
     dataset = creel.FileDataset(folder)
-    sampler: DistributedSampler[object] = DistributedSampler(dataset, seed=7)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    alone = "MASTER_ADDR" not in os.environ
+    if not alone:
+        dist.init_process_group("gloo")
+    sampler: DistributedSampler[object] = DistributedSampler(dataset, world, rank, seed=7)
     loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list)
-    dist.barrier()
+    if not alone:
+        dist.barrier()
     due = time.monotonic()
     for epoch, pace in enumerate(paces):
         sampler.set_epoch(epoch)

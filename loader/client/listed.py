@@ -1,0 +1,150 @@
+"""Make one cluster of the daemons of a job's nodes from a list of them, without torch.distributed.
+
+Each loader reads the list (`hostlist`) and the key, and gives both to its node's daemon. The
+daemons find each other at the names of the list; whoever has no key gets nothing from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import stat
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from creel.errors import ConfigError
+from creel.loader.client.client import Client
+from creel.loader.client.hostlist import hosts_of
+from creel.loader.client.ranks import job_name
+from creel.messages import Join, Member
+from creel.settings import ClusterSettings
+
+KEY_VARIABLE = "CREEL_CLUSTER_KEY"
+_MIN_KEY = 16  # bytes
+#: Pauses between two questions whether all are there, in seconds: the first, and the longest.
+_FIRST_S, _LONGEST_S = 0.05, 1.0
+
+
+def join_listed(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
+    """Have this node's daemon find those of the listed nodes; wait until all are there.
+
+    Raises:
+        ConfigError: no usable list or key; what to do about it.
+        UnavailableError: the daemon refuses.
+        OSError: no way to the other nodes.
+    """
+    hosts = hosts_of(settings.hosts, os.environ)
+    if len(hosts) < 2:
+        return
+    me = own_place(hosts, os.environ)
+    ranks = ranks_in_blocks(len(hosts), world)
+    if ranks[rank] != me:
+        raise ConfigError(
+            f"rank {rank} runs on {hosts[me]}, the node {me} of the list: start the ranks of each"
+            " node one after the other (Slurm: --distribution=block)"
+        )
+    request = request_of(hosts, me, ranks, settings.port, secret_of(settings, os.environ))
+    client.host(address_towards(hosts[me - 1]), settings.port)
+    pause_s = _FIRST_S
+    while not client.join(request) and client.alive:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+
+
+def request_of(hosts: list[str], me: int, ranks: list[int], port: int, secret: bytes) -> Join:
+    """What every node of the list tells its daemon: key and name are of this job alone."""
+    label = "\n".join([job_name(), str(len(ranks)), str(port), *hosts]).encode()
+    name = hmac.digest(secret, b"creel cluster name\n" + label, "sha256")[:16].hex()
+    key = hmac.digest(secret, b"creel cluster key\n" + label, "sha256")
+    return Join(name, key, [Member(host, host, port, 0) for host in hosts], ranks, me)
+
+
+def ranks_in_blocks(nodes: int, world: int) -> list[int]:
+    """The node of each rank, where each node has as many, one after the other.
+
+    Raises:
+        ConfigError: that many ranks cannot be split so.
+
+    >>> ranks_in_blocks(2, 4)
+    [0, 0, 1, 1]
+    """
+    each, left = divmod(world, nodes)
+    if left or not each:
+        raise ConfigError(f"{world} ranks on {nodes} nodes: each node must have as many")
+    return [rank // each for rank in range(world)]
+
+
+def own_place(hosts: list[str], env: Mapping[str, str]) -> int:
+    """Which of the listed nodes this is: by its name, or by its address.
+
+    Raises:
+        ConfigError: none, or several.
+    """
+    full = socket.gethostname()
+    names = [env.get("SLURMD_NODENAME", ""), full, full.split(".")[0]]
+    for name in names:
+        if name in hosts:
+            return hosts.index(name)
+    short = [i for i, host in enumerate(hosts) if host.split(".")[0] == names[-1]]
+    found = short or [i for i, host in enumerate(hosts) if _is_local(host)]
+    if len(found) != 1:
+        raise ConfigError(f"this node ({full}) is not one of {', '.join(hosts[:8])}")
+    return found[0]
+
+
+def _is_local(host: str) -> bool:
+    """Whether an address of this host is one of this machine's: a socket can be bound to it."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+            return True
+    return False
+
+
+def address_towards(host: str) -> str:
+    """The address of this node from which it reaches another one.
+
+    Raises:
+        OSError: there is no way to tell.
+    """
+    family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as towards:
+        towards.connect(where)  # UDP: sends nothing
+        address: str = towards.getsockname()[0]
+        return address
+
+
+def secret_of(settings: ClusterSettings, env: Mapping[str, str]) -> bytes:
+    """The secret that the nodes share: of the environment, or of a file that only its owner reads.
+
+    Raises:
+        ConfigError: there is none, or not one that is secret.
+    """
+    if text := env.get(KEY_VARIABLE, ""):
+        return _long_enough(text.encode(), KEY_VARIABLE)
+    if not settings.key_file:
+        raise ConfigError(
+            f"cluster.hosts needs a key: set cluster.key_file, or {KEY_VARIABLE}; without one,"
+            " daemons serve nobody"
+        )
+    path = Path(settings.key_file).expanduser()
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in {os.getuid(), 0}:
+                raise ConfigError(f"the key {path} is not yours alone: chmod 600 {path}")
+            return _long_enough(file.read(4096).strip(), str(path))
+    except OSError as e:
+        raise ConfigError(f"the key {path} cannot be read: {e.strerror}") from e
+
+
+def _long_enough(secret: bytes, where: str) -> bytes:
+    if len(secret) < _MIN_KEY:
+        raise ConfigError(
+            f"the key in {where} has less than {_MIN_KEY} bytes: openssl rand -hex 32"
+        )
+    return secret
