@@ -276,6 +276,7 @@ class Core:
         else:
             if pending.origin == DISK:  # its room there may be another's now
                 self._prefetcher.stuck.clear()
+                h.disk.changed(len(pending.ids))
             e, pending = self._received(e, pending, good, now)
             good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
         if every(good) and every(known):
@@ -399,6 +400,7 @@ class Core:
         residency = self._residencies.get(e.dataset)
         if residency is not None and residency.policy is not None:
             residency.policy.answer(e.turn, e.kept)
+            residency.disk.changed(len(residency))
 
     def _asked(self, e: PeerAsked, now: float) -> None:
         del now

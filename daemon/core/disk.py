@@ -54,6 +54,8 @@ _WAITING_OBJECTS = 1 << 16
 #: found, the part (1/n) that is due last is used, and at least so many.
 _CHUNK, _CHUNKS = 1 << 16, 4
 _BEST_PART, _BEST = 4, 64
+#: After so many changes a search that found nothing is repeated; sooner where it is cheap.
+_CHANGES = 256
 
 #: (k,) or a slice -> (k,) whether each object is of some kind.
 _Kind = Callable[[Index | slice], NDArray[np.bool_]]
@@ -112,7 +114,8 @@ class DiskCopies:
         self._tier = tier
         self._loose: deque[Index] = deque()  # released, and not looked at yet
         self._waiting = 0  # objects in there
-        self._clean, self._dirty, self._idle, self._twice, self._any = (_Walk(n) for _ in range(5))
+        self._walks = [_Walk(n) for _ in range(5)]
+        self._clean, self._dirty, self._idle, self._twice, self._any = self._walks
         self.opened()
 
     def opened(self) -> None:
@@ -133,6 +136,7 @@ class DiskCopies:
             return
         self.state[ids] = STORED
         self._count(ids, 1)
+        self.changed(len(ids))
 
     def lost(self, ids: Index) -> None:
         """Objects that are on disk, as far as known, are not, or are of no use there."""
@@ -141,6 +145,12 @@ class DiskCopies:
             self._h.emit(DropFromDisk(self._h.name, ids.astype(np.int32)))
             self.state[ids] = NOT_STORED
             self._count(ids, -1)
+            self.changed(len(ids))
+
+    def changed(self, objects: int) -> None:
+        """So many objects are of another kind than before: what was not to be found may be now."""
+        for walk in self._walks:
+            walk.changes += objects
 
     def lost_files(self, files: NDArray[np.int32]) -> None:
         """These files have changed."""
@@ -187,6 +197,7 @@ class DiskCopies:
         """Residents are no longer pinned."""
         if not self._tier:
             return
+        self.changed(len(ids))
         self._loose.append(ids)
         self._waiting += len(ids)
         while self._waiting > _WAITING_OBJECTS:
@@ -297,9 +308,14 @@ class DiskCopies:
 
 
 class _Walk:
-    """Finds objects of some kind, chunk by chunk of all: of each chunk, those due last first."""
+    """Finds objects of some kind, chunk by chunk of all: of each chunk, those due last first.
+
+    Where none was found in all chunks, it looks again once `changes` objects may have become such.
+    """
 
     def __init__(self, objects: int) -> None:
+        self.changes = 0
+        self._empty = 0  # chunks in a row in which there was none
         self._objects = objects
         self._hand = 0
         self._found = NONE
@@ -321,17 +337,25 @@ class _Walk:
                 out.append(good[:k])
                 k -= len(out[-1])
                 self._found = np.concatenate([good[len(out[-1]) :], self._found])
-            if k <= 0:
+            if k <= 0 or not self._look(kind, due):
                 break
-            self._look(kind, due)
         return np.unique(joined(out)) if len(out) > 1 else joined(out)
 
-    def _look(self, kind: _Kind, due: Callable[[Index], NDArray[np.int64]]) -> None:
+    def _look(self, kind: _Kind, due: Callable[[Index], NDArray[np.int64]]) -> bool:
+        """Look into the next chunk; False where it is known that there is none in any."""
+        if self._empty * _CHUNK >= self._objects:
+            if self.changes < min(_CHANGES, 1 + self._objects // 1024):
+                return False
+            self._empty = 0
+        if not self._empty:
+            self.changes = 0
         stop = min(self._hand + _CHUNK, self._objects)
         ids = self._hand + np.flatnonzero(kind(slice(self._hand, stop)))
         self._hand = stop if stop < self._objects else 0
         order = np.argsort(due(ids), kind="stable")[::-1]
         self._found = ids[order[: max(len(ids) // _BEST_PART, _BEST)]]
+        self._empty = 0 if len(ids) else self._empty + 1
+        return True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
