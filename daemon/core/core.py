@@ -602,9 +602,10 @@ class Core:
         for h in self._residencies.values():
             h.check(self._inflight.ids(h), self._spilling.ids(h))
             resident = np.flatnonzero(h.offset[:] != NOWHERE)
-            coming, length = self._inflight.offsets(h)
-            place = np.append(h.offset[resident], coming)
-            start, size = h.pool.rooms(place, np.append(h.length[resident], length))
+            coming, going = self._inflight.offsets(h), h.departed.rooms()
+            place = np.concatenate([h.offset[resident], coming[0], going[0]])
+            length = np.concatenate([h.length[resident], coming[1], going[1]])
+            start, size = h.pool.rooms(place, length)
             must(int(size.sum()) == h.pool.used or h.pool.same_size, "lost room")
             at.append(start)
             end.append(start + size)

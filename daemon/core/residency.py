@@ -69,6 +69,32 @@ _COUNTED = (
 )
 
 
+class Departed:
+    """Rooms of objects that are gone, but are still being sent to peers."""
+
+    def __init__(self, pool: ObjectPool) -> None:
+        self._pool = pool
+        self._rooms: list[tuple[set[int], Sizes, Sizes]] = []
+
+    def add(self, requests: set[int], place: Sizes, nbytes: Sizes) -> None:
+        """These rooms are free once these requests of peers have been answered."""
+        self._rooms.append((requests, place, nbytes))
+
+    def answered(self, request: int) -> None:
+        """Free the rooms that were kept for this request alone."""
+        for requests, place, nbytes in self._rooms:
+            requests.discard(request)
+            if not requests:
+                self._pool.free(place, nbytes)
+        self._rooms = [room for room in self._rooms if room[0]]
+
+    def rooms(self) -> tuple[Sizes, Sizes]:
+        """(k,) places and (k,) lengths."""
+        none = np.empty(0, np.int64)
+        place = np.concatenate([none, *(place for _, place, _ in self._rooms)])
+        return place, np.concatenate([none, *(nbytes for _, _, nbytes in self._rooms)])
+
+
 class Residency:
     """One dataset: its objects' state, its share of the space, its jobs."""
 
@@ -110,6 +136,7 @@ class Residency:
         self.latency = Latency()
         self.service = Service()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
+        self.departed = Departed(self.pool)
         self._ask_again = 0.0
         self.warming = -1  # next object to load for `Warm`, or -1
         #: Which lengths come from the manifest (None: all); the others from the last read.
@@ -189,11 +216,26 @@ class Residency:
             self.length[ids] = -1
 
     def outdate(self, ids: Index) -> None:
-        """Evict objects (distinct, resident, unpinned) of files that have changed."""
+        """Evict objects (distinct, resident, in no session's use) of files that have changed."""
         self.disk.lost(ids)
-        self.evict(ids, "changed")
+        sent = np.isin(ids, np.concatenate([ids[:0], *self.served.values()]))
+        self.evict(ids[~sent], "changed")
+        if some(sent):
+            self._depart(ids[sent])
         if self.listed is not None:
             self.clear_lengths(ids[~self.listed[ids]])
+
+    def _depart(self, ids: Index) -> None:
+        """Evict objects that are being sent; their rooms are free once they have left."""
+        requests = set()
+        for request, served in self.served.items():
+            gone = np.isin(served, ids)
+            if some(gone):
+                requests.add(request)
+                self.unpin(served[gone])
+                self.served[request] = served[~gone]
+        nbytes = self.length[ids]
+        self.departed.add(requests, self.vacate(ids, "changed"), nbytes)
 
     def found_on_disk(self, ids: Index, nbytes: Sizes) -> None:
         """Enter objects that are on disk; those of another length than the manifest's are not."""

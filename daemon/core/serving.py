@@ -64,3 +64,4 @@ class Serving:
         if h.policy is not None:
             h.policy.sent(ids)
         h.release(ids)
+        h.departed.answered(request)

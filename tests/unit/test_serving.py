@@ -12,7 +12,10 @@ from creel.cache.storage.version import CHANGING, UNKNOWN, of_tag, shared
 from creel.daemon.core.events import (
     SOURCE,
     Action,
+    Checked,
+    CheckVersions,
     ClusterChanged,
+    EpochBegan,
     EpochDealt,
     Fetched,
     FetchObjects,
@@ -30,20 +33,30 @@ OLD, NEW = of_tag("old"), of_tag("new")
 class Node(Rig):
     """A node that peers ask."""
 
-    def __init__(self, objects: int, held: int) -> None:
-        super().__init__(held * 100)
+    def __init__(self, objects: int, held: int, sizes: list[int] | None = None) -> None:
+        super().__init__(held * 100 if sizes is None else held * 128)
         self.answers: list[ServeObjects] = []
-        self.register("d", [100] * objects)
-        self.open(1, "d", world=2)
+        self.checks: list[CheckVersions] = []
+        self.changed: set[int] = set()  # files
+        self.register("d", sizes or [100] * objects)
+        self.open(1, "d", world=2, recheck="never" if sizes is None else "epoch")
 
     def do(self, action: Action) -> None:
         if isinstance(action, ServeObjects):
             self.answers.append(action)
+        elif isinstance(action, CheckVersions):
+            self.checks.append(action)
         else:
             super().do(action)
 
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64]:
         return np.full(len(fetch.ids), OLD)
+
+    def check_all(self) -> None:
+        while self.checks:
+            check = self.checks.pop()
+            found = [NEW if file in self.changed else OLD for file in check.files.tolist()]
+            self.feed(Checked(check.check, np.array(found)))
 
     def ask(self, *ids: int) -> ServeObjects:
         self.feed(PeerAsked(len(self.answers), "d", np.array(ids, np.int32)))
@@ -70,6 +83,26 @@ def test_what_is_here_is_sent_and_stays_until_it_has_left() -> None:
     node.extend(1, 1, [[1, 2]])
     node.land_all()
     assert node.offset["d"][0] == ABSENT
+
+
+@pytest.mark.parametrize("sizes", [[100] * 3, [100, 90, 120]])
+def test_what_has_changed_keeps_its_room_until_it_has_left(sizes: list[int]) -> None:
+    """A peer must not be sent the bytes of what comes next."""
+    node = Node(0, held=3, sizes=sizes)
+    node.extend(1, 0, [[0], [1], [2]])
+    node.land_all()
+    room = int(node.ask(0, 1).place[0])
+    assert int(node.ask(0).place[0]) == room
+    node.feed(EpochBegan(1, 0))
+    node.changed = {0}
+    for served in (0, 1):
+        node.check_all()
+        node.land_all()
+        node.progress(1, done=0, wanted=3)
+        assert room not in node.offset["d"], "what comes next is sent in its place"
+        node.feed(PeerServed(served))
+    node.land_all()
+    assert (node.offset["d"] != ABSENT).all()
 
 
 def test_a_dataset_that_is_unknown_and_a_request_that_ended_twice_are_no_harm() -> None:
