@@ -34,6 +34,7 @@ from creel.daemon.core.events import (
     PeerAsked,
     PeerServed,
     PlanAsked,
+    PlanDoubted,
     PlanExtended,
     PlanRetention,
     PlanShared,
@@ -57,7 +58,7 @@ from creel.daemon.core.serving import Serving
 from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
 from creel.policies.cluster.eviction import ClusterEviction
-from creel.policies.cluster.members import EpochMoment
+from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.eviction import (
     FAILED,
     FETCHING,
@@ -194,6 +195,12 @@ class Core:
         h = self._residencies.get(e.dataset)
         if h is not None and isinstance(h.policy, ClusterEviction):
             h.policy.adopt(e.plan)
+
+    def _plan_doubted(self, e: PlanDoubted, now: float) -> None:
+        del now
+        h = self._residencies.get(e.dataset)
+        if h is not None and isinstance(h.policy, ClusterEviction):
+            h.policy.doubt(e.seed)
 
     def _plan_asked(self, e: PlanAsked, now: float) -> None:
         del now
@@ -565,6 +572,11 @@ class Core:
         found = (h.moment(cluster) for h in self._residencies.values())
         return tuple(moment for moment in found if moment is not None)
 
+    def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
+        """What this node takes for granted; the other nodes of a cluster must take the same."""
+        found = (h.digest(cluster) for h in self._residencies.values())
+        return tuple(digest for digest in found if digest is not None)
+
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
@@ -626,6 +638,7 @@ _HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
     EpochDealt: Core._dealt,
     ClusterChanged: Core._cluster_changed,
     PlanShared: Core._plan_shared,
+    PlanDoubted: Core._plan_doubted,
     PlanAsked: Core._plan_asked,
     PlanTruncated: Core._truncated,
     Progressed: Core._progressed,

@@ -96,6 +96,14 @@ class PlanShared:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanDoubted:
+    """Peers say that objects lie elsewhere in the epoch of this order; see `PlanDigest`."""
+
+    dataset: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class PlanAsked:
     """A peer asks where objects lie; `SharePlan` is the answer. `request` is unique."""
 
@@ -244,6 +252,7 @@ Event: TypeAlias = (
     | EpochDealt
     | ClusterChanged
     | PlanShared
+    | PlanDoubted
     | PlanAsked
     | EpochBegan
     | PlanTruncated

@@ -24,7 +24,7 @@ from creel.daemon.core.events import DISK, SOURCE, Action, AskPlan, Publish
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterEviction, ClusterTurn
-from creel.policies.cluster.members import EpochMoment
+from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.eviction import (
     ABSENT,
     FAILED,
@@ -463,6 +463,14 @@ class Residency:
         if view is None or view.cluster != cluster:
             return None
         return policy.moment(group.clock(), group.step_s())
+
+    def digest(self, cluster: str) -> PlanDigest | None:
+        """What this node takes for granted, if it does so in this cluster."""
+        policy = self.policy
+        if not isinstance(policy, ClusterEviction):
+            return None
+        view = policy.deals.view
+        return policy.digest if view is not None and view.cluster == cluster else None
 
     def rebuild(self, under_way: Index, storing: Index, window: Window) -> None:
         """Rebuild pins, states, eviction policy and next uses.

@@ -131,14 +131,13 @@ class Heartbeats:
     async def _ask(
         self, streams: Streams, session: wire.PeerSession, node: int, cluster: str, every_s: float
     ) -> None:
-        told = wire.NOTHING_TOLD
+        known = wire.NOTHING_TOLD
         while self._wanted(node, cluster):
             hurry, mine = self._hurry[cluster], self._beats[cluster]
-            beat = wire.beat_of(mine.node, mine.member, mine.log, told)
-            streams[1].write(wire.pack(beat, seal=session.requests))
+            streams[1].write(wire.pack(wire.told(mine, known), seal=session.requests))
             frame = _message(streams[0], wire.PeerBeat, session.answers)
             answer = await asyncio.wait_for(frame, 2 * every_s)
-            told = answer.latest
+            known = answer.latest
             self._heard(cluster, answer)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(hurry.wait(), every_s)

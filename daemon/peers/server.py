@@ -412,7 +412,7 @@ class PeerServer:
             raise MalformedError("a beat where none belongs")
         if beat.member.node != connection.greeting.name:
             raise MalformedError("a beat of another node")
-        answer = wire.beat_of(mine.node, mine.member, mine.log, beat.latest)
+        answer = wire.told(mine, beat.latest)
         _send_whole(connection.socket, wire.pack(answer, seal=connection.session.answers))
         self._heard(connection.greeting.cluster, beat)
 

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 from creel.messages import Member, Message, encode
 from creel.policies.cluster.eviction import SharedPlan
-from creel.policies.cluster.members import Change, ChangeId, latest, packed, unpacked
+from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 
 #: Increased whenever two versions could misread each other.
 PEER_PROTOCOL = 1
@@ -121,13 +121,14 @@ class PeerBeat(Message, frozen=True):
     """The node of this number is there; the answer is the other's beat, of the same cluster.
 
     `latest` is the last change of members that it knows; `log`, those up to it, is empty where the
-    receiver is known to know them.
+    receiver is known to know them. `plans`: what it takes for granted.
     """
 
     node: int
     member: Member
     latest: ChangeId
     log: tuple[Change, ...] = ()
+    plans: tuple[PlanDigest, ...] = ()
 
 
 class PlanRequest(Message, frozen=True):
@@ -260,9 +261,9 @@ def unpack(
 NOTHING_TOLD = ChangeId(-1, -1)
 
 
-def beat_of(node: int, member: Member, log: tuple[Change, ...], told: ChangeId) -> PeerBeat:
-    """The beat of a node, for one that knows the changes up to `told`."""
-    return PeerBeat(node, member, latest(log), () if told == latest(log) else log)
+def told(beat: PeerBeat, known: ChangeId) -> PeerBeat:
+    """This beat, which has the whole log, for a node that knows the changes up to `known`."""
+    return msgspec.structs.replace(beat, log=()) if known == beat.latest else beat
 
 
 def plan_answer(number: int, plan: SharedPlan | None) -> tuple[PlanAnswer, list[bytes]]:

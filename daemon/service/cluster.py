@@ -11,7 +11,7 @@ from creel.daemon.core.events import SOURCE
 from creel.daemon.core.members import Members, Patience
 from creel.messages import Join, Member
 from creel.policies.cluster.eviction import ClusterView
-from creel.policies.cluster.members import authority, latest
+from creel.policies.cluster.members import PlanDigest, authority, latest
 
 
 class Cluster:
@@ -30,6 +30,7 @@ class Cluster:
     ) -> None:
         self.name, self.key = joined.cluster, joined.key
         self.tokens: set[str] = set()
+        self.plans: tuple[PlanDigest, ...] = ()  # what this node takes for granted
         self.joined = list(joined.members)
         self.joined[me] = own
         self.origins = origins

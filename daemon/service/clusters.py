@@ -20,6 +20,7 @@ from creel.daemon.core.events import (
     PeerAsked,
     PeerServed,
     PlanAsked,
+    PlanDoubted,
     PlanShared,
     ServeObjects,
     SharePlan,
@@ -34,7 +35,7 @@ from creel.daemon.service.cluster import Cluster
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Join, Member
 from creel.policies.cluster.eviction import ClusterView, SharedPlan
-from creel.policies.cluster.members import EpochMoment
+from creel.policies.cluster.members import EpochMoment, PlanDigest, authority, differing, latest
 
 log = logging.getLogger("creel.clusters")
 
@@ -51,12 +52,14 @@ class DaemonHooks(NamedTuple):
         call_soon: runs a function on the loop thread, from any thread.
         unreachable: ends all fetches from a peer, which is not asked any more.
         moments: when plans of a cluster could change (`Core.moments`).
+        digests: what they take for granted (`Core.digests`).
     """
 
     handle: Callable[[Event], bool]
     call_soon: Callable[[Callable[[], None]], None]
     unreachable: Callable[[int], None]
     moments: Callable[[str], tuple[EpochMoment, ...]]
+    digests: Callable[[str], tuple[PlanDigest, ...]]
 
 
 class Clusters:
@@ -233,6 +236,10 @@ class Clusters:
                 log.warning("plans now count on %s of the nodes", cluster.names(due))
                 log.debug("change %s at %s", change.id, change.moments)
                 self._say(cluster, now=True)
+            plans = self._daemon.digests(cluster.name)
+            if plans != cluster.plans:
+                cluster.plans = plans
+                self._say(cluster, now=False)
             self._see(cluster, now)
 
     def _see(self, cluster: Cluster, now: float) -> None:
@@ -251,7 +258,8 @@ class Clusters:
         assert self._beats is not None  # noqa: S101
         members = cluster.members
         member = cluster.joined[cluster.me]
-        beat = wire.beat_of(cluster.me, member, members.log, wire.NOTHING_TOLD)
+        known = latest(members.log), members.log, cluster.plans
+        beat = wire.PeerBeat(cluster.me, member, *known)
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
 
@@ -267,6 +275,10 @@ class Clusters:
         if cluster.members.learn(beat.log):
             self._say(cluster, now=False)
         self._see(cluster, now)
+        right = beat.node == authority(cluster.members.log)
+        for plan in differing(cluster.plans, beat.plans, authority=right):
+            self._daemon.handle(PlanDoubted(plan.dataset, plan.seed))
+            cluster.plans = ()  # until the next tick
 
     def _refused(self, name: str, node: int) -> None:
         cluster = self._clusters.get(name)

@@ -114,7 +114,13 @@ class Node:
         )
         self.clusters = Clusters(
             self.arena,
-            DaemonHooks(self.handle_event, call_soon, self._unreachable, self.core.moments),
+            DaemonHooks(
+                self.handle_event,
+                call_soon,
+                self._unreachable,
+                self.core.moments,
+                self.core.digests,
+            ),
             config.cluster.lost_s,
         )
         self.fetcher = Fetcher(

@@ -7,6 +7,7 @@ What a plan gets wrong costs a read of the source.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from creel.policies.cluster.members import (
     Change,
     ChangeId,
     EpochMoment,
+    PlanDigest,
     after,
     authority,
     latest,
@@ -287,7 +289,9 @@ class ClusterEviction(PlannedEviction):
         self._members = unpacked(log[-1].members, nodes) if log else np.ones(nodes, np.bool_)
         # Whether what the others know is not known here: then the source is asked, and a peer.
         self._astray = bool(log)
+        self._asks = False  # also where the others take over this node's plans
         self._given: Nodes | None = None  # a peer's plan of this epoch's turn
+        self._digested: tuple[Nodes | None, int] = None, 0
 
     # --- other nodes' plans ----------------------------------------------------------------------
 
@@ -295,9 +299,26 @@ class ClusterEviction(PlannedEviction):
     def lacks(self) -> int | None:
         """The seed of the epoch's order, where a peer has to say what lies where; else None."""
         view, order = self.deals.view, self.deals.orders.get(self.epoch)
-        if view is None or order is None or not self._astray or authority(view.log) == view.me:
+        if view is None or order is None or not self._astray:
             return None
-        return order.seed
+        return order.seed if self._asks or authority(view.log) != view.me else None
+
+    @property
+    def digest(self) -> PlanDigest | None:
+        """What this node takes for granted in this epoch; None: that is not settled."""
+        order = self.deals.orders.get(self.epoch)
+        if order is None or self._astray or self._next is None:
+            return None
+        if self._digested[0] is not self._holder or self._holder is None:
+            digest = 0 if self._holder is None else zlib.crc32(self._holder.tobytes())
+            self._digested = self._holder, digest
+        return PlanDigest(self.deals.dataset, order.seed, self._since, self._digested[1])
+
+    def doubt(self, seed: int) -> None:
+        """Others take something else for granted in the epoch of this order: ask them."""
+        order = self.deals.orders.get(self.epoch)
+        if order is not None and order.seed == seed:
+            self._astray = self._asks = True
 
     def share(self, seed: int) -> SharedPlan | None:
         """What this node knows of an epoch; None: nothing, or it is another epoch's turn."""
@@ -318,7 +339,8 @@ class ClusterEviction(PlannedEviction):
             return
         if len(plan.members) != len(view.capacity):
             return
-        self._astray, self._asking, self._next, self._later = False, None, None, None
+        self._astray = self._asks = False
+        self._asking = self._next = self._later = None
         self._since, self._members = plan.known, plan.members
         self._holder, self._given = plan.holder, plan.planned
 
@@ -432,6 +454,7 @@ class ClusterEviction(PlannedEviction):
         late = self._asking is not None and self._asking.epoch < epoch
         self._astray |= placed is None or late
         super().turn(uses, epoch)
+        self._asks = False
         self._asking = self._next = self._later = self._given = None
         self._holder = None if placed is None else placed.holder
         self._copies = None if placed is None else placed.copies

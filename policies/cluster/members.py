@@ -122,6 +122,40 @@ def after(log: Sequence[Change], known: ChangeId) -> tuple[Change, ...] | None:
     return tuple(log) if complete else None
 
 
+class PlanDigest(NamedTuple):
+    """What a node takes for granted in an epoch: all nodes must take the same.
+
+    Args:
+        dataset, seed: the epoch, as in `EpochMoment`.
+        known: the latest change that its plan accounts for.
+        digest: of who held each object when the epoch began; 0: nobody anything.
+    """
+
+    dataset: str
+    seed: int
+    known: ChangeId
+    digest: int
+
+
+def differing(
+    mine: Sequence[PlanDigest], theirs: Sequence[PlanDigest], *, authority: bool
+) -> list[PlanDigest]:
+    """My plans that are to give way to theirs.
+
+    Those of the authority are right, but for one that knows nothing.
+
+    >>> one, none = PlanDigest("d", 1, BEGINNING, 77), PlanDigest("d", 1, BEGINNING, 0)
+    >>> differing([one], [none], authority=True), differing([none], [one], authority=False)
+    ([], [PlanDigest(dataset='d', seed=1, known=ChangeId(number=0, proposer=0), digest=0)])
+    """
+    right = {plan[:3]: plan.digest for plan in theirs if plan.digest}
+    return [
+        plan
+        for plan in mine
+        if right.get(plan[:3], plan.digest) != plan.digest and (authority or not plan.digest)
+    ]
+
+
 def authority(log: Sequence[Change]) -> int:
     """The node whose plan the others take where they have none: who wrote the last change."""
     return latest(log).proposer

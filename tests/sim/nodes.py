@@ -25,6 +25,7 @@ from creel.daemon.core.events import (
     PeerAsked,
     PeerServed,
     PlanAsked,
+    PlanDoubted,
     PlanExtended,
     PlanRetention,
     PlanShared,
@@ -42,7 +43,7 @@ from creel.daemon.core.members import Members, Patience
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterView
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.members import authority
+from creel.policies.cluster.members import authority, differing
 
 _VERSION = 5 << 40 | 1
 _CLUSTER = "c"
@@ -66,6 +67,7 @@ class Nodes:
         self._disk = int(disk * order.samples * (size + 64))
         self.counts: Counter[str] = Counter()
         self.gone: set[int] = set()  # nodes that answer nobody
+        self.late: set[int] = set()  # nodes that are told nothing of the others
         self.dead: set[int] = set()  # nodes that do nothing at all
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
@@ -109,6 +111,8 @@ class Nodes:
             steps = self.order.steps
             for step in range(steps):
                 self._step(first, step)
+                if step == steps // 4:
+                    self._compare()
                 if step == int(part * steps):
                     then()
             out.append(self.counts.copy())
@@ -157,6 +161,16 @@ class Nodes:
             self._tell(node, known)
         self._settle()
 
+    def _compare(self) -> None:
+        """Each node sees what the others take for granted, as heartbeats tell it."""
+        plans = [core.digests(_CLUSTER) for core in self.cores]
+        for node in self.alive:
+            first = authority(self.members[node].log)
+            for other in self.alive:
+                for plan in differing(plans[node], plans[other], authority=other == first):
+                    self._feed(node, PlanDoubted(plan.dataset, plan.seed))
+        self._settle()
+
     def _agree(self) -> None:
         """Write a change where there is one, and spread it."""
         for node in self.alive:
@@ -191,7 +205,8 @@ class Nodes:
         for other in self.alive:
             self.members[node].heard(other, self._now)
         self._feed(node, PlanExtended(1, number, first, ids.copy(), ends.astype(np.int64)))
-        self._feed(node, EpochDealt(1, number, order, self._view(node)))
+        if node not in self.late:
+            self._feed(node, EpochDealt(1, number, order, self._view(node)))
 
     def _feed(self, node: int, event: Event) -> None:
         self._now += 1e-4
@@ -233,6 +248,8 @@ class Nodes:
     def _ask_plan(self, node: int, action: AskPlan) -> None:
         self._requests += 1
         peer = authority(self.members[node].log)
+        if peer == node:
+            peer = next(other for other in self.alive if other != node)
         self._feed(peer, PlanAsked(self._requests, action.dataset, action.seed))
         plan = self._plans.pop(self._requests).plan
         if plan is not None:

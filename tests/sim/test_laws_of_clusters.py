@@ -110,3 +110,17 @@ def test_a_daemon_that_is_restarted_follows_the_others_again(held: float, node: 
         assert counts["source"] <= (1 - min(held, 1)) * order.samples + 0.03 * order.samples
         assert counts["refused"] <= 0.01 * order.samples
         assert counts["peer"] > 0
+
+
+@pytest.mark.parametrize("node", [0, 3])
+def test_a_node_that_joins_an_epoch_later_takes_over_what_the_others_know(node: int) -> None:
+    order = job(4)
+    nodes = Nodes(4, order, 0.9)
+    nodes.late.add(node)
+    nodes.run(2)
+    nodes.late.clear()
+    runs = nodes.run(6)
+    assert sum(counts["shared"] for counts in runs) == 1
+    for counts in runs[-2:]:
+        assert counts["refused"] <= 0.01 * order.samples
+        assert counts["source"] <= 0.11 * order.samples

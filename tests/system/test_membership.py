@@ -10,12 +10,20 @@ from contextlib import ExitStack
 import pytest
 
 from creel.cache.memory.arena import Arena
-from creel.daemon.core.events import SOURCE, AskPlan, ClusterChanged, Event, PlanAsked, SharePlan
+from creel.daemon.core.events import (
+    SOURCE,
+    AskPlan,
+    ClusterChanged,
+    Event,
+    PlanAsked,
+    PlanDoubted,
+    SharePlan,
+)
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.wire import Credentials
 from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.messages import Join, Member
-from creel.policies.cluster.members import EpochMoment
+from creel.policies.cluster.members import BEGINNING, EpochMoment, PlanDigest
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
 
@@ -30,8 +38,11 @@ class Peer:
         self.events: list[Event] = []
         self.ended: list[int] = []
         self.moments: tuple[EpochMoment, ...] = ()
+        self.digests: tuple[PlanDigest, ...] = ()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        hooks = DaemonHooks(self._handle, self._calls.put, self.ended.append, self._moments)
+        hooks = DaemonHooks(
+            self._handle, self._calls.put, self.ended.append, self._moments, self._digests
+        )
         self.clusters = Clusters(self.arena, hooks, 3.0)
         self.member = self.clusters.host("127.0.0.1")
 
@@ -42,6 +53,10 @@ class Peer:
     def _moments(self, cluster: str) -> tuple[EpochMoment, ...]:
         assert cluster == "c"
         return self.moments
+
+    def _digests(self, cluster: str) -> tuple[PlanDigest, ...]:
+        assert cluster == "c"
+        return self.digests
 
     def settle(self) -> None:
         while not self._calls.empty():
@@ -151,6 +166,19 @@ def test_who_has_missed_a_plan_is_told(stack: ExitStack) -> None:
     peers[0].clusters.share_plan(SharePlan(asked.request, None))
     peers[1].clusters.ask_plan(AskPlan("d", "c", 7))  # under way already
     within(5, peers, lambda: sum(isinstance(e, PlanAsked) for e in peers[0].events) == 1)
+
+
+def test_who_takes_something_else_for_granted_is_told(stack: ExitStack) -> None:
+    peers = joined(stack, 2)
+    for node, peer in enumerate(peers):
+        same = PlanDigest("d", 7, BEGINNING, 5)
+        peer.digests = same, PlanDigest("e", 7, BEGINNING, 5 + node)
+
+    def doubts() -> list[list[tuple[str, int]]]:
+        events = [[e for e in p.events if isinstance(e, PlanDoubted)] for p in peers]
+        return [sorted({(e.dataset, e.seed) for e in mine}) for mine in events]
+
+    within(5, peers, lambda: doubts() == [[], [("e", 7)]])
 
 
 def test_a_stranger_is_no_member(stack: ExitStack) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,6 +19,17 @@ EVENTS: list[Event] = []
 ENDED: list[int] = []
 
 
+def never(call: Callable[[], None]) -> None:
+    """What other threads say is not heard: this test is the loop."""
+    assert callable(call)
+
+
+def nothing(cluster: str) -> tuple[()]:
+    """No dataset of this cluster is planned."""
+    assert cluster
+    return ()
+
+
 @pytest.fixture
 def clusters() -> Iterator[Clusters]:
     def handled(event: Event) -> bool:
@@ -26,7 +37,7 @@ def clusters() -> Iterator[Clusters]:
         return True
 
     with Arena.create(1 << 20) as arena:
-        hooks = DaemonHooks(handled, lambda call: None, ENDED.append, lambda cluster: ())  # noqa: ARG005
+        hooks = DaemonHooks(handled, never, ENDED.append, nothing, nothing)
         one = Clusters(arena, hooks, 30.0)
         yield one
         one.close()
