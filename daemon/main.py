@@ -246,6 +246,7 @@ class Daemon:
         self.control_socket.sweep(now)
         if self.node.state == "serving":
             self.node.forget_idle()
+            self.node.clusters.tick(now)
             if self.node.registry.sessions:
                 self.node.tick()
         if self._reload:

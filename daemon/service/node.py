@@ -273,7 +273,6 @@ class Node:
     def tick(self) -> None:
         """Handle the passing of time."""
         self.fetcher.tick()
-        self.clusters.tick(time.monotonic())
         self.handle_event(events.Tick())
 
     # --- Host ---------------------------------------------------------------------------------

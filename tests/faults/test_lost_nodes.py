@@ -27,6 +27,7 @@ SHARE = FILES // WORLD
 #: Seconds of a step. Nodes join in the first epoch; in the third one of them is lost.
 PACES = "0.1,0.05,0.25,0.1,0.1"
 FAULT, LAST = 2, 4
+CUT_S = 3.0
 
 pytestmark = [
     pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why),
@@ -93,7 +94,7 @@ def test_what_a_killed_node_held_is_read_once() -> None:
 def test_a_node_that_is_cut_off_comes_back_by_itself() -> None:
     with running() as job:
         job.cluster.cut("n3")
-        time.sleep(3.0)
+        time.sleep(CUT_S)
         job.cluster.heal("n3")
         opens, last = finish(job, [0, 1, 2, 3])
         # During the cut n3 reads what the others hold for it, and they read what it holds.
