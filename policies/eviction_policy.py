@@ -11,7 +11,7 @@ from creel.policies.candidates import Index
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.eviction import ClusterTurn, Placed
+    from creel.policies.cluster.eviction import ClusterEviction, ClusterTurn, Placed
     from creel.policies.planned_eviction import PlanningContext
     from creel.policies.retention import Kept, Turn
 
@@ -59,6 +59,11 @@ class EvictionPolicy:
         self._life = life
         self._pins = pins
         self.all_uses = uses
+
+    @property
+    def among_nodes(self) -> ClusterEviction | None:
+        """The policy itself, if it follows a plan that all nodes of a cluster make alike."""
+        return None
 
     # --- what happens ----------------------------------------------------------------------------
 

@@ -192,22 +192,24 @@ class Core:
 
     def _plan_shared(self, e: PlanShared, now: float) -> None:
         del now
-        h = self._residencies.get(e.dataset)
-        if h is not None and isinstance(h.policy, ClusterEviction):
-            h.policy.adopt(e.plan)
+        policy = self._among_nodes(e.dataset)
+        if policy is not None:
+            policy.adopt(e.plan)
 
     def _plan_doubted(self, e: PlanDoubted, now: float) -> None:
         del now
-        h = self._residencies.get(e.dataset)
-        if h is not None and isinstance(h.policy, ClusterEviction):
-            h.policy.doubt(e.seed)
+        policy = self._among_nodes(e.dataset)
+        if policy is not None:
+            policy.doubt(e.seed)
 
     def _plan_asked(self, e: PlanAsked, now: float) -> None:
         del now
-        h = self._residencies.get(e.dataset)
-        policy = None if h is None else h.policy
-        plan = policy.share(e.seed) if isinstance(policy, ClusterEviction) else None
-        self._out.append(SharePlan(e.request, plan))
+        policy = self._among_nodes(e.dataset)
+        self._out.append(SharePlan(e.request, None if policy is None else policy.share(e.seed)))
+
+    def _among_nodes(self, dataset: str) -> ClusterEviction | None:
+        h = self._residencies.get(dataset)
+        return None if h is None else h.among_nodes
 
     def _extended(self, e: PlanExtended, now: float) -> None:
         del now

@@ -443,10 +443,15 @@ class Residency:
             return None
         return self.policy.question(_PlanningContext(self, self.groups[0], admission, window))
 
+    @property
+    def among_nodes(self) -> ClusterEviction | None:
+        """The policy, if it is one that the nodes of a cluster follow together."""
+        return None if self.policy is None else self.policy.among_nodes
+
     def ask_plan(self, now: float) -> list[AskPlan]:
         """What to ask peers about the epoch, once a second: nothing, unless it was missed."""
-        policy = self.policy
-        if not isinstance(policy, ClusterEviction) or now < self._ask_again:
+        policy = self.among_nodes
+        if policy is None or now < self._ask_again:
             return []
         seed, view = policy.lacks, policy.deals.view
         if seed is None or view is None:
@@ -456,21 +461,20 @@ class Residency:
 
     def moment(self, cluster: str) -> EpochMoment | None:
         """From when on the nodes of this cluster can follow a change of members."""
-        policy = self.policy
-        if not isinstance(policy, ClusterEviction) or not self.groups:
+        policy = self._within(cluster)
+        if policy is None or not self.groups:
             return None
-        view, group = policy.deals.view, self.groups[0]
-        if view is None or view.cluster != cluster:
-            return None
-        return policy.moment(group.clock(), group.step_s())
+        return policy.moment(self.groups[0].clock(), self.groups[0].step_s())
 
     def digest(self, cluster: str) -> PlanDigest | None:
         """What this node takes for granted, if it does so in this cluster."""
-        policy = self.policy
-        if not isinstance(policy, ClusterEviction):
-            return None
-        view = policy.deals.view
-        return policy.digest if view is not None and view.cluster == cluster else None
+        policy = self._within(cluster)
+        return None if policy is None else policy.digest
+
+    def _within(self, cluster: str) -> ClusterEviction | None:
+        policy = self.among_nodes
+        view = None if policy is None else policy.deals.view
+        return policy if view is not None and view.cluster == cluster else None
 
     def rebuild(self, under_way: Index, storing: Index, window: Window) -> None:
         """Rebuild pins, states, eviction policy and next uses.

@@ -361,6 +361,11 @@ class ClusterEviction(PlannedEviction):
 
     # --- the plan --------------------------------------------------------------------------------
 
+    @property
+    def among_nodes(self) -> ClusterEviction:
+        """This policy."""
+        return self
+
     def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:
         """Return what to plan now, if anything: once for each epoch and each change."""
         view = self.deals.view

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running
 from test_wrap import hang_up
 from torch.utils.data import Dataset
 
 import creel
+from daemons import Running
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 

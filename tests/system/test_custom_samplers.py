@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running
 from torch.utils.data import DataLoader, Dataset
 
 import creel
 from creel.loader.client import connections
+from daemons import Running
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

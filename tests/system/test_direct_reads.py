@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running
 from torch.utils.data import DataLoader, Subset
 
 import creel
 from creel.cache.memory.shared_words import OBJECT_NS
 from creel.loader.client import connections
 from creel.loader.client.session import Session
+from daemons import Running
 from kit import daemon_of, stopped, until
 from testbed.http_server import Server
 

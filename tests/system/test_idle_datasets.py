@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from daemons import Running, folder, plan, read_steps
 
 from creel.cache.storage.manifest import Manifest
 from creel.loader.client.client import Client
 from creel.loader.client.session import Session
+from daemons import Running, folder, plan, read_steps
 from kit import unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]

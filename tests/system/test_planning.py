@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
 from creel.loader.client import connections, publish
 from creel.loader.order import draws
 from creel.loader.order.prediction import EpochPlan
+from daemons import Running
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
-from daemons import COMMAND, Running, folder, plan, read_steps
 
 from creel.errors import ConfigError
 from creel.loader.client.client import Client
+from daemons import COMMAND, Running, folder, plan, read_steps
 from kit import descriptors, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

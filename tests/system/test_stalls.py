@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running
 from torch.utils.data import Sampler, default_collate
 
 import creel
 from creel.loader.client import connections
+from daemons import Running
 from kit import until
 from testbed.http_server import Server
 

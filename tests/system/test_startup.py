@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from daemons import COMMAND, Running, folder, plan, read_steps
 
 import creel
 from creel.config import Config
 from creel.loader.client import connections
 from creel.loader.client.embed import connect_or_start
+from daemons import COMMAND, Running, folder, plan, read_steps
 from kit import gone, unique_name, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]

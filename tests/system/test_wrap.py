@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from daemons import Running
 from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
@@ -31,6 +30,7 @@ from creel.loader.client.packets import resolve
 from creel.loader.client.session import Session
 from creel.loader.datasets.files import FileDataset
 from creel.peers import holder
+from daemons import Running
 from folders import folder as torchvision
 from kit import daemon_of, gone, until
 
