@@ -44,12 +44,14 @@ class BatchStream:
         self.session = session
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
-        self._publisher = PlanPublisher(session, binding.objects, thread_safe=binding.thread_safe)
+        self._dealt = -1  # epochs up to here: the cluster knows how they are dealt
+        self._publisher = PlanPublisher(
+            session, binding.objects, self._deal, thread_safe=binding.thread_safe
+        )
         self._now = PublishedEpoch(-1, None)
         self._upcoming: list[PublishedEpoch] = []  # the epochs after this one, in order
         self._next = 0  # all steps below were given out
         self._counted_at = time.monotonic_ns()
-        self._dealt = -1  # epochs up to here: the cluster knows how they are dealt
 
     @property
     def alive(self) -> bool:
@@ -133,19 +135,27 @@ class BatchStream:
         """Record that all batches below i have arrived."""
         self.session.done(min(self._now.step(i), self._next))
         self._publisher.pump()
-        if self.client.cluster:
-            self._deal()
+        if self._dealt < self._now.epoch:
+            self._deal(self._now)  # published before the nodes had joined
 
-    def _deal(self) -> None:
-        """Tell the daemon how this epoch and the next ones are dealt to the job's ranks."""
-        for epoch in (self._now, *self._upcoming):
-            plan = epoch.plan
-            if epoch.epoch <= self._dealt or plan is None or not plan.opened:
-                continue
-            self._dealt = epoch.epoch
-            deal = plan.deal
-            if deal is not None and self.binding.one_to_one(deal.samples):
-                self.session.deal(epoch.epoch, deal)
+    def _deal(self, epoch: PublishedEpoch) -> None:
+        """Tell the daemon how an epoch is dealt to the job's ranks, once there are any.
+
+        Before its plan is published: what peers will have is then not read from the source.
+        """
+        if not self.client.cluster or epoch.epoch <= self._dealt:
+            return
+        if epoch.plan is None or not epoch.plan.opened:
+            return
+        self._dealt = epoch.epoch
+        deal = epoch.plan.deal
+        if deal is not None and self.binding.one_to_one(deal.samples):
+            self.session.deal(epoch.epoch, deal)
+
+    @property
+    def joining(self) -> bool:
+        """Whether the nodes of the job are about to join: then their memories will be one."""
+        return time.monotonic() < self.client.joining_until
 
     def leave(self) -> None:
         """End the epoch, complete or not: no more of it is read."""

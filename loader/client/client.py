@@ -109,6 +109,8 @@ class Client:
         #: The cluster that this node's daemon has joined for this process's job; "": none.
         self.cluster = ""
         self.joining = False
+        #: Time (`time.monotonic`) until which the nodes are expected to join.
+        self.joining_until = 0.0
         self.sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         forget_in_child(self)
 

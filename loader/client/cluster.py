@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,8 @@ _PREFIX = "creel/cluster/"
 _FIRST_S, _LONGEST_S = 0.05, 2.0
 #: Ranks that make no creel.DataLoader would be waited for in vain.
 _GIVE_UP_S = 600.0
+#: Nothing of the next epoch is read before the nodes have joined, for so long at most.
+_SOON_S = 5.0
 
 
 def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
@@ -52,11 +54,20 @@ def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: in
         join = partial(_join_listed, client, settings, rank, world)
     else:
         join = partial(_join, client, store, rank, world)
-    thread = threading.Thread(target=join, name="creel-join", daemon=True)
+    thread = threading.Thread(target=_attempt, args=(client, join), name="creel-join", daemon=True)
+    client.joining_until = time.monotonic() + _SOON_S
     try:
         thread.start()
     except RuntimeError:  # no thread available: this node reads for itself
+        client.joining_until = 0.0
         _log.debug("no thread to join the cluster", exc_info=True)
+
+
+def _attempt(client: Client, join: Callable[[], None]) -> None:
+    try:
+        join()
+    finally:
+        client.joining_until = 0.0
 
 
 def on_one_node(env: Mapping[str, str], world: int) -> bool:

@@ -190,10 +190,18 @@ class PlanPublisher:
         self,
         session: Session,
         objects: Callable[[NDArray[np.int64]], tuple[NDArray[np.int32], NDArray[np.int64]]],
+        before: Callable[[PublishedEpoch], None],
         *,
         thread_safe: bool,
     ) -> None:
-        """objects: as `Binding.objects`; thread_safe: whether another thread may call it."""
+        """Make a publisher.
+
+        Args:
+            objects: as `Binding.objects`.
+            before: called before each piece of an epoch is published, in any thread.
+            thread_safe: whether another thread may call `objects`.
+        """
+        self._before = before
         self._session = session
         self._objects = objects
         self._thread_safe = thread_safe
@@ -300,6 +308,7 @@ class PlanPublisher:
             piece = self._computed(published, samples)
             if published is not self._next():  # cancelled meanwhile, by a finaliser
                 return False
+            self._before(published)
             if piece is None:
                 published.total = published.known
             elif self._extend(published, piece):

@@ -194,7 +194,7 @@ class EpochRun:
             self._publish_ahead(self.stream)
 
     def _publish_ahead(self, stream: BatchStream) -> None:
-        if not self._published_ahead and self.order is not None:
+        if not self._published_ahead and self.order is not None and not stream.joining:
             self._published_ahead = True
             start = time.monotonic_ns()
             stream.publish_upcoming(self.order)

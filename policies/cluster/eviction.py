@@ -513,8 +513,10 @@ class ClusterEviction(PlannedEviction):
         Args:
             clock: steps that the ranks of this node have done.
         """
-        if epoch != self.epoch + 1 or self._next is None or self.deals.view is None:
+        if epoch != self.epoch + 1 or self.deals.view is None:
             return None
+        if self._next is None:  # it is being planned
+            return np.ones(len(ids), np.bool_) if self._asking is not None else None
         first, end = self.uses.span(self.epoch)
         part = (clock - first) * _PARTS // max(end - first, 1)
         holder = self._next.holder[ids]

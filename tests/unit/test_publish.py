@@ -102,7 +102,7 @@ def pairs(indices: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int
 def publisher_of(
     daemon: Daemon, *, thread_safe: bool = True, objects: Any = pairs
 ) -> PlanPublisher:
-    return PlanPublisher(daemon.session, objects, thread_safe=thread_safe)
+    return PlanPublisher(daemon.session, objects, lambda _: None, thread_safe=thread_safe)
 
 
 def begun(
