@@ -36,7 +36,7 @@ _FIRST_S, _LONGEST_S = 0.05, 2.0
 #: Ranks that make no creel.DataLoader would be waited for in vain.
 _GIVE_UP_S = 600.0
 #: Nothing of the next epoch is read before the nodes have joined, for so long at most.
-_SOON_S = 5.0
+_SOON_S = 10.0
 
 
 def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:

