@@ -253,6 +253,8 @@ def _is_torchs(sampler: object) -> bool:
         return False
     if type(sampler) is WeightedRandomSampler and sampler.weights.device.type != "cpu":
         return False  # it draws on the accelerator
+    if type(sampler) is DistributedSampler and not _is_sound(sampler):
+        return False  # it raises
     return is_sequence(sampler) or trusted(type(sampler))
 
 
@@ -262,6 +264,12 @@ def _total(loader: DataLoader[object], given: Facts) -> int:
     inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
     return opened(inner, shadow, given).total
+
+
+def _is_sound(sampler: DistributedSampler[object]) -> bool:
+    """Whether the dataset is as long as when the sampler was made, as far as torch asks for it."""
+    n = len(sampler.dataset)  # type: ignore[arg-type]  # torch asks for it, too
+    return n >= sampler.total_size if sampler.drop_last else 0 < n <= sampler.total_size
 
 
 def _check_kind(loader: DataLoader[object], state: State) -> None:
