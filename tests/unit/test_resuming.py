@@ -198,3 +198,26 @@ class Own:
 
     def __len__(self) -> int:
         return 4
+
+
+# --- a dataset of another length than its sampler knows -----------------------------------------
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("length", [1, 5, 30])
+def test_a_sampler_of_other_data_raises_as_under_torch(length: int, *, drop_last: bool) -> None:
+    def batches(kind: Any, **more: Any) -> Any:
+        data = list(range(10))
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            data,  # type: ignore[arg-type]  # it has a length
+            *(2, 1, True, 0, drop_last),
+        )
+        data[:] = range(length)
+        loader = kind(data, 2, sampler=sampler, **more)
+        try:
+            return [batch.tolist() for batch in loader]
+        except AssertionError as e:
+            return str(e)
+
+    ours = batches(creel.DataLoader, creel=False)
+    assert ours == batches(torch.utils.data.DataLoader)
