@@ -46,7 +46,7 @@ _WORD = (1 << 64) - 1
 
 
 @dataclass(eq=False)
-class _Index:
+class _DatasetIndex:
     """Where the objects of a dataset are: unit + 1 of a record in one run, minus its ...
 
     ... number among `chains` where it is in several; 0: it is not here.
@@ -96,8 +96,8 @@ class DiskStore:
     def __init__(self, path: str, budget: int, spare: int = 0) -> None:
         self._lock = threading.RLock()  # of the index; never held while the disk works
         self._writing = threading.Lock()
-        self._scratch = _Scratch()
-        self._datasets: dict[str, _Index] = {}
+        self._scratch = _AlignedScratch()
+        self._datasets: dict[str, _DatasetIndex] = {}
         self._off = False
         with contextlib.ExitStack() as stack:
             self._folder = open_folder(path)
@@ -150,7 +150,7 @@ class DiskStore:
         if dataset in self._datasets:
             return np.empty(0, np.int32), np.empty(0, np.int64)
         identity = dataset_id(dataset)
-        index = _Index(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
+        index = _DatasetIndex(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
         with self._lock:
             found = self._idle.pop(_half(identity), np.empty(0, ENTRY))
             strange = found["object"] >= objects
@@ -265,7 +265,7 @@ class DiskStore:
         return stored
 
     def _take_rooms(
-        self, index: _Index, ids: NDArray[np.integer], nbytes: Sizes
+        self, index: _DatasetIndex, ids: NDArray[np.integer], nbytes: Sizes
     ) -> dict[int, Sizes]:
         """(r, 2) first units and units of the new records, by position."""
         out = {}
@@ -321,7 +321,7 @@ class DiskStore:
 
     def _write(
         self,
-        index: _Index,
+        index: _DatasetIndex,
         ids: NDArray[np.integer],
         objects: Sequence[Part],
         nbytes: Sizes,
@@ -372,7 +372,7 @@ class DiskStore:
             except OSError as e:
                 self._give_up("write", e)
 
-    def _drop(self, index: _Index, object_id: int) -> None:
+    def _drop(self, index: _DatasetIndex, object_id: int) -> None:
         runs = index.take(object_id)
         if runs is not None:
             for start, units in runs.tolist():
@@ -443,7 +443,7 @@ def _runs(entries: Entries) -> Sizes:
     return np.stack([entries["start"], entries["units"]], 1).astype(np.int64)
 
 
-def _entries(index: _Index, length: Sizes) -> Entries:
+def _entries(index: _DatasetIndex, length: Sizes) -> Entries:
     """Entries for all objects of a dataset."""
     place = index.place
     single, several = np.flatnonzero(place > 0), np.flatnonzero(place < 0)
@@ -457,7 +457,7 @@ def _entries(index: _Index, length: Sizes) -> Entries:
     return out
 
 
-class _Scratch(threading.local):
+class _AlignedScratch(threading.local):
     """A buffer for each thread that reads or writes."""
 
     def __init__(self) -> None:

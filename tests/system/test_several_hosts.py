@@ -18,6 +18,15 @@ FILES = 1200
 pytestmark = pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why)
 
 
+def finished(ranks: list[jobs.Rank], epochs: int) -> list[dict[str, int]]:
+    """What each rank's daemon counted of its peers, once all have read what torch would."""
+    for rank, one in enumerate(ranks):
+        for epoch in range(epochs):
+            said = one.next("epoch")["epoch"]["digest"]
+            assert said == jobs.digest(FILES, rank, len(ranks), epoch)
+    return [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+
+
 @pytest.mark.parametrize("each", [1, 2])
 def test_what_one_host_holds_no_other_reads_again(each: int) -> None:
     epochs, world = 4, 2 * each
@@ -26,11 +35,7 @@ def test_what_one_host_holds_no_other_reads_again(each: int) -> None:
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=2) as cluster:
         words = [storage.mountpoint, "8", ",".join(["step"] * epochs)]
         with jobs.job(cluster, world, words, memory, each=each) as ranks:
-            for rank, one in enumerate(ranks):
-                for epoch in range(epochs):
-                    said = one.next("epoch")["epoch"]["digest"]
-                    assert said == jobs.digest(FILES, rank, world, epoch)
-            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+            peers = finished(ranks, epochs)
         opens = storage.totals()["opens"]
     assert min(peer["hits"] for peer in peers) > 0
     # Each host alone would read a third of its part of each later epoch, twice as much in all. What
@@ -54,10 +59,6 @@ def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough(listed: 
         }
         more = found[listed] | {"MASTER_ADDR": "", "CREEL_CLUSTER__KEY_FILE": str(beside / "key")}
         with jobs.job(cluster, world, words, memory, more=more) as ranks:
-            for rank, one in enumerate(ranks):
-                for epoch in range(epochs):
-                    said = one.next("epoch")["epoch"]["digest"]
-                    assert said == jobs.digest(FILES, rank, world, epoch)
-            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+            peers = finished(ranks, epochs)
         errors = [one.errors for one in ranks]
     assert min(peer["hits"] for peer in peers) > 0, errors
