@@ -148,9 +148,12 @@ class BatchStream:
         if epoch.plan is None or not epoch.plan.opened:
             return
         self._dealt = epoch.epoch
-        deal = epoch.plan.deal
-        if deal is not None and self.binding.one_to_one(deal.samples):
-            self.session.deal(epoch.epoch, deal)
+        try:
+            deal = epoch.plan.deal
+            if deal is not None and self.binding.one_to_one(deal.samples):
+                self.session.deal(epoch.epoch, deal)
+        except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
+            _log.debug("the peers are not told how an epoch is dealt", exc_info=True)
 
     @property
     def joining(self) -> bool:
