@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError
-from creel.loader.datasets.base import CreelDataset, Ids, Indices, strings
+from creel.loader.datasets.base import CreelDataset, Ids, Indices, addresses
 from creel.loader.reading.opened import open_as_python
 from creel.loader.reading.storage import absolute
 
@@ -48,9 +49,8 @@ class Addressed(CreelDataset):
 
     volatile = (*CreelDataset.volatile, "_index")
 
-    def __init__(self, uris: Sequence[str]) -> None:
-        """`uris`: addresses as `absolute` returns them."""
-        self._uris = strings(uris)
+    def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
+        self._uris = addresses(uris)
 
     @property
     def object_count(self) -> int:
@@ -138,7 +138,7 @@ class FolderLeaf(Addressed):
     """
 
     def __init__(self, folder: Folder) -> None:
-        super().__init__([absolute(path) for path, _ in folder.samples])
+        super().__init__([path for path, _ in folder.samples])
         self.folder = folder
         serve_torchvision()
 
@@ -183,7 +183,7 @@ class Declared(Addressed):
         values = uris.to_pylist() if isinstance(uris, pa.Array) else uris
         if any(not isinstance(uri, str) for uri in values):
             raise ConfigError("creel_uris is a sequence of strings")
-        super().__init__([absolute(uri) for uri in values])
+        super().__init__(values)
         self._dataset = dataset
 
     def __len__(self) -> int:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, SupportsIndex, TypeAlias, overload
+from typing import Any, ClassVar, SupportsIndex, TypeAlias, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from creel.cache.storage.retry import public
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError, SourceError
 from creel.loader.reading.observer import take
-from creel.loader.reading.storage import settings
+from creel.loader.reading.storage import absolute, settings
 
 #: A sample is whatever the user's transform returns.
 Sample: TypeAlias = Any
@@ -240,7 +240,7 @@ def strings(values: Sequence[str] | pa.Array) -> pa.Array:
         ConfigError: a name that is not UTF-8.
     """
     try:
-        column = values if isinstance(values, pa.Array) else pa.array(values, pa.large_string())
+        column = values if isinstance(values, pa.Array) else _column(values)
     except UnicodeEncodeError as e:
         raise ConfigError(f"a file's name is not UTF-8: {e.object!r}") from e
     if column.type != pa.large_string():  # a cast to the same type would import pyarrow.compute
@@ -248,6 +248,43 @@ def strings(values: Sequence[str] | pa.Array) -> pa.Array:
     # A pickle of a slice contains the whole array.
     sliced = column.get_total_buffer_size() > column.nbytes
     return pa.array(column.to_pylist(), pa.large_string()) if sliced else column
+
+
+def _column(values: Sequence[str]) -> pa.Array:
+    """pa.array(values) without its buffers that grow: 2 ms instead of 12 for 20,000 names."""
+    text = "".join(values)
+    if not text.isascii():
+        return pa.array(values, pa.large_string())
+    ends = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(np.fromiter(map(len, values), np.int64, len(values)), out=ends[1:])
+    buffers = pa.py_buffer(ends), pa.py_buffer(text.encode())
+    return pa.LargeStringArray.from_buffers(len(values), *buffers)
+
+
+def addresses(values: Sequence[str | os.PathLike[str]]) -> pa.Array:
+    """A column of addresses in the form of `absolute`, as one Arrow array.
+
+    Raises:
+        ConfigError, NotFoundError: see `absolute`.
+    """
+    if set(map(type, values)) == {str}:
+        column = strings(cast(Sequence[str], values))
+        if _absolute(column):
+            return column
+    return strings([absolute(value) for value in values])
+
+
+def _absolute(column: pa.Array) -> bool:
+    """Whether `absolute` would change none of these addresses; all at once, as they may be many."""
+    _, ends, text = column.buffers()
+    bounds = np.frombuffer(ends, np.int64)
+    letters = np.frombuffer(text, np.uint8)
+    if (bounds[1:] == bounds[:-1]).any():
+        return False
+    slash = letters == ord("/")
+    odd = slash[:-1] & (slash[1:] | (letters[1:] == ord(".")))
+    begin, last = bounds[:-1], bounds[1:] - 1
+    return bool(slash[begin].all()) and not slash[last].any() and not odd.any()
 
 
 class Names(Sequence[str]):

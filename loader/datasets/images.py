@@ -20,6 +20,7 @@ from creel.loader.datasets.base import (
     CreelDataset,
     Names,
     Sample,
+    addresses,
     check_callable,
     position,
     strings,
@@ -200,7 +201,7 @@ class ImageFolder(CreelDataset):
     def samples(self, samples: Sequence[tuple[str, int]]) -> None:
         try:
             labels = np.array([label for _, label in samples], np.int64)
-            names = strings([absolute(path) for path, _ in samples])
+            names = addresses([path for path, _ in samples])
         except (TypeError, ValueError) as e:
             raise ConfigError("samples is a sequence of (path, number of the class)") from e
         self._base = self._shown = ""

@@ -31,7 +31,7 @@ from creel.loader.datasets import (
     TarDataset,
     Transformed,
 )
-from creel.loader.datasets.base import Labels
+from creel.loader.datasets.base import Labels, addresses
 from creel.loader.reading import storage
 from creel.loader.reading.storage import absolute, in_threads
 from folders import folder
@@ -678,6 +678,24 @@ def test_a_local_address_is_an_absolute_path(parts: list[str]) -> None:
     assert absolute("".join(parts)) == "/" + "/".join(steps)
     if ".." not in steps:
         assert absolute("".join(parts)) == os.path.abspath(text).replace("//", "/")  # noqa: PTH100
+
+
+_ADDRESSES = st.one_of(
+    st.text(alphabet="/.aé:~", min_size=1, max_size=8),
+    st.sampled_from(["/a/b.jpg", "s3://bucket/a", "file:///a%20b", "/a", "/a/.hidden"]),
+    st.just("/a/b").map(Path),
+)
+
+
+@given(st.lists(_ADDRESSES, max_size=4))
+def test_many_addresses_are_made_absolute_as_each_is(values: list[str | Path]) -> None:
+    try:
+        each = [absolute(value) for value in values]
+    except CreelError as e:
+        with pytest.raises(type(e)):
+            addresses(values)
+    else:
+        assert addresses(values).to_pylist() == each
 
 
 @pytest.fixture(params=["absolute", "relative"])
