@@ -1,16 +1,19 @@
 """How often storage is read: opens per epoch against the law (1-f)N, counted by the file system.
 
     sudo python benchmarks/source_reads.py [--samples N] [--fractions .1 .5 1] [--sampler KIND]
+                                           [--ranks R]
 
 Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). The sampler is
 `permutation`; `unforeseen` is one, too, but not torch's, so that it is followed batch by batch;
 `replacement` and `weighted` compare with offline MIN over the same
-accesses instead of the law.
+accesses instead of the law. With `--ranks`, so many processes with a DistributedSampler each, in
+step as below DistributedDataParallel, share one daemon.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -22,9 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from measure import report
 from numpy.typing import NDArray
-from torch.utils.data import RandomSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 import creel
 
@@ -108,7 +113,38 @@ def offline_min(accesses: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]
     return missed
 
 
-def one(folder: Path, n: int, f: float, kind: str, epochs: int, batch: int) -> dict[str, object]:
+def ranks_opens(fs: SlowFS, n: int, ranks: int, epochs: int, batch: int) -> list[int]:
+    """Opens of each epoch of a job of several ranks on this node."""
+    with tempfile.TemporaryDirectory() as place:
+        args = fs.mountpoint, n, ranks, epochs, batch, place
+        mp.spawn(rank_opens, args, ranks)  # type: ignore[no-untyped-call]
+        return [int(line) for line in Path(place, "opens").read_text().split()]
+
+
+def rank_opens(
+    rank: int, mount: str, n: int, ranks: int, epochs: int, batch: int, place: str
+) -> None:
+    """One rank of `ranks_opens`; rank 0 writes the opens of each epoch to the file `opens`."""
+    store = dist.FileStore(f"{place}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    data = dataset(mount, n)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank, seed=7)
+    loader = creel.DataLoader(data, batch_size=batch, sampler=sampler, num_workers=1)
+    opens = [0]
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for _ in loader:
+            dist.all_reduce(torch.zeros(1))
+        dist.barrier()
+        opens.append(json.loads(Path(mount, ".slowfs/totals").read_text())["opens"])
+        dist.barrier()
+    if rank == 0:
+        Path(place, "opens").write_text("\n".join(map(str, np.diff(opens).tolist())))
+
+
+def one(
+    folder: Path, n: int, f: float, kind: str, epochs: int, batch: int, ranks: int
+) -> dict[str, object]:
     """Read `epochs` epochs at capacity f; opens and reads of each, and what theory demands."""
     with (
         SlowFS(str(folder / "data"), str(folder / "mount")) as fs,
@@ -116,15 +152,18 @@ def one(folder: Path, n: int, f: float, kind: str, epochs: int, batch: int) -> d
     ):
         data = dataset(fs.mountpoint, n)
         sampler = sampler_for(kind, data, seed=7)
-        loader = creel.DataLoader(data, batch_size=batch, sampler=sampler, num_workers=2)
         opens, seen, began = [], [], time.perf_counter()
-        for _ in range(epochs):
-            before = fs.totals()
-            seen += [b[:, :4].clone().view(torch.int32).flatten().numpy() for b in loader]
-            after = fs.totals()
-            opens.append(after["opens"] - before["opens"])
+        if ranks > 1:
+            opens = ranks_opens(fs, n, ranks, epochs, batch)
+        else:
+            loader = creel.DataLoader(data, batch_size=batch, sampler=sampler, num_workers=2)
+            for _ in range(epochs):
+                before = fs.totals()
+                seen += [b[:, :4].clone().view(torch.int32).flatten().numpy() for b in loader]
+                after = fs.totals()
+                opens.append(after["opens"] - before["opens"])
+            del loader
         elapsed = time.perf_counter() - began
-        del loader
     if kind in {"permutation", "unforeseen"}:
         wanted = [float(n)] + [max((1 - f) * n, 0.0)] * (epochs - 1)
     else:
@@ -141,6 +180,7 @@ def one(folder: Path, n: int, f: float, kind: str, epochs: int, batch: int) -> d
         "sampler": kind,
         "f": f,
         "N": n,
+        "ranks": ranks,
         "opens": opens,
         "wanted": [round(w) for w in wanted],
         "after_epoch_1": round(ratio, 4),
@@ -160,6 +200,7 @@ def main() -> None:
     parser.add_argument("--sampler", choices=kinds, default="permutation")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=1, help="with the sampler `permutation`")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -168,7 +209,8 @@ def main() -> None:
         for i in range(o.samples):
             content = i.to_bytes(4, "little") + bytes(NBYTES - 4)
             (folder / "data" / f"{i:06}.bin").write_bytes(content)
-        report([one(folder, o.samples, f, o.sampler, o.epochs, o.batch) for f in o.fractions])
+        rest = o.sampler, o.epochs, o.batch, o.ranks
+        report([one(folder, o.samples, f, *rest) for f in o.fractions])
 
 
 if __name__ == "__main__":
