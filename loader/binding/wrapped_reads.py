@@ -77,34 +77,36 @@ class DaemonLink:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if that pays."""
-        step, ids = self._request(indices)
+        step, ids, wait_s = self._request(indices)
         try:
-            reader = _LinkReader(self, ids, fetch)
+            reader = _LinkReader(self, ids, wait_s, fetch)
             return cast(T, reader.read_step(self.binding, self.session, step, indices, ids))
         finally:
             self._end(step)
 
-    def _request(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32]]:
+    def _request(self, indices: Sequence[int]) -> tuple[int, NDArray[np.int32], float]:
         """The step in which the daemon makes these samples' objects ready, -1 for none; (k,) ids.
 
-        There is none where a direct read takes no longer than to ask.
+        There is none where a direct read takes no longer than to ask. Third, how many seconds to
+        wait for it.
         """
-        none = np.empty(0, np.int32)
-        if self._direct.choose(1, self._object_nbytes, self.session.object_ns):
-            return -1, none
+        none = -1, np.empty(0, np.int32), 0.0
+        wait_s = self._direct.wait_s(1, self._object_nbytes, self.session.object_ns)
+        if not wait_s:
+            return none
         try:
             ids = self.binding.objects(np.asarray(indices, np.int64))[0]
         except Exception:  # noqa: BLE001  the read itself raises what is wrong with them
-            return -1, none
+            return none
         with self._lock:
             self._begin_epoch_on_repeat(ids)
             self._object_nbytes = self.session.nbytes(ids) // max(len(ids), 1)
             step, ends = self._next, np.array([len(ids)])
             if not self.session.extend(self._epoch, step, ids, ends, unplanned=True):
-                return -1, none
+                return none
             self._next += 1
             self._open.add(step)
-        return step, ids
+        return step, ids, wait_s * len(ids)
 
     def _begin_epoch_on_repeat(self, ids: NDArray[np.int32]) -> None:
         """Begin an epoch when an object is read again: the loader's own epochs are unknown."""
@@ -113,15 +115,17 @@ class DaemonLink:
             self._read_ids[:] = False
         self._read_ids[ids] = True
 
-    def wait(self, step: int) -> bool:
+    def wait(self, step: int, wait_s: float) -> bool:
         """Wait until the step's objects are pinned in the arena; False to read them directly."""
         start = time.monotonic_ns()
-        ready = self.session.wait(step, self._wait_s)
+        ready = self.session.wait(step, min(wait_s, self._wait_s))
         # Whether the trainer waits for one of torch's workers is unknown.
         kind = "stall" if get_worker_info() is None else "busy"
         cause = "source" if ready or self.session.alive or kind == "busy" else "daemon"
         self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
-        if not ready and self.session.alive:
+        if not ready and wait_s < self._wait_s:
+            self._direct.waited_in_vain()
+        elif not ready and self.session.alive:
             _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
         return ready
 
@@ -159,12 +163,16 @@ class _LinkReader(StepReader):
     """Reads one batch for a proxy."""
 
     def __init__(
-        self, link: DaemonLink, ids: NDArray[np.int32], fetch: Callable[[Dataset[Sample]], object]
+        self,
+        link: DaemonLink,
+        ids: NDArray[np.int32],
+        wait_s: float,
+        fetch: Callable[[Dataset[Sample]], object],
     ) -> None:
-        self._link, self._ids, self._fetch = link, ids, fetch
+        self._link, self._ids, self._wait_s, self._fetch = link, ids, wait_s, fetch
 
     def wait_for(self, session: Session, step: int, ids: object) -> bool:  # noqa: ARG002
-        return self._link.wait(step)
+        return self._link.wait(step, self._wait_s)
 
     def fetch(self, index: Sequence[int], lease: Lease) -> object:
         try:

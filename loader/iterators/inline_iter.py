@@ -63,8 +63,7 @@ class BatchReader(StepReader):
         self._wait_s = loader_state.config.loader.wait_s
         self._warn_after_s = loader_state.config.loader.hung_s
         # Where workers were asked for, reading side by side is what counts: threads wait.
-        allowed = loader_state.config.loader.direct == "auto" and frozen is None
-        self._direct = DirectReads(allowed=allowed)
+        self._direct = loader_state.direct if frozen is None else DirectReads(allowed=False)
         self._gatherer: Gatherer | None = None
         self._gathers: BatchStream | None = None  # the stream `_gatherer` reads rows of
         self._warned = False
@@ -143,13 +142,16 @@ class BatchReader(StepReader):
     def wait_for(self, session: Session, step: int, ids: Ids | None) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""
         assert ids is not None  # noqa: S101  see `read_ids`
-        if self._direct.choose(len(ids), session.nbytes(ids), session.object_ns):
+        own_s = self._direct.wait_s(len(ids), session.nbytes(ids), session.object_ns)
+        if not own_s:
             return False
         start = time.monotonic_ns()
         quiet_s = min(self._wait_s, self._warn_after_s)
-        ready = session.wait(step, quiet_s)
+        ready = session.wait(step, min(quiet_s, own_s))
         waited = time.monotonic_ns() - start
-        if not ready and session.alive and waited >= quiet_s * 1e9:
+        if not ready and own_s < quiet_s:
+            self._direct.waited_in_vain()
+        elif not ready and session.alive and waited >= quiet_s * 1e9:
             left_s = self._wait_s - quiet_s
             self._warn(session, ids, quiet_s, left_s)
             ready = left_s > 0 and session.wait(step, left_s)

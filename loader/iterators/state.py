@@ -38,6 +38,7 @@ from creel.loader.order.samplers import (
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
 from creel.loader.torch_private import collate
+from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -65,6 +66,7 @@ class LoaderState:
         self.ring = BufferPool()  # kept over epochs: fresh pages for their first batches cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
+        self.direct = DirectReads(allowed=self.config.loader.direct == "auto")
         self.order: EpochOrder | None = None
         self.epoch = -1
         self.run: EpochRun | None = None

@@ -101,6 +101,30 @@ def test_nobody_waits_for_a_daemon_where_the_page_cache_is_quicker(
         del it, ours
 
 
+def test_a_daemon_without_processors_is_not_waited_for_where_reading_is_quick(
+    daemon_name: str, paths: list[str]
+) -> None:
+    """Its own reads are slow then, too; it stands still here, which is the extreme."""
+    near = {"CREEL_WINDOW__MAX_STEPS": "4"}
+    with Running(daemon_name, env=near) as daemon:
+        torch.manual_seed(3)
+        ours: Any = creel.DataLoader(Reads(paths), batch_size=BATCH, shuffle=True, creel=DIRECT)
+        it = iter(ours)
+        next(it)
+        daemon.signal(signal.SIGSTOP)
+        until(lambda: stopped(daemon.pid), what="the daemon stands still")
+        words = session_of(daemon_name).words
+        words[OBJECT_NS] = 20_000
+        while not ours.stats()["direct_reads"]:
+            next(it)
+        words[OBJECT_NS] = 3_000_000
+        rest = len(list(it))
+        daemon.signal(signal.SIGCONT)
+        assert rest > 2
+        assert ours.stats()["stall_s"]["source"] < 10  # it would wait for minutes
+        del it, ours
+
+
 @pytest.mark.parametrize("stop", [False, True])
 def test_what_is_changed_in_mid_epoch_is_seen_by_who_reads_directly(
     daemon_name: str, paths: list[str], stop: bool

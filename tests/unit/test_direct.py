@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from creel.policies.direct import DirectReads
@@ -10,30 +12,37 @@ READS, NBYTES = 64, 64 * 20_000
 QUICK_NS, SLOW_NS = 30_000, 3_000_000  # of one read: the page cache, a server
 
 
+def direct(reader: DirectReads, nbytes: int, object_ns: int, reads: int = READS) -> bool:
+    """Whether a batch is read at once; else it is waited for without end."""
+    wait_s = reader.wait_s(reads, nbytes, object_ns)
+    assert wait_s in {0, math.inf}
+    return wait_s == 0
+
+
 def test_nobody_reads_a_source_that_nobody_has_measured() -> None:
-    assert not DirectReads(allowed=True).choose(READS, NBYTES, 0)
+    assert not direct(DirectReads(allowed=True), NBYTES, 0)
 
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_a_quick_source_is_read_where_that_is_allowed(allowed: bool) -> None:
-    assert DirectReads(allowed=allowed).choose(READS, NBYTES, QUICK_NS) is allowed
+    assert direct(DirectReads(allowed=allowed), NBYTES, QUICK_NS) is allowed
 
 
 def test_a_slow_source_is_left_to_the_daemon() -> None:
-    assert not DirectReads(allowed=True).choose(READS, NBYTES, SLOW_NS)
+    assert not direct(DirectReads(allowed=True), NBYTES, SLOW_NS)
 
 
 @pytest.mark.parametrize("nbytes", [300, 20_000, 150_000, 1_000_000])
 def test_large_objects_may_take_longer(nbytes: int) -> None:
     reader = DirectReads(allowed=True)
-    assert reader.choose(1, nbytes, 40_000 + nbytes)
-    assert not reader.choose(1, nbytes, 200_000 + 3 * nbytes)
+    assert direct(reader, nbytes, 40_000 + nbytes, 1)
+    assert not direct(reader, nbytes, 200_000 + 3 * nbytes, 1)
 
 
 def waits(reader: DirectReads) -> int:
     """How many batches are waited for until one is read again."""
     waited = 0
-    while not reader.choose(READS, NBYTES, QUICK_NS):
+    while not direct(reader, NBYTES, QUICK_NS):
         waited += 1
     return waited
 
@@ -43,7 +52,7 @@ def test_what_a_reader_sees_itself_counts_for_more_than_what_the_daemon_says() -
     pauses = []
     for _ in range(3):
         for _ in range(2):
-            assert reader.choose(READS, NBYTES, QUICK_NS)
+            assert direct(reader, NBYTES, QUICK_NS)
             reader.saw(READS, NBYTES, READS * SLOW_NS, READS)
         pauses.append(waits(reader))  # then it is tried again: what was cold may be warm
     assert 0 < pauses[0] < pauses[1] < pauses[2]
@@ -52,21 +61,41 @@ def test_what_a_reader_sees_itself_counts_for_more_than_what_the_daemon_says() -
 def test_one_interruption_makes_no_slow_source() -> None:
     reader = DirectReads(allowed=True)
     for ns in (QUICK_NS, QUICK_NS, SLOW_NS, QUICK_NS):
-        assert reader.choose(READS, NBYTES, QUICK_NS)
+        assert direct(reader, NBYTES, QUICK_NS)
         reader.saw(READS, NBYTES, READS * ns, READS * (ns == SLOW_NS))
-    assert reader.choose(READS, NBYTES, QUICK_NS)
+    assert direct(reader, NBYTES, QUICK_NS)
 
 
 def test_a_source_that_became_slow_is_noticed_at_the_second_batch() -> None:
     reader = DirectReads(allowed=True)
     for ns in (QUICK_NS, QUICK_NS, QUICK_NS, SLOW_NS, SLOW_NS):
-        assert reader.choose(READS, NBYTES, QUICK_NS)
+        assert direct(reader, NBYTES, QUICK_NS)
         reader.saw(READS, NBYTES, READS * ns, READS * (ns == SLOW_NS))
-    assert not reader.choose(READS, NBYTES, QUICK_NS)
+    assert not direct(reader, NBYTES, QUICK_NS)
 
 
 def test_who_never_sleeps_is_slow_for_want_of_a_processor_and_not_of_data() -> None:
     reader = DirectReads(allowed=True)
     for _ in range(5):
-        assert reader.choose(READS, NBYTES, QUICK_NS)
+        assert direct(reader, NBYTES, QUICK_NS)
         reader.saw(READS, NBYTES, READS * SLOW_NS, 2)
+
+
+def test_a_daemon_that_lacks_processors_is_waited_for_as_long_as_reading_takes() -> None:
+    reader = DirectReads(allowed=True)
+    reader.saw(READS, NBYTES, READS * QUICK_NS, 0)
+    waits = []
+    for _ in range(100):
+        waits.append(reader.wait_s(READS, NBYTES, SLOW_NS))
+        if waits[-1]:
+            reader.waited_in_vain()
+        reader.saw(READS, NBYTES, READS * QUICK_NS, 0)
+    assert set(waits) == {0, READS * QUICK_NS / 1e9}
+    assert waits[0] > 0
+    assert sum(waits) < 10 * waits[0]
+
+
+def test_a_source_that_the_reader_itself_had_to_wait_for_is_left_to_the_daemon() -> None:
+    reader = DirectReads(allowed=True)
+    reader.saw(READS, NBYTES, READS * SLOW_NS, READS)
+    assert not direct(reader, NBYTES, SLOW_NS)
