@@ -228,6 +228,51 @@ def test_what_was_counted_is_shown_when_training_is_over(
     assert daemon.closed
 
 
+CAUSES: dict[str, float] = dict.fromkeys(SESSION["stall_s"], 0.0)
+FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "node", "says"),
+    [
+        ({"batches": 0}, {}, "no batch was taken yet"),
+        ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "nothing to gain from faster data"),
+        ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "waited 1 min 30 s for 100 batches, 100 % of"),
+        ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "creel.wrap"),
+        ({"stall_s": CAUSES | {"collate": 90.0}}, {}, "collation"),
+        ({"stall_s": CAUSES | {"sampler": 90.0}}, {}, "your sampler"),
+        ({"stall_s": CAUSES | {"daemon": 90.0}}, {}, "persistent_workers=True"),
+        ({"stall_s": CAUSES | {"source": 90.0}}, {}, "for the first time"),
+        (
+            {"stall_s": CAUSES | {"source": 90.0}},
+            FULL,
+            "memory (100 MiB) has no room for all, 100 of",
+        ),
+        ({"stall_s": CAUSES | {"source": 90.0}, "direct_reads": 20_000}, FULL, "read by itself"),
+    ],
+)
+@pytest.mark.usefixtures("daemon")
+def test_why_is_one_sentence_with_what_would_help(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    node: dict[str, Any],
+    says: str,
+) -> None:
+    for key, value in node.items():
+        monkeypatch.setitem(STATS, key, value)
+    monkeypatch.setitem(STATS, "sessions", [SESSION | changes])
+    assert main.main(["stats", "--why"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("resnet rank 3: ")
+    assert says in out
+    assert out.count("\n") == 1
+    assert main.main(["stats", "--why", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["why"]
+    assert says in row["why"]
+    assert row["pid"] == 70
+
+
 @pytest.mark.parametrize(("word", "coloured"), [("", True), ("1", False)])
 def test_no_color_is_heeded_on_a_terminal(
     word: str, *, coloured: bool, monkeypatch: pytest.MonkeyPatch

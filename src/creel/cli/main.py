@@ -213,20 +213,41 @@ def status(context: click.Context, *, as_json: bool) -> None:
 
 @creel.command()
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
+@click.option("--why", is_flag=True, help="Say what training waited for, and what would help.")
 @_interval
 @_as_json
 @click.pass_context
-def stats(context: click.Context, *, watch: bool, interval: float, as_json: bool) -> None:
+def stats(
+    context: click.Context, *, watch: bool, why: bool, interval: float, as_json: bool
+) -> None:
     """Show hits, source reads, evictions, and stalls by cause."""
     import time
 
+    if watch and why:
+        raise click.UsageError("--why is of all that was counted so far: leave out --watch")
     with _client(context) as client:
+        if why:
+            _show_reasons(client.ask("stats"), as_json=as_json)
+            return
         _show_stats(client.ask("stats"), as_json=as_json, line=watch)
         while watch:
             time.sleep(interval)
             if not as_json:
                 click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
             _show_stats(client.ask("stats"), as_json=as_json, line=True)
+
+
+def _show_reasons(answer: dict[str, Any], *, as_json: bool) -> None:
+    from creel.cli import view
+    from creel.cli.why import rows
+
+    found = rows(answer)
+    if as_json:
+        view.print_json({"why": found})
+    for one in () if as_json else found:
+        click.echo(f"{view.job_of(one)} rank {one['rank']}: {one['why']}")
+    if not found and not as_json:
+        click.echo("no training has read through this daemon yet")
 
 
 def _show_stats(answer: dict[str, Any], *, as_json: bool, line: bool) -> None:

@@ -216,7 +216,7 @@ def session_row(session: Values) -> tuple[str, ...]:
 
 def rank_row(rank: Values) -> tuple[str, ...]:
     """A row for all streams of batches of one rank since the daemon's start."""
-    return _job(rank), str(rank["rank"]), *_counts(rank)
+    return job_of(rank), str(rank["rank"]), *_counts(rank)
 
 
 def _counts(counted: Values) -> Iterator[str]:
@@ -251,7 +251,7 @@ def by_member(
     """
     return ("job", "rank", *one.members), [
         (
-            _job(s),
+            job_of(s),
             str(s["rank"]),
             *(short_seconds(s.get(one.key, {}).get(m, 0.0)) for m in one.members),
         )
@@ -290,7 +290,7 @@ def worst_cause(stall_s: Mapping[str, float]) -> str:
 
 def _whose(session: Values) -> tuple[str, ...]:
     return (
-        _job(session),
+        job_of(session),
         str(session["rank"]),
         format_count(session["done"]),
         str(session["ahead"]),
@@ -298,7 +298,7 @@ def _whose(session: Values) -> tuple[str, ...]:
     )
 
 
-def _job(session: Values) -> str:
+def job_of(session: Values) -> str:
     """Name of a job: that of the scheduler, else of its process."""
     name: str = session["job"] or session.get("name", "")
     return name[:12] or (f"pid {session['pid']}" if "pid" in session else "-")

@@ -1,0 +1,82 @@
+"""What a rank's training waited for, and the one change that would help, in a sentence. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from creel.cli.view import Values, format_count, format_seconds, worst_cause
+from creel.units import format_size
+
+_WHOSE = ("job", "name", "rank", "pid")
+#: Below this share of the time that batches lay ready, nobody waited.
+_HARDLY = 0.02
+#: Memory counts as full from this share of the budget on: the rest is the room of what comes next.
+_FULL = 0.85
+#: Share of misses above which memory lacks room, once everything has been read before.
+_MANY = 0.02
+
+_OF_DECODE = (
+    "your dataset[i] (decoding, transforms, files that it opens by itself): more workers or less"
+    " work for a sample would help; creel.wrap(dataset) caches the files it opens"
+)
+_OF_COLLATE = "collation, making batches of samples: less of it, or more workers would help"
+_OF_SAMPLER = "your sampler, drawing the order: a quicker one would help"
+_OF_DAEMON = (
+    "the start of workers and their answers: persistent_workers=True keeps them from epoch to epoch"
+)
+_BY_CAUSE = {
+    "decode": _OF_DECODE,
+    "collate": _OF_COLLATE,
+    "sampler": _OF_SAMPLER,
+    "daemon": _OF_DAEMON,
+}
+
+
+def reason(rank: Values, node: Values) -> str:
+    """Say what a rank, or one stream of its batches, waited for.
+
+    Args:
+        rank: a row of `ranks` or `sessions` of `creel stats --json`.
+        node: all of it.
+    """
+    if not rank["batches"]:
+        return "no batch was taken yet"
+    waited = sum(rank["stall_s"].values())
+    lay_ready = rank["lead_s"]
+    took = f"{format_seconds(waited)} for {format_count(rank['batches'])} batches"
+    if waited <= _HARDLY * (waited + lay_ready):
+        return f"hardly waited ({took}): nothing to gain from faster data"
+    cause = worst_cause(rank["stall_s"])
+    share = 100 * rank["stall_s"].get(cause, 0) / waited
+    what = _of_source(rank, node) if cause == "source" else _BY_CAUSE[cause]
+    return f"waited {took}, {share:.0f} % of it for {what}"
+
+
+def _of_source(rank: Values, node: Values) -> str:
+    memory, tier = node["memory"], node["tiers"].get("memory", {})
+    hits, misses = tier.get("hits", 0), tier.get("misses", 0)
+    direct = rank["direct_reads"]
+    if 2 * direct > rank["samples"]:
+        return (
+            f"files it read by itself ({format_count(direct)} reads): as it should be where storage"
+            " is quick; else see whether the daemon lives (`creel status`)"
+        )
+    full = memory["used_nbytes"] >= _FULL * memory["budget_nbytes"]
+    if full and misses > _MANY * (hits + misses):
+        return (
+            f"storage: memory ({format_size(memory['budget_nbytes'])}) has no room for all,"
+            f" {format_count(misses)} of {format_count(hits + misses)} objects had to be read; a"
+            " larger memory.budget or a disk tier (disk.path) would help"
+        )
+    return (
+        "storage, whose objects were read for the first time: later epochs find them in memory; a"
+        " longer run-up (creel warm) or faster storage would help the first"
+    )
+
+
+def rows(stats: Values) -> list[dict[str, Any]]:
+    """A row for each open stream of batches; without any, for each rank so far."""
+    return [
+        {key: one[key] for key in _WHOSE if key in one} | {"why": reason(one, stats)}
+        for one in stats["sessions"] or stats["ranks"]
+    ]
