@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.candidates import Index, Sorted
-from creel.policies.cluster.eviction import ClusterEviction, Deals
+from creel.policies.cluster.eviction import ClusterEviction
+from creel.policies.cluster.turn import Deals
 from creel.policies.eviction_policy import (
     ABSENT,
     FAILED,

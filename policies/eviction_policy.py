@@ -11,7 +11,8 @@ from creel.policies.candidates import Index
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.eviction import ClusterEviction, ClusterTurn, Placed
+    from creel.policies.cluster.eviction import ClusterEviction
+    from creel.policies.cluster.turn import ClusterTurn, Placed
     from creel.policies.planned_eviction import PlanningContext
     from creel.policies.retention import Kept, Turn
 

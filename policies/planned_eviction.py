@@ -28,7 +28,7 @@ from creel.policies.retention import Kept, Turn
 from creel.policies.selection import Ids
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.eviction import ClusterTurn, Placed
+    from creel.policies.cluster.turn import ClusterTurn, Placed
 
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
 _WAIT_PART = 8

@@ -12,8 +12,9 @@ from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster.eviction import ClusterTurn, ClusterView, Placed, SharedPlan
+from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.turn import ClusterTurn, ClusterView, Placed
 from creel.policies.retention import Kept, Turn
 
 Ids: TypeAlias = NDArray[np.int32]

@@ -23,8 +23,9 @@ from creel.daemon.core.disk import DiskCopies, DiskTier
 from creel.daemon.core.events import DISK, SOURCE, Action, AskPlan, Publish
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster.eviction import ClusterEviction, ClusterTurn
+from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.members import EpochMoment, PlanDigest
+from creel.policies.cluster.turn import ClusterTurn
 from creel.policies.eviction import (
     ABSENT,
     FAILED,

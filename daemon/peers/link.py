@@ -20,7 +20,7 @@ from creel.daemon.peers.server import watch
 from creel.daemon.peers.wire import Credentials
 from creel.errors import MalformedError, ProtocolError
 from creel.messages import Message
-from creel.policies.cluster.eviction import SharedPlan
+from creel.policies.cluster.agreement import SharedPlan
 
 log = logging.getLogger("creel.peers")
 

@@ -33,7 +33,7 @@ from creel.daemon.peers.payload import payload
 from creel.daemon.peers.wire import Ids, Numbers
 from creel.errors import MalformedError
 from creel.messages import Message
-from creel.policies.cluster.eviction import SharedPlan
+from creel.policies.cluster.agreement import SharedPlan
 
 log = logging.getLogger("creel.peers")
 

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from creel.errors import MalformedError
 from creel.messages import Member, Message, encode
-from creel.policies.cluster.eviction import SharedPlan
+from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 
 #: Increased whenever two versions could misread each other.

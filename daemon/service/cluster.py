@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from creel.daemon.core.events import SOURCE
 from creel.daemon.core.members import Members, Patience
 from creel.messages import Join, Member
-from creel.policies.cluster.eviction import ClusterView
 from creel.policies.cluster.members import PlanDigest, authority, latest
+from creel.policies.cluster.turn import ClusterView
 
 
 class Cluster:

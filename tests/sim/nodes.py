@@ -41,9 +41,9 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.core.members import Members, Patience
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster.eviction import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import authority, differing
+from creel.policies.cluster.turn import ClusterView
 
 _VERSION = 5 << 40 | 1
 _CLUSTER = "c"

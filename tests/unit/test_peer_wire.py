@@ -21,7 +21,7 @@ from creel.daemon.peers.wire import (
 )
 from creel.errors import MalformedError
 from creel.messages import Message
-from creel.policies.cluster.eviction import SharedPlan
+from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import ChangeId
 
 KEY = bytes(range(32))

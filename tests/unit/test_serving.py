@@ -24,8 +24,8 @@ from creel.daemon.core.events import (
     ServeObjects,
 )
 from creel.daemon.core.versions import Versions
-from creel.policies.cluster.eviction import ClusterView
 from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.turn import ClusterView
 
 OLD, NEW = of_tag("old"), of_tag("new")
 

@@ -1,0 +1,205 @@
+"""The turn of an epoch of a whole job: what a node knows of it, and the plan. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.cluster import placement
+from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.members import Change, ChangeId
+from creel.policies.cluster.placement import dataset_nbytes, nobody
+from creel.policies.eviction_policy import RESIDENT
+from creel.policies.selection import Ids, Nodes
+
+#: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
+PARTS = 256
+_PART_BITS = (placement.EPOCH // PARTS).bit_length() - 1
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterView:
+    """The nodes of a job, as one of them sees them.
+
+    Args:
+        me: the number of this node among them.
+        nodes: (world,) the node of each rank.
+        capacity: (nodes,) bytes of memory of each.
+        origin: (nodes,) what each is called as origin of a fetch; -1: this node itself.
+        cluster: its name.
+        log: the latest changes of its members.
+    """
+
+    me: int
+    nodes: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    origin: NDArray[np.int64]
+    cluster: str = ""
+    log: tuple[Change, ...] = ()
+
+    def like(self, other: ClusterView | None) -> bool:
+        """Whether these are the same nodes, with the same memory."""
+        if other is None or self.me != other.me:
+            return False
+        columns = (self.nodes, other.nodes), (self.capacity, other.capacity)
+        return all(np.array_equal(mine, its) for mine, its in columns)
+
+
+@dataclass(eq=False)
+class Deals:
+    """What a node knows of its job: the other nodes, and how epochs are dealt to the ranks."""
+
+    view: ClusterView | None = None
+    orders: dict[int, JobOrder] = field(default_factory=dict)
+    dataset: str = ""
+
+    def forget(self, epoch: int) -> None:
+        """Forget epochs before `epoch`."""
+        self.orders = {e: order for e, order in self.orders.items() if e >= epoch}
+
+    def known(self, epoch: int) -> bool:
+        """Whether an epoch and the one after it are known."""
+        return self.view is not None and {epoch, epoch + 1} <= set(self.orders)
+
+    def from_epoch(self, epoch: int, depth: int, ahead: int) -> list[JobOrder]:
+        """The orders of the epoch `ahead` of `epoch`, which is `known`, and of `depth` later ones.
+
+        What is not known yet goes on as these two do.
+        """
+        now, then = self.orders[epoch], self.orders[epoch + 1]
+        later = (
+            self.orders.get(epoch + 1 + i, then.after(now, i)) for i in range(1, depth + ahead)
+        )
+        return [now, then, *later][ahead:]
+
+    def agree(self, epoch: int, orders: list[JobOrder]) -> bool:
+        """Whether these are the orders from `epoch` on, as far as they are known."""
+        return all(self.orders.get(epoch + i, order) == order for i, order in enumerate(orders[:2]))
+
+
+class Placed(NamedTuple):
+    """The answer to a `ClusterTurn`.
+
+    Args:
+        holder: (n,) node that holds each object when the epoch turns; `placement.nobody`: none.
+        when: (n,) after what part of this epoch, in 256ths, its holder gets each object; 0 where
+            it has it. Of what this node itself is to hold: 1 where a peer reads it next, else 0.
+        copies: (n,) whether this node, which is not the holder, is to have a second copy; None:
+            the memories together hold no more than all objects.
+        spare: these copies, the soonest to be read first.
+        surplus: what this node holds in vain.
+        unread: what it holds and no member reads in this epoch.
+    """
+
+    holder: Nodes
+    when: NDArray[np.uint8]
+    copies: NDArray[np.bool_] | None
+    spare: Ids
+    surplus: list[Ids]
+    unread: Ids
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterTurn:
+    """What is known about the turn of an epoch of a whole job; arrays may be live views.
+
+    Args:
+        epoch: the one that ends.
+        view: the nodes.
+        orders: of this epoch and of later ones.
+        holder: (n,) who held each object when this epoch began; None: nobody anything.
+        copies: (n,) whether this node had a second copy of each then; None: of nothing.
+        size: (n,) bytes of each object, or (1,) where all are equal or some are unknown.
+        life: (n,) states on this node.
+        lead: share of the next epoch that is kept first.
+        members: (nodes,) whom the plan counts on, after the change `known`.
+        clock: from what moment of this epoch on, in 65,536ths; before it `planned` counted.
+        planned: (n,) the earlier plan; None: there is none.
+        given: (n,) the plan, where a peer has made it; None: it is to be made.
+    """
+
+    epoch: int
+    view: ClusterView
+    orders: list[JobOrder]
+    holder: Nodes | None
+    copies: NDArray[np.bool_] | None
+    size: NDArray[np.int64]
+    life: NDArray[np.uint8]
+    lead: float
+    members: NDArray[np.bool_]
+    known: ChangeId
+    clock: int = 0
+    planned: Nodes | None = None
+    given: Nodes | None = None
+
+    def plan(self) -> Placed:
+        """Return who holds what when the epoch turns; takes a second for a million objects."""
+        now = self._uses(self.orders[0].by_rank(), self.orders[0])
+        following = self.orders[1].by_rank()
+        owners = [self._uses(following, self.orders[1]).owner]
+        owners += [self._uses(order.by_rank(), order).owner for order in self.orders[2:]]
+        holder, after = self._held(now), self.given
+        if after is None:
+            rest = owners, following, self.size, self.view.capacity * self.members
+            after = placement.turn(holder, now, *rest, lead=self.lead, clock=self.clock)
+        here = self.life == RESIDENT
+        vain = here & (after != self.view.me)
+        copies, spare = self._copies(holder, after, now, owners)
+        if copies is not None:
+            vain &= ~copies
+        when = (now.when >> _PART_BITS).astype(np.uint8)
+        when[after == holder] = 0
+        mine = after == self.view.me
+        reader = owners[0][mine]
+        when[mine] = (reader != self.view.me) & (reader != nobody(reader))
+        surplus = [vain.nonzero()[0].astype(np.int32)]
+        unread = (here & (now.owner == nobody(now.owner))).nonzero()[0].astype(np.int32)
+        return Placed(after, when, copies, spare, surplus, unread)
+
+    def _held(self, now: placement.Uses) -> Nodes:
+        """(n,) who holds each object at `clock`: what was read already lies where it was to go."""
+        holder = self.holder
+        if holder is None:
+            holder = np.full_like(now.owner, nobody(now.owner))
+        if self.planned is not None:
+            read = (now.owner == nobody(now.owner)) | (now.when < self.clock)
+            held: Nodes = holder.copy()
+            held[read] = self.planned[read]
+            holder = held
+        return without(holder, self.members)
+
+    def _copies(
+        self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]
+    ) -> tuple[NDArray[np.bool_] | None, Ids]:
+        """Plan what fills the memory that the plan for all leaves free on this node."""
+        n, me = len(self.life), self.view.me
+        if dataset_nbytes(self.size, n) >= int((self.view.capacity * self.members).sum()):
+            return None, np.empty(0, np.int32)
+        held = np.zeros(n, np.bool_) if self.copies is None else self.copies
+        room = self.size, int(self.view.capacity[me])
+        copies = placement.replicas(me, held, holder, after, now, owners, *room)
+        return copies, placement.soonest_first(me, copies.nonzero()[0].astype(np.int32), owners)
+
+    def _uses(self, ranks: list[Ids], order: JobOrder) -> placement.Uses:
+        nodes = self.view.nodes.tolist()
+        sizes = {"objects": len(self.life), "nodes": len(self.view.capacity)}
+        uses = placement.uses_of(ranks, nodes, order.batch, **sizes)
+        return placement.Uses(without(uses.owner, self.members), uses.when)
+
+
+def without(holder: Nodes, members: NDArray[np.bool_]) -> Nodes:
+    """`holder`, with nobody in place of nodes that are no members.
+
+    >>> without(np.array([0, 1, 255], np.uint8), np.array([True, False])).tolist()
+    [0, 255, 255]
+    """
+    if members.all():
+        return holder
+    gone = np.zeros(nobody(holder) + 1, np.bool_)
+    gone[: len(members)] = ~members
+    out = holder.copy()
+    out[gone[holder]] = nobody(holder)
+    return out
