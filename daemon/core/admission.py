@@ -9,7 +9,7 @@ import numpy as np
 
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.daemon.core.disk import DiskTier
+from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.policies.eviction_policy import NONE
 

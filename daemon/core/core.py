@@ -7,18 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks
-from creel.daemon.core.disk import Spilling
+from creel.daemon.core.cluster.plans import ClusterPlans
+from creel.daemon.core.cluster.serving import Serving
+from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.events import (
-    DISK,
-    HELD,
-    SOURCE,
     Action,
     Checked,
     ClusterChanged,
@@ -44,28 +42,18 @@ from creel.daemon.core.events import (
     SessionClosed,
     SessionOpened,
     SetReady,
-    SharePlan,
-    Sizes,
     Spilled,
     Tick,
     Unregistered,
     Warm,
 )
-from creel.daemon.core.inflight import Inflight, InflightFetch
+from creel.daemon.core.inflight import Inflight
+from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.residency import Index, Residency
-from creel.daemon.core.serving import Serving
 from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
-from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.members import EpochMoment, PlanDigest
-from creel.policies.eviction import (
-    FAILED,
-    FETCHING,
-    OVERDUE,
-    RESIDENT,
-)
-from creel.policies.masks import every, some
 from creel.policies.prefetch import Window
 
 #: A reader that waits longer than this for an object or its version reads directly, as one hung
@@ -90,11 +78,45 @@ class Core:
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
         self._checks = Checks(self._inflight)
         self._residencies = self._admission.residencies
-        self._serving = Serving(self._residencies)
+        self._serving = Serving(self._residencies, self._emit)
         self._spilling = Spilling(self._admission.disk, self._residencies, self._admission.part)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[Action] = []
+        self._plans = ClusterPlans(self._residencies, self._window, self._emit)
+        self._landing = Landing(
+            *(self._admission, self._inflight, self._prefetcher, self._checks, self._spilling),
+            *(self._sessions, self._emit, self._announce),
+        )
+        timed: dict[type, Callable[[Any, float], None]] = {
+            SessionOpened: self._opened,
+            Progressed: self._progressed,
+            Fetched: self._landing.fetched,
+            Tick: self._ticked,
+        }
+        untimed: dict[type, Callable[[Any], None]] = {
+            DatasetAdded: self._registered,
+            PlanExtended: self._extended,
+            EpochBegan: self._begun,
+            EpochDealt: self._dealt,
+            PlanTruncated: self._truncated,
+            SessionClosed: self._closed,
+            Checked: self._landing.checked,
+            RetentionPlanned: self._planned,
+            Warm: self._warmed,
+            Dropped: self._dropped,
+            Unregistered: self._unregistered,
+            ClusterChanged: self._plans.changed,
+            PlanShared: self._plans.shared,
+            PlanDoubted: self._plans.doubted,
+            PlanAsked: self._plans.asked,
+            PeerAsked: self._serving.asked,
+            PeerServed: self._serving.served,
+            DiskOpened: self._disk_opened,
+            FoundOnDisk: self._found,
+            Spilled: self._spilling.landed,
+        }
+        self._handlers = timed | {event: _whenever(handle) for event, handle in untimed.items()}
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return what to do about an event, in order; `now` in monotonic seconds.
@@ -110,7 +132,7 @@ class Core:
         if not isinstance(event, Fetched | Tick):
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
-        _HANDLERS[type(event)](self, event, now)
+        self._handlers[type(event)](event, now)
         for session in self._sessions.values():
             self._prefetcher.settle(session)
         self._out += self._prefetcher.pump(self._sessions.values(), now)
@@ -122,7 +144,7 @@ class Core:
             turn = residency.question(self._admission, self._window)
             if turn is not None:
                 self._out.append(PlanRetention(residency.name, turn))
-            self._out += residency.ask_plan(now)
+            self._plans.ask(residency, now)
         if self._spilling.start(self._prefetcher.lacking.values(), self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
             self._out += self._prefetcher.pump(self._sessions.values(), now)
@@ -147,8 +169,7 @@ class Core:
 
     # --- events --------------------------------------------------------------------------------
 
-    def _registered(self, e: DatasetAdded, now: float) -> None:
-        del now
+    def _registered(self, e: DatasetAdded) -> None:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
@@ -167,14 +188,12 @@ class Core:
         self._inflight.generation += 1
         return self._inflight.generation
 
-    def _begun(self, e: EpochBegan, now: float) -> None:
-        del now
+    def _begun(self, e: EpochBegan) -> None:
         s = self._sessions.get(e.session)
         if s is not None:
             s.begin(e.epoch, self._generation())
 
-    def _dealt(self, e: EpochDealt, now: float) -> None:
-        del now
+    def _dealt(self, e: EpochDealt) -> None:
         s = self._sessions.get(e.session)
         if s is None:
             return
@@ -182,37 +201,7 @@ class Core:
         s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
         s.residency.choose_policy(self._window)
 
-    def _cluster_changed(self, e: ClusterChanged, now: float) -> None:
-        del now
-        for h in self._residencies.values():
-            for group in h.groups:
-                if group.deals.view is not None and group.deals.view.cluster == e.cluster:
-                    group.deals.view = e.view
-            h.choose_policy(self._window)
-
-    def _plan_shared(self, e: PlanShared, now: float) -> None:
-        del now
-        policy = self._among_nodes(e.dataset)
-        if policy is not None:
-            policy.adopt(e.plan)
-
-    def _plan_doubted(self, e: PlanDoubted, now: float) -> None:
-        del now
-        policy = self._among_nodes(e.dataset)
-        if policy is not None:
-            policy.doubt(e.seed)
-
-    def _plan_asked(self, e: PlanAsked, now: float) -> None:
-        del now
-        policy = self._among_nodes(e.dataset)
-        self._out.append(SharePlan(e.request, None if policy is None else policy.share(e.seed)))
-
-    def _among_nodes(self, dataset: str) -> ClusterEviction | None:
-        h = self._residencies.get(dataset)
-        return None if h is None else h.among_nodes
-
-    def _extended(self, e: PlanExtended, now: float) -> None:
-        del now
+    def _extended(self, e: PlanExtended) -> None:
         s = self._sessions.get(e.session)
         if s is None:
             return  # closed meanwhile
@@ -226,8 +215,7 @@ class Core:
         self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._survey()
 
-    def _truncated(self, e: PlanTruncated, now: float) -> None:
-        del now
+    def _truncated(self, e: PlanTruncated) -> None:
         s = self._sessions.get(e.session)
         if s is None or e.step >= s.stream.end:
             return
@@ -254,8 +242,7 @@ class Core:
             s.stalls += s.stalling
         self._prefetcher.look(s, len(self._sessions))
 
-    def _closed(self, e: SessionClosed, now: float) -> None:
-        del now
+    def _closed(self, e: SessionClosed) -> None:
         s = self._sessions.pop(e.session, None)
         if s is None:
             return
@@ -265,190 +252,33 @@ class Core:
         s.group.replan()
         self._unplanned(s.residency, unpinned)
 
-    def _fetched(self, e: Fetched, now: float) -> None:
-        pending = self._inflight.land(e.fetch, len(e.nbytes))
-        if pending is None:
-            return  # forgotten meanwhile
-        h = pending.residency
-        known = pending.offset != NOWHERE
-        good = (e.nbytes >= 0) & ((e.nbytes == pending.length) | ~known)
-        if pending.origin == SOURCE:
-            h.latency.saw(max(now - pending.begun, 0.0))
-            h.service.saw(len(pending.ids), pending.begun, now)
-            good[good] = self._current(pending, good, e.version)
-            h.counts["reads"] += int(np.count_nonzero(good))
-            h.counts["read_nbytes"] += int(e.nbytes[good].sum())
-        elif pending.origin == HELD:
-            of_peer = not pending.generation
-            current = self._still_current if of_peer else self._current
-            good[good] = current(pending, good, e.version)
-        else:
-            if pending.origin == DISK:  # its room there may be another's now
-                self._prefetcher.stuck.clear()
-                h.disk.changed(len(pending.ids))
-            e, pending = self._received(e, pending, good, now)
-            good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
-        if every(good) and every(known):
-            if h.landed(pending.ids, pending.offset):
-                self._prefetcher.stuck.clear()
-        else:
-            self._prefetcher.stuck.clear()
-            self._partly(e, pending, good, known, now)
-
-    def _received(
-        self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float
-    ) -> tuple[Fetched, InflightFetch]:
-        """Handle an answer of disk or peer: fetch what it did not have from the source.
-
-        Returns the rest: what it had.
-        """
-        h = pending.residency
-        version = np.zeros(len(good), np.int64) if e.version is None else e.version
-        good[good] = self._still_current(pending, good, version)
-        who = "disk" if pending.origin == DISK else "peer"
-        h.counts[f"{who}_reads"] += int(np.count_nonzero(good))
-        h.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
-        if every(good):
-            return e, pending
-        h.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
-        rest = pending.only(~good)
-        if pending.origin == DISK:
-            h.disk.lost(rest.ids)
-        again = rest.ids, rest.offset, rest.length
-        self._out += self._inflight.start(h, *again, rest.need, now, rest.due)
-        return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
-
-    def _current(
-        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
-    ) -> NDArray[np.bool_]:
-        """(k,) whether each object read is still of use; may outdate other objects of its file."""
-        h = pending.residency
-        found = None if version is None else version[good]
-        late, changed = h.versions.read(pending.ids[good], found, pending.generation)
-        self._changed(h, changed)
-        newest = max((s.since for s in self._sessions.values() if s.residency is h), default=0)
-        if pending.generation < newest:  # steps are ready without these: leave them failed
-            late |= h.life[pending.ids[good]] == OVERDUE
-        return ~late
-
-    def _still_current(
-        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
-    ) -> NDArray[np.bool_]:
-        """(k,) whether each object, read by somebody some time ago, is of the version known now."""
-        h, ids = pending.residency, pending.ids[good]
-        found = np.zeros(len(good), np.int64) if version is None else version
-        late = h.versions.received(ids, found[good])
-        late |= h.life[ids] == OVERDUE  # whose steps may be ready without it
-        return ~late
-
-    def _checked(self, e: Checked, now: float) -> None:
-        del now
-        asked = self._checks.land(e.check)
-        if asked is not None:
-            h = asked.residency
-            self._changed(h, h.versions.answered(asked.files, e.version, asked.generation))
-
-    def _changed(self, h: Residency, files: NDArray[np.int32]) -> None:
-        """Forget all objects of changed files."""
-        h.disk.lost_files(files)
-        self._outdate(h, h.residents_of(files))
-
-    def _outdate(self, h: Residency, ids: Index) -> None:
-        """Evict residents of changed files; sessions that need them fetch them again."""
-        if not len(ids):
-            return
-        self._prefetcher.stuck.clear()
-        removed = np.zeros(len(h), np.bool_)
-        removed[ids] = True
-        for s in (s for s in self._sessions.values() if s.residency is h):
-            hit = removed[s.stream.objects(s.at, s.front)]
-            if some(hit):
-                unpinned = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
-                self._announce(s)
-                h.release(unpinned[~removed[unpinned]])
-        self._spilling.cancel(h, ids)
-        h.outdate(ids)
-
-    def _partly(
-        self,
-        e: Fetched,
-        pending: InflightFetch,
-        good: NDArray[np.bool_],
-        known: NDArray[np.bool_],
-        now: float,
-    ) -> None:
-        """Handle a fetch in which objects failed or had an unknown length."""
-        h = pending.residency
-        h.life[pending.ids] = FAILED
-        h.landed(pending.ids[good & known], pending.offset[good & known])
-        bad = known & ~good
-        h.give_back(pending.ids[bad], pending.offset[bad])
-        wrong = bad & (e.nbytes >= 0)
-        if h.listed is not None:  # a length learned from a read may be the cause
-            wrong |= bad & ~h.listed[pending.ids]
-        h.clear_lengths(pending.ids[wrong])
-        if not every(known):
-            self._take_held(pending, good & ~known, e.nbytes, now)
-        h.counts["failed"] += int((h.life[pending.ids] == FAILED).sum())
-
-    def _take_held(
-        self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes, now: float
-    ) -> None:
-        """Make room for objects whose lengths are known only after reading, and copy them there."""
-        h, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
-        h.set_lengths(ids, nbytes)
-        stalled = any(s.stalling for s in self._sessions.values() if s.residency is h)
-        place = self._admission.place(h, nbytes, pending.need, stalled=stalled)
-        placed = place != NOWHERE
-        room = ids[placed], place[placed], nbytes[placed]
-        since = pending.generation if pending.origin == SOURCE else 0
-        self._out += self._inflight.start(h, *room, pending.need, now, pending.due, HELD, since)
-
-    def _planned(self, e: RetentionPlanned, now: float) -> None:
-        del now
+    def _planned(self, e: RetentionPlanned) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None and residency.policy is not None:
             residency.policy.answer(e.turn, e.kept)
             residency.disk.changed(len(residency))
 
-    def _asked(self, e: PeerAsked, now: float) -> None:
-        del now
-        self._out.append(self._serving.ask(e))
-
-    def _served(self, e: PeerServed, now: float) -> None:
-        del now
-        self._serving.end(e.request)
-
-    def _disk_opened(self, e: DiskOpened, now: float) -> None:
-        del now
+    def _disk_opened(self, e: DiskOpened) -> None:
         self._spilling.opened(e.nbytes, e.unit)
         for residency in self._residencies.values():
             residency.choose_policy(self._window)
         self._survey()
 
-    def _found(self, e: FoundOnDisk, now: float) -> None:
-        del now
+    def _found(self, e: FoundOnDisk) -> None:
         self._residencies[e.dataset].found_on_disk(e.ids.astype(np.intp), e.nbytes)
 
-    def _spilled(self, e: Spilled, now: float) -> None:
-        del now
-        self._spilling.landed(e.spill, e.stored)
-
-    def _warmed(self, e: Warm, now: float) -> None:
-        del now
+    def _warmed(self, e: Warm) -> None:
         if e.dataset in self._residencies:
             self._residencies[e.dataset].warming = 0
 
-    def _dropped(self, e: Dropped, now: float) -> None:
-        del now
+    def _dropped(self, e: Dropped) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None:
             residency.warming = -1
             residency.disk.lost_all()
             residency.evict(residency.unpinned(), "dropped")
 
-    def _unregistered(self, e: Unregistered, now: float) -> None:
-        del now
+    def _unregistered(self, e: Unregistered) -> None:
         if e.dataset not in self._residencies or self.busy(e.dataset):
             raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
         residency = self._residencies[e.dataset]
@@ -457,6 +287,7 @@ class Core:
         self._admission.space.discard(residency.pool)
         self._past.update(residency.counted())
         self._checks.forget(residency)
+        self._plans.forget(e.dataset)
         del self._residencies[e.dataset]
 
     def _ticked(self, e: Tick, now: float) -> None:
@@ -472,18 +303,7 @@ class Core:
             if s.stalling and s.blocked >= 0:
                 h = s.residency
                 retry_s = _OVERDUE_S + _OVERDUE_LATENCIES * h.latency.seconds
-                self._give_up(h, s.blocked, now - min(retry_s, _MAX_OVERDUE_S))
-
-    def _give_up(self, h: Residency, blocked: int, before: float) -> None:
-        """Stop waiting for an object, or its file's version, requested before the time `before`."""
-        if h.life[blocked] == FETCHING:
-            pending = self._inflight.of(h, blocked)
-            if pending is not None and pending.begun < before:
-                h.life[pending.ids] = OVERDUE  # until it lands
-        elif h.life[blocked] == RESIDENT:
-            for asked in self._checks.hung(h, blocked, before):
-                # Their objects are fetched again; a fetch that hangs becomes overdue.
-                self._changed(h, asked.files)
+                self._landing.give_up(h, s.blocked, now - min(retry_s, _MAX_OVERDUE_S))
 
     # --- plans and cursors ---------------------------------------------------------------------
 
@@ -571,13 +391,11 @@ class Core:
 
     def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
         """From when on nodes of a cluster can follow a change of its members; see `EpochMoment`."""
-        found = (h.moment(cluster) for h in self._residencies.values())
-        return tuple(moment for moment in found if moment is not None)
+        return self._plans.moments(cluster)
 
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
         """What this node takes for granted; the other nodes of a cluster must take the same."""
-        found = (h.digest(cluster) for h in self._residencies.values())
-        return tuple(digest for digest in found if digest is not None)
+        return self._plans.digests(cluster)
 
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""
@@ -630,31 +448,6 @@ class Core:
             must(stop.max(initial=0) <= space.nbytes, "an object ends beyond the space")
 
 
-# The dispatch table of `Core`.
-# ruff: noqa: SLF001
-_HANDLERS: dict[type, Callable[[Core, Any, float], None]] = {
-    DatasetAdded: Core._registered,
-    SessionOpened: Core._opened,
-    PlanExtended: Core._extended,
-    EpochBegan: Core._begun,
-    EpochDealt: Core._dealt,
-    ClusterChanged: Core._cluster_changed,
-    PlanShared: Core._plan_shared,
-    PlanDoubted: Core._plan_doubted,
-    PlanAsked: Core._plan_asked,
-    PlanTruncated: Core._truncated,
-    Progressed: Core._progressed,
-    SessionClosed: Core._closed,
-    Fetched: Core._fetched,
-    Checked: Core._checked,
-    RetentionPlanned: Core._planned,
-    PeerAsked: Core._asked,
-    PeerServed: Core._served,
-    DiskOpened: Core._disk_opened,
-    FoundOnDisk: Core._found,
-    Spilled: Core._spilled,
-    Warm: Core._warmed,
-    Dropped: Core._dropped,
-    Unregistered: Core._unregistered,
-    Tick: Core._ticked,
-}
+def _whenever(handle: Callable[[Any], None]) -> Callable[[Any, float], None]:
+    """A handler that does not ask what time it is."""
+    return lambda event, now: handle(event)  # noqa: ARG005

@@ -6,9 +6,7 @@ there, it emits as `Publish`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +17,13 @@ from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import chained
-from creel.daemon.core.disk import DiskCopies, DiskTier
-from creel.daemon.core.events import DISK, SOURCE, Action, AskPlan, Publish
+from creel.daemon.core.cluster.departed import Departed
+from creel.daemon.core.disk.copies import DiskCopies, DiskTier
+from creel.daemon.core.events import DISK, SOURCE, Action, Publish
+from creel.daemon.core.planned_job import PlannedJob, clocks
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterEviction
-from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.turn import ClusterTurn
 from creel.policies.eviction import (
     ABSENT,
@@ -56,10 +55,6 @@ _GUESS_NBYTES = 128 << 10
 _REGION_SHARE = 64
 _REGION_NBYTES = 64 << 20
 
-#: Pause before a peer is asked again for what this node has missed.
-_ASK_AGAIN_S = 1.0
-#: Steps in which a mean length doubles: coarse, so that two nodes rarely get different ones.
-_PARTS = 16
 #: Objects and bytes read from storage; objects that failed; objects and bytes that peers sent, and
 #: objects they did not have; the same for what this node sent, and for its disk; what was written
 #: there.
@@ -68,32 +63,6 @@ _COUNTED = (
     *("served", "served_nbytes", "refused"),
     *("disk_reads", "disk_nbytes", "disk_misses", "spilled", "spilled_nbytes"),
 )
-
-
-class Departed:
-    """Rooms of objects that are gone, but are still being sent to peers."""
-
-    def __init__(self, pool: ObjectPool) -> None:
-        self._pool = pool
-        self._rooms: list[tuple[set[int], Sizes, Sizes]] = []
-
-    def add(self, requests: set[int], place: Sizes, nbytes: Sizes) -> None:
-        """These rooms are free once these requests of peers have been answered."""
-        self._rooms.append((requests, place, nbytes))
-
-    def answered(self, request: int) -> None:
-        """Free the rooms that were kept for this request alone."""
-        for requests, place, nbytes in self._rooms:
-            requests.discard(request)
-            if not requests:
-                self._pool.free(place, nbytes)
-        self._rooms = [room for room in self._rooms if room[0]]
-
-    def rooms(self) -> tuple[Sizes, Sizes]:
-        """(k,) places and (k,) lengths."""
-        none = np.empty(0, np.int64)
-        place = np.concatenate([none, *(place for _, place, _ in self._rooms)])
-        return place, np.concatenate([none, *(nbytes for _, _, nbytes in self._rooms)])
 
 
 class Residency:
@@ -138,7 +107,6 @@ class Residency:
         self.service = Service()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
         self.departed = Departed(self.pool)
-        self._ask_again = 0.0
         self.warming = -1  # next object to load for `Warm`, or -1
         #: Which lengths come from the manifest (None: all); the others from the last read.
         self.listed = _listed(length, lengths)
@@ -428,7 +396,7 @@ class Residency:
         first = next(iter(groups[0].sessions.values()))
         readers = Readers(
             [g.uses for g in groups],
-            lambda: _clocks(groups),
+            lambda: clocks(groups),
             unplanned=all(s.unplanned for g in groups for s in g.sessions.values()),
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
@@ -442,40 +410,12 @@ class Residency:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
         if self.policy is None or not self.groups:
             return None
-        return self.policy.question(_PlanningContext(self, self.groups[0], admission, window))
+        return self.policy.question(PlannedJob(self, self.groups[0], admission, window))
 
     @property
     def among_nodes(self) -> ClusterEviction | None:
         """The policy, if it is one that the nodes of a cluster follow together."""
         return None if self.policy is None else self.policy.among_nodes
-
-    def ask_plan(self, now: float) -> list[AskPlan]:
-        """What to ask peers about the epoch, once a second: nothing, unless it was missed."""
-        policy = self.among_nodes
-        if policy is None or now < self._ask_again:
-            return []
-        seed, view = policy.lacks, policy.deals.view
-        if seed is None or view is None:
-            return []
-        self._ask_again = now + _ASK_AGAIN_S
-        return [AskPlan(self.name, view.cluster, seed)]
-
-    def moment(self, cluster: str) -> EpochMoment | None:
-        """From when on the nodes of this cluster can follow a change of members."""
-        policy = self._within(cluster)
-        if policy is None or not self.groups:
-            return None
-        return policy.moment(self.groups[0].clock(), self.groups[0].step_s())
-
-    def digest(self, cluster: str) -> PlanDigest | None:
-        """What this node takes for granted, if it does so in this cluster."""
-        policy = self._within(cluster)
-        return None if policy is None else policy.digest
-
-    def _within(self, cluster: str) -> ClusterEviction | None:
-        policy = self.among_nodes
-        view = None if policy is None else policy.deals.view
-        return policy if view is not None and view.cluster == cluster else None
 
     def rebuild(self, under_way: Index, storing: Index, window: Window) -> None:
         """Rebuild pins, states, eviction policy and next uses.
@@ -528,80 +468,3 @@ def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:
     if lengths.known == lengths.objects:
         return None
     return length >= 0 if lengths.known else np.broadcast_to(np.False_, len(length))
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanningContext:
-    """What an eviction policy asks about its job; implements `planned_eviction.PlanningContext`."""
-
-    residency: Residency
-    group: JobGroup
-    admission: Admission
-    window: Window
-
-    @property
-    def known(self) -> int:
-        return self.group.known()
-
-    @property
-    def clock(self) -> int:
-        return self.group.clock()
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of this dataset's share of memory and disk."""
-        h = self.residency
-        share = min(int(self.admission.share(h)), h.space.nbytes)
-        share += self.admission.disk.capacity(self.admission.part(h), h.mean)
-        pool = self.residency.pool
-        return share // pool.record * pool.record if pool.same_size else share
-
-    @property
-    def nbytes(self) -> float:
-        return self.residency.nbytes
-
-    @property
-    def size(self) -> Sizes:
-        pool = self.residency.pool
-        return np.array([pool.record]) if pool.same_size else self.residency.length
-
-    @property
-    def agreed_size(self) -> Sizes:
-        h = self.residency
-        if h.pool.same_size:
-            return np.array([h.pool.record])
-        return h.length if h.listed is None else np.array([_rounded_up(h.mean)])
-
-    @property
-    def page(self) -> int:
-        return self.residency.pool.page
-
-    @property
-    def lead(self) -> tuple[int, int]:
-        paces = [s.pace for s in self.group.sessions.values()]
-        latency_s = self.residency.latency.seconds
-        steps = max((p.horizon(latency_s, self.window) for p in paces), default=0)
-        return max((p.min_ahead for p in paces), default=0), steps
-
-    def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:
-        return self.group.orders(epoch)
-
-
-def _rounded_up(mean: float) -> int:
-    """A mean length as all nodes get it, though each has seen other objects.
-
-    >>> _rounded_up(110_000.0) == _rounded_up(109_000.0)
-    True
-    """
-    return math.ceil(2 ** (math.ceil(_PARTS * math.log2(max(mean, 1.0))) / _PARTS))
-
-
-def _clocks(groups: list[JobGroup]) -> list[tuple[float, float]]:
-    """(rate, offset) that map each group's steps to the clock of the first group."""
-    lead = groups[0]
-    out = []
-    for group in groups:
-        ours, theirs = lead.step_s(), group.step_s()
-        rate = theirs / ours if ours and theirs else 1.0
-        out.append((rate, lead.clock() - rate * group.clock()))
-    return out

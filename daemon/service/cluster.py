@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.daemon.core.cluster.members import Members, Patience
 from creel.daemon.core.events import SOURCE
-from creel.daemon.core.members import Members, Patience
 from creel.messages import Join, Member
 from creel.policies.cluster.members import PlanDigest, authority, latest
 from creel.policies.cluster.turn import ClusterView

@@ -1,8 +1,8 @@
 """Which nodes of a cluster plans count on, and since when: the log that its nodes agree on. Pure.
 
-A node that is gone is not asked any more as soon as one notices (`daemon/core/members.py`); what
-each node keeps must change on all of them alike. So one node, the lowest, writes a *change*: who
-is a member now, and the moment of each dataset's epoch from which plans count on them. It spreads
+A node that is gone is not asked any more as soon as one notices (`daemon/core/cluster/`); what each
+node keeps must change on all of them alike. So one node, the lowest, writes a *change*: who is a
+member now, and the moment of each dataset's epoch from which plans count on them. It spreads
 with the heartbeats. Two logs of nodes that did not hear of each other are resolved by rule, not by
 vote: a plan made from the one that lost costs source reads, never a batch.
 """

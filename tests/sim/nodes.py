@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths
+from creel.daemon.core.cluster.members import Members, Patience
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DISK,
@@ -39,7 +40,6 @@ from creel.daemon.core.events import (
     Spilled,
     SpillObjects,
 )
-from creel.daemon.core.members import Members, Patience
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import authority, differing

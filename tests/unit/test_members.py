@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from creel.daemon.core.members import Members, Patience
+from creel.daemon.core.cluster.members import Members, Patience
 from creel.policies.cluster.members import BEGINNING, Change, after, latest, merged, packed
 
 NODES = 4

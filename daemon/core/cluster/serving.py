@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN
-from creel.daemon.core.events import PeerAsked, ServeObjects
+from creel.daemon.core.events import Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
 from creel.policies.eviction import RESIDENT
@@ -17,12 +17,15 @@ from creel.policies.eviction import RESIDENT
 class Serving:
     """All requests of peers that are being answered."""
 
-    def __init__(self, residencies: Mapping[str, Residency]) -> None:
+    def __init__(
+        self, residencies: Mapping[str, Residency], emit: Callable[[Action], None]
+    ) -> None:
         self._residencies = residencies
+        self._emit = emit
         self._serving: dict[int, Residency] = {}
 
-    def ask(self, e: PeerAsked) -> ServeObjects:
-        """Pin what is here of a request, and return the answer to it.
+    def asked(self, e: PeerAsked) -> None:
+        """Pin what is here of a request, and answer it.
 
         Raises:
             IllegalEventError: the request is being answered already.
@@ -35,8 +38,12 @@ class Serving:
             np.full(k, UNKNOWN, np.int64),
         )
         h = self._residencies.get(e.dataset)
-        if h is None:
-            return answer
+        if h is not None:
+            self._pin(h, e, answer)
+        self._emit(answer)
+
+    def _pin(self, h: Residency, e: PeerAsked, answer: ServeObjects) -> None:
+        """Fill in an answer, and keep what it says until its bytes have left."""
         ids = e.ids.astype(np.intp)
         known = (ids >= 0) & (ids < len(h))
         here = np.flatnonzero(known)
@@ -50,18 +57,17 @@ class Serving:
         h.served[e.request] = found
         h.counts["served"] += len(found)
         h.counts["served_nbytes"] += int(h.length[found].sum())
-        h.counts["refused"] += k - len(found)
+        h.counts["refused"] += len(ids) - len(found)
         self._serving[e.request] = h
-        return answer
 
-    def end(self, request: int) -> None:
+    def served(self, e: PeerServed) -> None:
         """The bytes of a request have left: its objects may leave, too."""
-        h = self._serving.pop(request, None)
+        h = self._serving.pop(e.request, None)
         if h is None:
             return
-        ids = h.served.pop(request)
+        ids = h.served.pop(e.request)
         h.unpin(ids)
         if h.policy is not None:
             h.policy.sent(ids)
         h.release(ids)
-        h.departed.answered(request)
+        h.departed.answered(e.request)

@@ -1,0 +1,103 @@
+"""What nodes of a cluster tell each other of members and plans, brought to each dataset. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from creel.daemon.core.events import (
+    Action,
+    AskPlan,
+    ClusterChanged,
+    PlanAsked,
+    PlanDoubted,
+    PlanShared,
+    SharePlan,
+)
+from creel.daemon.core.residency import Residency
+from creel.policies.cluster.eviction import ClusterEviction
+from creel.policies.cluster.members import EpochMoment, PlanDigest
+from creel.policies.prefetch import Window
+
+#: Pause before a peer is asked again for what this node has missed, in seconds.
+_ASK_AGAIN_S = 1.0
+
+
+class ClusterPlans:
+    """The plans that this node has in common with others.
+
+    Args:
+        residencies: all datasets, a live view.
+        emit: takes the next action.
+    """
+
+    def __init__(
+        self, residencies: Mapping[str, Residency], window: Window, emit: Callable[[Action], None]
+    ) -> None:
+        self._residencies = residencies
+        self._window = window
+        self._emit = emit
+        self._ask_again: dict[str, float] = {}  # by dataset: when, in seconds
+
+    def changed(self, e: ClusterChanged) -> None:
+        """Nodes are gone or there again."""
+        for h in self._residencies.values():
+            for group in h.groups:
+                if group.deals.view is not None and group.deals.view.cluster == e.cluster:
+                    group.deals.view = e.view
+            h.choose_policy(self._window)
+
+    def shared(self, e: PlanShared) -> None:
+        """A peer has said where objects lie."""
+        policy = self._policy(e.dataset)
+        if policy is not None:
+            policy.adopt(e.plan)
+
+    def doubted(self, e: PlanDoubted) -> None:
+        """Peers say that objects lie elsewhere."""
+        policy = self._policy(e.dataset)
+        if policy is not None:
+            policy.doubt(e.seed)
+
+    def asked(self, e: PlanAsked) -> None:
+        """A peer asks where objects lie."""
+        policy = self._policy(e.dataset)
+        self._emit(SharePlan(e.request, None if policy is None else policy.share(e.seed)))
+
+    def ask(self, h: Residency, now: float) -> None:
+        """Ask peers about the epoch, once a second, where what it began with was missed."""
+        policy = h.among_nodes
+        if policy is None or now < self._ask_again.get(h.name, 0.0):
+            return
+        seed, view = policy.lacks, policy.deals.view
+        if seed is not None and view is not None:
+            self._ask_again[h.name] = now + _ASK_AGAIN_S
+            self._emit(AskPlan(h.name, view.cluster, seed))
+
+    def forget(self, dataset: str) -> None:
+        """A dataset is removed."""
+        self._ask_again.pop(dataset, None)
+
+    def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
+        """From when on nodes of a cluster can follow a change of its members."""
+        found = (
+            policy.moment(h.groups[0].clock(), h.groups[0].step_s())
+            for h, policy in self._within(cluster)
+            if h.groups
+        )
+        return tuple(moment for moment in found if moment is not None)
+
+    def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
+        """What this node takes for granted; the other nodes of a cluster must take the same."""
+        found = (policy.digest for _, policy in self._within(cluster))
+        return tuple(digest for digest in found if digest is not None)
+
+    def _within(self, cluster: str) -> Iterator[tuple[Residency, ClusterEviction]]:
+        """The datasets that are planned in this cluster."""
+        for h in self._residencies.values():
+            view = None if h.among_nodes is None else h.among_nodes.deals.view
+            if h.among_nodes is not None and view is not None and view.cluster == cluster:
+                yield h, h.among_nodes
+
+    def _policy(self, dataset: str) -> ClusterEviction | None:
+        h = self._residencies.get(dataset)
+        return None if h is None else h.among_nodes

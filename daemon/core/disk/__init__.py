@@ -1,0 +1,1 @@
+"""The disk tier as the core sees it. Pure."""

@@ -1,0 +1,230 @@
+"""The disk tier: which residents are written to disk, and what leaves the disk for them. Pure.
+
+Memory and disk together hold what retention keeps. While the disk has room, whatever is kept is
+written to it as soon as it was read: a resident that is on disk, too, can leave memory at any time
+without loss, and all that was written outlives the daemon. Once the disk is full, residents are
+written only where memory needs room, those due last first, in the room of what nobody keeps, and of
+what memory holds and is due soonest: so every object is in one place only, and memory has what is
+due next.
+
+A reader waits for a write that makes room, a few ms. It does not wait for a disk that is too slow,
+or hangs: what that cannot take in time is lost, and read again from the source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.free_ranges import must
+from creel.daemon.core.disk.copies import BATCH_NBYTES, DiskTier
+from creel.daemon.core.events import DropFromDisk, Spilled, SpillObjects
+from creel.policies.eviction import NOT_STORED, STORING
+from creel.policies.eviction_policy import NONE, joined
+from creel.policies.prefetch import affordable
+
+if TYPE_CHECKING:  # circular import
+    from creel.daemon.core.residency import Residency
+
+Index = NDArray[np.intp]
+
+#: Nobody waits for a disk that takes longer for a batch, in seconds: 16 MB/s.
+_SLOW_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spill:
+    """Objects being written, and the room that was taken for them."""
+
+    residency: Residency
+    ids: Index
+    room: int
+    nbytes: int
+    begun: float
+    void: set[int]  # objects of changed files: not to be kept
+
+
+class Spilling:
+    """All that is being written to disk.
+
+    Args:
+        tier: the disk; residencies: all datasets, a live view.
+        part: the part of the node's memory and disk that a dataset may claim.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        residencies: dict[str, Residency],
+        part: Callable[[Residency], float],
+    ) -> None:
+        self._tier = tier
+        self._part = part
+        self._residencies = residencies
+        self._spills: dict[int, _Spill] = {}
+        self._last = 0
+        self._now = 0.0
+        self._landed = 0.0  # when the disk was done with a batch last
+
+    def look(self, now: float) -> None:
+        """Begin an event."""
+        self._now = now
+        queued = min((s.begun for s in self._spills.values()), default=now)
+        self._tier.slow = now - max(queued, self._landed) > _SLOW_S
+
+    def opened(self, nbytes: int, unit: int) -> None:
+        """The disk has so many bytes now; where it is lost, nothing is there any more."""
+        if not nbytes:
+            for h in self._residencies.values():
+                h.disk.lost_all()
+        if not self._tier.used:
+            self._tier.unit = unit
+        self._tier.nbytes = nbytes
+        for h in self._residencies.values():
+            h.disk.opened()
+
+    def start(self, lacking: Collection[Residency], reading: Callable[[Residency], bool]) -> bool:
+        """Begin to write what should be.
+
+        Args:
+            lacking: datasets that found no room in memory.
+            reading: whether objects of a dataset are being read from disk, whose room there may be
+                taken once they are in memory.
+
+        Returns:
+            Whether nothing can be written for one of them, so that it need not wait.
+        """
+        if not self._tier:
+            return False
+        for h in self._residencies.values():
+            h.disk.hopeless = False
+            while (left := self._left()) and self._tier.free > 0:
+                ids = h.disk.next_released(left, self._tier.free)
+                if not len(ids):
+                    break
+                self._write(h, ids)
+        for h in lacking:
+            if not h.disk.storing:
+                h.disk.hopeless = not self._make_writable_room(h, reading)
+        return any(h.disk.hopeless for h in lacking)
+
+    def _left(self) -> int:
+        """Bytes that may be written in one go now."""
+        return min(self._tier.most_writing - self._tier.writing, BATCH_NBYTES)
+
+    def _make_writable_room(self, h: Residency, reading: Callable[[Residency], bool]) -> bool:
+        """Write what is due last, so that it may leave; False where nothing can be, or soon."""
+        left = self._left()
+        if left <= 0:
+            return True
+        ids = h.disk.next_due_last(left)
+        if not len(ids):
+            return False
+        lack = int(self._tier.rooms(h.length[ids]).sum()) - self._tier.free
+        if lack > 0:
+            self._make_room(h, lack)
+        rooms = self._tier.rooms(h.length[ids])
+        ids = ids[: affordable(rooms, max(self._tier.free, 0))]
+        if len(ids):
+            self._write(h, ids)
+            return True
+        return h.policy is not None and h.policy.replaces and reading(h)
+
+    def _make_room(self, h: Residency, nbytes: int) -> None:
+        """Free about `nbytes` on disk.
+
+        First of datasets that nobody reads, then, where this one has less than its part, of those
+        that have more than theirs, last of this one's own.
+        """
+        enough = self._tier.free + nbytes
+        others = [other for other in self._residencies.values() if other is not h]
+        for other in others:
+            if not other.active and self._tier.free < enough:
+                other.disk.lost_all()
+        if self._excess(h) < 0:
+            for other in others:
+                lack = min(enough - self._tier.free, self._excess(other))
+                if other.active and lack > 0:
+                    other.disk.give(lack)
+        if self._tier.free < enough:
+            h.disk.make_room(enough - self._tier.free)
+
+    def _excess(self, h: Residency) -> int:
+        """Bytes on disk beyond what a dataset may claim."""
+        return h.disk.nbytes - int(self._part(h) * self._tier.nbytes)
+
+    def _write(self, h: Residency, ids: Index) -> None:
+        length = h.length[ids]
+        room, nbytes = int(self._tier.rooms(length).sum()), int(length.sum())
+        spill = _Spill(h, ids, room, nbytes, self._now, set())
+        h.disk.state[ids] = STORING
+        h.disk.storing += len(ids)
+        h.pin(ids, distinct=True)
+        self._tier.used += spill.room
+        self._tier.writing += spill.nbytes
+        self._last += 1
+        self._spills[self._last] = spill
+        version = h.versions.version[h.versions.files(ids)]
+        what = ids.astype(np.int32), h.places(ids), length, version
+        h.emit(SpillObjects(self._last, h.name, *what))
+
+    def cancel(self, h: Residency, ids: Index) -> None:
+        """These objects leave memory although some may be being written: that will be of no use."""
+        if not h.disk.storing:
+            return
+        for spill in (s for s in self._spills.values() if s.residency is h):
+            gone = np.isin(spill.ids, ids)
+            gone[gone] = h.disk.state[spill.ids[gone]] == STORING
+            if gone.any():
+                spill.void.update(spill.ids[gone].tolist())
+                self._release(h, spill.ids[gone])
+                # Carried out after this spill, and before another one of these objects.
+                h.emit(DropFromDisk(h.name, spill.ids[gone].astype(np.int32)))
+
+    def _release(self, h: Residency, ids: Index) -> None:
+        h.disk.state[ids] = NOT_STORED
+        h.disk.storing -= len(ids)
+        h.unpin(ids, distinct=True)
+
+    def landed(self, e: Spilled) -> None:
+        """A spill ended."""
+        spill = self._spills.pop(e.spill, None)
+        if spill is None:
+            return
+        self._landed = self._now
+        h = spill.residency
+        self._tier.used -= spill.room
+        self._tier.writing -= spill.nbytes
+        void = np.array([i in spill.void for i in spill.ids.tolist()], np.bool_)
+        ids, stored = spill.ids[~void], e.stored[~void]
+        self._release(h, ids)
+        h.disk.found(ids[stored])
+        if not stored.all():  # it is full, however large it was said to be
+            self._tier.nbytes = min(self._tier.nbytes, self._tier.used)
+        h.counts["spilled"] += int(np.count_nonzero(stored))
+        h.counts["spilled_nbytes"] += int(h.length[ids[stored]].sum())
+        ids = ids[h.pins[ids] == 0]
+        if h.policy is not None and len(ids):
+            h.policy.released(ids)
+
+    def ids(self, h: Residency) -> Index:
+        """(k,) objects of a dataset that are being written."""
+        own = [
+            s.ids[[i not in s.void for i in s.ids.tolist()]]
+            for s in self._spills.values()
+            if s.residency is h
+        ]
+        return joined([NONE, *own])
+
+    def check(self) -> None:
+        """Raise IllegalEventError unless the sums are right."""
+        spills = self._spills.values()
+        must(self._tier.writing == sum(s.nbytes for s in spills), "bytes being written")
+        held = sum(h.disk.nbytes for h in self._residencies.values())
+        must(self._tier.used == held + sum(s.room for s in spills), "rooms on disk")
+        for h in self._residencies.values():
+            h.disk.check(self.ids(h))

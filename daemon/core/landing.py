@@ -1,0 +1,204 @@
+"""What fetches and checks of versions bring: what arrived, and what is out of date. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.daemon.core.admission import Admission
+from creel.daemon.core.checks import Checks
+from creel.daemon.core.disk.spilling import Spilling
+from creel.daemon.core.events import DISK, HELD, SOURCE, Action, Checked, Fetched, Sizes
+from creel.daemon.core.inflight import Inflight, InflightFetch
+from creel.daemon.core.prefetcher import Prefetcher
+from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.sessions import RankStream
+from creel.policies.eviction import FAILED, FETCHING, OVERDUE, RESIDENT
+from creel.policies.masks import every, some
+
+
+class Landing:
+    """Enters what fetches and checks bring.
+
+    Args:
+        admission, inflight, prefetcher, checks, spilling: the core's.
+        sessions: all sessions, a live view.
+        emit: takes the next action; announce: says how far a session is ready.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        inflight: Inflight,
+        prefetcher: Prefetcher,
+        checks: Checks,
+        spilling: Spilling,
+        sessions: Mapping[int, RankStream],
+        emit: Callable[[Action], None],
+        announce: Callable[[RankStream], None],
+    ) -> None:
+        self._admission = admission
+        self._inflight = inflight
+        self._prefetcher = prefetcher
+        self._checks = checks
+        self._spilling = spilling
+        self._sessions = sessions
+        self._emit = emit
+        self._announce = announce
+
+    def fetched(self, e: Fetched, now: float) -> None:
+        """A fetch ended."""
+        pending = self._inflight.land(e.fetch, len(e.nbytes))
+        if pending is None:
+            return  # forgotten meanwhile
+        h = pending.residency
+        known = pending.offset != NOWHERE
+        good = (e.nbytes >= 0) & ((e.nbytes == pending.length) | ~known)
+        if pending.origin == SOURCE:
+            h.latency.saw(max(now - pending.begun, 0.0))
+            h.service.saw(len(pending.ids), pending.begun, now)
+            good[good] = self._current(pending, good, e.version)
+            h.counts["reads"] += int(np.count_nonzero(good))
+            h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+        elif pending.origin == HELD:
+            of_peer = not pending.generation
+            current = self._still_current if of_peer else self._current
+            good[good] = current(pending, good, e.version)
+        else:
+            if pending.origin == DISK:  # its room there may be another's now
+                self._prefetcher.stuck.clear()
+                h.disk.changed(len(pending.ids))
+            e, pending = self._received(e, pending, good, now)
+            good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
+        if every(good) and every(known):
+            if h.landed(pending.ids, pending.offset):
+                self._prefetcher.stuck.clear()
+        else:
+            self._prefetcher.stuck.clear()
+            self._partly(e, pending, good, known, now)
+
+    def _received(
+        self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float
+    ) -> tuple[Fetched, InflightFetch]:
+        """Handle an answer of disk or peer: fetch what it did not have from the source.
+
+        Returns the rest: what it had.
+        """
+        h = pending.residency
+        version = np.zeros(len(good), np.int64) if e.version is None else e.version
+        good[good] = self._still_current(pending, good, version)
+        who = "disk" if pending.origin == DISK else "peer"
+        h.counts[f"{who}_reads"] += int(np.count_nonzero(good))
+        h.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
+        if every(good):
+            return e, pending
+        h.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
+        rest = pending.only(~good)
+        if pending.origin == DISK:
+            h.disk.lost(rest.ids)
+        again = rest.ids, rest.offset, rest.length
+        for action in self._inflight.start(h, *again, rest.need, now, rest.due):
+            self._emit(action)
+        return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
+
+    def _current(
+        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+    ) -> NDArray[np.bool_]:
+        """(k,) whether each object read is still of use; may outdate other objects of its file."""
+        h = pending.residency
+        found = None if version is None else version[good]
+        late, changed = h.versions.read(pending.ids[good], found, pending.generation)
+        self._changed(h, changed)
+        newest = max((s.since for s in self._sessions.values() if s.residency is h), default=0)
+        if pending.generation < newest:  # steps are ready without these: leave them failed
+            late |= h.life[pending.ids[good]] == OVERDUE
+        return ~late
+
+    def _still_current(
+        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+    ) -> NDArray[np.bool_]:
+        """(k,) whether each object, read by somebody some time ago, is of the version known now."""
+        h, ids = pending.residency, pending.ids[good]
+        found = np.zeros(len(good), np.int64) if version is None else version
+        late = h.versions.received(ids, found[good])
+        late |= h.life[ids] == OVERDUE  # whose steps may be ready without it
+        return ~late
+
+    def checked(self, e: Checked) -> None:
+        """A check of versions ended."""
+        asked = self._checks.land(e.check)
+        if asked is not None:
+            h = asked.residency
+            self._changed(h, h.versions.answered(asked.files, e.version, asked.generation))
+
+    def _changed(self, h: Residency, files: NDArray[np.int32]) -> None:
+        """Forget all objects of changed files."""
+        h.disk.lost_files(files)
+        self._outdate(h, h.residents_of(files))
+
+    def _outdate(self, h: Residency, ids: Index) -> None:
+        """Evict residents of changed files; sessions that need them fetch them again."""
+        if not len(ids):
+            return
+        self._prefetcher.stuck.clear()
+        removed = np.zeros(len(h), np.bool_)
+        removed[ids] = True
+        for s in (s for s in self._sessions.values() if s.residency is h):
+            hit = removed[s.stream.objects(s.at, s.front)]
+            if some(hit):
+                unpinned = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
+                self._announce(s)
+                h.release(unpinned[~removed[unpinned]])
+        self._spilling.cancel(h, ids)
+        h.outdate(ids)
+
+    def _partly(
+        self,
+        e: Fetched,
+        pending: InflightFetch,
+        good: NDArray[np.bool_],
+        known: NDArray[np.bool_],
+        now: float,
+    ) -> None:
+        """Handle a fetch in which objects failed or had an unknown length."""
+        h = pending.residency
+        h.life[pending.ids] = FAILED
+        h.landed(pending.ids[good & known], pending.offset[good & known])
+        bad = known & ~good
+        h.give_back(pending.ids[bad], pending.offset[bad])
+        wrong = bad & (e.nbytes >= 0)
+        if h.listed is not None:  # a length learned from a read may be the cause
+            wrong |= bad & ~h.listed[pending.ids]
+        h.clear_lengths(pending.ids[wrong])
+        if not every(known):
+            self._take_held(pending, good & ~known, e.nbytes, now)
+        h.counts["failed"] += int((h.life[pending.ids] == FAILED).sum())
+
+    def _take_held(
+        self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes, now: float
+    ) -> None:
+        """Make room for objects whose lengths are known only after reading, and copy them there."""
+        h, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
+        h.set_lengths(ids, nbytes)
+        stalled = any(s.stalling for s in self._sessions.values() if s.residency is h)
+        place = self._admission.place(h, nbytes, pending.need, stalled=stalled)
+        placed = place != NOWHERE
+        room = ids[placed], place[placed], nbytes[placed]
+        since = pending.generation if pending.origin == SOURCE else 0
+        need, due = pending.need, pending.due
+        for action in self._inflight.start(h, *room, need, now, due, HELD, since):
+            self._emit(action)
+
+    def give_up(self, h: Residency, blocked: int, before: float) -> None:
+        """Stop waiting for an object, or its file's version, requested before the time `before`."""
+        if h.life[blocked] == FETCHING:
+            pending = self._inflight.of(h, blocked)
+            if pending is not None and pending.begun < before:
+                h.life[pending.ids] = OVERDUE  # until it lands
+        elif h.life[blocked] == RESIDENT:
+            for asked in self._checks.hung(h, blocked, before):
+                # Their objects are fetched again; a fetch that hangs becomes overdue.
+                self._changed(h, asked.files)

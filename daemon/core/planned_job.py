@@ -1,0 +1,99 @@
+"""What an eviction policy asks about the job whose epochs it plans. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.daemon.core.sessions import JobGroup
+from creel.policies.prefetch import Window
+
+if TYPE_CHECKING:  # circular import
+    from creel.daemon.core.admission import Admission
+    from creel.daemon.core.residency import Residency
+
+Sizes = NDArray[np.int64]
+
+#: Steps in which a mean length doubles: coarse, so that two nodes rarely get different ones.
+_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """What an eviction policy asks about its job; implements `planned_eviction.PlanningContext`."""
+
+    residency: Residency
+    group: JobGroup
+    admission: Admission
+    window: Window
+
+    @property
+    def known(self) -> int:
+        return self.group.known()
+
+    @property
+    def clock(self) -> int:
+        return self.group.clock()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of this dataset's share of memory and disk."""
+        h = self.residency
+        share = min(int(self.admission.share(h)), h.space.nbytes)
+        share += self.admission.disk.capacity(self.admission.part(h), h.mean)
+        pool = self.residency.pool
+        return share // pool.record * pool.record if pool.same_size else share
+
+    @property
+    def nbytes(self) -> float:
+        return self.residency.nbytes
+
+    @property
+    def size(self) -> Sizes:
+        pool = self.residency.pool
+        return np.array([pool.record]) if pool.same_size else self.residency.length
+
+    @property
+    def agreed_size(self) -> Sizes:
+        h = self.residency
+        if h.pool.same_size:
+            return np.array([h.pool.record])
+        return h.length if h.listed is None else np.array([_rounded_up(h.mean)])
+
+    @property
+    def page(self) -> int:
+        return self.residency.pool.page
+
+    @property
+    def lead(self) -> tuple[int, int]:
+        paces = [s.pace for s in self.group.sessions.values()]
+        latency_s = self.residency.latency.seconds
+        steps = max((p.horizon(latency_s, self.window) for p in paces), default=0)
+        return max((p.min_ahead for p in paces), default=0), steps
+
+    def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:
+        return self.group.orders(epoch)
+
+
+def _rounded_up(mean: float) -> int:
+    """A mean length as all nodes get it, though each has seen other objects.
+
+    >>> _rounded_up(110_000.0) == _rounded_up(109_000.0)
+    True
+    """
+    return math.ceil(2 ** (math.ceil(_PARTS * math.log2(max(mean, 1.0))) / _PARTS))
+
+
+def clocks(groups: list[JobGroup]) -> list[tuple[float, float]]:
+    """(rate, offset) that map each group's steps to the clock of the first group."""
+    lead = groups[0]
+    out = []
+    for group in groups:
+        ours, theirs = lead.step_s(), group.step_s()
+        rate = theirs / ours if ours and theirs else 1.0
+        out.append((rate, lead.clock() - rate * group.clock()))
+    return out
