@@ -28,7 +28,7 @@ from creel.cache.memory.arena import Arena
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.daemon.core.events import FetchObjects
-from creel.daemon.service.fetcher import Fetcher
+from creel.daemon.service.storage.fetcher import Fetcher
 
 AT_ONCE = 64
 NAME = "benchmark"

@@ -14,13 +14,14 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.disk.folder import DataFile, buffer, open_folder
+from creel.cache.disk.folder import DataFile, open_folder
+from creel.cache.disk.index import MANY_UNITS, DatasetIndex, entries_of, half, runs_of
 from creel.cache.disk.journal import ENTRY, Entries, Journal, intact
+from creel.cache.disk.pieces import AlignedScratch, Part, PartsFiller, PieceWriter
 from creel.cache.disk.records import (
     HEADER_NBYTES,
     Identity,
@@ -34,51 +35,8 @@ from creel.cache.memory.free_ranges import ABSENT, FreeRanges, Sizes, must
 
 log = logging.getLogger("creel.disk")
 
-Part = Sequence[memoryview]
-
-#: Bytes read or written at once.
-_PIECE_NBYTES = 1 << 20
 #: Most runs of a record: each is a read of its own. Few have more than a handful.
 _MAX_RUNS = 1024
-#: Units of a record in one run from which on it is listed as a chain: its column has 16 bits.
-_MANY_UNITS = (1 << 16) - 1
-_WORD = (1 << 64) - 1
-
-
-@dataclass(eq=False)
-class _DatasetIndex:
-    """Where the objects of a dataset are: unit + 1 of a record in one run, minus its ...
-
-    ... number among `chains` where it is in several; 0: it is not here.
-    """
-
-    identity: bytes
-    place: NDArray[np.int32]
-    units: NDArray[np.uint16]
-    chains: dict[int, Sizes] = field(default_factory=dict)  # (r, 2) first unit and units
-
-    def runs(self, object_id: int) -> Sizes | None:
-        """(r, 2) first unit and units of each run of an object, or None."""
-        place = int(self.place[object_id])
-        if place > 0:
-            return np.array([[place - 1, int(self.units[object_id])]])
-        return self.chains[-place] if place else None
-
-    def put(self, object_id: int, runs: Sizes) -> None:
-        """Enter an object that is not here."""
-        if len(runs) == 1 and runs[0, 1] < _MANY_UNITS:
-            self.place[object_id], self.units[object_id] = runs[0, 0] + 1, runs[0, 1]
-        else:
-            number = int(runs[0, 0]) + 1
-            self.chains[number], self.place[object_id] = runs, -number
-
-    def take(self, object_id: int) -> Sizes | None:
-        """Remove an object; return its runs, if it was here."""
-        runs = self.runs(object_id)
-        if runs is not None:
-            self.chains.pop(-int(self.place[object_id]), None)
-            self.place[object_id] = 0
-        return runs
 
 
 class DiskStore:
@@ -96,8 +54,8 @@ class DiskStore:
     def __init__(self, path: str, budget: int, spare: int = 0) -> None:
         self._lock = threading.RLock()  # of the index; never held while the disk works
         self._writing = threading.Lock()
-        self._scratch = _AlignedScratch()
-        self._datasets: dict[str, _DatasetIndex] = {}
+        self._scratch = AlignedScratch()
+        self._datasets: dict[str, DatasetIndex] = {}
         self._off = False
         with contextlib.ExitStack() as stack:
             self._folder = open_folder(path)
@@ -150,22 +108,22 @@ class DiskStore:
         if dataset in self._datasets:
             return np.empty(0, np.int32), np.empty(0, np.int64)
         identity = dataset_id(dataset)
-        index = _DatasetIndex(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
+        index = DatasetIndex(identity, np.zeros(objects, np.int32), np.zeros(objects, np.uint16))
         with self._lock:
-            found = self._idle.pop(_half(identity), np.empty(0, ENTRY))
+            found = self._idle.pop(half(identity), np.empty(0, ENTRY))
             strange = found["object"] >= objects
             self._release(found[strange])
             found = found[~strange]
             found = found[found["object"].argsort(kind="stable")]
             first = np.flatnonzero(np.append(True, np.diff(found["object"]) != 0)[: len(found)])
             single = np.diff(np.append(first, len(found))) == 1
-            single &= found["units"][first] < _MANY_UNITS
+            single &= found["units"][first] < MANY_UNITS
             one = found[first[single]]
             index.place[one["object"]] = one["start"].astype(np.int64) + 1
             index.units[one["object"]] = one["units"]
             ends = np.append(first[1:], len(found))
             for a, b in zip(first[~single].tolist(), ends[~single].tolist(), strict=True):
-                index.put(int(found["object"][a]), _runs(found[a:b]))
+                index.put(int(found["object"][a]), runs_of(found[a:b]))
             self._datasets[dataset] = index
         return found["object"][first].astype(np.int32), found["nbytes"][first].copy()
 
@@ -177,7 +135,7 @@ class DiskStore:
         with self._writing, self._lock:
             index = self._datasets.pop(dataset, None)
             if index is not None:
-                self._idle[_half(index.identity)] = _entries(index, length)
+                self._idle[half(index.identity)] = entries_of(index, length)
 
     def held(self, dataset: str) -> int:
         """How many objects of an attached dataset are here."""
@@ -215,7 +173,7 @@ class DiskStore:
         """Read a record from (r, 2) offsets and sizes; return whose it is, None: it is damaged."""
         piece = self._scratch.view
         verifier: Verifier | None = None
-        filling = _Filling(parts)
+        filling = PartsFiller(parts)
         for start, size in ranges.tolist():
             for at in range(start, start + size, len(piece)):
                 data = piece[: min(start + size - at, len(piece))]
@@ -265,7 +223,7 @@ class DiskStore:
         return stored
 
     def _take_rooms(
-        self, index: _DatasetIndex, ids: NDArray[np.integer], nbytes: Sizes
+        self, index: DatasetIndex, ids: NDArray[np.integer], nbytes: Sizes
     ) -> dict[int, Sizes]:
         """(r, 2) first units and units of the new records, by position."""
         out = {}
@@ -321,7 +279,7 @@ class DiskStore:
 
     def _write(
         self,
-        index: _DatasetIndex,
+        index: DatasetIndex,
         ids: NDArray[np.integer],
         objects: Sequence[Part],
         nbytes: Sizes,
@@ -329,7 +287,7 @@ class DiskStore:
         rooms: dict[int, Sizes],
     ) -> None:
         """Write records to their rooms, and only then their entries."""
-        out = _Writer(self._file, self._scratch.view, self.unit)
+        out = PieceWriter(self._file, self._scratch.view, self.unit)
         entries = []
         for i, runs in rooms.items():
             identity = Identity(index.identity, int(ids[i]), int(nbytes[i]), int(versions[i]))
@@ -343,7 +301,7 @@ class DiskStore:
 
     def _entry(self, identity: Identity, serial: int, runs: Sizes) -> Entries:
         entries = np.empty(len(runs), ENTRY)
-        entries["dataset"], entries["object"] = _half(identity.dataset), identity.object
+        entries["dataset"], entries["object"] = half(identity.dataset), identity.object
         entries["nbytes"], entries["serial"] = identity.nbytes, serial
         entries["start"], entries["units"] = runs.T
         entries["room"] = runs[:, 1].sum()
@@ -372,7 +330,7 @@ class DiskStore:
             except OSError as e:
                 self._give_up("write", e)
 
-    def _drop(self, index: _DatasetIndex, object_id: int) -> None:
+    def _drop(self, index: DatasetIndex, object_id: int) -> None:
         runs = index.take(object_id)
         if runs is not None:
             for start, units in runs.tolist():
@@ -400,7 +358,7 @@ class DiskStore:
             for name, idle in self._idle.items():
                 here |= (entries["dataset"] == name) & np.isin(entries["object"], idle["object"])
             for index in self._datasets.values():
-                own = np.flatnonzero(entries["dataset"] == _half(index.identity))
+                own = np.flatnonzero(entries["dataset"] == half(index.identity))
                 here[own] = index.place[entries["object"][own]] != 0
         entries = entries[here]
         self._journal.rewrite(entries[entries["serial"].argsort(kind="stable")])
@@ -424,7 +382,9 @@ class DiskStore:
         """Raise IllegalEventError unless each unit has exactly one owner."""
         with self._lock:
             self._free.check()
-            runs = [_entries(x, np.zeros(len(x.place), np.int64)) for x in self._datasets.values()]
+            runs = [
+                entries_of(x, np.zeros(len(x.place), np.int64)) for x in self._datasets.values()
+            ]
             held = np.concatenate([np.empty(0, ENTRY), *self._idle.values(), *runs])
             start, size = self._free.sorted()
             start = np.append(held["start"].astype(np.int64), start)
@@ -433,91 +393,3 @@ class DiskStore:
             end = np.append(0, (start + size)[order])
             must(np.array_equal(end[:-1], start[order]), "rooms overlap or leave a gap")
             must(end[-1] == self._file.nbytes // self.unit, "units are missing")
-
-
-def _half(identity: bytes) -> int:
-    return int.from_bytes(identity[:8], "little") & _WORD
-
-
-def _runs(entries: Entries) -> Sizes:
-    return np.stack([entries["start"], entries["units"]], 1).astype(np.int64)
-
-
-def _entries(index: _DatasetIndex, length: Sizes) -> Entries:
-    """Entries for all objects of a dataset."""
-    place = index.place
-    single, several = np.flatnonzero(place > 0), np.flatnonzero(place < 0)
-    chains = [index.chains[-number] for number in place[several].tolist()]
-    owner = np.append(single, np.repeat(several, [len(runs) for runs in chains]))
-    runs = np.stack([place[single] - 1, index.units[single]], 1).astype(np.int64)
-    runs = np.concatenate([runs, *chains])
-    out = np.zeros(len(owner), ENTRY)
-    out["dataset"], out["object"], out["nbytes"] = _half(index.identity), owner, length[owner]
-    out["start"], out["units"] = runs.T
-    return out
-
-
-class _AlignedScratch(threading.local):
-    """A buffer for each thread that reads or writes."""
-
-    def __init__(self) -> None:
-        self.view = buffer(_PIECE_NBYTES)
-
-
-class _Filling:
-    """Copies bytes into buffers, one after the other."""
-
-    def __init__(self, parts: Part) -> None:
-        self.nbytes = 0
-        self._parts = [part for part in parts if len(part)]
-
-    def put(self, data: memoryview) -> None:
-        while len(data):
-            part = self._parts[0]
-            some = min(len(part), len(data))
-            part[:some] = data[:some]
-            self.nbytes += some
-            data = data[some:]
-            if some == len(part):
-                self._parts.pop(0)
-            else:
-                self._parts[0] = part[some:]
-
-
-class _Writer:
-    """Gathers records in a buffer and writes them in large pieces."""
-
-    def __init__(self, file: DataFile, view: memoryview, unit: int) -> None:
-        self._file, self._view, self._unit = file, view, unit
-        self._at = 0  # where the buffer's first byte goes
-        self._used = 0
-
-    def record(self, parts: Sequence[memoryview | bytes], ranges: Sizes) -> None:
-        """Write a record to (r, 2) offsets and sizes; zeros fill its last unit."""
-        data = [memoryview(part) for part in parts]
-        for start, size in ranges.tolist():
-            if start != self._at + self._used:
-                self.flush()
-                self._at = start
-            left = size
-            while left:
-                some = min(left, len(self._view) - self._used, len(data[0]) if data else left)
-                here = self._view[self._used : self._used + some]
-                if data:
-                    here[:] = data[0][:some]
-                    data[0] = data[0][some:]
-                    if not len(data[0]):
-                        data.pop(0)
-                else:
-                    here[:] = bytes(some)
-                self._used += some
-                left -= some
-                if self._used == len(self._view):
-                    self.flush()
-
-    def flush(self) -> None:
-        """Write what is in the buffer."""
-        if self._used:
-            self._file.write(self._view[: self._used], self._at)
-        self._at += self._used
-        self._used = 0

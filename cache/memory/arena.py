@@ -211,3 +211,31 @@ def _seals(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # not a memfd
         return 0
+
+
+class Prefault:
+    """A thread that touches an arena's pages ahead of use."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless that was done; without a further thread pages are touched on first use."""
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._arena.prefault, args=(self._stop,), name="creel-prefault", daemon=True
+            )
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._thread = thread
+
+    def stop(self) -> None:
+        """End soon."""
+        self._stop.set()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the end after `stop`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)

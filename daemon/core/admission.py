@@ -11,7 +11,7 @@ from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.residency import Index, Residency, Sizes
-from creel.policies.eviction_policy import NONE
+from creel.policies.eviction.policy import NONE
 
 #: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
 _ROUNDS = 4

@@ -11,7 +11,7 @@ from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
 from creel.daemon.core.versions import Files
-from creel.policies.eviction import RESIDENT
+from creel.policies.eviction.policy import RESIDENT
 
 #: Positions processed at once, and the same where a reader may wait for the first of them.
 _CHUNK, _FIRST_CHUNK = 512, 64

@@ -15,7 +15,7 @@ from creel.daemon.core.versions import Versions
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.turn import ClusterTurn, ClusterView, Placed
-from creel.policies.retention import Kept, Turn
+from creel.policies.eviction.retention import Kept, Turn
 
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]

@@ -13,7 +13,7 @@ from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import DISK, SOURCE, FetchObjects
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.errors import IllegalEventError
-from creel.policies.eviction import ABSENT, FETCHING
+from creel.policies.eviction.policy import ABSENT, FETCHING
 from creel.policies.masks import every
 from creel.policies.prefetch import Window, affordable, portions
 

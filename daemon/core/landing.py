@@ -16,7 +16,7 @@ from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
-from creel.policies.eviction import FAILED, FETCHING, OVERDUE, RESIDENT
+from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 from creel.policies.masks import every, some
 
 

@@ -24,7 +24,7 @@ _PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """What an eviction policy asks about its job; implements `planned_eviction.PlanningContext`."""
+    """What an eviction policy asks about its job; implements `eviction.planned.PlanningContext`."""
 
     residency: Residency
     group: JobGroup

@@ -13,7 +13,7 @@ from creel.daemon.core.events import FetchObjects
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.daemon.core.sessions import RankStream
-from creel.policies.eviction import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT
+from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT
 from creel.policies.masks import some
 from creel.policies.prefetch import Window
 

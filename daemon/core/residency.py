@@ -25,7 +25,8 @@ from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.turn import ClusterTurn
-from creel.policies.eviction import (
+from creel.policies.eviction.choice import Readers, choose
+from creel.policies.eviction.policy import (
     ABSENT,
     FAILED,
     FETCHING,
@@ -33,13 +34,11 @@ from creel.policies.eviction import (
     RESIDENT,
     STORED,
     EvictionPolicy,
-    Readers,
-    choose,
 )
+from creel.policies.eviction.retention import Turn
 from creel.policies.masks import every, some
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Latency, Service, Window
-from creel.policies.retention import Turn
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.admission import Admission

@@ -1,4 +1,4 @@
-"""What the server knows of each connection of a peer: requests, answers, credit."""
+"""Connections of peers to the server: what they ask, what it knows of each, and its credit."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import heapq
 import select
 import socket
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from creel.daemon.peers import wire
-from creel.daemon.peers.wire import Numbers
+from creel.daemon.peers.wire import Ids, Numbers
+from creel.errors import MalformedError
 from creel.messages import Message
 
 #: A receiver may keep an answer waiting for so long, and so much longer per byte.
@@ -18,6 +20,48 @@ _SLOWEST_BPS = 1e6
 #: reading its requests.
 _QUEUED_NBYTES = 32 << 20
 _QUEUED_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """Node `peer` of `cluster` asks for objects, which it can await for `wait_s` seconds.
+
+    `number` is the server's own; ids are (k,), 0 or more, and may be unknown here, as the dataset.
+    """
+
+    number: int
+    cluster: str
+    peer: str
+    dataset: str
+    ids: Ids
+    wait_s: float
+
+
+class PlanWanted(NamedTuple):
+    """A peer asks where objects of a dataset lie in the epoch of this order."""
+
+    number: int
+    cluster: str
+    dataset: str
+    seed: int
+
+
+class ServerStatus(NamedTuple):
+    """What a server is busy with.
+
+    Args:
+        peers: that are connected; connections: of peers and strangers; strangers: without proof.
+        blocked: connections that take no more bytes.
+        answers: that wait for others of their connection.
+        unread: connections with requests that the peer has no credit for.
+    """
+
+    peers: int
+    connections: int
+    strangers: int
+    blocked: int
+    answers: int
+    unread: int
 
 
 @dataclass(eq=False)
@@ -98,3 +142,18 @@ class PeerConnection:
         frame = wire.pack(answer, request.arrays or (), self.session.answers)
         request.left.insert(0, memoryview(frame))
         return request
+
+
+def send_whole(sock: socket.socket, frame: bytes) -> None:
+    """Send a frame of the handshake, for which a new connection has room."""
+    if sock.send(frame, socket.MSG_NOSIGNAL) < len(frame):
+        raise MalformedError("a stranger that does not read")
+
+
+def watch(sock: socket.socket) -> None:
+    """Have the system notice within seconds that the other side cannot be reached."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.daemon.peers import wire
-from creel.daemon.peers.server import watch
+from creel.daemon.peers.connections import watch
 from creel.daemon.peers.wire import Credentials
 from creel.errors import MalformedError, ProtocolError
 from creel.messages import Message

@@ -22,13 +22,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from creel.cache.memory.arena import Arena
 from creel.daemon.peers import wire
-from creel.daemon.peers.connections import Account, PeerConnection, Request
+from creel.daemon.peers.connections import (
+    Account,
+    Asked,
+    PeerConnection,
+    PlanWanted,
+    Request,
+    ServerStatus,
+    send_whole,
+    watch,
+)
 from creel.daemon.peers.payload import payload
 from creel.daemon.peers.wire import Ids, Numbers
 from creel.errors import MalformedError
@@ -45,48 +53,6 @@ _READ_NBYTES = 64 << 10
 _QUANTUM = 2 << 20  # bytes sent to one connection before the most urgent one is looked for again
 _LONGEST_WAIT_S = 60.0
 _SWEEP_S = 0.25
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """Node `peer` of `cluster` asks for objects, which it can await for `wait_s` seconds.
-
-    `number` is the server's own; ids are (k,), 0 or more, and may be unknown here, as the dataset.
-    """
-
-    number: int
-    cluster: str
-    peer: str
-    dataset: str
-    ids: Ids
-    wait_s: float
-
-
-class PlanWanted(NamedTuple):
-    """A peer asks where objects of a dataset lie in the epoch of this order."""
-
-    number: int
-    cluster: str
-    dataset: str
-    seed: int
-
-
-class ServerStatus(NamedTuple):
-    """What a server is busy with.
-
-    Args:
-        peers: that are connected; connections: of peers and strangers; strangers: without proof.
-        blocked: connections that take no more bytes.
-        answers: that wait for others of their connection.
-        unread: connections with requests that the peer has no credit for.
-    """
-
-    peers: int
-    connections: int
-    strangers: int
-    blocked: int
-    answers: int
-    unread: int
 
 
 class PeerServer:
@@ -390,7 +356,7 @@ class PeerServer:
             # A key that nobody has: whether the cluster is known shows in nothing.
             key = known or secrets.token_bytes(wire.KEY_NBYTES)
             connection.session = wire.PeerSession(key, message, challenge)
-            _send_whole(connection.socket, wire.pack(challenge))
+            send_whole(connection.socket, wire.pack(challenge))
         elif isinstance(message, wire.Proof):
             self._admit(connection, message)
         elif isinstance(message, wire.PeerRequest):
@@ -413,7 +379,7 @@ class PeerServer:
         if beat.member.node != connection.greeting.name:
             raise MalformedError("a beat of another node")
         answer = wire.told(mine, beat.latest)
-        _send_whole(connection.socket, wire.pack(answer, seal=connection.session.answers))
+        send_whole(connection.socket, wire.pack(answer, seal=connection.session.answers))
         self._heard(connection.greeting.cluster, beat)
 
     def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
@@ -426,7 +392,7 @@ class PeerServer:
         account = self._accounts.setdefault((greeting.cluster, greeting.name), Account())
         account.connections.add(connection)
         connection.account = account
-        _send_whole(connection.socket, wire.pack(session.proof("server")))
+        send_whole(connection.socket, wire.pack(session.proof("server")))
 
     def _ask(
         self, connection: PeerConnection, message: wire.PeerRequest, ids: Ids, now: float
@@ -519,18 +485,3 @@ class PeerServer:
             account.nbytes -= request.nbytes
             account.requests -= 1
         self._served(request.number)
-
-
-def _send_whole(sock: socket.socket, frame: bytes) -> None:
-    """Send a frame of the handshake, for which a new connection has room."""
-    if sock.send(frame, socket.MSG_NOSIGNAL) < len(frame):
-        raise MalformedError("a stranger that does not read")
-
-
-def watch(sock: socket.socket) -> None:
-    """Have the system notice within seconds that the other side cannot be reached."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 4000)

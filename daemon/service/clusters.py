@@ -26,10 +26,11 @@ from creel.daemon.core.events import (
     SharePlan,
 )
 from creel.daemon.peers import wire
+from creel.daemon.peers.connections import Asked, PlanWanted
 from creel.daemon.peers.heartbeats import Heartbeats
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.peers.link import ask_plan
-from creel.daemon.peers.server import Asked, PeerServer, PlanWanted
+from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import KEY_NBYTES, Credentials
 from creel.daemon.service.cluster import Cluster
 from creel.errors import MalformedError, UnavailableError

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +19,7 @@ from numpy.typing import NDArray
 
 from creel import limits
 from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.arena import Arena
-from creel.cache.memory.offsets import Offsets
+from creel.cache.memory.arena import Arena, Prefault
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
@@ -31,12 +29,12 @@ from creel.daemon.core.core import Core
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.reporting import metrics
 from creel.daemon.service.clusters import Clusters, DaemonHooks
-from creel.daemon.service.disk import Disk, DiskSource
-from creel.daemon.service.fetcher import Fetcher
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registrar import Registrar
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
-from creel.errors import CreelError, UnavailableError
+from creel.daemon.service.storage.disk import Disk, DiskSource
+from creel.daemon.service.storage.fetcher import Fetcher
+from creel.errors import UnavailableError
 from creel.messages import (
     PROTOCOL,
     Deal,
@@ -109,20 +107,7 @@ class Node:
         )
         self.ranks = metrics.Ranks()
         self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
-        self.disk = Disk(
-            config.disk, self.arena, lambda event: call_soon(lambda: self._from_disk(event))
-        )
-        self.clusters = Clusters(
-            self.arena,
-            DaemonHooks(
-                self.handle_event,
-                call_soon,
-                self._unreachable,
-                self.core.moments,
-                self.core.digests,
-            ),
-            config.cluster.lost_s,
-        )
+        self.disk = Disk(config.disk, self.arena, self._hand_in)
         self.fetcher = Fetcher(
             self.arena,
             lambda event: call_soon(lambda: self._fetched(event)),
@@ -130,14 +115,28 @@ class Node:
             threads=config.fetch.threads,
             per_source=config.fetch.per_source,
         )
+        hooks = self.handle_event, call_soon, self.fetcher.remove_peer
+        daemon = DaemonHooks(*hooks, self.core.moments, self.core.digests)
+        self.clusters = Clusters(self.arena, daemon, config.cluster.lost_s)
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
         self._send = send
         self._call_soon = call_soon
-        self._stop_prefault = threading.Event()
-        self._prefault: threading.Thread | None = None
+        self._prefault = Prefault(self.arena)
         self._registrar = Registrar("creel-register")
         self._planner = Registrar("creel-plan")
+        self._do: dict[type[events.Action], Callable[[Any], None]] = {
+            events.Publish: self._publish,
+            events.SetReady: self._set_ready,
+            events.FetchObjects: self.fetcher.submit,
+            events.CheckVersions: self.fetcher.check,
+            events.ServeObjects: self.clusters.serve,
+            events.SpillObjects: self.disk.spill,
+            events.DropFromDisk: self.disk.drop,
+            events.SharePlan: self.clusters.share_plan,
+            events.AskPlan: self.clusters.ask_plan,
+            events.PlanRetention: lambda action: self._planner.put(partial(self._plan, action)),
+        }
 
     # --- events and actions -------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class Node:
             return False
         try:
             for action in actions:
-                self._do(action)
+                self._do[type(action)](action)
         except Exception:
             log.exception("an action of the core after %s failed", type(event).__name__)
             self._give_up()
@@ -183,7 +182,7 @@ class Node:
             self.registry.remove(session)
         try:
             for action in self.core.recover(number):
-                self._do(action)
+                self._do[type(action)](action)
             self.core.check()
         except Exception:
             log.exception("the core cannot recover")
@@ -193,28 +192,8 @@ class Node:
         log.error("this daemon ends: its state may be inconsistent")
         self.stop(True)
 
-    def _do(self, action: events.Action) -> None:
-        """Perform an action."""
-        if isinstance(action, events.Publish):
-            self._table(action.dataset)[action.ids] = action.offset
-        elif isinstance(action, events.SetReady):
-            self._set_ready(action)
-        elif isinstance(action, events.FetchObjects):
-            self.fetcher.submit(action)
-        elif isinstance(action, events.CheckVersions):
-            self.fetcher.check(action)
-        elif isinstance(action, events.ServeObjects):
-            self.clusters.serve(action)
-        elif isinstance(action, events.SpillObjects):
-            self.disk.spill(action)
-        elif isinstance(action, events.DropFromDisk):
-            self.disk.drop(action)
-        elif isinstance(action, events.SharePlan):
-            self.clusters.share_plan(action)
-        elif isinstance(action, events.AskPlan):
-            self.clusters.ask_plan(action)
-        else:
-            self._planner.put(partial(self._plan, action))
+    def _publish(self, action: events.Publish) -> None:
+        self.registry.datasets[action.dataset].table.offset[action.ids] = action.offset
 
     def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
@@ -223,16 +202,7 @@ class Node:
         except Exception:
             log.exception("retention could not be planned for %s", action.dataset)
         else:
-            self._call_soon(lambda: self._planned(planned))
-
-    def _planned(self, event: events.RetentionPlanned) -> None:
-        self.handle_event(event)
-
-    def _unreachable(self, origin: int) -> None:
-        self.fetcher.remove_peer(origin)
-
-    def _table(self, dataset: str) -> Offsets:
-        return self.registry.datasets[dataset].table.offset
+            self._hand_in(planned)
 
     def _set_ready(self, action: events.SetReady) -> None:
         session = self.registry.sessions.get(action.session)
@@ -248,8 +218,13 @@ class Node:
         with self.fetcher.landing(event):
             self.handle_event(event)
 
-    def _from_disk(self, event: events.DiskOpened | events.Spilled) -> None:
-        self.handle_event(event)
+    def _hand_in(self, event: events.Event) -> None:
+        """Handle an event soon; from any thread."""
+
+        def handle() -> None:
+            self.handle_event(event)
+
+        self._call_soon(handle)
 
     def _other_source(self, origin: int, dataset: str) -> PeerSource | DiskSource:
         if origin == events.DISK:
@@ -333,18 +308,10 @@ class Node:
     ) -> None:
         """Run `work` in the registrar's thread, then `then` on its result here; or refuse."""
 
-        def attempt() -> None:
-            try:
-                done = work()
-            except CreelError as e:
-                self._call_soon(partial(reply, Answer(Refused(str(e)))))
-            except Exception:
-                log.exception("a manifest could not be read")
-                self._call_soon(partial(reply, Answer(Refused("the manifest cannot be read"))))
-            else:
-                self._call_soon(partial(then, done))
+        def refuse(why: str) -> None:
+            reply(Answer(Refused(why)))
 
-        self._registrar.put(attempt)
+        self._registrar.attempt(work, then, refuse, self._call_soon)
 
     def _prepare(self, manifest: Manifest) -> DatasetRecord:
         """Do all work proportional to the number of objects; in the registrar's thread."""
@@ -374,7 +341,9 @@ class Node:
             found = self.disk.found(dataset.key)
             if found is not None:
                 self.handle_event(found)
-            self._prefault_when_it_will_be_full()
+            total = sum(d.lengths.nbytes for d in self.registry.datasets.values())
+            if self.config.memory.prefault and total >= self.arena.nbytes:
+                self._prefault.start()  # it is sure to be filled
         elif known is not dataset:  # two clients registered the same dataset at once
             dataset.close()
             dataset = known
@@ -501,28 +470,11 @@ class Node:
         if moved is not None:
             self.handle_event(events.Progressed(session.id, *moved))
 
-    # --- memory -------------------------------------------------------------------------------
-
-    def _prefault_when_it_will_be_full(self) -> None:
-        """Touch the arena's pages ahead of use, once the datasets are sure to fill it."""
-        total = sum(d.lengths.nbytes for d in self.registry.datasets.values())
-        if self._prefault is None and self.config.memory.prefault and total >= self.arena.nbytes:
-            thread = threading.Thread(
-                target=self.arena.prefault,
-                args=(self._stop_prefault,),
-                name="creel-prefault",
-                daemon=True,
-            )
-            with contextlib.suppress(RuntimeError):  # no more threads: touched on first use
-                thread.start()
-                self._prefault = thread
-
     def close(self) -> None:
         """Stop all threads and close everything."""
-        self._stop_prefault.set()
+        self._prefault.stop()
         self.fetcher.close()
-        if self._prefault is not None:
-            self._prefault.join(1.0)
+        self._prefault.join(1.0)
         self._registrar.close()
         self._planner.close()
         self.clusters.close()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from creel.errors import CreelError
+
+T = TypeVar("T")
+
+log = logging.getLogger("creel.node")
 
 
 class Registrar:
@@ -26,6 +35,28 @@ class Registrar:
                 return
             self._thread = thread
         self._queue.put(work)
+
+    def attempt(
+        self,
+        work: Callable[[], T],
+        then: Callable[[T], None],
+        refuse: Callable[[str], None],
+        call_soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Queue work, whose result `then` gets on the loop; where it fails, `refuse` hears why."""
+
+        def attempt() -> None:
+            try:
+                done = work()
+            except CreelError as e:
+                call_soon(partial(refuse, str(e)))
+            except Exception:
+                log.exception("a manifest could not be read")
+                call_soon(partial(refuse, "the manifest cannot be read"))
+            else:
+                call_soon(partial(then, done))
+
+        self.put(attempt)
 
     def close(self) -> bool:
         """End after the queued work; waits for at most a second. Returns whether it has ended."""

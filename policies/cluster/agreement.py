@@ -24,7 +24,7 @@ from creel.policies.cluster.members import (
     unpacked,
 )
 from creel.policies.cluster.turn import ClusterView, Deals
-from creel.policies.selection import Nodes
+from creel.policies.eviction.selection import Nodes
 
 #: A change of members spreads within a second: with less than so much of an epoch left, in s, it
 #: counts from the next one on.

@@ -12,17 +12,17 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Index
 from creel.policies.cluster import placement
 from creel.policies.cluster.agreement import Agreement, SharedPlan
 from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.cluster.turn import PARTS, ClusterTurn, ClusterView, Deals, Placed, without
-from creel.policies.eviction_policy import joined
+from creel.policies.eviction.candidates import Index
+from creel.policies.eviction.planned import PlannedEviction, PlanningContext
+from creel.policies.eviction.policy import joined
+from creel.policies.eviction.retention import Kept, Turn
+from creel.policies.eviction.selection import Ids, Nodes
 from creel.policies.next_use import NextUses
-from creel.policies.planned_eviction import PlannedEviction, PlanningContext
-from creel.policies.retention import Kept, Turn
-from creel.policies.selection import Ids, Nodes
 
 #: Share of an epoch that is kept first, as it is read ahead: at least so much, and so many steps.
 _LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1

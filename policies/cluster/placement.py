@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.selection import (
+from creel.policies.eviction.selection import (
     LEAD,
     PIECE,
     Candidates,

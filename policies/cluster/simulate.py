@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.cluster import placement
-from creel.policies.selection import Nodes
+from creel.policies.eviction.selection import Nodes
 
 #: Nodes whose second copies are followed; the others are taken to be like them.
 _FOLLOWED = 8

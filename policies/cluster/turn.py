@@ -12,8 +12,8 @@ from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import Change, ChangeId
 from creel.policies.cluster.placement import dataset_nbytes, nobody
-from creel.policies.eviction_policy import RESIDENT
-from creel.policies.selection import Ids, Nodes
+from creel.policies.eviction.policy import RESIDENT
+from creel.policies.eviction.selection import Ids, Nodes
 
 #: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
 PARTS = 256

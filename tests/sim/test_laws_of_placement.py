@@ -14,7 +14,7 @@ import pytest
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.placement import by_rank, node_type, replicas, turn, uses_of
 from creel.policies.cluster.simulate import Scenario, replay
-from creel.policies.selection import Nodes
+from creel.policies.eviction.selection import Nodes
 
 ONE = np.array([1])
 

@@ -19,9 +19,10 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.runs import chained, headers
 from creel.cache.memory.shared_words import ABSENT
 from creel.daemon.peers import connections, lane, link, server, wire
+from creel.daemon.peers.connections import Asked
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.peers.link import PeerLink
-from creel.daemon.peers.server import Asked, PeerServer
+from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import Credentials
 from kit import until
 

@@ -27,7 +27,7 @@ from creel.daemon.core.events import (
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
-from creel.policies.eviction import FarthestNextUse, MostRecentFirst
+from creel.policies.eviction.choice import FarthestNextUse, MostRecentFirst
 from kit import seeds
 
 pytestmark = pytest.mark.timeout(120)

@@ -36,11 +36,11 @@ from creel.config import Config
 from creel.daemon.core.events import HELD, Fetched, FetchObjects, Publish, Tick
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.peers.wire import Credentials
-from creel.daemon.service import fetcher
 from creel.daemon.service.control_socket import ControlSocket
-from creel.daemon.service.fetcher import Fetcher
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
+from creel.daemon.service.storage import fetcher
+from creel.daemon.service.storage.fetcher import Fetcher
 from creel.errors import UnavailableError
 from creel.messages import Extend, Open
 from creel.settings import MemorySettings

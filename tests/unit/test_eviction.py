@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Sorted
-from creel.policies.eviction import (
-    ABSENT,
-    FETCHING,
-    RESIDENT,
-    FarthestNextUse,
-    MostRecentFirst,
-    PlannedEviction,
-)
+from creel.policies.eviction.candidates import Sorted
+from creel.policies.eviction.choice import FarthestNextUse, MostRecentFirst
+from creel.policies.eviction.planned import PlannedEviction
+from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT
 from creel.policies.next_use import MAX_EPOCHS, NEVER, NextUses
 
 

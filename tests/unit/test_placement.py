@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.policies.cluster.placement import Uses, by_rank, nobody, remap, replicas, turn, uses_of
-from creel.policies.selection import Nodes
+from creel.policies.eviction.selection import Nodes
 
 EQUAL = np.array([100])
 

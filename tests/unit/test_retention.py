@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.eviction_policy import RESIDENT
-from creel.policies.retention import Turn, plan
+from creel.policies.eviction.policy import RESIDENT
+from creel.policies.eviction.retention import Turn, plan
 
 Order = NDArray[np.int32]
 

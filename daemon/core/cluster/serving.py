@@ -11,7 +11,7 @@ from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.events import Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
-from creel.policies.eviction import RESIDENT
+from creel.policies.eviction.policy import RESIDENT
 
 
 class Serving:

@@ -13,15 +13,15 @@ from creel.cache.disk.records import room_nbytes
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.disk.search import Kind, Walk
 from creel.daemon.core.events import DropFromDisk
-from creel.policies.eviction import (
+from creel.policies.eviction.policy import (
     FETCHING,
+    NONE,
     NOT_STORED,
     OVERDUE,
     RESIDENT,
     STORED,
     STORING,
 )
-from creel.policies.eviction_policy import NONE
 from creel.policies.masks import unique
 from creel.policies.prefetch import affordable
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction_policy import NONE, joined
+from creel.policies.eviction.policy import NONE, joined
 
 Index = NDArray[np.intp]
 

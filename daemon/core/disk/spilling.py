@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.disk.copies import BATCH_NBYTES, DiskTier
 from creel.daemon.core.events import DropFromDisk, Spilled, SpillObjects
-from creel.policies.eviction import NOT_STORED, STORING
-from creel.policies.eviction_policy import NONE, joined
+from creel.policies.eviction.policy import NONE, NOT_STORED, STORING, joined
 from creel.policies.prefetch import affordable
 
 if TYPE_CHECKING:  # circular import

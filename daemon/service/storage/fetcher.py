@@ -12,18 +12,13 @@ posted per fetch, after its last part.
 from __future__ import annotations
 
 import errno
-import heapq
 import logging
-import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +27,7 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.runs import HEADER, Runs, headers
 from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.source import Read, Source
-from creel.cache.storage.version import CHANGING, UNKNOWN
+from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     DISK,
     HELD,
@@ -44,13 +39,17 @@ from creel.daemon.core.events import (
     Ids,
 )
 from creel.daemon.peers.lane import PeerSource
-from creel.daemon.service.disk import DiskSource
-from creel.policies.concurrency import Concurrency
+from creel.daemon.service.storage.disk import DiskSource
+from creel.daemon.service.storage.fetch_lane import (
+    FetchJob,
+    FetchLane,
+    FreeThreads,
+    Held,
+    Readable,
+    new_job,
+)
 
 log = logging.getLogger("creel.fetch")
-
-#: What a lane may read from: a dataset's storage, a peer, or the disk.
-Readable: TypeAlias = Source | PeerSource | DiskSource
 
 #: Size of the read buffer in front of the arena; stays within a core's cache.
 _SCRATCH_NBYTES = 512 << 10
@@ -62,35 +61,6 @@ _COPIERS = 2
 _PEER_THREADS = 2
 #: Threads that read a dataset from disk: eight get 1.6 times as much as one (benchmarks/disk.py).
 _DISK_THREADS = 8
-_CORES = len(os.sched_getaffinity(0))
-
-
-#: By object id: bytes in private memory, and the version of the file they are from.
-_Held: TypeAlias = dict[int, tuple[bytes, int]]
-
-
-@dataclass(eq=False)
-class _Job:
-    """A fetch or a check in flight; each part fills in its own slice."""
-
-    action: FetchObjects | CheckVersions
-    nbytes: NDArray[np.int64]
-    version: NDArray[np.int64]
-    left: int  # objects of unfinished parts
-    held: _Held = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def fetch(self) -> FetchObjects:
-        """The action, where this is a fetch."""
-        assert isinstance(self.action, FetchObjects)  # noqa: S101
-        return self.action
-
-    def part_done(self, objects: int) -> bool:
-        """Whether a part of `objects` objects was the last one."""
-        with self.lock:
-            self.left -= objects
-            return self.left == 0
 
 
 class Fetcher:
@@ -116,22 +86,22 @@ class Fetcher:
         self._arena = arena
         self._scratch = _Scratch()
         self._post = post
-        self._free_threads = _FreeThreads(threads)
+        self._free_threads = FreeThreads(threads)
         self._per_source = per_source
         self._other = other
-        self._lanes: dict[str, _Lane] = {}
-        self._more_lanes: dict[tuple[str, int], _Lane] = {}  # by origin, other than SOURCE
-        self._checks: dict[str, _Lane] = {}
-        self._held: dict[int, _Held] = {}  # by fetch
-        self._landed: _Held = {}
+        self._lanes: dict[str, FetchLane] = {}
+        self._more_lanes: dict[tuple[str, int], FetchLane] = {}  # by origin, other than SOURCE
+        self._checks: dict[str, FetchLane] = {}
+        self._held: dict[int, Held] = {}  # by fetch
+        self._landed: Held = {}
         self._short = False  # whether the machine ran out of memory
         self.pending = 0  # unanswered fetches and checks; only the loop thread counts
 
     def add(self, dataset: str, source: Source) -> None:
         """Add a lane: fetches of `dataset` read from `source`."""
         threads = self._per_source, self._free_threads
-        self._lanes[dataset] = _Lane(dataset, source, partial(self._run, source), *threads)
-        self._checks[dataset] = _Lane(
+        self._lanes[dataset] = FetchLane(dataset, source, partial(self._run, source), *threads)
+        self._checks[dataset] = FetchLane(
             f"check-{dataset}", source, partial(self._look, source), *threads
         )
 
@@ -161,7 +131,7 @@ class Fetcher:
     def submit(self, fetch: FetchObjects) -> None:
         """Start a fetch; `Fetched` is always posted at its end."""
         self.pending += 1
-        job = _job(fetch, len(fetch.ids))
+        job = new_job(fetch, len(fetch.ids))
         if fetch.origin == HELD:
             self._held[fetch.fetch] = {i: self._landed.pop(i) for i in fetch.ids.tolist()}
         if job.left:
@@ -169,7 +139,7 @@ class Fetcher:
         else:
             self._finish(job)
 
-    def _lane(self, dataset: str, origin: int) -> _Lane:
+    def _lane(self, dataset: str, origin: int) -> FetchLane:
         if origin == SOURCE:
             return self._lanes[dataset]
         lane = self._more_lanes.get((dataset, origin))
@@ -180,14 +150,14 @@ class Fetcher:
                 source = self._other(origin, dataset)
                 threads = _DISK_THREADS if origin == DISK else _PEER_THREADS
             run = partial(self._run, source)
-            lane = _Lane(f"from{origin}", source, run, threads, self._free_threads)
+            lane = FetchLane(f"from{origin}", source, run, threads, self._free_threads)
             self._more_lanes[dataset, origin] = lane
         return lane
 
     def check(self, check: CheckVersions) -> None:
         """Start a check of versions; `Checked` is always posted at its end."""
         self.pending += 1
-        self._checks[check.dataset].put(check.deadline, _job(check, len(check.files)))
+        self._checks[check.dataset].put(check.deadline, new_job(check, len(check.files)))
 
     @contextmanager
     def landing(self, event: Fetched | Checked) -> Iterator[None]:
@@ -206,7 +176,7 @@ class Fetcher:
         """Bytes in private memory that are not copied to the arena yet."""
         return sum(len(data) for held in list(self._held.values()) for data, _ in held.values())
 
-    def _all(self) -> list[_Lane]:
+    def _all(self) -> list[FetchLane]:
         return [*self._lanes.values(), *self._checks.values(), *self._more_lanes.values()]
 
     def tick(self) -> None:
@@ -227,7 +197,7 @@ class Fetcher:
             thread.join(max(deadline - time.monotonic(), 0))
         return not any(thread.is_alive() for thread in threads)
 
-    def _run(self, source: Readable, job: _Job, part: slice) -> None:
+    def _run(self, source: Readable, job: FetchJob, part: slice) -> None:
         """Read or copy one part, in a lane's thread."""
         try:
             if job.fetch.origin == HELD:
@@ -240,11 +210,11 @@ class Fetcher:
             log.exception("fetch %d failed", job.fetch.fetch)
         self._part_done(job, part.stop - part.start)
 
-    def _part_done(self, job: _Job, objects: int) -> None:
+    def _part_done(self, job: FetchJob, objects: int) -> None:
         if job.part_done(objects):
             self._finish(job)
 
-    def _look(self, source: Source, job: _Job, part: slice) -> None:
+    def _look(self, source: Source, job: FetchJob, part: slice) -> None:
         """Check one part, in a lane's thread."""
         assert isinstance(job.action, CheckVersions)  # noqa: S101
         try:
@@ -263,14 +233,14 @@ class Fetcher:
             self._short = True
             log.error("the machine has no memory for the arena (%s): lower memory.budget", error)
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: FetchJob) -> None:
         fetch = job.fetch
         self._held.pop(fetch.fetch, None)
         if job.held:
             self._held[fetch.fetch] = job.held
         self._post(Fetched(fetch.fetch, job.nbytes, job.version))
 
-    def _read(self, source: Readable, job: _Job, part: slice) -> None:
+    def _read(self, source: Readable, job: FetchJob, part: slice) -> None:
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
         nbytes, version = job.nbytes[part], job.version[part]
@@ -289,7 +259,7 @@ class Fetcher:
                 nbytes[i], version[i] = len(found[0]), found[1]
                 job.held[int(ids[i])] = found
 
-    def _copy(self, job: _Job, part: slice) -> None:
+    def _copy(self, job: FetchJob, part: slice) -> None:
         """Copy held objects to their places."""
         fetch, held = job.fetch, self._held[job.fetch.fetch]
         found = [held[object_id] for object_id in fetch.ids[part].tolist()]
@@ -363,15 +333,6 @@ class Fetcher:
             self._arena.write(to, scratch[begin:end])
 
 
-def _job(action: FetchObjects | CheckVersions, size: int) -> _Job:
-    return _Job(action, np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64), size)
-
-
-def _user_s() -> float:
-    """CPU seconds of this thread in user mode."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
-
-
 def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of adjacent objects, up to _SCRATCH_NBYTES at a time.
 
@@ -403,152 +364,3 @@ class _Scratch(threading.local):
         if len(self._view) < nbytes:
             self._view = memoryview(bytearray(max(nbytes, _SCRATCH_NBYTES)))
         return self._view
-
-
-class _FreeThreads:
-    """The number of threads that may still be started."""
-
-    def __init__(self, threads: int) -> None:
-        self._free = threads
-        self._lock = threading.Lock()
-
-    def take(self) -> bool:
-        with self._lock:
-            if self._free <= 0:
-                return False
-            self._free -= 1
-            return True
-
-    def give(self, threads: int) -> None:
-        with self._lock:
-            self._free += max(threads, 0)
-
-
-class _Lane:
-    """The queue and the threads of one source.
-
-    `Concurrency` decides how many threads work; each takes one part at a time.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        source: Readable,
-        run: Callable[[_Job, slice], None],
-        limit: int,
-        free_threads: _FreeThreads,
-    ) -> None:
-        self.source = source
-        self.threads: list[threading.Thread] = []
-        self._name = name
-        self._run = run
-        self._limit = limit
-        self._free_threads = free_threads
-        self._heap: list[tuple[float, int, _Job, int]] = []  # the last: first object not yet taken
-        self._waiting = 0  # objects in the heap
-        self._count = 0
-        self._idle = 0
-        self._began: dict[int, float] = {}  # by thread, while it reads
-        self._closed = False
-        self._ready = threading.Condition()
-        self._speed = Concurrency(_CORES)
-
-    def put(self, deadline: float, job: _Job) -> None:
-        """Queue a job."""
-        with self._ready:
-            heapq.heappush(self._heap, (deadline, self._count, job, 0))
-            self._count += 1
-            self._waiting += job.left
-            self._grow()
-            no_threads = not self.threads
-        if no_threads:
-            self._work_in_caller()
-
-    def _work_in_caller(self) -> None:
-        """Read what is queued in the calling thread, where the system gives no thread at all."""
-        while True:
-            with self._ready:
-                if not self._heap:
-                    return
-                job, part = self._part()
-            self._run(job, part)
-
-    def tick(self) -> None:
-        """Wake or start threads, also to replace ones that hang."""
-        with self._ready:
-            self._grow()
-
-    def close(self) -> list[tuple[_Job, int]]:
-        """End all threads that do not hang; return the jobs that were queued.
-
-        With each, how many of its objects no thread has taken.
-        """
-        with self._ready:
-            self._closed = True
-            queued = [(job, len(job.nbytes) - start) for _, _, job, start in self._heap]
-            self._heap.clear()
-            self._waiting = 0
-            self._ready.notify_all()
-        self.source.close()
-        return queued
-
-    @property
-    def object_ns(self) -> int:
-        """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
-        return self._speed.object_ns
-
-    def _spare(self) -> int:
-        """How many more threads should be reading now."""
-        began = self._began.values()
-        return self._speed.spare(waiting=self._waiting, began=began, now=time.monotonic())
-
-    def _grow(self) -> None:
-        """Wake or start threads for queued objects; the lock is held."""
-        spare = self._spare()
-        if spare <= 0:
-            return
-        self._ready.notify(spare)
-        for _ in range(min(spare - self._idle, self._limit - len(self.threads))):
-            if self.threads and not self._free_threads.take():
-                return
-            name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
-            thread = threading.Thread(target=self._work, name=name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # a limit of the system: use the threads there are until `tick`
-                self._free_threads.give(min(len(self.threads), 1))
-                return
-            self.threads.append(thread)
-
-    def _work(self) -> None:
-        me = threading.get_ident()
-        while (work := self._take(me)) is not None:
-            job, part = work
-            start, cpu, user = time.perf_counter(), time.thread_time(), _user_s()
-            self._run(job, part)
-            cpu, user = time.thread_time() - cpu, _user_s() - user
-            # A lost update between threads does no harm.
-            self._speed.measured(part.stop - part.start, time.perf_counter() - start, cpu, user)
-
-    def _take(self, me: int) -> tuple[_Job, slice] | None:
-        with self._ready:
-            self._began.pop(me, None)
-            while self._spare() <= 0:
-                if self._closed:
-                    return None
-                self._idle += 1
-                self._ready.wait()
-                self._idle -= 1
-            self._began[me] = time.monotonic()
-            return self._part()
-
-    def _part(self) -> tuple[_Job, slice]:
-        """Take the next part of the most urgent job, as large as the measured speed suggests."""
-        deadline, count, job, start = self._heap[0]
-        stop = min(start + self._speed.part_objects, len(job.nbytes))
-        if stop < len(job.nbytes):
-            heapq.heapreplace(self._heap, (deadline, count, job, stop))
-        else:
-            heapq.heappop(self._heap)
-        self._waiting -= stop - start
-        return job, slice(start, stop)

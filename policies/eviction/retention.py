@@ -25,8 +25,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction_policy import FETCHING, RESIDENT, STORED
-from creel.policies.selection import LEAD, Candidates, Ids, Ints, Piece, Tally, in_order, select
+from creel.policies.eviction.policy import FETCHING, RESIDENT, STORED
+from creel.policies.eviction.selection import (
+    LEAD,
+    Candidates,
+    Ids,
+    Ints,
+    Piece,
+    Tally,
+    in_order,
+    select,
+)
 
 #: Kinds of objects, the best to keep first: what the next epoch begins with; then up to 40 sizes,
 #: small ones first, where opens cost more than bytes; then what the next epoch does not read.
@@ -48,14 +57,14 @@ class Turn:
         orders: for each rank, its order in the next epoch, in pieces; empty where unknown: then
             scrambled ids take its place.
         due: (n,) step of each object's next read.
-        life: (n,) states as in `eviction_policy`.
+        life: (n,) states as in `eviction.policy`.
         clock, end: steps of this epoch yet to be read; objects due from `end` on are not.
         size: (n,) bytes of each object, or (1,) where all are equal; negative: `guess` bytes.
         page: rooms are multiples of it.
         capacity: bytes to be held at the turn.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
         opens_dominate: whether small objects are kept rather than an even spread.
-        stored: (n,) whether each is on disk, as in `eviction_policy`; None: there is no disk.
+        stored: (n,) whether each is on disk, as in `eviction.policy`; None: there is no disk.
     """
 
     orders: Sequence[Sequence[Ids]]

@@ -23,42 +23,17 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Index, Sorted
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.turn import Deals
-from creel.policies.eviction_policy import (
-    ABSENT,
-    FAILED,
-    FETCHING,
-    NOT_STORED,
-    OVERDUE,
+from creel.policies.eviction.candidates import Index, Sorted
+from creel.policies.eviction.planned import PlannedEviction
+from creel.policies.eviction.policy import (
     RESIDENT,
-    STORED,
-    STORING,
     EvictionPolicy,
     joined,
 )
 from creel.policies.masks import unique
 from creel.policies.next_use import NEVER, NextUses
-from creel.policies.planned_eviction import PlannedEviction
-
-__all__ = [
-    "ABSENT",
-    "FAILED",
-    "FETCHING",
-    "NOT_STORED",
-    "OVERDUE",
-    "RESIDENT",
-    "STORED",
-    "STORING",
-    "EvictionPolicy",
-    "FarthestNextUse",
-    "MostRecentFirst",
-    "PlannedEviction",
-    "Readers",
-    "choose",
-]
-
 
 #: All residents are sorted again after plans for this part of the dataset (1/n).
 _SORT_AGAIN_PART = 16

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Index
-from creel.policies.eviction_policy import (
+from creel.policies.eviction.candidates import Index
+from creel.policies.eviction.policy import (
     ABSENT,
     NONE,
     NOT_STORED,
@@ -22,10 +22,10 @@ from creel.policies.eviction_policy import (
     EvictionPolicy,
     joined,
 )
+from creel.policies.eviction.retention import Kept, Turn
+from creel.policies.eviction.selection import Ids
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
-from creel.policies.retention import Kept, Turn
-from creel.policies.selection import Ids
 
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.turn import ClusterTurn, Placed

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.candidates import Index
+from creel.policies.eviction.candidates import Index
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.eviction import ClusterEviction
     from creel.policies.cluster.turn import ClusterTurn, Placed
-    from creel.policies.planned_eviction import PlanningContext
-    from creel.policies.retention import Kept, Turn
+    from creel.policies.eviction.planned import PlanningContext
+    from creel.policies.eviction.retention import Kept, Turn
 
 # States of an object. Below FETCHING it is not in flight; OVERDUE is in flight, but no reader
 # waits for it any more.

@@ -1,0 +1,80 @@
+"""Records to and from disk, a piece at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from creel.cache.disk.folder import DataFile, buffer
+from creel.cache.memory.free_ranges import Sizes
+
+Part = Sequence[memoryview]
+
+#: Bytes read or written at once.
+_PIECE_NBYTES = 1 << 20
+
+
+class AlignedScratch(threading.local):
+    """A buffer for each thread that reads or writes."""
+
+    def __init__(self) -> None:
+        self.view = buffer(_PIECE_NBYTES)
+
+
+class PartsFiller:
+    """Copies bytes into buffers, one after the other."""
+
+    def __init__(self, parts: Part) -> None:
+        self.nbytes = 0
+        self._parts = [part for part in parts if len(part)]
+
+    def put(self, data: memoryview) -> None:
+        while len(data):
+            part = self._parts[0]
+            some = min(len(part), len(data))
+            part[:some] = data[:some]
+            self.nbytes += some
+            data = data[some:]
+            if some == len(part):
+                self._parts.pop(0)
+            else:
+                self._parts[0] = part[some:]
+
+
+class PieceWriter:
+    """Gathers records in a buffer and writes them in large pieces."""
+
+    def __init__(self, file: DataFile, view: memoryview, unit: int) -> None:
+        self._file, self._view, self._unit = file, view, unit
+        self._at = 0  # where the buffer's first byte goes
+        self._used = 0
+
+    def record(self, parts: Sequence[memoryview | bytes], ranges: Sizes) -> None:
+        """Write a record to (r, 2) offsets and sizes; zeros fill its last unit."""
+        data = [memoryview(part) for part in parts]
+        for start, size in ranges.tolist():
+            if start != self._at + self._used:
+                self.flush()
+                self._at = start
+            left = size
+            while left:
+                some = min(left, len(self._view) - self._used, len(data[0]) if data else left)
+                here = self._view[self._used : self._used + some]
+                if data:
+                    here[:] = data[0][:some]
+                    data[0] = data[0][some:]
+                    if not len(data[0]):
+                        data.pop(0)
+                else:
+                    here[:] = bytes(some)
+                self._used += some
+                left -= some
+                if self._used == len(self._view):
+                    self.flush()
+
+    def flush(self) -> None:
+        """Write what is in the buffer."""
+        if self._used:
+            self._file.write(self._view[: self._used], self._at)
+        self._at += self._used
+        self._used = 0

@@ -1,0 +1,214 @@
+"""A lane of the fetcher: the queue of what is to be read from one source, and its threads."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.storage.source import Source
+from creel.cache.storage.version import UNKNOWN
+from creel.daemon.core.events import CheckVersions, FetchObjects
+from creel.daemon.peers.lane import PeerSource
+from creel.daemon.service.storage.disk import DiskSource
+from creel.policies.concurrency import Concurrency
+
+#: What a lane may read from: a dataset's storage, a peer, or the disk.
+Readable: TypeAlias = Source | PeerSource | DiskSource
+
+_CORES = len(os.sched_getaffinity(0))
+
+#: By object id: bytes in private memory, and the version of the file they are from.
+Held: TypeAlias = dict[int, tuple[bytes, int]]
+
+
+@dataclass(eq=False)
+class FetchJob:
+    """A fetch or a check in flight; each part fills in its own slice."""
+
+    action: FetchObjects | CheckVersions
+    nbytes: NDArray[np.int64]
+    version: NDArray[np.int64]
+    left: int  # objects of unfinished parts
+    held: Held = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def fetch(self) -> FetchObjects:
+        """The action, where this is a fetch."""
+        assert isinstance(self.action, FetchObjects)  # noqa: S101
+        return self.action
+
+    def part_done(self, objects: int) -> bool:
+        """Whether a part of `objects` objects was the last one."""
+        with self.lock:
+            self.left -= objects
+            return self.left == 0
+
+
+def new_job(action: FetchObjects | CheckVersions, size: int) -> FetchJob:
+    return FetchJob(action, np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64), size)
+
+
+def _user_s() -> float:
+    """CPU seconds of this thread in user mode."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
+
+
+class FreeThreads:
+    """The number of threads that may still be started."""
+
+    def __init__(self, threads: int) -> None:
+        self._free = threads
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        with self._lock:
+            if self._free <= 0:
+                return False
+            self._free -= 1
+            return True
+
+    def give(self, threads: int) -> None:
+        with self._lock:
+            self._free += max(threads, 0)
+
+
+class FetchLane:
+    """The queue and the threads of one source.
+
+    `Concurrency` decides how many threads work; each takes one part at a time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Readable,
+        run: Callable[[FetchJob, slice], None],
+        limit: int,
+        free_threads: FreeThreads,
+    ) -> None:
+        self.source = source
+        self.threads: list[threading.Thread] = []
+        self._name = name
+        self._run = run
+        self._limit = limit
+        self._free_threads = free_threads
+        self._heap: list[
+            tuple[float, int, FetchJob, int]
+        ] = []  # the last: first object not yet taken
+        self._waiting = 0  # objects in the heap
+        self._count = 0
+        self._idle = 0
+        self._began: dict[int, float] = {}  # by thread, while it reads
+        self._closed = False
+        self._ready = threading.Condition()
+        self._speed = Concurrency(_CORES)
+
+    def put(self, deadline: float, job: FetchJob) -> None:
+        """Queue a job."""
+        with self._ready:
+            heapq.heappush(self._heap, (deadline, self._count, job, 0))
+            self._count += 1
+            self._waiting += job.left
+            self._grow()
+            no_threads = not self.threads
+        if no_threads:
+            self._work_in_caller()
+
+    def _work_in_caller(self) -> None:
+        """Read what is queued in the calling thread, where the system gives no thread at all."""
+        while True:
+            with self._ready:
+                if not self._heap:
+                    return
+                job, part = self._part()
+            self._run(job, part)
+
+    def tick(self) -> None:
+        """Wake or start threads, also to replace ones that hang."""
+        with self._ready:
+            self._grow()
+
+    def close(self) -> list[tuple[FetchJob, int]]:
+        """End all threads that do not hang; return the jobs that were queued.
+
+        With each, how many of its objects no thread has taken.
+        """
+        with self._ready:
+            self._closed = True
+            queued = [(job, len(job.nbytes) - start) for _, _, job, start in self._heap]
+            self._heap.clear()
+            self._waiting = 0
+            self._ready.notify_all()
+        self.source.close()
+        return queued
+
+    @property
+    def object_ns(self) -> int:
+        """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
+        return self._speed.object_ns
+
+    def _spare(self) -> int:
+        """How many more threads should be reading now."""
+        began = self._began.values()
+        return self._speed.spare(waiting=self._waiting, began=began, now=time.monotonic())
+
+    def _grow(self) -> None:
+        """Wake or start threads for queued objects; the lock is held."""
+        spare = self._spare()
+        if spare <= 0:
+            return
+        self._ready.notify(spare)
+        for _ in range(min(spare - self._idle, self._limit - len(self.threads))):
+            if self.threads and not self._free_threads.take():
+                return
+            name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # a limit of the system: use the threads there are until `tick`
+                self._free_threads.give(min(len(self.threads), 1))
+                return
+            self.threads.append(thread)
+
+    def _work(self) -> None:
+        me = threading.get_ident()
+        while (work := self._take(me)) is not None:
+            job, part = work
+            start, cpu, user = time.perf_counter(), time.thread_time(), _user_s()
+            self._run(job, part)
+            cpu, user = time.thread_time() - cpu, _user_s() - user
+            # A lost update between threads does no harm.
+            self._speed.measured(part.stop - part.start, time.perf_counter() - start, cpu, user)
+
+    def _take(self, me: int) -> tuple[FetchJob, slice] | None:
+        with self._ready:
+            self._began.pop(me, None)
+            while self._spare() <= 0:
+                if self._closed:
+                    return None
+                self._idle += 1
+                self._ready.wait()
+                self._idle -= 1
+            self._began[me] = time.monotonic()
+            return self._part()
+
+    def _part(self) -> tuple[FetchJob, slice]:
+        """Take the next part of the most urgent job, as large as the measured speed suggests."""
+        deadline, count, job, start = self._heap[0]
+        stop = min(start + self._speed.part_objects, len(job.nbytes))
+        if stop < len(job.nbytes):
+            heapq.heapreplace(self._heap, (deadline, count, job, stop))
+        else:
+            heapq.heappop(self._heap)
+        self._waiting -= stop - start
+        return job, slice(start, stop)
