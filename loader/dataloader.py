@@ -7,7 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
 from torch.utils.data import MapDataPipe
@@ -46,6 +46,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Args:
         creel: None: use the node's daemon, or start one for this user; False: no daemon; a str:
             its address; a dict: options of `creel.config`. Any value pickles.
+        remap: "global-batch": the ranks of a `DistributedSampler` exchange samples within each
+            global batch, so that each node mostly reads the same ones in all epochs. Global
+            batches stay torch's; which rank reads which of their samples differs (docs/
+            operations.md). All ranks must give it; the first epoch waits for all of them.
 
     With `CREEL_DISABLE=1` in the environment, or `loader.disable`, it behaves exactly as torch's
     class.
@@ -72,9 +76,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         pin_memory_device: str = "",
         in_order: bool = True,
         creel: bool | str | dict[str, Any] | None = None,
+        remap: Literal["global-batch"] | None = None,
         **kwargs: Any,
     ) -> None:
         self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
+        self.remap = remap
+        if remap not in {None, "global-batch"}:
+            raise ConfigError(f'remap={remap!r}: give "global-batch" or None')
         if creel and MISSING is None:
             settings(creel)  # raise for a wrong setting here, not at the first epoch
         if _TORCH_HAS_IN_ORDER:
@@ -107,6 +115,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
+            begun: LoaderState | None = self.__dict__.get("_creel_state")
+            if begun is not None and begun.exchanges:
+                raise ConfigError("remap: the other ranks count on this loader's creel: enable it")
             return super()._get_iterator()
         loader_state = self._loader_state()
         if self.num_workers == 0:

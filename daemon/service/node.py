@@ -450,9 +450,8 @@ class Node:
         view = self.clusters.view(message.cluster)
         if view is None or message.samples != len(session.dataset.manifest):
             return
-        order = JobOrder(
-            *(message.samples, message.world, message.each, message.batch, message.seed)
-        )
+        counts = message.samples, message.world, message.each, message.batch
+        order = JobOrder(*counts, message.seed, message.remapped)
         if order.sound() and message.world == len(view.nodes):
             self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
 

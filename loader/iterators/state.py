@@ -24,6 +24,7 @@ from creel.loader.client.batch_stream import (
 )
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
+from creel.loader.iterators.exchange import agreed, still
 from creel.loader.iterators.meter import Meter
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.samplers import (
@@ -38,6 +39,7 @@ from creel.loader.order.samplers import (
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
 from creel.loader.torch_private import collate
+from creel.policies.cluster.remap import Exchange
 from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ class LoaderState:
         self.resume: Progress | None = None
         self._streams: list[BatchStream] = []
         self._bound: tuple[object, Binding | None] = (None, None)
+        self._exchange: Exchange | None = None
         self._closed = False
 
     def binding(self, loader: DataLoader[Any]) -> Binding | None:
@@ -83,6 +86,24 @@ class LoaderState:
         if dataset is not loader.dataset or binding is None or not binding.still():
             self._bound = (loader.dataset, bind(loader.dataset))
         return self._bound[1]
+
+    def exchange(self, loader: DataLoader[Any]) -> Exchange | None:
+        """How the ranks exchange samples, as agreed with them in the first epoch; None: not at all.
+
+        Raises:
+            ConfigError: as `exchange.agreed` and `exchange.still`.
+        """
+        if loader.remap is None:
+            return None
+        if self._exchange is None:
+            self._exchange = agreed(index_sampler(loader))
+        still(self._exchange, index_sampler(loader))
+        return self._exchange if self._exchange.moves else None
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether this process has agreed with others to deal samples in another way than torch."""
+        return self._exchange is not None and self._exchange.moves
 
     def expect(self, loader: DataLoader[Any]) -> None:
         """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
@@ -159,7 +180,13 @@ class EpochRun:
         held: Any = weakref.proxy(loader)
         given = None if resume is None else resume["order"]
         foresee = loader_state.config.loader.foresee
-        order = adopt(held, begun, previous=loader_state.order, state=given, foresee=foresee)
+        order = adopt(
+            *(held, begun),
+            previous=loader_state.order,
+            state=given,
+            foresee=foresee,
+            exchange=loader_state.exchange(loader),
+        )
         self.skipped = 0 if resume is None else resume["batches"]
         loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
         loader_state.order, loader_state.run = order, self

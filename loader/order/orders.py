@@ -26,11 +26,11 @@ from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, d
 from creel.loader.order.recipes import is_sequence, opened
 from creel.loader.order.sampler_state import OwnState, own_states
 from creel.loader.order.streams import Facts, Items, SamplerStream
+from creel.policies.cluster.remap import Exchange
 
 _log = logging.getLogger("creel.loader")
 
-#: Maximum entries converted to int64 at once; the first piece is smaller, to be early.
-_MAX_PIECE = 1 << 16
+#: Entries converted to int64 at once: the first piece, so that it is early; later ones are larger.
 _FIRST_PIECE = 1 << 11
 
 
@@ -148,9 +148,16 @@ class KnownOrder(EpochOrder):
         given: Facts | None = None,
         *,
         redraw: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
-        """`given`: facts of the stream to reopen; `redraw`: repeat its global draws nonetheless."""
+        """Make one.
+
+        Args:
+            given: facts of the stream to reopen; redraw: repeat its global draws nonetheless.
+            exchange: see `adopt`.
+        """
         super().__init__(loader, begun)
+        self._exchange = exchange
         self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
         self.inner: object = self._sampler if self._batcher is None else self._batcher.sampler
         self._given, self._redraw = given, redraw
@@ -173,7 +180,7 @@ class KnownOrder(EpochOrder):
             self._division = self._divided()
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
-            self._stream = opened(self.inner, RandomSource(), self._given)
+            self._stream = opened(self.inner, RandomSource(), self._given, self._exchange)
         return self._stream
 
     def _divided(self) -> Division:
@@ -215,12 +222,13 @@ class KnownOrder(EpochOrder):
         stop = min(stop, stream.total)
         # Of a large permutation that is partly drawn, take only what is computed or needed now.
         there = min(stream.drawn, stream.ready)
-        end = stop if stream.live else max(stop, min(start + self._piece_size, there))
+        size = min(self._piece_size, stream.at_a_time)
+        end = stop if stream.live else max(stop, min(start + size, there))
         piece = stream.items(start, end)
         if isinstance(piece, np.ndarray):
             piece = piece.tolist() if self._batcher is None else piece.astype(np.int64)
         self._piece, self._piece_start, self._piece_end = piece, start, end
-        self._piece_size = min(2 * self._piece_size, _MAX_PIECE)
+        self._piece_size *= 2
         return stop
 
     def skip(self, batches: int) -> None:
@@ -240,14 +248,14 @@ class KnownOrder(EpochOrder):
     ) -> PredictedEpoch:
         base_seed = self.base_seed
         division = self._division if now is not None and not epochs_ahead else self._divided()
-        stream = now or opened(sampler, shadow, self._given)
+        stream = now or opened(sampler, shadow, self._given, self._exchange)
         for _ in range(epochs_ahead):
             stream.need(stream.total)
             if not self._keeps_seed():
                 base_seed = shadow.seed(self._loader.generator)
             if isinstance(sampler, DistributedSampler):
                 sampler.epoch = stream.facts()["epoch"] + self._stride
-            stream = opened(sampler, shadow)
+            stream = opened(sampler, shadow, None, self._exchange)
         if self._batcher is None and is_sequence(sampler):  # its items may be batches
             found = gather(iter(sampler))  # type: ignore[call-overload]  # a sequence
             if found is None:

@@ -32,9 +32,15 @@ from creel.loader.order.streams import (
     WithReplacement,
     indices_of,
 )
+from creel.policies.cluster.remap import Exchange
 
 
-def opened(sampler: object, source: RandomSource, given: Facts | None = None) -> SamplerStream:
+def opened(
+    sampler: object,
+    source: RandomSource,
+    given: Facts | None = None,
+    exchange: Exchange | None = None,
+) -> SamplerStream:
     """Begin an epoch of `sampler`, as torch does when it asks the sampler for its first item.
 
     Args:
@@ -42,19 +48,22 @@ def opened(sampler: object, source: RandomSource, given: Facts | None = None) ->
         source: where to draw from.
         given: `SamplerStream.facts` of the epoch to reopen. Then nothing is drawn from outside
             generators, except from a user's generator, which is set back to its state then.
+        exchange: of a DistributedSampler: how its ranks exchange samples.
     """
     given = given or {}
-    stream = _opened(sampler, source, given)
+    stream = _opened(sampler, source, given, exchange)
     return Without(stream, given["without"], given["each"]) if "without" in given else stream
 
 
-def _opened(sampler: object, source: RandomSource, given: Facts) -> SamplerStream:
+def _opened(
+    sampler: object, source: RandomSource, given: Facts, exchange: Exchange | None
+) -> SamplerStream:
     if isinstance(sampler, SequentialSampler):
         return Sequential(len(sampler.data_source))
     if isinstance(sampler, DistributedSampler):
         epoch = given.get("epoch", sampler.epoch)
         n = len(sampler.dataset)  # type: ignore[arg-type]  # as torch: TypeError if it has none
-        at = sampler, epoch, given.get("offset", 0)
+        at = sampler, epoch, given.get("offset", 0), exchange
         if not sampler.shuffle:
             return Distributed(Sequential(n), *at)
         return Distributed(Shuffled(n, n, Origin.seeded(sampler.seed + epoch)), *at)

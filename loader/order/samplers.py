@@ -57,6 +57,7 @@ from creel.loader.order.prediction import EpochPlan
 from creel.loader.order.recipes import is_sequence, opened, trusted
 from creel.loader.order.sampler_state import load_own, own_states
 from creel.loader.order.streams import Facts, each_of, in_whole
+from creel.policies.cluster.remap import Exchange
 
 __all__ = [
     "EpochOrder",
@@ -195,6 +196,7 @@ def adopt(
     previous: EpochOrder | None = None,
     state: State | None = None,
     foresee: bool = False,
+    exchange: Exchange | None = None,
 ) -> EpochOrder:
     """Take over an epoch that torch's iterator has begun; with a `state`, begin that one instead.
 
@@ -212,26 +214,30 @@ def adopt(
         previous: the order of this loader's last epoch.
         state: `EpochOrder.state` of the epoch to begin again, saved in any process.
         foresee: a copy of a custom sampler may be run ahead (`loader.foresee`).
+        exchange: how the ranks of a DistributedSampler exchange samples within each step.
 
     Raises:
-        ConfigError: the state is of another kind of sampler or number of samples.
+        ConfigError: the state is of another kind of sampler or number of samples; an exchange of a
+            sampler that this torch deals in another way than creel knows.
     """
     if state is not None:
         _check_kind(loader, state)
         begun = begun._replace(base_seed=state["base_seed"])
     if not _is_known(loader):
+        if exchange is not None and not _raises(loader):
+            raise ConfigError("remap: this torch deals samples to ranks in a way unknown to creel")
         if state is not None:
             _put_back(loader, state)
         return ForeignOrder(loader, begun, previous, foresee=foresee)
     if state is None:
-        return KnownOrder(loader, begun, previous)
+        return KnownOrder(loader, begun, previous, exchange=exchange)
     given = state.get("stream", {})
     _check_total(loader, state, given)
     redraw = zlib.crc32(begun.before.rng) == state["before"]
     if not redraw:
         set_state(torch.default_generator, begun.before.rng)
     _put_back(loader, state)
-    return KnownOrder(loader, begun, previous, given, redraw=redraw)
+    return KnownOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
 
 
 def _put_back(loader: DataLoader[object], state: State) -> None:
@@ -256,6 +262,12 @@ def _is_torchs(sampler: object) -> bool:
     if type(sampler) is DistributedSampler and not _is_sound(sampler):
         return False  # it raises
     return is_sequence(sampler) or trusted(type(sampler))
+
+
+def _raises(loader: DataLoader[object]) -> bool:
+    """Whether it is a DistributedSampler that torch itself will refuse to iterate."""
+    inner = getattr(index_sampler(loader), "sampler", None)
+    return type(inner) is DistributedSampler and not _is_sound(inner)
 
 
 def _total(loader: DataLoader[object], given: Facts) -> int:

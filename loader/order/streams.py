@@ -30,6 +30,7 @@ from creel.loader.order.draws import (
     unpack,
 )
 from creel.policies.cluster.job_order import IN_ORDER, JobOrder
+from creel.policies.cluster.remap import Exchange
 
 Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
 
@@ -91,6 +92,9 @@ class SamplerStream:
 
     #: Entries of a permutation that are drawn for each item.
     spread = 1
+
+    #: Items that are requested at once while a training waits: a few ms.
+    at_a_time = 1 << 16
 
     #: Whether another thread may request items: no user code runs.
     thread_safe = True
@@ -314,6 +318,7 @@ class Distributed(SamplerStream):
     """One rank's share of an order: every world-th item, with the head repeated or the tail cut.
 
     `offset`: where dealing begins, in an epoch that ranks of another number have begun.
+    `exchange`: how the ranks exchange what they are dealt in a step.
     """
 
     def __init__(
@@ -322,14 +327,18 @@ class Distributed(SamplerStream):
         sampler: DistributedSampler[object],
         epoch: int,
         offset: int = 0,
+        exchange: Exchange | None = None,
     ) -> None:
         self._order, self._epoch, self._offset = order, epoch, offset
+        self._exchange = exchange
         self._rank, self._world = sampler.rank, sampler.num_replicas
         self._n = order.total
         rest = each_of(self._n - offset, self._world, drop_last=sampler.drop_last)
         self.total = rest if offset else sampler.num_samples
         self.spread = self._world
-        self.key = ("dealt", order.key, self._rank, self._world, self.total, offset)
+        if exchange is not None:
+            self.at_a_time = max(self.at_a_time // self._world, exchange.batch)
+        self.key = ("dealt", order.key, self._rank, self._world, self.total, offset, exchange)
 
     def need(self, item: int) -> None:  # noqa: ARG002  (the first item needs the whole order)
         self._order.need(0)
@@ -343,17 +352,37 @@ class Distributed(SamplerStream):
         there = self._order.ready
         if there == self._n:
             return self.total
-        return max(there - self._offset - self._rank, 0) // self._world
+        there -= self._offset
+        if self._exchange is not None:
+            batch = self._exchange.batch
+            return max(there, 0) // (batch * self._world) * batch
+        return max(there - self._rank, 0) // self._world
 
     def draw(self) -> None:
         self._order.draw()
 
     def items(self, start: int, stop: int) -> Items:
-        places = self._offset + self._rank + self._world * np.arange(start, stop)
-        if isinstance(self._order, Sequential) or start >= stop:
+        if start >= stop:
+            return np.empty(0, np.int32)
+        if self._exchange is not None:
+            return self._exchanged(self._exchange, start, stop)
+        return self._at(self._rank + self._world * np.arange(start, stop))
+
+    def _at(self, places: NDArray[np.int64]) -> NDArray[np.signedinteger]:
+        """(k,) the order's items at these ascending places, counted from where dealing begins."""
+        places = self._offset + places
+        if isinstance(self._order, Sequential):
             return places % max(self._n, 1)
         head = self._order.items(0, min(int(places[-1]) + 1, self._n))
         return np.asarray(head)[places % self._n]
+
+    def _exchanged(self, exchange: Exchange, start: int, stop: int) -> NDArray[np.int32]:
+        """Items [start, stop) of this rank, cut out of whole steps of all ranks."""
+        batch, world = exchange.batch, self._world
+        first = start // batch * batch
+        last = min(-(-stop // batch) * batch, self.total)
+        dealt = self._at(np.arange(first * world, last * world)).astype(np.int32)
+        return exchange.apply(dealt)[self._rank :: world][start - first : stop - first]
 
     def deal(self, each: int, batch: int) -> JobOrder | None:
         """The whole job's epoch: `each` samples of every rank, in steps of `batch`.
@@ -364,7 +393,9 @@ class Distributed(SamplerStream):
             return None
         in_order = isinstance(self._order, Sequential)
         seed = IN_ORDER if in_order else self._order.facts().get("seed")
-        return None if seed is None else JobOrder(self._n, self._world, each, batch, seed)
+        if seed is None:
+            return None
+        return JobOrder(self._n, self._world, each, batch, seed, self._exchange is not None)
 
     def rebase(self, source: RandomSource) -> None:
         self._order = self._order.fork(source)
@@ -385,6 +416,7 @@ class Without(SamplerStream):
         self.total = whole.total - self._missing(whole.total)
         self.live, self.at_once = whole.live, whole.at_once
         self.spread, self.thread_safe = whole.spread, whole.thread_safe
+        self.at_a_time = whole.at_a_time
         if whole.key is not None:
             self.key = ("without", whole.key, self._gone.tobytes(), each)
 

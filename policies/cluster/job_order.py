@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.cluster.remap import Exchange
 from creel.policies.torch_random import SHUFFLE_LIMIT, Shuffle, TorchRandom
 
 #: `JobOrder.seed` of an order that is not shuffled.
@@ -25,6 +27,7 @@ class JobOrder(NamedTuple):
         each: samples of each rank.
         batch: samples in a step of a rank; the last may have fewer.
         seed: of the permutation, or IN_ORDER.
+        remapped: samples of a step are exchanged among its ranks (`remap.Exchange`).
     """
 
     samples: int
@@ -32,6 +35,7 @@ class JobOrder(NamedTuple):
     each: int
     batch: int
     seed: int
+    remapped: bool = False
 
     def sound(self) -> bool:
         """Whether the numbers are possible."""
@@ -59,13 +63,18 @@ class JobOrder(NamedTuple):
             return np.arange(self.samples, dtype=np.int32)
         return Shuffle(self.samples, TorchRandom.seeded(self.seed)).all()
 
-    def by_rank(self) -> list[NDArray[np.int32]]:
+    def by_rank(self, node_of: Sequence[int]) -> list[NDArray[np.int32]]:
         """For each rank, (each,) the objects that it reads, in order.
 
-        >>> [ids.tolist() for ids in JobOrder(3, 2, 2, 1, IN_ORDER).by_rank()]
+        Args:
+            node_of: (world,) the node of each rank.
+
+        >>> [ids.tolist() for ids in JobOrder(3, 2, 2, 1, IN_ORDER).by_rank([0, 0])]
         [[0, 2], [1, 0]]
         """
         dealt = np.resize(self.permutation(), self.each * self.world)
+        if self.remapped:
+            dealt = Exchange(tuple(node_of), self.batch).apply(dealt)
         return [dealt[rank :: self.world] for rank in range(self.world)]
 
     def after(self, other: JobOrder, epochs: int) -> JobOrder:

@@ -214,44 +214,6 @@ def dataset_nbytes(size: Ints, n: int) -> int:
     return int(size[0]) * n if len(size) == 1 else int(size.sum())
 
 
-def remap(holder: Nodes, order: Ids, node_of: NDArray[np.intp], batch: int) -> Ids:
-    """Return `order` with objects exchanged among the ranks of each step, to where they lie.
-
-    Each step still reads the same objects, so gradients averaged over all ranks are the same; what
-    each rank reads differs. Objects that nobody holds, or more than their holder reads in the
-    step, take the places that are left.
-
-    Args:
-        order: (steps * batch * world,) global order; entry i is read by rank i % world.
-        node_of: (world,) node of each rank.
-        batch: objects that a rank reads per step.
-
-    >>> remap(np.array([0, 1], np.uint8), np.array([1, 0], np.int32), np.array([0, 1]), 1).tolist()
-    [0, 1]
-    """
-    each = batch * len(node_of)
-    step = np.arange(len(order)) // each
-    lies = np.minimum(holder[order], node_of.max() + 1).astype(np.int64)
-    place = np.tile(node_of, len(order) // len(node_of))
-    width = int(node_of.max()) + 2
-    objects = (step * width + lies).argsort(kind="stable")
-    places = (step * width + place).argsort(kind="stable")
-    # The i-th object of a (step, node) takes the i-th place there, as long as there are any.
-    of_object, of_place = (step * width + lies)[objects], (step * width + place)[places]
-    offered = np.bincount(of_place, minlength=int(step[-1] + 1) * width)
-    begin_objects = np.bincount(of_object, minlength=len(offered)).cumsum() - np.bincount(
-        of_object, minlength=len(offered)
-    )
-    begin_places = offered.cumsum() - offered
-    nth = np.arange(len(order)) - begin_objects[of_object]
-    at_home = nth < offered[of_object]
-    target = places[(begin_places[of_object] + nth)[at_home]]
-    out = np.full(len(order), -1, np.int32)
-    out[target] = order[objects[at_home]]
-    out[out < 0] = order[np.sort(objects[~at_home])]  # both lists ascend by step
-    return out
-
-
 def useful_depth(nodes: int, capacity: float) -> int:
     """Epochs to look ahead, beyond which local hits hardly grow; `capacity` in datasets.
 

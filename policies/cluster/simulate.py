@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.cluster import placement
+from creel.policies.cluster.remap import Exchange
 from creel.policies.eviction.selection import Nodes
 
 #: Nodes whose second copies are followed; the others are taken to be like them.
@@ -37,6 +38,7 @@ class Scenario:
         step_s: time to compute a step.
         window: steps that are read ahead.
         depth: epochs that placement looks ahead; 0: as many as are useful.
+        remap: ranks exchange samples within each global batch (`remap.Exchange`).
     """
 
     nodes: int
@@ -53,6 +55,7 @@ class Scenario:
     window: int = 8
     depth: int = 0
     seed: int = 0
+    remap: bool = False
 
     @property
     def world(self) -> int:
@@ -145,6 +148,8 @@ class _Replay:
         """Draw one more epoch's order; only the first two orders are kept."""
         order = np.arange(self.job.objects, dtype=np.int32)
         self._rng.shuffle(order)
+        if self.job.remap:
+            order = Exchange(tuple(self._node_of), self.job.batch).apply(order)
         ranks = placement.by_rank(order, self.job.world)
         job = self.job
         uses = placement.uses_of(

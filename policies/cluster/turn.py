@@ -137,10 +137,11 @@ class ClusterTurn:
 
     def plan(self) -> Placed:
         """Return who holds what when the epoch turns; takes a second for a million objects."""
-        now = self._uses(self.orders[0].by_rank(), self.orders[0])
-        following = self.orders[1].by_rank()
+        node_of = self.view.nodes.tolist()
+        now = self._uses(self.orders[0].by_rank(node_of), self.orders[0])
+        following = self.orders[1].by_rank(node_of)
         owners = [self._uses(following, self.orders[1]).owner]
-        owners += [self._uses(order.by_rank(), order).owner for order in self.orders[2:]]
+        owners += [self._uses(order.by_rank(node_of), order).owner for order in self.orders[2:]]
         holder, after = self._held(now), self.given
         if after is None:
             rest = owners, following, self.size, self.view.capacity * self.members

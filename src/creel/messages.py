@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Increased whenever an old client could misread a new daemon, or the reverse.
-PROTOCOL = 6
+PROTOCOL = 7
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -222,6 +222,7 @@ class Deal(Message, frozen=True):
     each: int
     batch: int
     seed: int
+    remapped: bool = False
 
 
 class Begin(Message, frozen=True):
@@ -309,7 +310,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), ControlRequest)
-    Hello(protocol=6, role='cli', pid=7, token='')
+    Hello(protocol=7, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 

@@ -201,7 +201,7 @@ class Nodes:
         order = self.order._replace(seed=self.order.seed + epoch)
         ends = np.minimum(np.arange(1, order.steps + 1) * order.batch, order.each)
         number = epoch - self._began[node]
-        first, ids = number * order.steps, order.by_rank()[node]
+        first, ids = number * order.steps, order.by_rank(range(len(self.cores)))[node]
         for other in self.alive:
             self.members[node].heard(other, self._now)
         self._feed(node, PlanExtended(1, number, first, ids.copy(), ends.astype(np.int64)))

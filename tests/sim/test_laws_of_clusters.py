@@ -63,6 +63,17 @@ def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
     assert sum(peers) / len(peers) <= 0.5
 
 
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("held", [0.5, 0.9, 1.1])
+def test_ranks_that_exchange_samples_move_few(nodes: int, held: float) -> None:
+    """At most .03 of them, with 256 samples of a node in a step."""
+    order = job(nodes, 16 * 256 * nodes, 256)._replace(remapped=True)
+    runs = Nodes(nodes, order, held).run(6)
+    for counts in runs[2:]:
+        assert counts["peer"] <= 0.03 * order.samples
+        assert counts["source"] <= (1 - min(held, 1) + 0.01) * order.samples
+
+
 def test_a_peer_that_is_gone_costs_what_it_held() -> None:
     order = job(4)
     nodes = Nodes(4, order, 1.1)

@@ -5,7 +5,7 @@ Reads, transfers and occupancy are counted here, from the plans alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import nodes as cores
 import numpy as np
@@ -145,10 +145,23 @@ def test_the_simulator_counts_what_real_cores_do(nodes: int, f: float) -> None:
     assert remote == pytest.approx(np.mean([e.remote for e in simulated]), abs=0.012)
 
 
+@pytest.mark.parametrize("nodes, ranks, batch", [(2, 1, 256), (8, 2, 128), (16, 8, 32)])
+@pytest.mark.parametrize("capacity", [0.5, 0.9, 1.01])
+def test_ranks_that_exchange_samples_move_few(
+    nodes: int, ranks: int, batch: int, capacity: float
+) -> None:
+    samples = 20 * 256 * nodes
+    memory = int(capacity * samples * 1000 / nodes)
+    scenario = Scenario(nodes, samples, 1000, memory, batch, ranks, epochs=6, remap=True)
+    for epoch in list(replay(scenario))[3:]:
+        assert epoch.remote <= 0.03
+        assert epoch.source <= max(1 - capacity, 0) + 0.005
+
+
 def test_the_simulated_epoch_lasts_as_long_as_its_bottleneck() -> None:
-    cluster = {"nodes": 4, "samples": 16_384, "nbytes": 1000, "batch": 32, "memory": 2_048_000}
-    slow_source = Scenario(**cluster, epochs=3, source_speed=1e6)
+    cluster = Scenario(nodes=4, samples=16_384, nbytes=1000, batch=32, memory=2_048_000)
+    slow_source = replace(cluster, epochs=3, source_speed=1e6)
     for epoch, reads in zip(replay(slow_source), (16_384, 8192, 8192), strict=True):
         assert epoch.seconds == pytest.approx(reads * 1000 / 1e6, rel=0.03)
-    computing = Scenario(**cluster, epochs=1, step_s=0.5)
+    computing = replace(cluster, epochs=1, step_s=0.5)
     assert [e.seconds for e in replay(computing)] == pytest.approx([128 * 0.5])

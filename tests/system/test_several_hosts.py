@@ -6,6 +6,7 @@ The hosts are network namespaces (`tests/testbed/cluster.py`), the storage count
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,25 @@ def test_what_one_host_holds_no_other_reads_again(each: int) -> None:
     # Each host alone would read a third of its part of each later epoch, twice as much in all. What
     # is above 1 (nothing, on an idle machine) is read where hosts learn late of each other.
     assert opens <= 1.1 * FILES
+
+
+def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_from_their_own_memory() -> (
+    None
+):
+    epochs, world, batch = 4, 2, 100
+    memory = int(1.2 * FILES * jobs.HELD_NBYTES / world)
+    with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, str(batch), ",".join(["step"] * epochs), "global-batch"]
+        with jobs.job(cluster, world, words, memory) as ranks:
+            for epoch in range(epochs):
+                read = [one.next("epoch")["epoch"]["heads"] for one in ranks]
+                together = [sorted(chain(*step)) for step in zip(*read, strict=True)]
+                assert together == jobs.global_batches(FILES, batch, world, epoch)
+            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+        opens = storage.totals()["opens"]
+    assert opens <= 1.1 * FILES
+    # A third of all later reads, if ranks read what torch deals to them.
+    assert sum(peer["hits"] for peer in peers) <= 0.08 * FILES * (epochs - 1)
 
 
 @pytest.mark.parametrize("listed", ["slurm", "file"])

@@ -50,16 +50,31 @@ def storage(files: int) -> Iterator[Any]:
 
 def digest(files: int, rank: int, world: int, epoch: int) -> str:
     """Of what torch's sampler has this rank read in an epoch."""
+    read = hashlib.sha256()
+    for i in _dealt(files, rank, world, epoch):
+        read.update(random.Random(i).randbytes(NBYTES))
+    return read.hexdigest()
+
+
+def _dealt(files: int, rank: int, world: int, epoch: int) -> list[int]:
+    """The samples that torch's sampler deals to a rank, in order."""
     sampler: DistributedSampler[object] = DistributedSampler(
         range(files),  # type: ignore[arg-type]  # it has a length, all that is needed
         *(world, rank),
         seed=7,
     )
     sampler.set_epoch(epoch)
-    read = hashlib.sha256()
-    for i in map(operator.index, sampler):  # type: ignore[arg-type]  # of these, torch says object
-        read.update(random.Random(i).randbytes(NBYTES))
-    return read.hexdigest()
+    return list(map(operator.index, sampler))  # type: ignore[arg-type]  # of these, torch says object
+
+
+def global_batches(files: int, batch: int, world: int, epoch: int) -> list[list[str]]:
+    """The first bytes, sorted, of all samples of each step, as torch deals them."""
+    steps: dict[int, list[str]] = {}
+    for rank in range(world):
+        for i, sample in enumerate(_dealt(files, rank, world, epoch)):
+            head = random.Random(sample).randbytes(NBYTES)[:8].hex()
+            steps.setdefault(i // batch, []).append(head)
+    return [sorted(heads) for heads in steps.values()]
 
 
 class Rank:

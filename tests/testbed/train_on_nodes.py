@@ -1,10 +1,11 @@
 """One rank of a job over several hosts: reads each epoch with creel and says what it got.
 
-    python train_on_nodes.py FOLDER BATCH PACES
+    python train_on_nodes.py FOLDER BATCH PACES [REMAP]
 
 PACES: for each epoch, the seconds of a step of training ("0.1,0.1"; whoever is late catches up), or
 "step" for ranks that go in step, as below DDP. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as
-torchrun sets them; without MASTER_ADDR there is no process group.
+torchrun sets them; without MASTER_ADDR there is no process group. REMAP: "global-batch"; then each
+epoch also says the first bytes of all samples of each step.
 
 Prints JSON objects, one a line: {"half": epoch, "held": objects} in the middle of an epoch,
 {"epoch": {...}} at its end; at the end of all {"stats": ...}, what the daemon counted. Ends when
@@ -18,6 +19,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,29 +54,31 @@ def train(pace: str, due: float) -> float:
     return due
 
 
-def main(folder: str, batch: int, paces: list[str]) -> None:
+def main(folder: str, batch: int, paces: list[str], remap: Any = None) -> None:
     dataset = creel.FileDataset(folder)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     alone = "MASTER_ADDR" not in os.environ
     if not alone:
         dist.init_process_group("gloo")
     sampler: DistributedSampler[object] = DistributedSampler(dataset, world, rank, seed=7)
-    loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list)
+    loader = creel.DataLoader(dataset, batch, sampler=sampler, collate_fn=list, remap=remap)
     if not alone:
         dist.barrier()
     due = time.monotonic()
     for epoch, pace in enumerate(paces):
         sampler.set_epoch(epoch)
         digest, slowest, began = hashlib.sha256(), 0.0, time.monotonic()
+        heads: list[list[str]] = []
         for step, read in enumerate(loader):
             slowest = max(slowest, time.monotonic() - began)
             for sample in read:
                 digest.update(bytes(sample.numpy()))
+            heads.append([bytes(sample[:8].numpy()).hex() for sample in read] if remap else [])
             if step == len(loader) // 2:
                 say(half=epoch, held=held())
             due = train(pace, due)
             began = time.monotonic()
-        say(epoch={"digest": digest.hexdigest(), "slowest": slowest})
+        say(epoch={"digest": digest.hexdigest(), "slowest": slowest, "heads": heads})
         if pace == "step":
             dist.barrier()
     client = client_of(Config.load()[0])
@@ -83,4 +87,4 @@ def main(folder: str, batch: int, paces: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","))
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3].split(","), *sys.argv[4:])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.cluster.placement import Uses, by_rank, nobody, remap, replicas, turn, uses_of
+from creel.policies.cluster.placement import Uses, by_rank, nobody, replicas, turn, uses_of
 from creel.policies.eviction.selection import Nodes
 
 EQUAL = np.array([100])
@@ -179,31 +179,6 @@ def test_second_copies_take_only_what_first_copies_leave() -> None:
         left_out = could & ~copies
         assert not left_out.any() or gap[copies].max() <= gap[left_out].min()
         holder = new
-
-
-def test_remap_changes_who_reads_but_not_what_a_step_reads() -> None:
-    rng = np.random.default_rng(9)
-    nodes, ranks, batch, steps = 8, 2, 128, 12
-    node_of = np.arange(nodes * ranks) // ranks
-    each = batch * len(node_of)
-    order = rng.permutation(steps * each).astype(np.int32)
-    holder = rng.integers(0, nodes, len(order)).astype(np.uint8)
-    new = remap(holder, order, node_of, batch)
-    for s in range(steps):
-        step = slice(s * each, (s + 1) * each)
-        assert sorted(new[step]) == sorted(order[step])
-    away = holder[new] != np.tile(node_of, len(new) // len(node_of))
-    # The surplus 1 / sqrt(2 pi b) of a binomial count: retention.md, 1.4.
-    assert away.mean() <= 0.03
-
-
-def test_remap_leaves_objects_that_nobody_holds_where_there_is_room() -> None:
-    order = np.arange(8, dtype=np.int32)
-    holder = np.array([1, 1, 255, 255, 0, 255, 0, 0], np.uint8)
-    new = remap(holder, order, np.array([0, 1]), 2)
-    assert sorted(new[:4]) == [0, 1, 2, 3]
-    assert set(new[1:4:2].tolist()) == {0, 1}
-    assert holder[new[4]] == holder[new[6]] == 0
 
 
 def test_an_empty_dataset_has_an_empty_plan() -> None:

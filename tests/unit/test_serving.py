@@ -124,7 +124,7 @@ class Member(Rig):
         view = ClusterView(0, np.arange(2), np.full(2, samples * 100), np.array([SOURCE, 7]))
         for epoch in range(3):
             order = JobOrder(samples, 2, each, 1, seed=epoch)
-            self.extend(1, epoch, [[int(x)] for x in order.by_rank()[0]])
+            self.extend(1, epoch, [[int(x)] for x in order.by_rank([0, 1])[0]])
             self.feed(EpochDealt(1, epoch, order, view))
         while not self.asked() and self.readers[1].done < each + 10:
             while self.fetches and not self.asked():

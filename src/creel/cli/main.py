@@ -318,6 +318,7 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
 @click.option("--window", type=click.IntRange(1), default=8, show_default=True, help="Steps ahead.")
 @click.option("--depth", type=click.IntRange(1, 64), help="Epochs that placement looks ahead.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--remap", is_flag=True, help='As DataLoader(remap="global-batch").')
 @_as_json
 def simulate(
     *,
@@ -329,6 +330,7 @@ def simulate(
     opens: str,
     step: str,
     depth: int | None,
+    remap: bool,
     as_json: bool,
     **counts: int,
 ) -> None:
@@ -349,6 +351,7 @@ def simulate(
         source_opens=parse_count(opens),
         step_s=parse_seconds(step),
         depth=depth or 0,
+        remap=remap,
         **counts,
     )
     result = simulate.simulate(scenario)

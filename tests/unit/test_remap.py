@@ -1,0 +1,189 @@
+"""Ranks that exchange samples: torch's global batches, mostly at home, and alike on all ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, TensorDataset
+
+import creel
+from creel.errors import ConfigError
+from creel.loader.iterators.exchange import Terms, dealt_by, decide, still
+from creel.loader.order.orders import EpochOrder
+from creel.loader.order.samplers import IteratorStart, adopt, before, dealt_anew, without
+from creel.policies.cluster.remap import Exchange
+from kit import seeds
+
+
+class Job:
+    """The loaders of all ranks, and the orders that they begin."""
+
+    def __init__(self, samples: int, node_of: tuple[int, ...], batch: int, **how: bool) -> None:
+        self.world, self.exchange = len(node_of), Exchange(node_of, batch)
+        data = TensorDataset(torch.arange(samples))
+        shuffle, drop_last, even = (how.get(name, False) for name in ("shuffle", "drop", "even"))
+        self.loaders = [
+            creel.DataLoader(
+                data,
+                batch,
+                sampler=DistributedSampler(data, self.world, rank, shuffle, 7, even),
+                drop_last=drop_last,
+                creel=False,
+            )
+            for rank in range(self.world)
+        ]
+
+    def begin(self, epoch: int, states: list[Any] | None = None) -> list[EpochOrder]:
+        orders = []
+        for rank, loader in enumerate(self.loaders):
+            loader.set_epoch(epoch)
+            begun = IteratorStart(iter(()), 1, before(loader))
+            state = None if states is None else states[rank]
+            orders.append(adopt(loader, begun, state=state, exchange=self.exchange))
+        return orders
+
+    def torchs(self, epoch: int) -> list[list[int]]:
+        """The samples of each global batch, sorted, as torch deals them."""
+        for loader in self.loaders:
+            loader.set_epoch(epoch)
+        samplers: list[Any] = [loader.batch_sampler for loader in self.loaders]
+        return together([list(sampler) for sampler in samplers])
+
+
+def rows(order: EpochOrder) -> list[list[int]]:
+    return [np.asarray(batch).tolist() for batch in order]
+
+
+def together(ranks: list[list[list[int]]]) -> list[list[int]]:
+    return [sorted(chain(*step)) for step in zip(*ranks, strict=True)]
+
+
+def any_job(seed: int) -> Job:
+    rng = random.Random(seed)
+    world = rng.randint(2, 6)
+    node_of = tuple(rng.randrange(rng.randint(1, 3)) for _ in range(world))
+    how = {name: rng.random() < 0.5 for name in ("shuffle", "drop", "even")}
+    return Job(rng.randint(world, 400), node_of, rng.randint(1, 17), **how)
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_every_step_of_all_ranks_has_the_samples_that_torch_deals_to_it(seed: int) -> None:
+    job = any_job(seed)
+    orders = job.begin(3)
+    plans: list[Any] = [[order.predict(k) for k in (0, 1)] for order in orders]
+    read = [rows(order) for order in orders]
+    assert together(read) == job.torchs(3)
+    following = [rows(order) for order in job.begin(4)]
+    for rank, planned in enumerate(plans):
+        for plan, batches in zip(planned, (read[rank], following[rank]), strict=True):
+            indices, ends = plan.cut(0, plan.steps)
+            assert [s.tolist() for s in np.split(indices, ends[:-1])] == batches or not batches
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_daemons_compute_from_a_few_numbers_what_every_rank_reads(seed: int) -> None:
+    job = any_job(seed)
+    for rank, order in enumerate(job.begin(2)):
+        plan = order.predict(0)
+        assert plan is not None
+        deal = plan.deal
+        batches = rows(order)
+        if deal is not None and batches:
+            dealt = deal.by_rank(job.exchange.node_of)[rank].tolist()
+            assert dealt == list(chain(*batches))
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_a_resumed_epoch_goes_on_with_the_global_batches_that_are_left(seed: int) -> None:
+    job, rng = any_job(seed), random.Random(seed)
+    orders = job.begin(5)
+    whole = job.torchs(5)
+    done = rng.randint(0, len(whole))
+    for order in orders:
+        order.skip(done)
+    states = json.loads(json.dumps([order.state() for order in orders]))
+    gone = sorted(rng.sample(range(done, len(whole)), min(2, len(whole) - done)))
+    left = [
+        without(loader, state, done, gone)
+        for loader, state in zip(job.loaders, states, strict=True)
+    ]
+    for given, kept in ((states, whole), (left, [b for i, b in enumerate(whole) if i not in gone])):
+        again = job.begin(5, given)
+        for order in again:
+            order.skip(done)
+        assert together([rows(order) for order in again]) == kept[done:]
+
+
+@pytest.mark.parametrize("new", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2, 2)])
+def test_other_ranks_exchange_what_is_left_of_an_epoch(new: tuple[int, ...]) -> None:
+    before_it, after_it = Job(211, (0, 1, 2), 4, shuffle=True), Job(211, new, 6, shuffle=True)
+    orders = before_it.begin(1)
+    head = together([[np.asarray(next(order)).tolist() for _ in range(5)] for order in orders])
+    state = orders[0].state()
+    states = [dealt_anew(loader, state, batches=5, over=False)[0] for loader in after_it.loaders]
+    rest = together([rows(order) for order in after_it.begin(1, states)])
+    read = list(chain(*head, *rest))
+    assert set(read) == set(range(211))
+    assert len(read) < 211 + len(new)
+
+
+@pytest.mark.parametrize("nodes, ranks, batch", [(2, 1, 256), (8, 2, 128), (64, 8, 32)])
+def test_few_samples_leave_home(nodes: int, ranks: int, batch: int) -> None:
+    """The surplus 1 / sqrt(2 pi b) of a binomial count: retention.md, 1.4."""
+    exchange = Exchange(tuple(i // ranks for i in range(nodes * ranks)), batch)
+    node_of = np.array(exchange.node_of)
+    order = np.random.default_rng(9).permutation(len(node_of) * batch * 8).astype(np.int32)
+    moved = node_of[exchange.apply(order) % len(node_of)] != np.resize(node_of, len(order))
+    assert moved.mean() <= 0.03
+
+
+def test_what_is_not_shuffled_or_on_one_node_stays_as_it_is_dealt() -> None:
+    order = np.arange(100, dtype=np.int32)
+    assert Exchange((0, 1, 2, 3), 5).apply(order).tolist() == order.tolist()
+    shuffled = np.random.default_rng(3).permutation(order)
+    assert Exchange((0, 0, 0, 0), 5).apply(shuffled).tolist() == shuffled.tolist()
+    assert not Exchange((0, 0), 5).moves
+
+
+def test_ranks_that_differ_are_refused_together() -> None:
+    one, two = Terms("x", 0, "a", (2, 8)), Terms("y", 1, "b", (2, 8))
+    assert decide([two, one]).node_of == (0, 1)
+    assert not decide([one, two]).refused
+    for other in (Terms("y", 1, "b", (2, 9)), Terms("y", 0, "b", (2, 8))):
+        found = decide([one, other])
+        assert found.refused
+        assert found.names == ("x", "y")
+
+
+def test_only_torchs_distributed_sampler_deals_to_ranks() -> None:
+    data = TensorDataset(torch.arange(10))
+    for sampler in (BatchSampler(SequentialSampler(data), 2, False), SequentialSampler(data), [3]):
+        with pytest.raises(ConfigError, match="DistributedSampler"):
+            dealt_by(sampler)
+    with pytest.raises(ConfigError, match="remap"):
+        creel.DataLoader(data, remap="local")  # type: ignore[arg-type]  # what is tested
+
+
+def test_ranks_and_batch_size_stay_as_they_were_agreed() -> None:
+    dealt = BatchSampler(DistributedSampler(TensorDataset(torch.arange(10)), 2, 0), 4, False)
+    still(Exchange((0, 1), 4), dealt)
+    for other in (Exchange((0, 1), 5), Exchange((0, 1, 1), 4)):
+        with pytest.raises(ConfigError, match="remap"):
+            still(other, dealt)
+
+
+def test_a_job_without_a_process_group_is_told_what_it_lacks() -> None:
+    data = TensorDataset(torch.arange(10))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, 0)
+    loader = creel.DataLoader(data, 2, sampler=sampler, creel=False, remap="global-batch")
+    with pytest.raises(ConfigError, match="remap"):
+        iter(loader)
+    alone: DistributedSampler[Any] = DistributedSampler(data, 1, 0)
+    loader = creel.DataLoader(data, 2, sampler=alone, creel=False, remap="global-batch")
+    assert sorted(torch.cat([batch for (batch,) in loader]).tolist()) == list(range(10))
