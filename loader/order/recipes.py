@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 
 from creel.loader.order.draws import GeneratorCopies, RandomSource, seeded, state_of
+from creel.loader.order.shares import Distributed, Without
 from creel.loader.order.streams import (
-    Distributed,
     Facts,
     FromList,
     Origin,
@@ -28,7 +28,6 @@ from creel.loader.order.streams import (
     Shuffled,
     ShuffledList,
     Weighted,
-    Without,
     WithReplacement,
     indices_of,
 )
