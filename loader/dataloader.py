@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
-from torch.utils.data import MapDataPipe
+from torch.utils.data import IterableDataset, MapDataPipe
 
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
 from creel.loader.progress import VERSION, Progress
+from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # otherwise none of these is used, and importing them may fail
@@ -50,6 +51,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             global batch, so that each node mostly reads the same ones in all epochs. Global
             batches stay torch's; which rank reads which of their samples differs (docs/
             operations.md). All ranks must give it; the first epoch waits for all of them.
+        on_error: what a sample means whose `dataset[i]` raises: "raise", as in torch; "skip", its
+            batch goes without it; "substitute", another sample stands for it, the same on all ranks
+            and in all epochs. It is named once in the log, and not read again by this loader.
+        max_bad_samples: so many are put up with; one more raises TooManyBadSamplesError.
 
     With `CREEL_DISABLE=1` in the environment, or `loader.disable`, it behaves exactly as torch's
     class.
@@ -77,12 +82,18 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         creel: bool | str | dict[str, Any] | None = None,
         remap: Literal["global-batch"] | None = None,
+        on_error: OnError = "raise",
+        max_bad_samples: int = 100,
         **kwargs: Any,
     ) -> None:
         self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
         self.remap = remap
         if remap not in {None, "global-batch"}:
             raise ConfigError(f'remap={remap!r}: give "global-batch" or None')
+        self.on_error, self.max_bad_samples = on_error, max_bad_samples
+        Tolerance(on_error, max_bad_samples).check()
+        if on_error != "raise" and isinstance(dataset, IterableDataset):
+            raise ConfigError(f"on_error={on_error!r}: an IterableDataset has no samples by number")
         if creel and MISSING is None:
             settings(creel)  # raise for a wrong setting here, not at the first epoch
         if _TORCH_HAS_IN_ORDER:

@@ -65,6 +65,16 @@ def _stop(node: Node, args: Args) -> dict[str, Any]:
     return {"state": node.state}
 
 
+def _bad_samples(node: Node, args: Args) -> dict[str, Any]:
+    """Note bad samples of a session, if there are any in `args`; return all."""
+    if "rows" in args:
+        session = node.registry.sessions.get(args.get("session", -1))
+        if session is None:
+            raise ConfigError("bad samples of no session")
+        node.bad_samples.add(session.opened.job, session.opened.rank, args["rows"])
+    return {"bad": node.bad_samples.rows()}
+
+
 def _named(node: Node, args: Args) -> DatasetRecord:
     """Return the one dataset whose key begins with `args["dataset"]`."""
     key = args.get("dataset")
@@ -86,5 +96,6 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     },
     "warm": lambda node, args: _submit(node, Warm, args),
     "drop": lambda node, args: _submit(node, Dropped, args),
+    "bad_samples": _bad_samples,
     "stop": _stop,
 }

@@ -28,6 +28,7 @@ from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.reporting import metrics
+from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registrar import Registrar
@@ -94,6 +95,7 @@ class Node:
         self.version = VERSION
         self.state = "serving"
         self.started = time.monotonic()
+        self.bad_samples = BadSamples()
         self.bugs = 0
         self.stop: Callable[[bool], None] = lambda now: None  # noqa: ARG005  set by the loop
         self.clients: Callable[[], int] = lambda: 0

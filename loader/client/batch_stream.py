@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import READY
 from creel.config import Config
-from creel.errors import UnavailableError
+from creel.errors import ConfigError, UnavailableError
 from creel.loader.client.client import Client
 from creel.loader.client.cluster import join_cluster
 from creel.loader.client.connections import client_of
@@ -186,6 +187,13 @@ class BatchStream:
         # How long a ready batch waits to be taken: ready steps times the time since the last count.
         step = pieces[-1].step + len(pieces[-1].ends)
         words.add("lead_ns", max(words[READY] - step, 0) * (self._counted_at - before))
+
+    def report_bad(self, rows: Sequence[tuple[int, str, str]]) -> None:
+        """Tell the daemon of samples that cannot be read: (number, address, reason) of each."""
+        try:
+            self.client.ask("bad_samples", timeout_s=1.0, session=self.session.id, rows=rows)
+        except (ConfigError, UnavailableError):
+            _log.debug("the daemon did not note bad samples", exc_info=True)
 
     def close(self) -> None:
         """End the session."""

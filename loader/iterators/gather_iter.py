@@ -195,6 +195,8 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         """Whether this iterator can make the loader's batches."""
         if run.stream is None or loader.worker_init_fn is not None or not collates_plainly(loader):
             return False
+        if loader.on_error != "raise":
+            return False
         gather = run.stream.binding.gather()
         return gather is not None and not gather.has_code and gather.nbytes > 0
 

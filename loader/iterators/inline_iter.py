@@ -17,6 +17,7 @@ from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
 from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
+from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
 from creel.loader.workers.stages import StallWarning
 from creel.policies.direct import DirectReads
@@ -79,6 +80,10 @@ class BatchReader(StepReader):
             self._binding = frozen or stream.binding
             fetcher.dataset = self._binding.dataset  # the frozen one, if any
             self._look(self._binding)
+        if loader_state.tolerance.wanted:
+            fetcher.dataset = Tolerant(fetcher.dataset, loader_state.tolerance)
+            if fetcher.auto_collation:
+                fetcher.collate_fn = without_skipped(fetcher.collate_fn)
 
     def read(self, i: int, step: int, index: Any) -> Any:
         """Read the i-th batch after those skipped; `step` is the session's, -1 to read directly."""
@@ -225,6 +230,7 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
         moment = before(loader)
         super().__init__(loader)
         self._meter = loader_state.meter
+        self._tolerance = loader_state.tolerance
         self._given = 0
         run = self._run = EpochRun(loader_state, loader)
         self._reader = BatchReader(loader, loader_state, run, self._dataset_fetcher)
@@ -246,6 +252,7 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
             data = self._reader.read(i, run.give(i, index), index)
         finally:
             run.done(i + 1)
+            run.note_bad(self._tolerance.take_new())
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         run.deliver(i + 1)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, default_collate
 
+from creel.cache.storage.retry import public
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
@@ -38,6 +41,7 @@ from creel.loader.order.samplers import (
 )
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
+from creel.loader.reading.bad_samples import BadSample, Tolerance
 from creel.loader.torch_private import collate
 from creel.policies.cluster.remap import Exchange
 from creel.policies.direct import DirectReads
@@ -45,6 +49,8 @@ from creel.policies.direct import DirectReads
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
     from creel.loader.workers.pool import Slots
+
+_log = logging.getLogger("creel.loader")
 
 #: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
 _COUNT_S = 0.25
@@ -68,6 +74,7 @@ class LoaderState:
         self.ring = BufferPool()  # kept over epochs: fresh pages for their first batches cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
+        self.tolerance = Tolerance(loader.on_error, loader.max_bad_samples)
         self.direct = DirectReads(allowed=self.config.loader.direct == "auto")
         self.order: EpochOrder | None = None
         self.epoch = -1
@@ -228,6 +235,27 @@ class EpochRun:
             start = time.monotonic_ns()
             stream.publish_upcoming(self.order)
             self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
+
+    def note_bad(self, samples: Sequence[BadSample]) -> None:
+        """Name samples that could not be read, to the person and to the daemon (`creel stats`)."""
+        if not samples:
+            return
+        rows = [(one.index, self._address(one.index), one.reason) for one in samples]
+        done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
+        for index, address, reason in rows:
+            _log.warning("sample %d %sis %s: %s", index, address and f"({address}) ", done, reason)
+        if self.stream is not None:
+            self.stream.report_bad(rows)
+
+    def _address(self, index: int) -> str:
+        """Where the first object of a sample lies; "" where that is not known."""
+        try:
+            assert self._binding is not None  # noqa: S101
+            found = self._binding.objects(np.array([index]))[0]
+            address, _, _ = self._binding.manifest.location(int(found[0]))
+        except Exception:  # noqa: BLE001  the person's code may run here
+            return ""
+        return public(address)
 
     def deliver(self, i: int) -> None:
         """Count a batch that is returned, before the i-th after those skipped.

@@ -17,6 +17,7 @@ import torch
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
 from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
+from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
     ExceptionWrapper,
@@ -99,6 +100,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             worker_id=0,
             num_workers=self._num_workers,
             binding=None if stream is None else stream.binding,
+            tolerance=self._loader_state.tolerance,
             plain=collates_plainly(loader),
             wait_s=options.wait_s,
             slots=options.slots,
@@ -124,7 +126,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         self._workers_num_tasks = [0] * self._num_workers
         self._worker_queue_idx_cycle = itertools.cycle(range(self._num_workers))
         if not first_iter:
-            self._tag = self._pool.again()
+            self._tag = self._pool.again(self._loader_state.tolerance.known)
             self._raise_if_dead()
         if self._run.stream is not None:
             self._pool.join(self._run.stream.ticket)
@@ -221,12 +223,20 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             self._pool.discard(event)
             raise
         data = self._pool.open(event)
+        self._note_bad(event.bad)
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
         if self._run.due():
             self._meter.workers(self._pool.new_counts())
         self._run.deliver(self._rcvd_idx)
         return data
+
+    def _note_bad(self, samples: tuple[BadSample, ...]) -> None:
+        """Note what a worker could not read; raises where all workers together found too many."""
+        known = self._loader_state.tolerance.known
+        self._run.note_bad([one for one in samples if one.index not in known])
+        for one in samples:
+            self._loader_state.tolerance.add(one.index, one.reason)
 
     # --- waiting ----------------------------------------------------------------------------
 

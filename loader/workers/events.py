@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from creel.loader.reading.bad_samples import BadSample
 from creel.loader.workers.stages import Times
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class BatchResult:
     index: int
     packed: Any
     times: Times
+    bad: tuple[BadSample, ...]
     #: Of the process that made the batch, which may have been replaced since.
     inbox: Inbox
 

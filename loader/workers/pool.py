@@ -12,17 +12,18 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from pickle import PicklingError
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
 from creel.forks import at_fork
 from creel.limits import may_keep
+from creel.loader.reading.bad_samples import BadSample
 from creel.loader.workers.batch_message import BatchMessage, Inbox
 from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, Event, WorkerDeath
@@ -170,11 +171,14 @@ class WorkerPool:
 
     # --- sending --------------------------------------------------------------------------
 
-    def again(self) -> int:
-        """Begin another epoch in all workers, which keep their state; returns its tag."""
+    def again(self, bad: Mapping[int, str]) -> int:
+        """Begin another epoch in all workers, which keep their state; returns its tag.
+
+        bad: the samples that are known to be bad.
+        """
         self.tag += 1
         for member in self.members:
-            self._post(member, ("again", self.tag))
+            self._post(member, ("again", self.tag, dict(bad)))
         return self.tag
 
     def join(self, ticket: tuple[str, str, int]) -> None:
@@ -286,9 +290,9 @@ class WorkerPool:
             return False
         message, fds = got
         match message:
-            case ("batch", int(tag), int(index), BatchMessage() as sent, tuple() as times):
-                packed = member.inbox.accept(sent, fds)
-                self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
+            case ("batch", int(tag), int(index), BatchMessage() as sent, tuple() as times, bad):
+                rest = member.inbox.accept(sent, fds), times, cast("tuple[BadSample, ...]", bad)
+                self._events.append(BatchResult(worker, tag, index, *rest, member.inbox))
         return True
 
     def open(self, event: BatchResult) -> object:

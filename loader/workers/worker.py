@@ -2,12 +2,13 @@
 
 Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "words" + fd               memfd of the shared words below; always first
-    T "again", tag               another epoch, keeping all state (persistent workers)
+    T "again", tag, samples known to be bad
+                                 another epoch, keeping all state (persistent workers)
     T "join", daemon's name, token, session
                                  read through the daemon from now on
     T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
     T "tasks"                    the same, with an array to be used as a list of ints
-    W "batch", tag, index of batch, packed batch, its times [+ fds of new slots]
+    W "batch", tag, index of batch, packed batch, its times, new bad samples [+ fds of new slots]
     T "quit"
 A tag identifies one epoch of one iterator. Tasks with a tag below the VOID word are skipped.
 """
@@ -23,7 +24,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -31,6 +32,7 @@ import torch
 
 from creel.errors import UnavailableError
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.observer import Lease
 from creel.loader.torch_private import (
     MP_STATUS_CHECK_INTERVAL,
@@ -89,6 +91,7 @@ class WorkerArgs:
     worker_id: int
     num_workers: int
     binding: Binding | None = None
+    tolerance: Tolerance = field(default_factory=lambda: Tolerance("raise", 0))
     plain: bool = False  # a batch is default_collate of its samples
     wait_s: float = 60.0  # longest wait for the daemon
     slots: int = 8
@@ -147,6 +150,7 @@ class _Worker(StepReader):
         self._first_word = FIRST + WORDS * self._id
         self._dataset, self._collate = args.dataset, args.collate_fn
         self._binding = args.binding
+        self._tolerance = args.tolerance
         self._seed(args.base_seed)
         self._new_fetcher()
 
@@ -163,12 +167,12 @@ class _Worker(StepReader):
 
     def _new_fetcher(self) -> None:
         auto_collation, drop_last = self._flags
+        dataset, collate = self._dataset, self._noting(self._outbox.collate(self._collate))
+        if self._tolerance.wanted:
+            dataset = Tolerant(dataset, self._tolerance)
+            collate = without_skipped(collate) if auto_collation else collate
         self._fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]  # torch's
-            DatasetKind.Map,
-            self._dataset,
-            auto_collation,
-            self._noting(self._outbox.collate(self._collate)),
-            drop_last,
+            DatasetKind.Map, dataset, auto_collation, collate, drop_last
         )
 
     def _noting(self, collate: Collate) -> Collate:
@@ -222,7 +226,8 @@ class _Worker(StepReader):
                         self._task(tag, batch, index, step)
                 case ("join", str(name), str(token), int(session)):
                     self._join(name, token, session)
-                case ("again", _):
+                case ("again", _, dict(bad)):
+                    self._tolerance.known.update(bad)
                     self._new_fetcher()
                 case ("quit",):
                     return
@@ -325,12 +330,12 @@ class _Worker(StepReader):
 
     def _put(self, tag: int, batch: int, data: object) -> None:
         packed, fds = self._outbox.pack(data)
-        times = self._times()
+        rest = self._times(), self._tolerance.take_new()
 
         def without() -> tuple[object, ...]:
-            return ("batch", tag, batch, self._outbox.without_slots(data, packed), times)
+            return ("batch", tag, batch, self._outbox.without_slots(data, packed), *rest)
 
-        self._channel.put(("batch", tag, batch, packed, times), fds, without)
+        self._channel.put(("batch", tag, batch, packed, *rest), fds, without)
 
 
 def _portable(failure: ExceptionWrapper) -> ExceptionWrapper:

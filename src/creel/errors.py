@@ -78,3 +78,7 @@ class NoDaemonError(UnavailableError):
 
 class DaemonLostError(UnavailableError):
     """The daemon ended or stopped answering."""
+
+
+class TooManyBadSamplesError(CreelError, RuntimeError):
+    """More samples of a dataset cannot be read than its loader's `max_bad_samples`."""

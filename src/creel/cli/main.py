@@ -214,20 +214,24 @@ def status(context: click.Context, *, as_json: bool) -> None:
 @creel.command()
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option("--why", is_flag=True, help="Say what training waited for, and what would help.")
+@click.option("--bad", is_flag=True, help="List the samples that could not be read.")
 @_interval
 @_as_json
 @click.pass_context
 def stats(
-    context: click.Context, *, watch: bool, why: bool, interval: float, as_json: bool
+    context: click.Context, *, watch: bool, why: bool, bad: bool, interval: float, as_json: bool
 ) -> None:
     """Show hits, source reads, evictions, and stalls by cause."""
     import time
 
-    if watch and why:
-        raise click.UsageError("--why is of all that was counted so far: leave out --watch")
+    if watch + why + bad > 1:
+        raise click.UsageError("one of --watch, --why and --bad at a time")
     with _client(context) as client:
         if why:
             _show_reasons(client.ask("stats"), as_json=as_json)
+            return
+        if bad:
+            _show_bad(client.ask("bad_samples"), as_json=as_json)
             return
         _show_stats(client.ask("stats"), as_json=as_json, line=watch)
         while watch:
@@ -248,6 +252,21 @@ def _show_reasons(answer: dict[str, Any], *, as_json: bool) -> None:
         click.echo(f"{view.job_of(one)} rank {one['rank']}: {one['why']}")
     if not found and not as_json:
         click.echo("no training has read through this daemon yet")
+
+
+def _show_bad(answer: dict[str, Any], *, as_json: bool) -> None:
+    from creel.cli import view
+
+    if as_json:
+        view.print_json(answer)
+    elif not answer["bad"]:
+        click.echo("no sample was found bad")
+    else:
+        rows = [
+            (view.job_of(b), str(b["rank"]), str(b["index"]), b["path"], b["reason"])
+            for b in answer["bad"]
+        ]
+        view.table(("job", "rank", "sample", "path", "reason"), rows, left=5)
 
 
 def _show_stats(answer: dict[str, Any], *, as_json: bool, line: bool) -> None:

@@ -1,0 +1,165 @@
+"""Samples that cannot be read are left out or replaced where a person asks for it, else raised."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import creel
+from creel.cli import main
+from creel.errors import ConfigError, TooManyBadSamplesError
+from creel.loader.reading.bad_samples import replacement
+
+pytestmark = pytest.mark.system
+
+N, BATCH = 60, 8
+BAD = frozenset({3, 17, 40})
+
+
+class Files(Dataset[torch.Tensor]):
+    """Files of which some hold what cannot be decoded; notes each call in a file."""
+
+    def __init__(self, folder: Path, *, many: bool = False) -> None:
+        self.folder = folder
+        self.creel_uris = []
+        for i in range(N):
+            (folder / f"{i}").write_text("?" if i in BAD else f"{i}")
+            self.creel_uris.append(f"{folder}/{i}")
+        if many:
+            self.__class__ = FilesAtOnce
+
+    def __len__(self) -> int:
+        return N
+
+    def objects(self, index: int) -> int:
+        return index
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with (self.folder / "calls").open("a") as f:
+            f.write(f"{index}\n")
+        return torch.tensor(int(creel.read(self.creel_uris[index])))
+
+    def calls(self) -> list[int]:
+        found = [int(line) for line in (self.folder / "calls").read_text().split()]
+        (self.folder / "calls").unlink()
+        return found
+
+
+class FilesAtOnce(Files):
+    """The same, a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[i] for i in indices]
+
+
+def stand_in(bad: int) -> int:
+    """The sample that takes the place of a bad one."""
+    return next(i for a in range(100) if (i := replacement(bad, a, N)) not in BAD)
+
+
+def wanted(indices: list[int], on_error: str) -> list[list[int]]:
+    batches = [indices[at : at + BATCH] for at in range(0, N, BATCH)]
+    if on_error == "skip":
+        return [[i for i in batch if i not in BAD] for batch in batches]
+    return [[stand_in(i) if i in BAD else i for i in batch] for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+def test_bad_samples_are_left_out_or_replaced_and_not_read_again(
+    served: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    workers: int,
+    many: bool,
+    on_error: Any,
+) -> None:
+    data = Files(tmp_path, many=many)
+    loader: Any = creel.DataLoader(
+        data, BATCH, num_workers=workers, on_error=on_error, creel=served
+    )
+    for epoch in range(2):
+        with caplog.at_level(logging.WARNING, "creel.loader"):
+            assert [b.tolist() for b in loader] == wanted(list(range(N)), on_error)
+        assert BAD.isdisjoint(data.calls()) is (epoch > 0)
+    named = [r.getMessage() for r in caplog.records if r.name == "creel.loader"]
+    assert len(named) == len(BAD)
+    assert all(f"sample {i} ({tmp_path}/{i}) is " in " ".join(named) for i in BAD)
+    assert main.main(["--name", served, "stats", "--bad", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["bad"]
+    assert {(one["index"], one["path"]) for one in told} == {(i, f"{tmp_path}/{i}") for i in BAD}
+    assert all(one["reason"].startswith("ValueError: invalid literal") for one in told)
+    assert main.main(["--name", served, "stats", "--bad"]) == 0
+    assert f"{tmp_path}/17" in capsys.readouterr().out
+
+
+def test_living_workers_learn_what_others_have_found(served: str, tmp_path: Path) -> None:
+    data = Files(tmp_path)
+    more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "shuffle": True}
+    loader: Any = creel.DataLoader(data, BATCH, on_error="skip", creel=served, **more)
+    for epoch in range(3):
+        assert sum(len(batch) for batch in loader) == N - len(BAD)
+        assert BAD.isdisjoint(data.calls()) is (epoch > 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_asked_for_holds_without_a_daemon(tmp_path: Path, workers: int) -> None:
+    more: dict[str, Any] = {"num_workers": workers, "on_error": "substitute", "creel": False}
+    loader: Any = creel.DataLoader(Files(tmp_path), BATCH, **more)
+    assert [b.tolist() for b in loader] == wanted(list(range(N)), "substitute")
+
+
+@pytest.mark.parametrize("on_error", ["skip", "substitute"])
+def test_where_there_are_no_batches_a_sample_is_replaced(tmp_path: Path, on_error: Any) -> None:
+    loader: Any = creel.DataLoader(Files(tmp_path), None, on_error=on_error, creel=False)
+    found = [int(sample) for sample in loader]
+    assert found == [stand_in(i) if i in BAD else i for i in range(N)]
+
+
+def test_no_batch_is_empty(tmp_path: Path) -> None:
+    loader: Any = creel.DataLoader(Files(tmp_path), 1, on_error="skip", creel=False)
+    assert [b.tolist() for b in loader] == [[stand_in(i) if i in BAD else i] for i in range(N)]
+
+
+def test_a_resumed_run_chooses_alike(tmp_path: Path) -> None:
+    def loader() -> Any:
+        torch.manual_seed(5)
+        return creel.DataLoader(data, BATCH, shuffle=True, on_error="substitute", creel=False)
+
+    data = Files(tmp_path)
+    whole = [batch.tolist() for batch in loader()]
+    first = loader()
+    it = iter(first)
+    begun = [next(it).tolist() for _ in range(3)]
+    rest = loader()
+    rest.load_state_dict(first.state_dict())
+    assert begun + [batch.tolist() for batch in rest] == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_more_bad_samples_than_are_put_up_with_raise(tmp_path: Path, workers: int) -> None:
+    more: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "creel": False}
+    loader: Any = creel.DataLoader(Files(tmp_path), BATCH, max_bad_samples=2, **more)
+    with pytest.raises(TooManyBadSamplesError, match="max_bad_samples is 2"):
+        list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_being_asked_a_bad_sample_raises_as_in_torch(tmp_path: Path, workers: int) -> None:
+    loader: Any = creel.DataLoader(Files(tmp_path), BATCH, num_workers=workers, creel=False)
+    with pytest.raises(ValueError, match="invalid literal"):
+        list(loader)
+
+
+@pytest.mark.parametrize("given", [{"on_error": "ignore"}, {"max_bad_samples": -1}])
+def test_values_that_mean_nothing_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        creel.DataLoader([1, 2], **given)  # type: ignore[arg-type]
