@@ -136,7 +136,7 @@ class Admission:
         policy = h.policy
         if policy is None:
             return NONE, ""
-        if not self.tiered(h):
+        if not self.disk:
             return policy.victims(k, need), "due_later"
         sources = [(policy.victims, "due_later"), (h.disk.clean, "on_disk")]
         if not policy.selective:  # whatever the policy gives is lost
@@ -151,18 +151,9 @@ class Admission:
             return policy.last(k, need), "stalled"
         return NONE, ""
 
-    def tiered(self, h: Residency) -> bool:
-        """Whether what is on disk may leave memory.
-
-        Not where the nodes of a cluster have agreed on what each has in memory for the others.
-        """
-        policy = h.policy
-        agreed = policy is not None and policy.selective and not policy.replaces
-        return bool(self.disk) and not agreed
-
     def waits(self, h: Residency) -> bool:
         """Whether to wait until objects are on disk that may leave memory then."""
-        return self.tiered(h) and not self.disk.slow and not h.disk.hopeless
+        return bool(self.disk) and not self.disk.slow and not h.disk.hopeless
 
     def _claim(self, h: Residency, nbytes: int) -> int:
         """Evict from datasets above their share if this one stays within its own; bytes freed."""

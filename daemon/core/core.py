@@ -78,7 +78,7 @@ class Core:
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
         self._checks = Checks(self._inflight)
         self._residencies = self._admission.residencies
-        self._serving = Serving(self._residencies, self._emit)
+        self._serving = Serving(self._admission, self._inflight, self._emit)
         self._spilling = Spilling(self._admission.disk, self._residencies, self._admission.part)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
@@ -92,6 +92,7 @@ class Core:
             SessionOpened: self._opened,
             Progressed: self._progressed,
             Fetched: self._landing.fetched,
+            PeerAsked: self._serving.asked,
             Tick: self._ticked,
         }
         untimed: dict[type, Callable[[Any], None]] = {
@@ -110,7 +111,6 @@ class Core:
             PlanShared: self._plans.shared,
             PlanDoubted: self._plans.doubted,
             PlanAsked: self._plans.asked,
-            PeerAsked: self._serving.asked,
             PeerServed: self._serving.served,
             DiskOpened: self._disk_opened,
             FoundOnDisk: self._found,
@@ -133,6 +133,7 @@ class Core:
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
         self._handlers[type(event)](event, now)
+        self._serving.advance(now)
         for session in self._sessions.values():
             self._prefetcher.settle(session)
         self._out += self._prefetcher.pump(self._sessions.values(), now)
@@ -145,7 +146,8 @@ class Core:
             if turn is not None:
                 self._out.append(PlanRetention(residency.name, turn))
             self._plans.ask(residency, now)
-        if self._spilling.start(self._prefetcher.lacking.values(), self._inflight.from_disk):
+        lacking = self._prefetcher.lacking.values()
+        if self._spilling.start(lacking, self._serving.short, self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
             self._out += self._prefetcher.pump(self._sessions.values(), now)
         self._prefetcher.lacking.clear()
@@ -396,6 +398,10 @@ class Core:
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
         """What this node takes for granted; the other nodes of a cluster must take the same."""
         return self._plans.digests(cluster)
+
+    def disk_size(self) -> tuple[int, int]:
+        """Bytes of the node's disk, 0 where there is none, and the unit in which it gives them."""
+        return self._admission.disk.nbytes, self._admission.disk.unit
 
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""

@@ -178,11 +178,15 @@ class RetentionPlanned:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerAsked:
-    """A peer asks for objects; `ServeObjects` is the answer. `request` is unique."""
+    """A peer asks for objects; `ServeObjects` is the answer. `request` is unique.
+
+    The answer may take `wait_s` seconds, where objects are to be read from disk.
+    """
 
     request: int
     dataset: str
     ids: Ids
+    wait_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.daemon.core.disk.copies import most_writing, object_nbytes
 from creel.daemon.core.sessions import JobGroup
+from creel.policies.cluster.placement import dataset_nbytes
+from creel.policies.cluster.turn import ClusterView
 from creel.policies.prefetch import Window
 
 if TYPE_CHECKING:  # circular import
@@ -47,6 +50,15 @@ class PlannedJob:
         share += self.admission.disk.capacity(self.admission.part(h), h.mean)
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
+
+    def capacities(self, view: ClusterView) -> Sizes:
+        """(nodes,) bytes of this dataset that memory and disk of each node hold."""
+        size = self.agreed_size
+        mean = dataset_nbytes(size, len(self.residency)) / max(len(self.residency), 1)
+        disks = zip(view.capacity.tolist(), view.disk.tolist(), strict=True)
+        return np.array(
+            [m + object_nbytes(d, unit, most_writing(m), mean) for m, (d, unit) in disks], np.int64
+        )
 
     @property
     def nbytes(self) -> float:

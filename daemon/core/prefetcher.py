@@ -207,7 +207,7 @@ class Prefetcher:
             else:
                 k = min(k, int(lack.argmax()))
                 self.stuck.add(s.id)
-                if self._admission.tiered(h):
+                if self._admission.disk:
                     self.lacking[s.id] = h
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         # The queue of a quick source is short. Ordered by due time, it would wake the reader for

@@ -301,7 +301,8 @@ class Residency:
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
         """(k,) whether the peer to fetch each object from for `epoch` will have it only later."""
-        return None if self.policy is None else self.policy.awaited(ids, epoch, clock)
+        later = None if self.policy is None else self.policy.awaited(ids, epoch, clock)
+        return later & (self.disk.state[ids] != STORED) if later is not None else None
 
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
         """Where to fetch objects (k,) for their read in `epoch`: (origin, which of them) each."""
@@ -422,14 +423,15 @@ class Residency:
         From the plans, from fetches in flight, and from what is being written to disk.
         """
         self.groups = [g for g in self.groups if g.sessions]
+        self.life[self.life == FETCHING] = ABSENT
+        self.life[under_way] = FETCHING
+        self.served = {r: ids[self.life[ids] != ABSENT] for r, ids in self.served.items()}
         self.pins[:] = 0
         for s in (s for group in self.groups for s in group.sessions.values()):
             np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
         for ids in self.served.values():
             np.add.at(self.pins, ids, ONE)
         self.pins[storing] += ONE
-        self.life[self.life == FETCHING] = ABSENT
-        self.life[under_way] = FETCHING
         for group in self.groups:
             group.replan()
         self.policy = None

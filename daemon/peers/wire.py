@@ -40,7 +40,7 @@ from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 
 #: Increased whenever two versions could misread each other.
-PEER_PROTOCOL = 1
+PEER_PROTOCOL = 2
 
 #: Bytes of a body, and of a whole frame in the handshake: names are of some 100 bytes.
 _MAX_BODY = 1024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,6 +43,7 @@ class Cluster:
             np.array(joined.ranks, np.int64),
             self._capacity(),
             np.array(origins),
+            self._disks(),
             joined.cluster,
         )
 
@@ -60,11 +62,16 @@ class Cluster:
         reachable = self.members.reachable(now)
         origin = np.where(reachable, self.origins, SOURCE)
         if (origin != old.origin).any() or latest(log) != latest(old.log):
-            self.view = replace(old, origin=origin, log=log, capacity=self._capacity())
+            self.view = replace(old, origin=origin, log=log)
+            self._resize()
         return self.view
 
     def _capacity(self) -> NDArray[np.int64]:
         return np.array([max(one.arena_nbytes, 1) for one in self.joined])
+
+    def _disks(self) -> NDArray[np.int64]:
+        sizes = [(one.disk_nbytes, one.disk_unit) for one in self.joined]
+        return np.clip(np.array(sizes, np.int64), [0, 1], [1 << 56, 1 << 20])
 
     @property
     def complete(self) -> bool:
@@ -75,10 +82,22 @@ class Cluster:
     def found(self, node: int, member: Member) -> None:
         """A node of a list has answered for the first time."""
         listed = self.joined[node]
-        self.joined[node] = Member(
-            listed.node, listed.host, listed.port, member.arena_nbytes, member.born
-        )
-        self.view = replace(self.view, capacity=self._capacity())
+        where = {"node": listed.node, "host": listed.host, "port": listed.port}
+        self.joined[node] = msgspec.structs.replace(member, **where)
+        self._resize()
+
+    def resized(self, node: int, disk_nbytes: int, disk_unit: int) -> bool:
+        """A node's disk has another size now; return whether that is news."""
+        before = self.joined[node]
+        size = {"disk_nbytes": disk_nbytes, "disk_unit": disk_unit}
+        self.joined[node] = msgspec.structs.replace(before, **size)
+        if self.joined[node] == before:
+            return False
+        self._resize()
+        return True
+
+    def _resize(self) -> None:
+        self.view = replace(self.view, capacity=self._capacity(), disk=self._disks())
 
     def replaced(self, node: int, member: Member, origin: int, now: float) -> None:
         """Another daemon has taken a node's place; `origin` is its number."""

@@ -44,6 +44,8 @@ log = logging.getLogger("creel.clusters")
 #: Nodes of a cluster: their numbers are bytes, and one stands for nobody.
 _MAX_MEMBERS = 255
 _MAX_RANKS = 1 << 16
+#: The others are told of another size of the disk where it differs by more than this part (1/n).
+_DISK_PARTS = 16
 
 
 class DaemonHooks(NamedTuple):
@@ -55,6 +57,7 @@ class DaemonHooks(NamedTuple):
         unreachable: ends all fetches from a peer, which is not asked any more.
         moments: when plans of a cluster could change (`Core.moments`).
         digests: what they take for granted (`Core.digests`).
+        disk: how large the disk tier is (`Core.disk_size`).
     """
 
     handle: Callable[[Event], bool]
@@ -62,6 +65,7 @@ class DaemonHooks(NamedTuple):
     unreachable: Callable[[int], None]
     moments: Callable[[str], tuple[EpochMoment, ...]]
     digests: Callable[[str], tuple[PlanDigest, ...]]
+    disk: Callable[[], tuple[int, int]]
 
 
 class Clusters:
@@ -84,6 +88,7 @@ class Clusters:
         #: By origin of a fetch: who is to be asked, and as whom.
         self._peers: dict[int, tuple[Member, Credentials]] = {}
         self._asking: set[str] = set()  # datasets whose plan a peer is asked for
+        self._disk = 0, 1  # bytes and unit, as the others are told
 
     # --- serving ------------------------------------------------------------------------------
 
@@ -96,6 +101,7 @@ class Clusters:
             UnavailableError: the system does not allow that, or they are served at another port.
         """
         if self._server is None:
+            self._disk = self._daemon.disk()
             try:
                 self._server = PeerServer(
                     *(address, port, self.node, self._arena),
@@ -111,14 +117,20 @@ class Clusters:
             log.info("serving peers at %s port %d", *self._server.address)
         elif port not in {0, self._server.address[1]}:
             raise UnavailableError(f"peers are served at port {self._server.address[1]} already")
-        return Member(self.node, *self._server.address, self._arena.nbytes, self._born)
+        return self._member(self.node)
+
+    def _member(self, name: str) -> Member:
+        """This node, by its name in a cluster."""
+        assert self._server is not None  # noqa: S101  or nothing can be asked of it
+        own = *self._server.address, self._arena.nbytes, self._born
+        return Member(name, *own, *self._disk)
 
     def _on_loop(self, call: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: self._daemon.call_soon(partial(call, *args))
 
     def _asked(self, asked: Asked) -> None:
         if asked.cluster in self._clusters:
-            self._daemon.handle(PeerAsked(asked.number, asked.dataset, asked.ids))
+            self._daemon.handle(PeerAsked(asked.number, asked.dataset, asked.ids, asked.wait_s))
 
     def _served(self, request: int) -> None:
         self._daemon.handle(PeerServed(request))
@@ -177,8 +189,7 @@ class Clusters:
             SOURCE if node == me else self._number(one, who)
             for node, one in enumerate(request.members)
         ]
-        address, port = self._server.address
-        own = Member(nodes[me], address, port, self._arena.nbytes, self._born)
+        own = self._member(nodes[me])
         cluster = Cluster(request, me, own, origins, time.monotonic(), self._lost_s)
         self._clusters[request.cluster] = cluster
         self._server.admit(request.cluster, request.key, nodes[me])
@@ -231,6 +242,7 @@ class Clusters:
 
     def tick(self, now: float) -> None:
         """Notice who is silent; tell the core who is there, and write changes that are due."""
+        self._look_at_disk()
         for cluster in self._clusters.values():
             due = cluster.members.due(now)
             if due is not None:
@@ -243,6 +255,22 @@ class Clusters:
                 cluster.plans = plans
                 self._say(cluster, now=False)
             self._see(cluster, now)
+
+    def _look_at_disk(self) -> None:
+        """Tell all nodes where the disk has another size now: it was lost, or is full earlier."""
+        nbytes, unit = self._daemon.disk()
+        told = self._disk[0]
+        if abs(nbytes - told) * _DISK_PARTS <= told:
+            return
+        self._disk = nbytes, unit
+        for cluster in self._clusters.values():
+            self._resize(cluster, cluster.me, nbytes, unit)
+            self._say(cluster, now=True)
+
+    def _resize(self, cluster: Cluster, node: int, nbytes: int, unit: int) -> None:
+        """A node's disk has this size now: all plan with it from their next plan on."""
+        if cluster.resized(node, nbytes, unit):
+            self._daemon.handle(ClusterChanged(cluster.name, cluster.view))
 
     def _see(self, cluster: Cluster, now: float) -> None:
         """Tell the core what has changed of a cluster, and ask nothing of who is not there."""
@@ -274,6 +302,8 @@ class Clusters:
         self._replace(cluster, beat.node, beat.member)
         if answer and cluster.joined[beat.node].node == beat.member.node:
             cluster.members.heard(beat.node, now)
+        if cluster.joined[beat.node].born == beat.member.born:
+            self._resize(cluster, beat.node, beat.member.disk_nbytes, beat.member.disk_unit)
         if cluster.members.learn(beat.log):
             self._say(cluster, now=False)
         self._see(cluster, now)

@@ -118,7 +118,7 @@ class Node:
             per_source=config.fetch.per_source,
         )
         hooks = self.handle_event, call_soon, self.fetcher.remove_peer
-        daemon = DaemonHooks(*hooks, self.core.moments, self.core.digests)
+        daemon = DaemonHooks(*hooks, self.core.moments, self.core.digests, self.core.disk_size)
         self.clusters = Clusters(self.arena, daemon, config.cluster.lost_s)
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started

@@ -36,7 +36,6 @@ class ClusterEviction(PlannedEviction):
     """
 
     name = "cluster"
-    replaces = False
 
     def __init__(
         self,
@@ -136,12 +135,13 @@ class ClusterEviction(PlannedEviction):
     ) -> ClusterTurn:
         size = context.agreed_size
         whole = max(dataset_nbytes(size, len(self._life)), 1)
-        nbytes = int((view.capacity * self._agreement.members).sum())
+        capacity = context.capacities(view)
+        nbytes = int((capacity * self._agreement.members).sum())
         depth = placement.useful_depth(len(view.capacity), nbytes / whole)
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
         lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
-        columns = holder, copies, size, self._life
+        columns = holder, copies, size, capacity, self._life, self.stored
         counted = self._agreement.members, self._agreement.since
         return ClusterTurn(epoch, view, orders, *columns, lead, *counted)
 
@@ -209,10 +209,6 @@ class ClusterEviction(PlannedEviction):
             more.append(ids)
             left -= len(ids)
         return joined(more)
-
-    def keeps(self, ids: Index) -> NDArray[np.bool_]:
-        """(k,) all: what is planned is memory; a disk saves what memory has no room for."""
-        return np.ones(len(ids), np.bool_)
 
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether the current epoch reads each again, here or on a peer."""

@@ -12,7 +12,7 @@ from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import Change, ChangeId
 from creel.policies.cluster.placement import dataset_nbytes, nobody
-from creel.policies.eviction.policy import RESIDENT
+from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.selection import Ids, Nodes
 
 #: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
@@ -29,6 +29,7 @@ class ClusterView:
         nodes: (world,) the node of each rank.
         capacity: (nodes,) bytes of memory of each.
         origin: (nodes,) what each is called as origin of a fetch; -1: this node itself.
+        disk: (nodes, 2) bytes of disk of each, and the unit in which it gives them.
         cluster: its name.
         log: the latest changes of its members.
     """
@@ -37,14 +38,19 @@ class ClusterView:
     nodes: NDArray[np.int64]
     capacity: NDArray[np.int64]
     origin: NDArray[np.int64]
+    disk: NDArray[np.int64]
     cluster: str = ""
     log: tuple[Change, ...] = ()
 
     def like(self, other: ClusterView | None) -> bool:
-        """Whether these are the same nodes, with the same memory."""
+        """Whether these are the same nodes, with the same memory and disk."""
         if other is None or self.me != other.me:
             return False
-        columns = (self.nodes, other.nodes), (self.capacity, other.capacity)
+        columns = (
+            (self.nodes, other.nodes),
+            (self.capacity, other.capacity),
+            (self.disk, other.disk),
+        )
         return all(np.array_equal(mine, its) for mine, its in columns)
 
 
@@ -88,7 +94,7 @@ class Placed(NamedTuple):
         when: (n,) after what part of this epoch, in 256ths, its holder gets each object; 0 where
             it has it. Of what this node itself is to hold: 1 where a peer reads it next, else 0.
         copies: (n,) whether this node, which is not the holder, is to have a second copy; None:
-            the memories together hold no more than all objects.
+            memories and disks together hold no more than all objects.
         spare: these copies, the soonest to be read first.
         surplus: what this node holds in vain.
         unread: what it holds and no member reads in this epoch.
@@ -113,7 +119,8 @@ class ClusterTurn:
         holder: (n,) who held each object when this epoch began; None: nobody anything.
         copies: (n,) whether this node had a second copy of each then; None: of nothing.
         size: (n,) bytes of each object, or (1,) where all are equal or some are unknown.
-        life: (n,) states on this node.
+        capacity: (nodes,) bytes of memory and disk of each.
+        life: (n,) states on this node; stored: (n,) those on its disk, None: it has none.
         lead: share of the next epoch that is kept first.
         members: (nodes,) whom the plan counts on, after the change `known`.
         clock: from what moment of this epoch on, in 65,536ths; before it `planned` counted.
@@ -127,7 +134,9 @@ class ClusterTurn:
     holder: Nodes | None
     copies: NDArray[np.bool_] | None
     size: NDArray[np.int64]
+    capacity: NDArray[np.int64]
     life: NDArray[np.uint8]
+    stored: NDArray[np.uint8] | None
     lead: float
     members: NDArray[np.bool_]
     known: ChangeId
@@ -144,7 +153,7 @@ class ClusterTurn:
         owners += [self._uses(order.by_rank(node_of), order).owner for order in self.orders[2:]]
         holder, after = self._held(now), self.given
         if after is None:
-            rest = owners, following, self.size, self.view.capacity * self.members
+            rest = owners, following, self.size, self.capacity * self.members
             after = placement.turn(holder, now, *rest, lead=self.lead, clock=self.clock)
         here = self.life == RESIDENT
         vain = here & (after != self.view.me)
@@ -157,6 +166,8 @@ class ClusterTurn:
         reader = owners[0][mine]
         when[mine] = (reader != self.view.me) & (reader != nobody(reader))
         surplus = [vain.nonzero()[0].astype(np.int32)]
+        if self.stored is not None:
+            here |= self.stored == STORED
         unread = (here & (now.owner == nobody(now.owner))).nonzero()[0].astype(np.int32)
         return Placed(after, when, copies, spare, surplus, unread)
 
@@ -175,12 +186,12 @@ class ClusterTurn:
     def _copies(
         self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]
     ) -> tuple[NDArray[np.bool_] | None, Ids]:
-        """Plan what fills the memory that the plan for all leaves free on this node."""
+        """Plan what fills what the plan for all leaves free on this node."""
         n, me = len(self.life), self.view.me
-        if dataset_nbytes(self.size, n) >= int((self.view.capacity * self.members).sum()):
+        if dataset_nbytes(self.size, n) >= int((self.capacity * self.members).sum()):
             return None, np.empty(0, np.int32)
         held = np.zeros(n, np.bool_) if self.copies is None else self.copies
-        room = self.size, int(self.view.capacity[me])
+        room = self.size, int(self.capacity[me])
         copies = placement.replicas(me, held, holder, after, now, owners, *room)
         return copies, placement.soonest_first(me, copies.nonzero()[0].astype(np.int32), owners)
 

@@ -28,7 +28,7 @@ from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.turn import ClusterTurn, Placed
+    from creel.policies.cluster.turn import ClusterTurn, ClusterView, Placed
 
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
 _WAIT_PART = 8
@@ -59,6 +59,12 @@ class PlanningContext(Protocol):
     @property
     def capacity(self) -> int:
         """Bytes of memory, and of disk, that the dataset may claim."""
+
+    def capacities(self, view: ClusterView) -> NDArray[np.int64]:
+        """(nodes,) bytes of memory and disk of each node of a cluster that the dataset may claim.
+
+        All nodes get the same.
+        """
 
     @property
     def nbytes(self) -> float:

@@ -105,7 +105,8 @@ class Close(Message, frozen=True):
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A node of a cluster: its daemon's id, where it serves peers, and the bytes of its arena.
 
-    `born` (s since 1970) tells a daemon from the one that takes its place.
+    `born` (s since 1970) tells a daemon from the one that takes its place. `disk_nbytes` are those
+    of its disk tier, which gives them in units of `disk_unit`.
     """
 
     node: str
@@ -113,6 +114,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     port: int
     arena_nbytes: int
     born: float = 0.0
+    disk_nbytes: int = 0
+    disk_unit: int = 1
 
 
 class Host(Message, frozen=True):

@@ -71,7 +71,7 @@ class Nodes:
         self.dead: set[int] = set()  # nodes that do nothing at all
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
-        self._served: dict[int, ServeObjects] = {}
+        self._asked: dict[int, tuple[int, FetchObjects]] = {}  # by request: who waits
         self._plans: dict[int, SharePlan] = {}
         self.ready = [0] * nodes
         self.places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * nodes
@@ -194,8 +194,9 @@ class Nodes:
         origin = np.where(reachable, np.arange(nodes), SOURCE)
         origin[node] = SOURCE
         capacity = np.full(nodes, self.capacity)
+        disks = np.array([(self._disk, 1)] * nodes, np.int64)
         log = self.members[node].log
-        return ClusterView(node, np.arange(nodes), capacity, origin, _CLUSTER, log)
+        return ClusterView(node, np.arange(nodes), capacity, origin, disks, _CLUSTER, log)
 
     def _tell(self, node: int, epoch: int) -> None:
         order = self.order._replace(seed=self.order.seed + epoch)
@@ -221,7 +222,7 @@ class Nodes:
         elif isinstance(action, SetReady):
             self.ready[node] = action.ready
         elif isinstance(action, ServeObjects):
-            self._served[action.request] = action
+            self._served(node, action)
         elif isinstance(action, SharePlan):
             self._plans[action.request] = action
 
@@ -236,6 +237,8 @@ class Nodes:
                 self._feed(node, RetentionPlanned(action.dataset, action.turn, kept))
             elif isinstance(action, AskPlan):
                 self._ask_plan(node, action)
+            elif isinstance(action, ServeObjects):
+                self._arrive(node, action)
             elif isinstance(action, SpillObjects):
                 self._feed(node, Spilled(action.spill, np.ones(len(action.ids), np.bool_)))
             elif isinstance(action, FetchObjects) and action.origin in {SOURCE, DISK}:
@@ -263,12 +266,19 @@ class Nodes:
             return
         self._requests += 1
         self.counts["empty"] += len(action.ids) * bool((self.places[action.origin] == -1).all())
+        self._asked[self._requests] = node, action
         self._feed(action.origin, PeerAsked(self._requests, action.dataset, action.ids))
-        answer = self._served.pop(self._requests)
+
+    def _served(self, node: int, answer: ServeObjects) -> None:
+        """The answer of `node` goes to whoever asked it, before anything else happens there."""
+        self._queue.appendleft((node, answer))
+
+    def _arrive(self, origin: int, answer: ServeObjects) -> None:
+        node, action = self._asked.pop(answer.request)
         here = answer.nbytes >= 0
-        held = self.places[action.origin][action.ids]
+        held = self.places[origin][action.ids]
         assert (answer.place[here] == held[here]).all(), "sent from where it is not"
         self.counts["peer"] += int(here.sum())
         self.counts["refused"] += int((~here).sum())
         self._feed(node, Fetched(action.fetch, answer.nbytes.copy(), answer.version.copy()))
-        self._feed(action.origin, PeerServed(self._requests))
+        self._feed(origin, PeerServed(answer.request))

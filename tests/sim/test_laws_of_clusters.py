@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from nodes import Nodes
 
@@ -31,18 +29,23 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
         assert counts["peer"] > 0
 
 
-def test_a_disk_saves_what_the_memories_have_no_room_for() -> None:
-    """Each node's own: what a node has read once it need not read again, and peers miss nothing.
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
+    """Also what lies on a peer's disk: from the second epoch on nothing comes from the source."""
+    order = job(nodes)
+    runs = Nodes(nodes, order, 0.4, disk=0.8 / nodes).run(5)
+    assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
+    assert all(counts["disk"] > 0.3 * order.samples for counts in runs[2:])
+    assert all(counts["peer"] > 0.2 * order.samples for counts in runs[2:])
+    assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
 
-    Half of what is left comes to a node for the first time in each epoch.
-    """
+
+def test_what_neither_memories_nor_disks_hold_is_read_again() -> None:
     order = job(2)
-    runs = Nodes(2, order, 0.5, disk=1.05).run(7)
-    source = [counts["source"] for counts in runs]
-    assert all(after < before for before, after in itertools.pairwise(source))
-    assert source[-1] <= 0.15 * order.samples
-    assert runs[-1]["disk"] >= 0.35 * order.samples
-    assert all(counts["refused"] <= 0.005 * order.samples for counts in runs)
+    _, *later = Nodes(2, order, 0.3, disk=0.2).run(5)
+    for counts in later[1:]:
+        assert counts["source"] <= (1 - 0.3 - 2 * 0.2 + 0.06) * order.samples
+        assert counts["disk"] > 0.2 * order.samples
 
 
 @pytest.mark.parametrize("nodes, moved", [(2, 0.36), (4, 0.57)])

@@ -40,9 +40,9 @@ class Peer:
         self.moments: tuple[EpochMoment, ...] = ()
         self.digests: tuple[PlanDigest, ...] = ()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        hooks = DaemonHooks(
-            self._handle, self._calls.put, self.ended.append, self._moments, self._digests
-        )
+        self.disk = 0, 1
+        about = self._moments, self._digests, lambda: self.disk
+        hooks = DaemonHooks(self._handle, self._calls.put, self.ended.append, *about)
         self.clusters = Clusters(self.arena, hooks, 3.0)
         self.member = self.clusters.host("127.0.0.1")
 

@@ -25,12 +25,15 @@ from creel.daemon.core.events import (
     Fetched,
     FetchObjects,
     FoundOnDisk,
+    PeerAsked,
+    PeerServed,
     PlanExtended,
     PlanRetention,
     PlanTruncated,
     Progressed,
     Publish,
     RetentionPlanned,
+    ServeObjects,
     SessionClosed,
     SessionOpened,
     SetReady,
@@ -85,6 +88,8 @@ class Rig:
         self.to_disk: list[SpillObjects | DropFromDisk] = []  # in the order in which it is done
         self.disk_room: Callable[[int], bool] = lambda nbytes: True  # noqa: ARG005
         self.disk_reads = 0
+        self.asked_for: dict[int, tuple[str, NDArray[np.int32]]] = {}  # by request of a peer
+        self.sending: dict[int, ServeObjects] = {}  # answers whose bytes have not left
         self.late: Callable[[], bool] = lambda: False  # whether plans take their time
         self.checking = True
         self.seen: dict[tuple[int, int, int], int] = {}  # session, ready step, object -> offset
@@ -224,6 +229,16 @@ class Rig:
             sizes = np.array([held[x] for x in ids.tolist()], np.int64)
             self.feed(FoundOnDisk(name, ids, sizes))
 
+    def peer_asks(self, request: int, name: str, ids: list[int]) -> None:
+        """A peer asks for objects; `sending` has the answer once there is one."""
+        self.asked_for[request] = name, np.array(ids, np.int32)
+        self.feed(PeerAsked(request, *self.asked_for[request]))
+
+    def sent(self, request: int) -> None:
+        """The bytes of an answer have left."""
+        del self.sending[request], self.asked_for[request]
+        self.feed(PeerServed(request))
+
     def versions(self, fetch: FetchObjects) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Of what was read."""
         return None
@@ -282,6 +297,9 @@ class Rig:
             self.plans.append(action)
         elif isinstance(action, SpillObjects | DropFromDisk):
             self.to_disk.append(action)
+        elif isinstance(action, ServeObjects):
+            assert action.request not in self.sending
+            self.sending[action.request] = action
         else:
             assert isinstance(action, SetReady)
             assert action.ready != self.readers[action.session].ready, "not moved"
@@ -318,6 +336,12 @@ class Rig:
 
     def look(self) -> None:
         """What readers may touch is theirs, and stays where it is until they are done with it."""
+        for number, answer in self.sending.items():
+            name, ids = self.asked_for[number]
+            for x, place, n in zip(ids, answer.place, answer.nbytes, strict=True):
+                if n >= 0:
+                    ranges = self.ranges(int(place), int(n))
+                    assert all(self.bytes[a] == (name, x, k) for a, k in ranges), "sent as another"
         seen = {}
         for number, reader in self.readers.items():
             assert reader.done <= reader.ready

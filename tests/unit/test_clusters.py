@@ -37,7 +37,7 @@ def clusters() -> Iterator[Clusters]:
         return True
 
     with Arena.create(1 << 20) as arena:
-        hooks = DaemonHooks(handled, never, ENDED.append, nothing, nothing)
+        hooks = DaemonHooks(handled, never, ENDED.append, nothing, nothing, lambda: (0, 1))
         one = Clusters(arena, hooks, 30.0)
         yield one
         one.close()

@@ -21,6 +21,7 @@ from creel.daemon.core.events import (
     Dropped,
     FetchObjects,
     FoundOnDisk,
+    Tick,
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
@@ -239,6 +240,7 @@ class DiskChaos(Chaos):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.rig.versions = lambda fetch: np.full(len(fetch.ids), 1 << 30)  # type: ignore[method-assign]
+        self.requests = 0
         self.nbytes = int(self.rng.integers(1000, 40_000))
         self.rig.open_disk(self.nbytes)
         if seed % 2:
@@ -252,14 +254,35 @@ class DiskChaos(Chaos):
             for held in self.rig.disk.values():
                 for x in [x for x in held if self.rng.random() < 0.1]:
                     del held[x]
-        elif what < 0.265:
+        elif what < 0.3:
+            self.peer()
+        elif what < 0.305:
             self.rig.disk.clear()
             self.rig.open_disk(0)
             self.rig.to_disk = [a for a in self.rig.to_disk if not isinstance(a, DropFromDisk)]
         else:
             super().turn()
 
+    def peer(self) -> None:
+        """A peer asks, or has what it asked for."""
+        if self.rig.sending and self.rng.random() < 0.5:
+            self.rig.sent(next(iter(self.rig.sending)))
+        else:
+            name = str(self.rng.choice(list(self.sizes)))
+            ids = self.rng.integers(0, len(self.rig.size[name]) + 2, int(self.rng.integers(1, 9)))
+            self.requests += 1
+            self.rig.peer_asks(self.requests, name, ids.tolist())
+
+    def answered(self) -> None:
+        """All that peers have asked for is sent."""
+        self.rig.now += 1.0
+        self.rig.feed(Tick())
+        for request in list(self.rig.sending):
+            self.rig.sent(request)
+        assert not self.rig.asked_for
+
     def renew(self, name: str) -> None:
+        self.answered()
         while self.rig.to_disk:
             self.rig.write_disk()
         super().renew(name)
@@ -275,6 +298,7 @@ def test_whatever_happens_invariants_hold_and_nobody_hangs(seed: int) -> None:
     chaos.finish()
     for session in list(chaos.rig.readers):
         chaos.rig.close(session)
+    chaos.answered()
     chaos.rig.settle()
     for name in chaos.sizes:
         chaos.rig.feed(Dropped(name))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.choice import FarthestNextUse, MostRecentFirst
 from creel.policies.eviction.planned import PlannedEviction
@@ -36,6 +37,9 @@ class Facts:
     @property
     def agreed_size(self) -> NDArray[np.int64]:
         return self.size
+
+    def capacities(self, view: ClusterView) -> NDArray[np.int64]:
+        return view.capacity
 
     def orders(self, epoch: int) -> list[list[NDArray[np.int32]]]:  # noqa: ARG002
         return [[ids.astype(np.int32) for ids in self.order]]

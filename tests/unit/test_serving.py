@@ -22,12 +22,14 @@ from creel.daemon.core.events import (
     PeerAsked,
     PeerServed,
     ServeObjects,
+    Tick,
 )
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.turn import ClusterView
 
 OLD, NEW = of_tag("old"), of_tag("new")
+NO_DISKS = np.array([(0, 1)] * 2, np.int64)
 
 
 class Node(Rig):
@@ -38,6 +40,7 @@ class Node(Rig):
         self.answers: list[ServeObjects] = []
         self.checks: list[CheckVersions] = []
         self.changed: set[int] = set()  # files
+        self.requests = 100
         self.register("d", sizes or [100] * objects)
         self.open(1, "d", world=2, recheck="never" if sizes is None else "epoch")
 
@@ -61,6 +64,11 @@ class Node(Rig):
     def ask(self, *ids: int) -> ServeObjects:
         self.feed(PeerAsked(len(self.answers), "d", np.array(ids, np.int32)))
         return self.answers[-1]
+
+    def ask_peer(self, *ids: int) -> None:
+        """As `ask`, where the answer takes its time."""
+        self.requests += 1
+        self.feed(PeerAsked(self.requests, "d", np.array(ids, np.int32)))
 
     def land_all(self) -> None:
         while self.fetches:
@@ -113,6 +121,74 @@ def test_a_dataset_that_is_unknown_and_a_request_that_ended_twice_are_no_harm() 
     node.feed(PeerServed(5))
 
 
+def with_disk(objects: int, held: int, *stored: int) -> Node:
+    """A node that has these objects on its disk."""
+    node = Node(objects, held)
+    node.disk["d"] = dict.fromkeys(stored, 100)
+    node.open_disk(1 << 20)
+    return node
+
+
+def test_what_lies_on_disk_is_read_and_sent() -> None:
+    node = with_disk(6, 4, 1, 3)
+    node.ask_peer(3, 1, 5)
+    assert not node.answers
+    node.land_all()
+    (answer,) = node.answers
+    assert answer.nbytes.tolist() == [100, 100, -1]
+    known = int(shared(np.array([OLD]))[0])  # nobody here has asked the storage yet
+    assert answer.version.tolist() == [known, known, UNKNOWN]
+    assert (node.disk_reads, node.reads) == (2, 0)
+    assert answer.place[:2].tolist() == node.offset["d"][[3, 1]].tolist()
+    assert [node.bytes[at] for at in answer.place[:2].tolist()] == [("d", 3, 100), ("d", 1, 100)]
+
+
+def test_two_peers_that_ask_for_the_same_wait_for_one_read_of_the_disk() -> None:
+    node = with_disk(6, 4, 1)
+    node.ask_peer(1)
+    node.ask_peer(1)
+    node.land_all()
+    assert [answer.nbytes.tolist() for answer in node.answers] == [[100], [100]]
+    assert node.disk_reads == 1
+
+
+def test_a_disk_that_is_too_slow_costs_the_peer_what_it_has_waited() -> None:
+    node = with_disk(6, 4, 1)
+    node.extend(1, 0, [[0]])
+    node.land_all()
+    node.ask_peer(0, 1)
+    node.now += 0.9
+    node.feed(Tick())
+    assert not node.answers
+    node.now += 0.1
+    node.feed(Tick())
+    assert node.answers[0].nbytes.tolist() == [100, -1]
+    node.land_all()
+    assert node.offset["d"][1] != ABSENT
+
+
+def test_what_the_disk_has_lost_is_read_from_the_source_and_sent() -> None:
+    node = with_disk(6, 4, 1, 2)
+    node.ask_peer(1, 2)
+    node.disk["d"].clear()
+    node.land_all()
+    assert node.answers[0].nbytes.tolist() == [100, 100]
+    assert node.reads == 2
+
+
+def test_what_a_peer_reads_from_disk_waits_for_room_in_memory() -> None:
+    node = with_disk(6, 2, 4, 5)
+    node.extend(1, 0, [[0, 1]])
+    node.land_all()
+    node.ask_peer(4, 5)
+    assert not node.fetches
+    node.progress(1, done=1)
+    while node.to_disk:
+        node.write_disk()
+        node.land_all()
+    assert node.answers[0].nbytes.tolist() == [100, 100]
+
+
 class Member(Rig):
     """Node 0 of a cluster of two, in epoch 1; the peer has the origin 7."""
 
@@ -121,7 +197,9 @@ class Member(Rig):
         super().__init__(samples * 100)
         self.register("d", [100] * samples)
         self.open(1, "d", world=2)
-        view = ClusterView(0, np.arange(2), np.full(2, samples * 100), np.array([SOURCE, 7]))
+        view = ClusterView(
+            0, np.arange(2), np.full(2, samples * 100), np.array([SOURCE, 7]), NO_DISKS
+        )
         for epoch in range(3):
             order = JobOrder(samples, 2, each, 1, seed=epoch)
             self.extend(1, epoch, [[int(x)] for x in order.by_rank([0, 1])[0]])
@@ -173,6 +251,19 @@ def test_what_a_peer_does_not_have_is_read_from_the_source_into_the_same_room(
     for fetch in again:
         node.land(fetch.fetch)
     assert (node.offset["d"][asked.ids] == asked.offset).all()
+
+
+def test_a_peers_copy_that_comes_after_its_reader_has_given_up_is_dropped() -> None:
+    """The step counted as ready without it; a copy of some earlier time must not appear there."""
+    node = Member()
+    asked = node.asked()[0]
+    step = node.readers[1].ready
+    node.progress(1, done=step, wanted=step + 1)
+    node.now += 60.0
+    node.feed(Tick())
+    assert node.readers[1].ready > step
+    node.answer(100, OLD)
+    assert (node.offset["d"][asked.ids] == ABSENT).all()
 
 
 def test_after_the_cluster_has_ended_everything_comes_from_the_source() -> None:

@@ -1,73 +1,177 @@
-"""Serving peers: residents are pinned from a peer's request until their bytes have left. Pure."""
+"""Serving peers: residents are pinned from a peer's request until their bytes have left. Pure.
+
+What lies on this node's disk is read into memory first, a few requests at a time; the answer waits
+for that as long as the peer can, and then says "no" to what is still missing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN
-from creel.daemon.core.events import Action, PeerAsked, PeerServed, ServeObjects
-from creel.daemon.core.residency import Residency
+from creel.daemon.core.admission import Admission
+from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
+from creel.daemon.core.inflight import Inflight
+from creel.daemon.core.residency import Index, Residency
 from creel.errors import IllegalEventError
-from creel.policies.eviction.policy import RESIDENT
+from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT, STORED
+from creel.policies.masks import every, some
+from creel.policies.prefetch import affordable
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request of a peer. What of it is pinned is in `Residency.served`."""
+
+    number: int
+    residency: Residency
+    ids: Index  # as asked; may be unknown here
+    until: float  # when it is answered at the latest
+    lacking: Index  # on disk, and not being read yet
+    nbytes: int = 0  # that were read from disk for it
+    answered: bool = False
 
 
 class Serving:
-    """All requests of peers that are being answered."""
+    """All requests of peers that are being answered.
+
+    Args:
+        admission, inflight: the core's, for what is read from disk.
+        emit: takes the next action.
+
+    Attributes:
+        short: datasets of which an object on disk finds no room in memory.
+    """
 
     def __init__(
-        self, residencies: Mapping[str, Residency], emit: Callable[[Action], None]
+        self, admission: Admission, inflight: Inflight, emit: Callable[[Action], None]
     ) -> None:
-        self._residencies = residencies
+        self.short: set[Residency] = set()
+        self._admission = admission
+        self._inflight = inflight
+        self._residencies: Mapping[str, Residency] = admission.residencies
         self._emit = emit
-        self._serving: dict[int, Residency] = {}
+        self._serving: dict[int, _Request] = {}
+        self._waiting: list[_Request] = []  # for the disk
+        self._nbytes = 0  # read from disk, and not sent yet
 
-    def asked(self, e: PeerAsked) -> None:
-        """Pin what is here of a request, and answer it.
+    def asked(self, e: PeerAsked, now: float) -> None:
+        """Pin what is here of a request, and answer it once what is on disk was read.
 
         Raises:
             IllegalEventError: the request is being answered already.
         """
         if e.request in self._serving:
             raise IllegalEventError(f"request {e.request} is being answered")
-        k = len(e.ids)
-        answer = ServeObjects(
-            *(e.request, np.full(k, NOWHERE, np.int64), np.full(k, -1, np.int64)),
-            np.full(k, UNKNOWN, np.int64),
-        )
         h = self._residencies.get(e.dataset)
-        if h is not None:
-            self._pin(h, e, answer)
-        self._emit(answer)
-
-    def _pin(self, h: Residency, e: PeerAsked, answer: ServeObjects) -> None:
-        """Fill in an answer, and keep what it says until its bytes have left."""
+        if h is None:
+            self._emit(_nothing(e.request, len(e.ids)))
+            return
         ids = e.ids.astype(np.intp)
-        known = (ids >= 0) & (ids < len(h))
-        here = np.flatnonzero(known)
-        version = h.versions.version[h.versions.files(ids[here])]
-        good = (h.life[ids[here]] == RESIDENT) & (version != CHANGING)
-        here, version = here[good], version[good]
-        found = ids[here]
-        answer.place[here], answer.nbytes[here] = h.places(found), h.length[found]
-        answer.version[here] = version
-        h.pin(found)
-        h.served[e.request] = found
-        h.counts["served"] += len(found)
-        h.counts["served_nbytes"] += int(h.length[found].sum())
-        h.counts["refused"] += len(ids) - len(found)
-        self._serving[e.request] = h
+        known = ids[(ids >= 0) & (ids < len(h))]
+        known = known[h.versions.version[h.versions.files(known)] != CHANGING]
+        here = known[h.life[known] == RESIDENT]
+        stored = known[(h.life[known] != RESIDENT) & (h.disk.state[known] == STORED)]
+        h.pin(here)
+        h.served[e.request] = here
+        request = _Request(e.request, h, ids, now + e.wait_s, np.unique(stored))
+        self._serving[e.request] = request
+        if len(stored):
+            self._waiting.append(request)
+        else:
+            self._answer(request)
+
+    def advance(self, now: float) -> None:
+        """Read what requests wait for from disk, and answer those that wait no longer."""
+        self.short.clear()
+        reads = True
+        for request in self._waiting:
+            h = request.residency
+            self._look(request)
+            if reads:
+                self._read(request, now)
+            # One after the other: two that each had a half of the room would wait for the other.
+            reads = reads and not len(request.lacking)
+            coming = len(request.lacking) or some(h.life[h.served[request.number]] == FETCHING)
+            if not coming or now >= request.until:
+                self._answer(request)
+        self._waiting = [r for r in self._waiting if not r.answered]
+
+    def _look(self, request: _Request) -> None:
+        """Pin what has come, or is coming, of a request, for whomever that is."""
+        h, ids = request.residency, request.lacking
+        life = h.life[ids]
+        self._pin(request, ids[(life == RESIDENT) | (life == FETCHING)])
+        request.lacking = ids[(life == ABSENT) & (h.disk.state[ids] == STORED)]
+
+    def _read(self, request: _Request, now: float) -> None:
+        """Begin to read from disk what there is room for."""
+        h, ids = request.residency, request.lacking
+        length = h.length[ids]
+        others = self._nbytes - request.nbytes
+        room = max(self._admission.disk.most_writing - others, 0)
+        k = min(self._inflight.leave(length, urgent=True), affordable(length, room))
+        if not k and not others:
+            k = min(len(ids), 1)
+        if not k:
+            return
+        need = h.groups[0].clock() if h.groups else 0
+        ids, length, left = ids[:k], length[:k], ids[k:]
+        place = self._admission.place(h, length, need, stalled=False)
+        good = place != NOWHERE
+        if not every(good):
+            self.short.add(h)
+        rest = need, now, request.until, DISK
+        for action in self._inflight.start(h, ids[good], place[good], length[good], *rest):
+            self._emit(action)
+        self._pin(request, ids[good])
+        request.nbytes += int(length[good].sum())
+        self._nbytes += int(length[good].sum())
+        request.lacking = np.append(ids[~good], left)
+
+    @staticmethod
+    def _pin(request: _Request, ids: Index) -> None:
+        h = request.residency
+        h.pin(ids, distinct=True)
+        h.served[request.number] = np.append(h.served[request.number], ids)
+
+    def _answer(self, request: _Request) -> None:
+        """Send what is here; what is not stays unpinned."""
+        h, ids = request.residency, request.ids
+        pinned = h.served[request.number]
+        here: NDArray[np.bool_] = h.life[pinned] == RESIDENT
+        h.unpin(pinned[~here])
+        found = h.served[request.number] = pinned[here]
+        answer = _nothing(request.number, len(ids))
+        at = np.flatnonzero(np.isin(ids, found))
+        answer.place[at], answer.nbytes[at] = h.places(ids[at]), h.length[ids[at]]
+        answer.version[at] = h.versions.version[h.versions.files(ids[at])]
+        h.counts["served"] += len(at)
+        h.counts["served_nbytes"] += int(h.length[ids[at]].sum())
+        h.counts["refused"] += len(ids) - len(at)
+        request.answered = True
+        self._emit(answer)
 
     def served(self, e: PeerServed) -> None:
         """The bytes of a request have left: its objects may leave, too."""
-        h = self._serving.pop(e.request, None)
-        if h is None:
+        request = self._serving.pop(e.request, None)
+        if request is None:
             return
+        h = request.residency
+        self._nbytes -= request.nbytes
         ids = h.served.pop(e.request)
         h.unpin(ids)
         if h.policy is not None:
             h.policy.sent(ids)
         h.release(ids)
         h.departed.answered(e.request)
+
+
+def _nothing(request: int, objects: int) -> ServeObjects:
+    place, nbytes = np.full(objects, NOWHERE, np.int64), np.full(objects, -1, np.int64)
+    return ServeObjects(request, place, nbytes, np.full(objects, UNKNOWN, np.int64))

@@ -47,7 +47,7 @@ class DiskTier:
         self.nbytes = 0
         self.unit = 1
         self.used = 0  # bytes of all rooms, those being written to included
-        self.most_writing = int(min(_WRITING_SHARE * memory, _WRITING_NBYTES))
+        self.most_writing = most_writing(memory)
         self.writing = 0  # bytes of objects
         self.slow = False  # whether a write takes too long to wait for it
 
@@ -66,11 +66,23 @@ class DiskTier:
 
     def capacity(self, part: float, mean: float) -> int:
         """Bytes of objects of mean size `mean` that this part of the disk holds for retention."""
-        if not self:
-            return 0
-        room = int(self.rooms(np.array([int(mean)]))[0])
-        # What is on its way is in both memory and disk.
-        return max(int(part * self.nbytes * mean / room) - 2 * self.most_writing, 0)
+        return object_nbytes(part * self.nbytes, self.unit, self.most_writing, mean)
+
+
+def most_writing(memory: int) -> int:
+    """Most bytes that are being written to disk at a time, with so many bytes of memory."""
+    return int(min(_WRITING_SHARE * memory, _WRITING_NBYTES))
+
+
+def object_nbytes(disk: float, unit: int, writing: int, mean: float) -> int:
+    """Bytes of objects of mean size `mean` that a disk holds beside the memory.
+
+    Args:
+        disk: bytes; unit: of which records take whole ones.
+        writing: bytes that are on their way, which are in both memory and disk.
+    """
+    room = int(room_nbytes(np.array([int(mean)]), unit)[0])
+    return max(int(disk * mean / room) - 2 * writing, 0)
 
 
 class DiskCopies:

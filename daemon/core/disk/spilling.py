@@ -86,16 +86,22 @@ class Spilling:
         for h in self._residencies.values():
             h.disk.opened()
 
-    def start(self, lacking: Collection[Residency], reading: Callable[[Residency], bool]) -> bool:
+    def start(
+        self,
+        lacking: Collection[Residency],
+        short: Collection[Residency],
+        reading: Callable[[Residency], bool],
+    ) -> bool:
         """Begin to write what should be.
 
         Args:
-            lacking: datasets that found no room in memory.
+            lacking: datasets that found no room in memory for what sessions read.
+            short: those that found none for what peers read.
             reading: whether objects of a dataset are being read from disk, whose room there may be
                 taken once they are in memory.
 
         Returns:
-            Whether nothing can be written for one of them, so that it need not wait.
+            Whether nothing can be written for one of `lacking`, so that it need not wait.
         """
         if not self._tier:
             return False
@@ -109,6 +115,9 @@ class Spilling:
         for h in lacking:
             if not h.disk.storing:
                 h.disk.hopeless = not self._make_writable_room(h, reading)
+        for h in short:
+            if not h.disk.storing:
+                self._make_writable_room(h, reading)
         return any(h.disk.hopeless for h in lacking)
 
     def _left(self) -> int:
