@@ -63,6 +63,33 @@ def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_from_thei
     assert sum(peer["hits"] for peer in peers) <= 0.08 * FILES * (epochs - 1)
 
 
+def test_memories_and_disks_of_all_hosts_are_one_capacity() -> None:
+    """What lies on a host's disk is sent to the other; no later epoch needs the source."""
+    epochs, world = 5, 2
+    memory = int(0.25 * FILES * jobs.HELD_NBYTES)  # of each host; of each disk 0.4
+    more = {
+        "CREEL_DISK__PATH": "/tmp",
+        "CREEL_DISK__BUDGET": str(int(0.4 * FILES * jobs.HELD_NBYTES)),
+        "CREEL_DISK__KEEP_FREE": "0",
+        "CREEL_LOADER__DIRECT": "never",  # what a reader reads itself is counted here, too
+    }
+    with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, "8", ",".join(["step"] * epochs)]
+        with jobs.job(cluster, world, words, memory, more=more) as ranks:
+            for one in ranks:
+                while one.next("half")["half"] < 1:
+                    pass
+            first = int(storage.totals()["opens"])
+            said = [one.next("stats")["stats"]["tiers"] for one in ranks]
+        later = int(storage.totals()["opens"]) - first
+    assert first <= 1.1 * FILES
+    # 0 on an idle machine; a disk that takes longer than 0.25 s is not waited for.
+    assert later <= 0.03 * FILES
+    # An epoch reads half of all on each host: what its memory has not comes from a disk.
+    assert min(tiers["disk"]["hits"] for tiers in said) >= 0.2 * FILES * (epochs - 2)
+    assert min(tiers["peers"]["hits"] for tiers in said) > 0
+
+
 @pytest.mark.parametrize("listed", ["slurm", "file"])
 def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough(listed: str) -> None:
     world, epochs = 2, 4
