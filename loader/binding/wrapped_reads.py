@@ -106,7 +106,7 @@ class DaemonLink:
                 return none
             self._next += 1
             self._open.add(step)
-        return step, ids, wait_s * len(ids)
+        return step, ids, wait_s * max(len(ids), 1)
 
     def _begin_epoch_on_repeat(self, ids: NDArray[np.int32]) -> None:
         """Begin an epoch when an object is read again: the loader's own epochs are unknown."""
