@@ -36,6 +36,7 @@ from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.ranks import job_name, rank_and_world
 from creel.loader.client.unmet_settings import warn_of_unmet
+from creel.loader.reading.intercept import Intercepted
 from creel.loader.reading.observer import Lease, leased, observing
 from creel.policies.direct import DirectReads
 
@@ -228,6 +229,9 @@ class WrappedReads:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
         if observing():  # inside another proxy, which records what is read here
             return fetch(self._dataset)
+        return self._read(indices, lambda dataset: _intercepted(fetch, dataset))
+
+    def _read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         if leased():  # inside creel's own loader, or another proxy, which decides
             return self._fetch_recorded(fetch)
         link = self._usable_link()
@@ -357,6 +361,12 @@ class WrappedReads:
         if self._config is None:
             self._config = Config.load()
         return self._config[0]
+
+
+def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]) -> T:
+    """Call `fetch(dataset)`; what the dataset opens by itself comes through creel."""
+    with Intercepted():
+        return fetch(dataset)
 
 
 def _still(binding: Binding, indices: Sequence[int]) -> bool:

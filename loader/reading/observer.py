@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Copied = TypeVar("Copied", bytes, bytearray)
+T = TypeVar("T")
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
 #: What a thread reads: an address, or an object of a leaf as (id(leaf), object number).
 Asked = str | tuple[int, int]
@@ -65,6 +66,7 @@ class Leaf(Protocol):
 class _Thread(threading.local):
     lease: Lease | None = None
     observed: ObservedReads | None = None
+    intercepts = False  # whether opens by code that is not creel's are looked at (`intercept`)
 
 
 _thread = _Thread()
@@ -191,6 +193,15 @@ class Lease:
         data = kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
         return data if session.stamp() == self._stamp else None
 
+    def copy_at(self, address: str) -> bytes | None:
+        """A copy of the step's object at an address; None if it has none, or not in the arena."""
+        number = self.find(address)
+        return None if number is None else self._copy(number, bytes)
+
+    def opened_directly(self, ns: int) -> None:
+        """Count a file that was opened at the source in `ns`; how much is read is not seen."""
+        self._note(1, 0, ns)
+
     def take_rows(
         self,
         leaf: Leaf,
@@ -245,6 +256,12 @@ def _sleeps() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
+#: An opened file is worth caching if at least 1/4 of it was read ...
+_WORTH = 4
+#: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
+SMALL_NBYTES = 1 << 16
+
+
 class PartialRead:
     """How much of a file one sample has read through file objects."""
 
@@ -252,18 +269,11 @@ class PartialRead:
         """`nbytes`: size of the file; `regular`: whether it has a size at all."""
         self._nbytes, self._regular = nbytes, regular
         self.got = 0
-        self.handed_on = False  # its descriptor was; what is read through that is not counted
 
     def wanted(self) -> bool:
         """Whether the whole file is worth caching."""
-        enough = self._nbytes <= _SMALL or self.got * _WORTH >= self._nbytes
-        return enough and self._regular and not self.handed_on
-
-
-#: An opened file is worth caching if at least 1/4 of it was read ...
-_WORTH = 4
-#: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
-_SMALL = 1 << 16
+        enough = self._nbytes <= SMALL_NBYTES or self.got * _WORTH >= self._nbytes
+        return enough and self._regular
 
 
 class ObservedReads:
@@ -311,6 +321,8 @@ def take(leaf: Leaf, object_id: int, direct: Callable[[int], bytes], kind: type[
         direct: reads an object from the source.
         kind: `bytes` or `bytearray`.
     """
+    if _thread.intercepts:
+        return by_creel(lambda: take(leaf, object_id, direct, kind))
     lease, observed = _thread.lease, _thread.observed
     if lease is None:
         data = kind(direct(object_id))
@@ -334,6 +346,9 @@ def take_rows(
         out: (n, nbytes), contiguous.
         direct: reads (k,) objects from the source into (k, nbytes) rows.
     """
+    if _thread.intercepts:
+        by_creel(lambda: take_rows(leaf, ids, out, direct))
+        return
     lease, observed = _thread.lease, _thread.observed
     if lease is None:
         direct(ids, out)
@@ -352,6 +367,8 @@ def find(address: str) -> int | None:
 
 def take_address(address: str, number: int | None, direct: Callable[[str], bytes]) -> bytes:
     """The bytes at an address: from the arena if the lease has it, as `find` says, else direct."""
+    if _thread.intercepts:
+        return by_creel(lambda: take_address(address, number, direct))
     lease = _thread.lease
     if lease is not None:
         data = lease.take(number, lambda: direct(address), bytes)
@@ -360,3 +377,53 @@ def take_address(address: str, number: int | None, direct: Callable[[str], bytes
     if _thread.observed is not None:
         _thread.observed.add(address)
     return data
+
+
+def copy_at(address: str) -> bytes | None:
+    """A copy of the object at an address; None where this thread's lease does not have it."""
+    lease = _thread.lease
+    data = None if lease is None else lease.copy_at(address)
+    if data is not None and _thread.observed is not None:
+        _thread.observed.add(address)
+    return data
+
+
+# --- what other code opens --------------------------------------------------------------------
+
+
+class Intercepting:
+    """Inside the `with`, `intercepts` is true in this thread, but for creel's own reads."""
+
+    __slots__ = ("_outer",)
+
+    def __enter__(self) -> None:
+        self._outer, _thread.intercepts = _thread.intercepts, True
+
+    def __exit__(self, *_: object) -> None:
+        _thread.intercepts = self._outer
+
+
+def intercepts() -> bool:
+    """Whether this thread runs a person's code, whose files creel may serve."""
+    return _thread.intercepts
+
+
+def by_creel(read: Callable[[], T]) -> T:
+    """Call `read`; the files that it opens are creel's own affair."""
+    outer, _thread.intercepts = _thread.intercepts, False
+    try:
+        return read()
+    finally:
+        _thread.intercepts = outer
+
+
+def opened_directly(ns: int) -> None:
+    """Count a file that a person's code opened at the source."""
+    if _thread.lease is not None:
+        _thread.lease.opened_directly(ns)
+
+
+def read_whole(address: str) -> None:
+    """Record that a sample has read all of a file."""
+    if _thread.observed is not None:
+        _thread.observed.add(address)

@@ -11,95 +11,51 @@ import builtins
 import io
 import os
 import stat
-from io import BufferedReader
 from typing import IO, Any, cast
 
 from creel.errors import ConfigError
-from creel.loader.reading.observer import find, leased, observing, take_address
+from creel.loader.reading.observer import (
+    SMALL_NBYTES,
+    PartialRead,
+    copy_at,
+    find,
+    leased,
+    observing,
+    take_address,
+)
 from creel.loader.reading.storage import absolute, read_all, scheme_of
 
-
-class CachedFile(io.BytesIO):
-    """A file in memory, over the caller's own copy of the bytes."""
-
-    def __init__(self, data: bytes, name: str) -> None:
-        super().__init__(data)
-        self.name = name
-        self._real: IO[bytes] | None = None
-
-    @property
-    def mode(self) -> str:
-        """As of a file from open()."""
-        return "rb"
-
-    def __repr__(self) -> str:
-        return f"<_io.BufferedReader name={self.name!r}>"  # Pillow's errors show it
-
-    def fileno(self) -> int:
-        """The real file's descriptor, to be mapped or passed on; opened at the first call.
-
-        Raises:
-            io.UnsupportedOperation: not a local file.
-            OSError: the file is gone.
-        """
-        if self.closed or scheme_of(self.name):
-            return super().fileno()
-        if self._real is None:
-            self._real = builtins.open(self.name, "rb")  # noqa: PTH123, SIM115
-        return self._real.fileno()
-
-    def peek(self, size: int = 0, /) -> bytes:
-        """As for a real file: the next bytes, without moving the position."""
-        at = self.tell()
-        return bytes(self.getbuffer()[at : at + max(size, io.DEFAULT_BUFFER_SIZE)])
-
-    def close(self) -> None:
-        """Close this and the real file, if it was opened."""
-        if self._real is not None:
-            self._real.close()
-        super().close()
+#: Python's own, whatever `open` stands for while a dataset is read (see `intercept`).
+_python_open = io.open
+#: What lies there changes without a trace in its status.
+_NO_FILES = ("/proc/", "/sys/", "/dev/")
 
 
-class ObservedFile(io.BufferedIOBase):
-    """A real file that counts how many bytes of it are read.
+class _FileOver(io.BufferedIOBase):
+    """A file object over another; what is not defined here is done by the base class with these."""
 
-    Not a BufferedReader: numpy would read that through its descriptor, uncounted. What is not
-    defined here is done by the base class with these methods.
-    """
-
-    def __init__(self, file: BufferedReader) -> None:
-        """Count for the thread's `ObservedReads`."""
-        observed = observing()
-        assert observed is not None  # noqa: S101  see `_local`
-        self._file = file
-        status = os.fstat(file.fileno())
-        regular = stat.S_ISREG(status.st_mode)
-        self._part = observed.opened(str(file.name), status.st_size, regular=regular)
-        self.name, self.mode = file.name, file.mode
-
-    def fileno(self) -> int:
-        """The descriptor; what is read through it is not counted."""
-        self._part.handed_on = True
-        return self._file.fileno()
+    _file: io.BytesIO | io.BufferedReader
+    name: str | bytes
+    mode = "rb"
 
     def read(self, size: int | None = -1, /) -> bytes:
         """As a file from open(); the same for all methods below."""
-        return self._counted(self._file.read(size))
+        return self._file.read(size)
 
     def read1(self, size: int = -1, /) -> bytes:
-        return self._counted(self._file.read1(size))
+        return self._file.read1(size)
 
     def readline(self, size: int | None = -1, /) -> bytes:
-        return self._counted(self._file.readline(size))
-
-    def peek(self, size: int = 0, /) -> bytes:
-        return self._file.peek(size)
+        return self._file.readline(size)
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
         return self._file.tell()
+
+    def readall(self) -> bytes:
+        return self.read()
 
     def readable(self) -> bool:
         return self._file.readable()
@@ -111,9 +67,117 @@ class ObservedFile(io.BufferedIOBase):
         self._file.close()
         super().close()
 
+    def __repr__(self) -> str:
+        return f"<_io.BufferedReader name={self.name!r}>"  # Pillow's errors show it
+
+
+class CachedFile(_FileOver):
+    """A file in memory, over the caller's own copy of the bytes.
+
+    Not a BufferedReader: numpy would read that through its descriptor, which costs a second copy.
+    """
+
+    def __init__(self, data: bytes, name: str | bytes) -> None:
+        self._data = data
+        self._file = io.BytesIO(data)  # shares the memory
+        self.name = name
+
+    def fileno(self) -> int:
+        """A descriptor of a file in memory, made at the first call, to be mapped or passed on."""
+        if isinstance(self._file, io.BytesIO):
+            real = os.fdopen(memory_file(self._data), "rb")
+            real.seek(self._file.tell())
+            self._file, self._data = real, b""  # from now on, both have one position
+        return self._file.fileno()
+
+    def readinto(self, buffer: Any, /) -> int:
+        return self._file.readinto(buffer)
+
+    def peek(self, size: int = 0, /) -> bytes:
+        """As for a real file: the next bytes, without moving the position."""
+        if not isinstance(self._file, io.BytesIO):
+            return self._file.peek(size)
+        at = self._file.tell()
+        return bytes(self._file.getbuffer()[at : at + max(size, io.DEFAULT_BUFFER_SIZE)])
+
+
+class ObservedFile(_FileOver):
+    """A real file that counts how many bytes of it are read.
+
+    Not a BufferedReader: numpy would read that through its descriptor, uncounted.
+    """
+
+    _file: io.BufferedReader
+
+    def __init__(self, file: io.BufferedReader, part: PartialRead) -> None:
+        """`part` counts what is read."""
+        self._file = file
+        self._part = part
+        self.name = file.name
+        self._handed_on: int | None = None  # where the descriptor was
+
+    def fileno(self) -> int:
+        """The descriptor; reads by it show in its position, as those of numpy.fromfile."""
+        self._count_moved()
+        fd = self._file.fileno()
+        self._handed_on = os.lseek(fd, 0, os.SEEK_CUR) if self._file.seekable() else None
+        return fd
+
+    def _count_moved(self) -> None:
+        """Count what was read by the descriptor since it was handed on."""
+        if self._handed_on is not None:
+            moved = os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - self._handed_on
+            self._part.got += max(moved, 0)
+            self._handed_on = None
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._count_moved()
+        return self._file.seek(offset, whence)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._count_moved()
+        super().close()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        return self._counted(self._file.read(size))
+
+    def read1(self, size: int = -1, /) -> bytes:
+        return self._counted(self._file.read1(size))
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        return self._counted(self._file.readline(size))
+
+    def readinto(self, buffer: Any, /) -> int:
+        got = self._file.readinto(buffer)
+        self._part.got += got
+        self._handed_on = None
+        return got
+
+    def peek(self, size: int = 0, /) -> bytes:
+        return self._file.peek(size)
+
     def _counted(self, data: bytes) -> bytes:
         self._part.got += len(data)
+        self._handed_on = None  # Python's buffer moves it, too
         return data
+
+
+def memory_file(data: bytes) -> int:
+    """A descriptor of a file in memory with these bytes, at its beginning; it cannot be written."""
+    import fcntl  # there is none on Windows, where this module is imported, too
+
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+    fd = os.memfd_create("creel-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.pwrite(fd, left, len(data) - len(left)) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def read(uri: str | os.PathLike[str]) -> bytes:
@@ -140,14 +204,32 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
     address = absolute(uri)
     number = find(address)
     if number is None and not scheme_of(address):
-        return _local(address)
-    return CachedFile(take_address(address, number, read_all), address)
+        return open_local(address)
+    return cast(IO[bytes], CachedFile(take_address(address, number, read_all), address))
 
 
-def _local(path: str) -> IO[bytes]:
+def open_local(path: str) -> IO[bytes]:
     """Open the real file, observed if this thread's reads are being recorded."""
-    real = builtins.open(path, "rb")  # noqa: PTH123, SIM115  the caller closes it
-    return real if observing() is None else cast(IO[bytes], ObservedFile(real))
+    file: IO[bytes] = observed_file(_python_open(path, "rb"), path)
+    return file
+
+
+def observed_file(real: Any, address: str) -> Any:
+    """A file just opened, counting what is read of it if this thread's reads are being recorded."""
+    if observing() is None:
+        return real
+    part = opened_part(os.fstat(real.fileno()), address)
+    return real if part is None else ObservedFile(real, part)
+
+
+def opened_part(status: os.stat_result, address: str) -> PartialRead | None:
+    """Record that a file was opened; where reads of it are to be counted, None if nowhere."""
+    observed = observing()
+    if observed is None:
+        return None
+    regular = stat.S_ISREG(status.st_mode) and not address.startswith(_NO_FILES)
+    part = observed.opened(address, status.st_size, regular=regular)
+    return None if status.st_size <= SMALL_NBYTES else part
 
 
 def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
@@ -159,3 +241,38 @@ def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
     if plain or not (leased() or observing()) or "://" in os.fspath(file):
         return builtins.open(file, mode, *args, **more)  # noqa: PTH123  the caller closes it
     return open(file)
+
+
+# --- files that a person's code opens itself ----------------------------------------------------
+
+#: Files that samples have written in this process: nobody else knows yet that they are others now.
+_written: set[str] = set()
+
+
+def local_address(file: object) -> str | None:
+    """What `file` is to the cache; None for what is no plain path of a file.
+
+    >>> local_address("/data/./a//b"), local_address(b"/data/a"), local_address("/data/")
+    ('/data/a/b', '/data/a', None)
+    """
+    if isinstance(file, (bytes, os.PathLike)):
+        file = os.fsdecode(file)
+    if not isinstance(file, str) or not file:
+        return None
+    if file[0] == "/" and "//" not in file and "/." not in file and file[-1] != "/":
+        return file  # the usual case
+    if file[-1] == "/" or "://" in file or "\0" in file:
+        return None
+    whole = file if file[0] == "/" else f"{os.getcwd()}/{file}"  # noqa: PTH109
+    # `..` behind a link is followed when the file is read
+    return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
+
+
+def cached(address: str) -> bytes | None:
+    """The bytes of a file that is to be read, from the cache; None if they are not there."""
+    return None if address in _written else copy_at(address)
+
+
+def written(address: str) -> None:
+    """A sample opens the file for writing: this process reads it from the source from now on."""
+    _written.add(address)

@@ -1,0 +1,216 @@
+"""Intercept: the files that a person's dataset opens by itself, out of the cache.
+
+While a thread reads samples below `creel.wrap`, the functions of `_NAMES` are replaced in their
+modules. A file that is opened for reading is then what `creel.open` would give for it: a copy in
+memory if the lease of this thread has it, else the file that the original function opens, whose
+reads are counted while they are recorded. Every other call, and every other thread, gets the
+original function. Once no thread reads samples any more, the originals are put back.
+
+Only names that Python looks up when they are used can be replaced: a library in C opens its files
+unseen, and they are as they are.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from creel.forks import at_fork
+from creel.loader.reading import libraries
+from creel.loader.reading.observer import Intercepting, intercepts, opened_directly
+from creel.loader.reading.opened import (
+    CachedFile,
+    ObservedFile,
+    cached,
+    local_address,
+    memory_file,
+    observed_file,
+    opened_part,
+    written,
+)
+
+T = TypeVar("T")
+
+_READING = frozenset({"r", "rb", "rt", "br", "tr"})
+#: Flags of os.open that say nothing of what the bytes are.
+_READ_FLAGS = os.O_RDONLY | sum(
+    getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECT", "O_NOATIME", "O_NOCTTY")
+)
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+# --- Python's own -------------------------------------------------------------------------------
+
+
+def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, which is builtins.open, for files that may be in the cache."""
+
+    @wraps(original)
+    def opening(
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        more = mode, buffering, encoding, errors, newline
+        address = local_address(file) if intercepts() else None
+        if address is None or opener is not None or not closefd or type(mode) is not str:
+            return original(file, *more, closefd, opener)
+        if mode not in _READING:
+            written(address)
+        elif "b" in mode:
+            if buffering != 1 and encoding is errors is newline is None:
+                return _binary(original, address, file, buffering)
+        elif buffering == -1:
+            return _text(original, address, file, mode, encoding, errors, newline)
+        return original(file, *more)  # what is unusual is Python's
+
+    return opening
+
+
+def _binary(original: Callable[..., Any], address: str, file: Any, buffering: int) -> Any:
+    data = cached(address)
+    if data is not None:
+        return CachedFile(data, os.fspath(file))
+    return observed_file(_directly(lambda: original(file, "rb", buffering)), address)
+
+
+def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
+    data = cached(address)
+    if data is None:
+        real = _directly(lambda: original(file, mode, -1, *more))
+        part = opened_part(os.fstat(real.fileno()), address)
+        if part is None:
+            return real
+        binary: Any = ObservedFile(real.detach(), part)
+    else:
+        binary = CachedFile(data, os.fspath(file))
+    text = io.TextIOWrapper(binary, *more)
+    text.mode = mode  # type: ignore[misc]  # as Python does
+    return text
+
+
+def _directly(call: Callable[[], T]) -> T:
+    """Call what opens a file at the source, and count it."""
+    began = time.monotonic_ns()
+    opened = call()
+    opened_directly(time.monotonic_ns() - began)
+    return opened
+
+
+def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
+    """`original`, which is os.open, for files that may be in the cache."""
+
+    @wraps(original)
+    def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        address = local_address(path) if intercepts() and dir_fd is None else None
+        if address is None:
+            return original(path, flags, mode, dir_fd=dir_fd)
+        if flags & _WRITE_FLAGS:
+            written(address)
+        elif not flags & ~_READ_FLAGS:
+            data = cached(address)
+            if data is not None:
+                return memory_file(data)
+            fd = _directly(lambda: original(path, flags, mode))
+            opened_part(os.fstat(fd), address)  # how much is read is not seen
+            return fd
+        return original(path, flags, mode)
+
+    return opening
+
+
+# --- in place of the originals ------------------------------------------------------------------
+
+#: (module, name in it, what stands for it). A module that is not imported has nothing to replace.
+_NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("builtins", "open", _open_over),
+    ("io", "open", _open_over),
+    ("os", "open", _os_open_over),
+    ("tarfile", "bltn_open", _open_over),
+    ("bz2", "_builtin_open", _open_over),
+    (
+        "pathlib",
+        "_NormalAccessor.open",
+        lambda original: staticmethod(_open_over(original)),
+    ),  # 3.10
+    ("cv2", "imread", libraries.reads_whole),
+    ("torchvision.io", "read_file", libraries.torchvision_read_file),
+    ("torchvision.io.image", "read_file", libraries.torchvision_read_file),
+    ("pyarrow", "memory_map", libraries.maps),
+    ("pyarrow.parquet", "read_table", lambda original: libraries.parquet(original, 0)),
+    ("pyarrow.parquet", "ParquetFile.__init__", lambda original: libraries.parquet(original, 1)),
+)
+
+
+class Intercepted(Intercepting):
+    """Inside the `with`, this thread runs code of a person's dataset."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        if not self._outer:
+            _replacements.enter()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if not self._outer:
+            _replacements.leave()
+
+
+class _Replacements:
+    """The replaced names of this process: all of them while a thread is inside, else none."""
+
+    def __init__(self) -> None:
+        self._made: dict[object, Any] = {}  # replacement by original; few and for good
+        self._undo: list[tuple[Any, str, Any]] = []  # owner, name, original
+        self.forget()
+
+    def forget(self) -> None:
+        """In a forked child, where the threads that are inside do not exist."""
+        self._lock = threading.Lock()
+        self._restore()
+        self._inside = 0
+
+    def enter(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                for module, path, over in _NAMES:
+                    self._replace(sys.modules.get(module), path, over)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside = max(self._inside - 1, 0)  # a fork inside may have begun at 0
+            if not self._inside:
+                self._restore()
+
+    def _replace(self, owner: Any, path: str, over: Callable[[Any], Any]) -> None:
+        *outer, name = path.split(".")
+        for step in outer:
+            owner = getattr(owner, step, None)
+        original = vars(owner).get(name) if owner is not None else None
+        if original is None or original in self._made.values():
+            return  # not imported; or bound by its module while the original was replaced
+        if original not in self._made:
+            self._made[original] = over(original)
+        setattr(owner, name, self._made[original])
+        self._undo.append((owner, name, original))
+
+    def _restore(self) -> None:
+        while self._undo:
+            owner, name, original = self._undo.pop()
+            if vars(owner).get(name) is self._made[original]:  # else somebody has replaced ours
+                setattr(owner, name, original)
+
+
+_replacements = _Replacements()
+at_fork(after_in_child=_replacements.forget)

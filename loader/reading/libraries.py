@@ -1,0 +1,110 @@
+"""Libraries that open files in C, unseen by `open`: replacements of their functions in Python.
+
+While a person's dataset is read, each gives the library the bytes of a file that is in the cache,
+in a form that it takes for the file; else it calls the original. HDF5 has none: it takes real paths
+only, by which it finds the other files that its links and virtual datasets name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from creel.loader.reading.observer import intercepts, observing, read_whole
+from creel.loader.reading.opened import (
+    cached,
+    local_address,
+    memory_file,
+    open_local,
+    opened_part,
+)
+
+Call = Callable[..., Any]
+
+
+def torchvision_read_file(original: Call) -> Call:
+    """torchvision.io.read_file, which its read_image and decode_image call, too."""
+    import torch
+
+    @wraps(original)
+    def read_file(path: Any) -> Any:
+        address = local_address(path) if intercepts() else None
+        data = None if address is None else cached(address)
+        if data:
+            return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = original(path)
+        if address is not None:
+            read_whole(address)
+        return found
+
+    return read_file
+
+
+def reads_whole(original: Call) -> Call:
+    """A function that reads all of the file at its first argument, as cv2.imread does."""
+
+    @wraps(original)
+    def reading(path: Any, *args: Any, **more: Any) -> Any:
+        address = local_address(path) if intercepts() else None
+        data = None if address is None else cached(address)
+        if data is not None:
+            with _real_path(data) as held:
+                return original(held, *args, **more)
+        found = original(path, *args, **more)
+        if address is not None:
+            read_whole(address)
+        return found
+
+    return reading
+
+
+def maps(original: Call) -> Call:
+    """pyarrow.memory_map; how much of the file is read is not seen."""
+
+    @wraps(original)
+    def mapping(path: Any, mode: str = "r") -> Any:
+        address = local_address(path) if intercepts() and mode == "r" else None
+        data = None if address is None else cached(address)
+        if data is not None:
+            with _real_path(data) as held:
+                return original(held, mode)
+        found = original(path, mode)
+        if address is not None:
+            opened_part(os.stat(address), address)  # noqa: PTH116
+        return found
+
+    return mapping
+
+
+def parquet(original: Call, at: int) -> Call:
+    """pyarrow.parquet.read_table and ParquetFile; `at`: which argument is the path."""
+    import pyarrow as pa
+
+    @wraps(original)
+    def reading(*args: Any, **more: Any) -> Any:
+        unusual = more.get("filesystem") is not None or more.get("memory_map")
+        plain = len(args) == at + 1 and not unusual
+        address = local_address(args[at]) if plain and intercepts() else None
+        if address is None:
+            return original(*args, **more)
+        data = cached(address)
+        if data is not None:
+            return original(*args[:at], pa.BufferReader(data), **more)
+        if observing() is None or not os.path.isfile(address):  # noqa: PTH113
+            return original(*args, **more)
+        return original(*args[:at], open_local(address), **more)  # counts what is read
+
+    return reading
+
+
+@contextmanager
+def _real_path(data: bytes) -> Iterator[str]:
+    """A path by which the bytes can be opened, by this process and in the `with` only."""
+    fd = memory_file(data)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,544 @@
+"""Datasets that open their files themselves: `creel.wrap`, and no edit of theirs."""
+
+from __future__ import annotations
+
+import builtins
+import bz2
+import ctypes
+import gzip
+import io
+import mmap
+import os
+import tarfile
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+from creel.loader.client import connections
+from daemons import Running
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+N, BATCH = 8, 4
+#: Larger than what is cached however little of it is read.
+NUMBERS, SMALL = 40_000, 10_000
+
+
+def numbers(seed: int, n: int = NUMBERS) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, 1 << 30, n).astype(np.int32)
+
+
+# --- the calls ------------------------------------------------------------------------------------
+
+
+def library(name: str) -> Any:
+    try:
+        return pytest.importorskip(name)
+    except RuntimeError as e:  # built for another torch
+        pytest.skip(f"{name}: {e}")
+
+
+def write_npz(path: str, seed: int) -> None:
+    np.savez(path, x=numbers(seed))
+
+
+def write_npy(path: str, seed: int) -> None:
+    np.save(path, numbers(seed))
+
+
+def write_raw(path: str, seed: int) -> None:
+    numbers(seed).tofile(path)
+
+
+def write_little(path: str, seed: int) -> None:
+    """Small enough to be cached, however much of it is seen to be read."""
+    np.save(path, numbers(seed, 5000))
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(numbers(seed, 300 * 100).view(np.uint8).reshape(200, 200, 3))
+
+
+def write_jpeg(path: str, seed: int) -> None:
+    picture(seed).save(path, quality=98)
+
+
+def write_png(path: str, seed: int) -> None:
+    picture(seed).save(path)
+
+
+def write_csv(path: str, seed: int) -> None:
+    Path(path).write_text("x\n" + "\n".join(map(str, numbers(seed))))
+
+
+def write_csv_gz(path: str, seed: int) -> None:
+    Path(path).write_bytes(gzip.compress(b"x\n" + b"\n".join(b"%d" % x for x in numbers(seed))))
+
+
+def write_gz(path: str, seed: int) -> None:
+    Path(path).write_bytes(gzip.compress(numbers(seed).tobytes()))
+
+
+def write_bz2(path: str, seed: int) -> None:
+    Path(path).write_bytes(bz2.compress(numbers(seed).tobytes()))
+
+
+def write_zip(path: str, seed: int) -> None:
+    with zipfile.ZipFile(path, "w") as z:
+        z.writestr("x", numbers(seed).tobytes())
+
+
+def write_tar(path: str, seed: int) -> None:
+    with tarfile.open(path, "w") as tar:
+        info = tarfile.TarInfo("x")
+        info.size = 4 * NUMBERS
+        tar.addfile(info, io.BytesIO(numbers(seed).tobytes()))
+
+
+def write_pt(path: str, seed: int) -> None:
+    torch.save({"x": torch.from_numpy(numbers(seed))}, path)
+
+
+def write_parquet(path: str, seed: int) -> None:
+    pq = library("pyarrow.parquet")
+    pq.write_table(library("pyarrow").table({"x": numbers(seed)}), path)
+
+
+def write_hdf5(path: str, seed: int) -> None:
+    with library("h5py").File(path, "w") as f:
+        f["x"] = numbers(seed, 5000)
+
+
+def read_all(path: str) -> bytes:
+    with open(path, "rb") as f:  # noqa: PTH123
+        return f.read()
+
+
+def read_by_io(path: str) -> bytes:
+    with io.open(path, "rb") as f:  # noqa: UP020
+        return f.read()
+
+
+def read_pieces(path: str) -> bytes:
+    with open(path, "rb") as f:  # noqa: PTH123
+        f.seek(400)
+        buffer = bytearray(100_000)
+        assert f.readinto(buffer) == len(buffer)
+        return bytes(buffer) + f.read(11) + f.readline()
+
+
+def read_text(path: str) -> str:
+    with open(path, encoding="ascii") as f:  # noqa: PTH123
+        return f.readline() + f.mode + str(f.name) + f.read()
+
+
+def read_direct(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    try:
+        buffer = mmap.mmap(-1, 1 << 16)
+        got = os.readv(fd, [buffer])
+        return buffer[:got]
+    finally:
+        os.close(fd)
+
+
+def read_mapped(path: str) -> bytes:
+    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as m:  # noqa: PTH123
+        return m[:]
+
+
+def read_tar(path: str) -> bytes:
+    with tarfile.open(path) as tar:
+        member = tar.extractfile("x")
+        assert member is not None
+        return member.read()
+
+
+def read_image(path: str) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def read_zip(path: str) -> bytes:
+    with zipfile.ZipFile(path) as z:
+        return z.read("x")
+
+
+def read_gz(path: str) -> bytes:
+    with gzip.open(path) as f:
+        return f.read()
+
+
+def read_bz2(path: str) -> bytes:
+    with bz2.open(path) as f:
+        return f.read()
+
+
+def read_hdf5(path: str) -> Any:
+    with library("h5py").File(path, "r") as f:
+        return f["x"][:], f.filename
+
+
+def read_fileio(path: str) -> bytes:
+    with io.FileIO(path) as f:
+        return f.read()
+
+
+def read_in_c(path: str) -> bytes:
+    """As a reader in C would."""
+    libc = ctypes.CDLL(None)
+    fd = libc.open(path.encode(), os.O_RDONLY)
+    try:
+        return os.read(fd, 1 << 20)
+    finally:
+        os.close(fd)
+
+
+Write: TypeAlias = Callable[[str, int], None]
+Read: TypeAlias = Callable[[str], Any]
+#: name -> (suffix, how it is written, how it is read, whether it is served)
+CALLS: dict[str, tuple[str, Write, Read, bool]] = {
+    "open.read": (".bin", write_raw, read_all, True),
+    "open.seek.readinto": (".bin", write_raw, read_pieces, True),
+    "open, text": (".csv", write_csv, read_text, True),
+    "io.open": (".bin", write_raw, read_by_io, True),
+    "pathlib": (".bin", write_raw, lambda p: Path(p).read_bytes(), True),
+    "os.open, small": (".npy", write_little, read_direct, True),
+    "mmap, small": (".npy", write_little, read_mapped, True),
+    "np.load npz": (".npz", write_npz, lambda p: np.load(p, allow_pickle=True)["x"], True),
+    "np.load npy": (".npy", write_npy, np.load, True),
+    "np.fromfile": (".bin", write_raw, lambda p: np.fromfile(p, np.int32), True),
+    "np.memmap, small": (
+        ".npy",
+        write_little,
+        lambda p: np.array(np.memmap(p, np.uint8, "r")),
+        True,
+    ),
+    "np.load mmap_mode, small": (
+        ".npy",
+        write_little,
+        lambda p: np.array(np.load(p, mmap_mode="r")),
+        True,
+    ),
+    "np.memmap": (".npy", write_npy, lambda p: np.array(np.memmap(p, np.uint8, "r")), False),
+    "PIL jpeg": (".jpg", write_jpeg, read_image, True),
+    "PIL png": (".png", write_png, read_image, True),
+    "torch.load": (".pt", write_pt, lambda p: torch.load(p)["x"], True),
+    "torch.load mmap": (".pt", write_pt, lambda p: torch.load(p, mmap=True)["x"].clone(), False),
+    "torch.from_file": (
+        ".bin",
+        write_raw,
+        lambda p: torch.from_file(p, size=NUMBERS, dtype=torch.int32).clone(),
+        False,
+    ),
+    "gzip": (".gz", write_gz, read_gz, True),
+    "bz2": (".bz2", write_bz2, read_bz2, True),
+    "zipfile": (".zip", write_zip, read_zip, True),
+    "tarfile": (".tar", write_tar, read_tar, True),
+    "pandas csv": (
+        ".csv",
+        write_csv,
+        lambda p: library("pandas").read_csv(p)["x"].to_numpy(),
+        True,
+    ),
+    "pandas csv.gz": (
+        ".csv.gz",
+        write_csv_gz,
+        lambda p: library("pandas").read_csv(p)["x"].to_numpy(),
+        True,
+    ),
+    "pandas parquet": (
+        ".parquet",
+        write_parquet,
+        lambda p: library("pandas").read_parquet(p)["x"].to_numpy(),
+        True,
+    ),
+    "pq.ParquetFile": (
+        ".parquet",
+        write_parquet,
+        lambda p: library("pyarrow.parquet").ParquetFile(p).read()["x"].to_numpy(),
+        True,
+    ),
+    "pq.read_table": (
+        ".parquet",
+        write_parquet,
+        lambda p: library("pyarrow.parquet").read_table(p)["x"].to_numpy(),
+        True,
+    ),
+    "pa.memory_map, small": (
+        ".npy",
+        write_little,
+        lambda p: library("pyarrow").memory_map(p).read(),
+        True,
+    ),
+    "cv2.imread": (".png", write_png, lambda p: library("cv2").imread(p), True),
+    "torchvision read_image": (
+        ".png",
+        write_png,
+        lambda p: library("torchvision.io").read_image(p),
+        True,
+    ),
+    "torchvision read_file": (
+        ".bin",
+        write_raw,
+        lambda p: library("torchvision.io").read_file(p),
+        True,
+    ),
+    "skimage": (".png", write_png, lambda p: library("skimage.io").imread(p), True),
+    "h5py": (".h5", write_hdf5, read_hdf5, False),
+    "io.FileIO": (".bin", write_raw, read_fileio, False),
+    "C": (".npy", write_little, read_in_c, False),
+}
+
+
+class Opaque(Dataset[Any]):
+    """What people write: it knows nothing of creel."""
+
+    def __init__(self, folder: Path, call: str) -> None:
+        self.suffix, self.write, self.read, _ = CALLS[call]
+        self.paths = [str(folder / f"{i}{self.suffix}") for i in range(N)]
+        self.fill(0)
+
+    def fill(self, generation: int) -> None:
+        for i, path in enumerate(self.paths):
+            self.write(path, 100 * generation + i)
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return self.read(self.paths[i])
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    with Running(daemon_name, memory="32MB") as daemon:
+        yield daemon
+        connections.disconnect(daemon_name)
+
+
+def loader(dataset: Any, kind: Any = creel.DataLoader, workers: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    return kind(dataset, BATCH, True, collate_fn=list, generator=generator, num_workers=workers)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_gives_what_it_gives_and_is_served_from_the_cache(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then other files lie there: whose bytes come shows where they come from."""
+    monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
+    bare = Opaque(tmp_path, call)
+    before = [bare[i] for i in range(N)]
+    ours = loader(creel.wrap(bare))
+    theirs = loader(bare, DataLoader)
+    for _ in range(2):
+        assert same(list(ours), list(theirs))
+    bare.fill(1)
+    got = [sample for batch in ours for sample in batch]
+    after = [bare[i] for i in range(N)]
+    found = [[any(same(x, y) for y in known) for x in got] for known in (before, after)]
+    served = CALLS[call][3]
+    assert found == [[served] * N, [not served] * N]
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("call", ["np.load npy", "np.fromfile", "PIL png", "open, text"])
+def test_files_rewritten_between_epochs_give_their_new_bytes(
+    call: str, workers: int, kind: Any, tmp_path: Path
+) -> None:
+    bare = Opaque(tmp_path, call)
+    ours, theirs = loader(creel.wrap(bare), kind, workers), loader(bare, DataLoader, workers)
+    for epoch in range(5):
+        assert same(list(ours), list(theirs))
+        bare.fill(epoch)
+
+
+# --- what is replaced, when -----------------------------------------------------------------------
+
+
+class Plain(Dataset[Any]):
+    """Reads by a function of the test's."""
+
+    def __init__(self, folder: Path, read: Callable[[str], Any] = read_all) -> None:
+        self.paths = [str(folder / f"{i}.bin") for i in range(N)]
+        for i, path in enumerate(self.paths):
+            numbers(i, SMALL).tofile(path)
+        self.read = read
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return self.read(self.paths[i])
+
+
+ORIGINALS = builtins.open, io.open, os.open, tarfile.bltn_open  # type: ignore[attr-defined]
+
+
+def originals() -> tuple[Any, ...]:
+    return builtins.open, io.open, os.open, tarfile.bltn_open  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_names_are_replaced_only_while_a_sample_is_read(tmp_path: Path) -> None:
+    seen = []
+
+    def read(path: str) -> bytes:
+        seen.append(originals())
+        if path.endswith("3.bin"):
+            raise ZeroDivisionError
+        return read_all(path)
+
+    wrapped: Any = creel.wrap(Plain(tmp_path, read))
+    assert originals() == ORIGINALS
+    assert len(wrapped[0]) == 4 * SMALL
+    assert originals() == ORIGINALS
+    with pytest.raises(ZeroDivisionError):
+        wrapped[3]
+    assert originals() == ORIGINALS
+    assert all(ours is not theirs for ours, theirs in zip(seen[0], ORIGINALS, strict=True))
+
+
+@pytest.mark.usefixtures("daemon")
+def test_other_threads_open_as_ever_and_samples_may_be_read_in_several(tmp_path: Path) -> None:
+    """What another thread opens while samples are read is neither recorded nor served."""
+    inside, outside = threading.Event(), threading.Event()
+    kinds: list[type] = []
+
+    def other() -> None:
+        inside.wait(60)
+        with open(tmp_path / "0.bin", "rb") as f:  # noqa: PTH123
+            kinds.append(type(f))
+        outside.set()
+
+    def read(path: str) -> bytes:
+        inside.set()
+        outside.wait(60)
+        return read_all(path)
+
+    bare = Plain(tmp_path)
+    wrapped: Any = creel.wrap(bare)
+    ours, theirs = loader(wrapped), loader(bare, DataLoader)
+    for _ in range(2):
+        assert list(ours) == list(theirs)
+    bare.read = read
+    threads = [
+        threading.Thread(target=other),
+        *(threading.Thread(target=wrapped.__getitems__, args=([i, i + 4],)) for i in range(4)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds == [io.BufferedReader]
+    assert originals() == ORIGINALS
+
+
+@pytest.mark.usefixtures("daemon")
+def test_what_somebody_else_has_replaced_is_called_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def theirs(*args: Any, **more: Any) -> Any:
+        opened.append(args[0])
+        return ORIGINALS[0](*args, **more)
+
+    bare = Plain(tmp_path)
+    monkeypatch.setattr(builtins, "open", theirs)
+    wrapped: Any = creel.wrap(bare)
+    assert wrapped[1] == Path(bare.paths[1]).read_bytes()
+    assert opened == [bare.paths[1]]
+    assert builtins.open is theirs
+
+
+def rewritten(path: str) -> bytes:
+    """Reads what it has just written."""
+    with open(path, "r+b") as f:  # noqa: PTH123
+        now = bytes([(f.read(1)[0] + 1) % 256])
+        f.seek(0)
+        f.write(now)
+    return read_all(path)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+def test_a_sample_that_writes_its_file_reads_what_it_wrote(tmp_path: Path, kind: Any) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    ours = loader(creel.wrap(Plain(tmp_path / "ours", rewritten)), kind)
+    theirs = loader(Plain(tmp_path / "theirs", rewritten), DataLoader)
+    for _ in range(4):
+        assert list(ours) == list(theirs)
+
+
+def odd(path: str) -> list[Any]:
+    """What a file object says and refuses, and calls that are none for the cache."""
+    found: list[Any] = []
+    for args, more in [
+        ((path,), {}),
+        ((path, "rb"), {}),
+        ((path, "rb", 0), {}),
+        ((path, "r", 1), {"encoding": "latin-1"}),
+        ((path, "rt"), {"encoding": "latin-1", "newline": "\r"}),
+        ((path.encode(), "rb"), {}),
+        ((Path(path), "rb"), {}),
+        ((os.path.relpath(path), "rb"), {}),
+        ((path + "/", "rb"), {}),
+        ((path + "x",), {}),
+        ((path, "rb"), {"encoding": "ascii"}),
+        ((path, "r", 0), {}),
+        ((path, "q"), {}),
+        ((path, 3), {}),
+        ((path, "r"), {"encoding": "none such"}),
+        (("/proc/self/cmdline", "rb"), {}),
+        ((str(Path(path).parent),), {}),
+        (("",), {}),
+        (("a\0b",), {}),
+        ((None,), {}),
+    ]:
+        try:
+            with open(*args, **more) as f:  # type: ignore[call-overload]  # noqa: PTH123
+                found += [f.name, f.mode.replace("b", ""), f.readable(), f.seekable(), f.writable()]
+                f.seek(0, 2)
+                found += [f.tell(), f.seek(40), f.read(50), f.readline(), f.closed]
+            found.append(f.closed)
+            with pytest.raises(ValueError, match="closed file"):
+                f.read()
+        except Exception as e:  # noqa: BLE001, PERF203
+            found += [type(e), str(e)]
+    return found
+
+
+@pytest.mark.usefixtures("daemon")
+def test_arguments_and_refusals_are_pythons(tmp_path: Path) -> None:
+    bare = Plain(tmp_path, odd)
+    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
+    for _ in range(3):
+        for batch, expected in zip(ours, theirs, strict=True):
+            for found, wanted in zip(batch, expected, strict=True):
+                assert [x for x, y in zip(found, wanted, strict=True) if x != y] == []
