@@ -17,13 +17,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, TypeVar
 
 from creel.forks import at_fork
 from creel.loader.reading import libraries
-from creel.loader.reading.observer import Intercepting, intercepts, opened_directly
+from creel.loader.reading.observer import Intercepting, intercepts, leased, opened_directly
 from creel.loader.reading.opened import (
     CachedFile,
     ObservedFile,
@@ -81,13 +81,13 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
     data = cached(address)
     if data is not None:
         return CachedFile(data, os.fspath(file))
-    return observed_file(_directly(lambda: original(file, "rb", buffering)), address)
+    return observed_file(_directly(original, file, "rb", buffering), address)
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
     data = cached(address)
     if data is None:
-        real = _directly(lambda: original(file, mode, -1, *more))
+        real = _directly(original, file, mode, -1, *more)
         part = opened_part(os.fstat(real.fileno()), address)
         if part is None:
             return real
@@ -99,10 +99,12 @@ def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *mor
     return text
 
 
-def _directly(call: Callable[[], T]) -> T:
-    """Call what opens a file at the source, and count it."""
+def _directly(original: Callable[..., T], *args: Any) -> T:
+    """Open a file at the source; counted where somebody counts."""
+    if not leased():
+        return original(*args)
     began = time.monotonic_ns()
-    opened = call()
+    opened = original(*args)
     opened_directly(time.monotonic_ns() - began)
     return opened
 
@@ -121,7 +123,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
             data = cached(address)
             if data is not None:
                 return memory_file(data)
-            fd = _directly(lambda: original(path, flags, mode))
+            fd = _directly(original, path, flags, mode)
             opened_part(os.fstat(fd), address)  # how much is read is not seen
             return fd
         return original(path, flags, mode)
@@ -129,7 +131,29 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
     return opening
 
 
+def _changes_over(original: Callable[..., T]) -> Callable[..., T]:
+    """`original`, which puts other files at its paths, or none."""
+
+    @wraps(original)
+    def changing(*paths: Any, **more: Any) -> T:
+        if intercepts():
+            for path in paths:
+                address = local_address(path)
+                if address is not None:
+                    written(address)
+        return original(*paths, **more)
+
+    return changing
+
+
+def _static(over: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`over` for a function that is looked up in a class."""
+    return lambda original: staticmethod(over(original))
+
+
 # --- in place of the originals ------------------------------------------------------------------
+
+_CHANGES = ("rename", "replace", "remove", "unlink", "truncate")
 
 #: (module, name in it, what stands for it). A module that is not imported has nothing to replace.
 _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
@@ -138,11 +162,9 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("os", "open", _os_open_over),
     ("tarfile", "bltn_open", _open_over),
     ("bz2", "_builtin_open", _open_over),
-    (
-        "pathlib",
-        "_NormalAccessor.open",
-        lambda original: staticmethod(_open_over(original)),
-    ),  # 3.10
+    ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
+    *(("os", name, _changes_over) for name in _CHANGES),
+    *(("pathlib", f"_NormalAccessor.{name}", _static(_changes_over)) for name in _CHANGES),
     ("cv2", "imread", libraries.reads_whole),
     ("torchvision.io", "read_file", libraries.torchvision_read_file),
     ("torchvision.io.image", "read_file", libraries.torchvision_read_file),
@@ -166,50 +188,76 @@ class Intercepted(Intercepting):
             _replacements.leave()
 
 
+class _Name:
+    """One of `_NAMES`, once its module is imported."""
+
+    def __init__(self, owner: Any, name: str, over: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._over = owner, name, over
+        self._original: Any = None
+        self._replacement: Any = None
+
+    def replace(self) -> None:
+        now = vars(self._owner).get(self._name)
+        if now is not self._original:
+            if now is None or now is self._replacement or now in _made.values():
+                return  # its module has bound ours, which pass on what is not for them
+            self._original = now
+            key = self._over, now
+            self._replacement = _made.get(key) or _made.setdefault(key, self._over(now))
+        if now is not None:
+            setattr(self._owner, self._name, self._replacement)
+
+    def restore(self) -> None:
+        if vars(self._owner).get(self._name) is self._replacement:  # else somebody replaced ours
+            setattr(self._owner, self._name, self._original)
+
+
+#: Replacements by how they are made and by original; few and for good.
+_made: dict[tuple[Any, Any], Any] = {}
+
+
 class _Replacements:
     """The replaced names of this process: all of them while a thread is inside, else none."""
 
     def __init__(self) -> None:
-        self._made: dict[object, Any] = {}  # replacement by original; few and for good
-        self._undo: list[tuple[Any, str, Any]] = []  # owner, name, original
+        self._names: list[_Name] = []
+        self._modules = 0  # that were imported when the names were looked for
         self.forget()
 
     def forget(self) -> None:
         """In a forked child, where the threads that are inside do not exist."""
         self._lock = threading.Lock()
-        self._restore()
         self._inside = 0
+        for name in self._names:
+            name.restore()
 
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
             if self._inside == 1:
-                for module, path, over in _NAMES:
-                    self._replace(sys.modules.get(module), path, over)
+                if len(sys.modules) != self._modules:
+                    self._modules = len(sys.modules)
+                    self._names = [_Name(*found) for found in _importable()]
+                for name in self._names:
+                    name.replace()
 
     def leave(self) -> None:
         with self._lock:
             self._inside = max(self._inside - 1, 0)  # a fork inside may have begun at 0
             if not self._inside:
-                self._restore()
+                for name in self._names:
+                    name.restore()
 
-    def _replace(self, owner: Any, path: str, over: Callable[[Any], Any]) -> None:
+
+def _importable() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Owner, name and replacement of those whose modules are imported."""
+    for module, path, over in _NAMES:
+        owner: Any = sys.modules.get(module)
         *outer, name = path.split(".")
         for step in outer:
             owner = getattr(owner, step, None)
-        original = vars(owner).get(name) if owner is not None else None
-        if original is None or original in self._made.values():
-            return  # not imported; or bound by its module while the original was replaced
-        if original not in self._made:
-            self._made[original] = over(original)
-        setattr(owner, name, self._made[original])
-        self._undo.append((owner, name, original))
-
-    def _restore(self) -> None:
-        while self._undo:
-            owner, name, original = self._undo.pop()
-            if vars(owner).get(name) is self._made[original]:  # else somebody has replaced ours
-                setattr(owner, name, original)
+        if owner is not None:
+            yield owner, name, over
 
 
 _replacements = _Replacements()

@@ -247,6 +247,8 @@ def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
 
 #: Files that samples have written in this process: nobody else knows yet that they are others now.
 _written: set[str] = set()
+#: A process that has written more serves nothing any more.
+_MAX_WRITTEN = 1_000_000
 
 
 def local_address(file: object) -> str | None:
@@ -270,9 +272,11 @@ def local_address(file: object) -> str | None:
 
 def cached(address: str) -> bytes | None:
     """The bytes of a file that is to be read, from the cache; None if they are not there."""
-    return None if address in _written else copy_at(address)
+    unsure = address in _written or len(_written) > _MAX_WRITTEN
+    return None if unsure else copy_at(address)
 
 
 def written(address: str) -> None:
-    """A sample opens the file for writing: this process reads it from the source from now on."""
-    _written.add(address)
+    """A sample changes the file: this process reads it from the source from now on."""
+    if len(_written) <= _MAX_WRITTEN:
+        _written.add(address)

@@ -1,0 +1,154 @@
+"""A dataset that opens its files itself, over slow storage: creel.wrap against torch.
+
+    sudo python benchmarks/opaque.py [--format npy png] [--workers 0 2] [--bandwidth 200M]
+
+The dataset is what people write: `np.load` or `PIL.Image.open` of a path; nothing of it is edited
+for creel. Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). Memory is
+enough for all files. Ways: torch's DataLoader over the dataset; creel's over `creel.wrap` of it;
+and torch's over that, which nobody tells what comes next. Shown are samples per second of the
+first epoch and of the later ones, their ratio to torch's, and the files opened at the source in
+each epoch; and whether all batches were torch's, by a digest. The file system has no page cache:
+what torch reads again is read from it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import median, report
+from PIL import Image
+from source_reads import daemon_with
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+
+SIDE = 224  # pixels; a png of noise has 150 KB, as the array
+
+
+class Arrays(Dataset[torch.Tensor]):
+    """What people write."""
+
+    suffix = ".npy"
+
+    def __init__(self, folder: str, files: int) -> None:
+        self.paths = [f"{folder}/{i:06}{self.suffix}" for i in range(files)]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(np.load(self.paths[index]))
+
+
+class Pictures(Arrays):
+    """The same with Pillow."""
+
+    suffix = ".png"
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with Image.open(self.paths[index]) as image:
+            return torch.from_numpy(np.array(image.convert("RGB")))
+
+
+FORMATS = {"npy": Arrays, "png": Pictures}
+WAYS: dict[str, Any] = {
+    "torch": DataLoader,
+    "creel.wrap": lambda dataset, **k: creel.DataLoader(creel.wrap(dataset), **k),
+    "creel.wrap, torch's loader": lambda dataset, **k: DataLoader(creel.wrap(dataset), **k),
+}
+
+
+def fill(folder: Path, dataset: Arrays) -> int:
+    """Write the files; their bytes."""
+    rng = np.random.default_rng(0)
+    for path in dataset.paths:
+        pixels = rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+        where = folder / Path(path).name
+        if dataset.suffix == ".npy":
+            np.save(where, pixels)
+        else:
+            Image.fromarray(pixels).save(where, compress_level=1)
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def epochs(loader: Any, fs: Any, n: int) -> tuple[list[float], list[int], str]:
+    """Seconds and source opens of each epoch; a digest of all batches, taken beside the clock."""
+    seconds, opens, digest = [], [], hashlib.sha256()
+    for _ in range(n):
+        before, spent, began = fs.totals()["opens"], 0.0, time.perf_counter()
+        for batch in loader:
+            at = time.perf_counter()
+            digest.update(batch[:, ::8, ::8].numpy().tobytes())
+            spent += time.perf_counter() - at
+        seconds.append(time.perf_counter() - began - spent)
+        opens.append(fs.totals()["opens"] - before)
+    return seconds, opens, digest.hexdigest()
+
+
+def rows(kind: str, workers: int, o: argparse.Namespace) -> list[dict[str, object]]:
+    """A row per way."""
+    found: dict[str, list[tuple[list[float], list[int], str]]] = {way: [] for way in WAYS}
+    slow = {"bandwidth": o.bandwidth, "open_latency": o.open_latency}
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        data, mount = Path(name, "data"), str(Path(name, "mount"))
+        data.mkdir()
+        dataset = FORMATS[kind](mount, o.files)
+        total = fill(data, dataset)
+        for _ in range(o.rounds):
+            for way, make in WAYS.items():
+                with SlowFS(str(data), mount, **slow) as fs, daemon_with(2 * total):
+                    torch.manual_seed(0)
+                    loader = make(dataset, batch_size=o.batch, shuffle=True, num_workers=workers)
+                    found[way].append(epochs(loader, fs, o.epochs))
+                    del loader
+    digests = {digest for runs in found.values() for _, _, digest in runs}
+    times = {way: [(s[0], sum(s[1:])) for s, _, _ in runs] for way, runs in found.items()}
+    out: list[dict[str, object]] = []
+    for way, runs in found.items():
+        first, later = ([both[i] for both in times[way]] for i in (0, 1))
+        ratios = [
+            round(median([t[i] / s[i] for t, s in zip(times["torch"], times[way], strict=True)]), 2)
+            for i in (0, 1)
+        ]
+        out.append({
+            "format": kind, "workers": workers, "way": way,
+            "first, samples/s": round(o.files / median(first)),
+            "later, samples/s": round(o.files * (o.epochs - 1) / median(later)),
+            "first / torch": ratios[0],
+            "later / torch": ratios[1],
+            "opens of the source": " ".join(map(str, runs[-1][1])),
+            "same batches": len(digests) == 1,
+        })  # fmt: skip
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--format", nargs="+", choices=[*FORMATS], default=[*FORMATS])
+    parser.add_argument("--workers", nargs="+", type=int, default=[0, 2])
+    parser.add_argument("--files", type=int, default=600)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--bandwidth", default="200M")
+    parser.add_argument("--open-latency", type=float, default=3.0, help="ms")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    report([row for kind in o.format for workers in o.workers for row in rows(kind, workers, o)])
+
+
+if __name__ == "__main__":
+    main()
