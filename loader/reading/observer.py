@@ -259,21 +259,20 @@ def _sleeps() -> int:
 #: An opened file is worth caching if at least 1/4 of it was read ...
 _WORTH = 4
 #: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
-SMALL_NBYTES = 1 << 16
+_SMALL = 1 << 16
 
 
 class PartialRead:
     """How much of a file one sample has read through file objects."""
 
-    def __init__(self, nbytes: int, *, regular: bool) -> None:
-        """`nbytes`: size of the file; `regular`: whether it has a size at all."""
-        self._nbytes, self._regular = nbytes, regular
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes`: size of the file."""
+        self._nbytes = nbytes
         self.got = 0
 
     def wanted(self) -> bool:
         """Whether the whole file is worth caching."""
-        enough = self._nbytes <= SMALL_NBYTES or self.got * _WORTH >= self._nbytes
-        return enough and self._regular
+        return self.got * _WORTH >= self._nbytes
 
 
 class ObservedReads:
@@ -291,10 +290,16 @@ class ObservedReads:
         """Record a read that succeeded: one that failed would be repeated by the daemon."""
         self._asked[asked] = None
 
-    def opened(self, path: str, nbytes: int, *, regular: bool) -> PartialRead:
-        """Where reads of an opened file are counted: one place for all file objects of a path."""
-        new = PartialRead(nbytes, regular=regular)
-        return self._asked.setdefault(path, new) or new
+    def opened(self, path: str, nbytes: int) -> PartialRead | None:
+        """Record a file that was opened.
+
+        Returns where its reads are to be counted, one place for all file objects of a path; None
+        where the file is worth caching however little is read.
+        """
+        if nbytes <= _SMALL:
+            self._asked[path] = None
+            return None
+        return self._asked.setdefault(path, PartialRead(nbytes))
 
     def __enter__(self) -> ObservedReads:
         self._outer, _thread.observed = _thread.observed, self

@@ -15,7 +15,6 @@ from typing import IO, Any, cast
 
 from creel.errors import ConfigError
 from creel.loader.reading.observer import (
-    SMALL_NBYTES,
     PartialRead,
     copy_at,
     find,
@@ -225,11 +224,8 @@ def observed_file(real: Any, address: str) -> Any:
 def opened_part(status: os.stat_result, address: str) -> PartialRead | None:
     """Record that a file was opened; where reads of it are to be counted, None if nowhere."""
     observed = observing()
-    if observed is None:
-        return None
     regular = stat.S_ISREG(status.st_mode) and not address.startswith(_NO_FILES)
-    part = observed.opened(address, status.st_size, regular=regular)
-    return None if status.st_size <= SMALL_NBYTES else part
+    return observed.opened(address, status.st_size) if regular and observed else None
 
 
 def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:

@@ -7,6 +7,7 @@ import bz2
 import ctypes
 import gzip
 import io
+import lzma
 import mmap
 import os
 import sys
@@ -92,6 +93,14 @@ def write_gz(path: str, seed: int) -> None:
 
 def write_bz2(path: str, seed: int) -> None:
     Path(path).write_bytes(bz2.compress(numbers(seed).tobytes()))
+
+
+def write_xz(path: str, seed: int) -> None:
+    Path(path).write_bytes(lzma.compress(numbers(seed).tobytes(), preset=0))
+
+
+def write_tiff(path: str, seed: int) -> None:
+    library("tifffile").imwrite(path, np.asarray(picture(seed)))
 
 
 def write_zip(path: str, seed: int) -> None:
@@ -185,6 +194,11 @@ def read_bz2(path: str) -> bytes:
         return f.read()
 
 
+def read_xz(path: str) -> bytes:
+    with lzma.open(path) as f:
+        return f.read()
+
+
 def read_hdf5(path: str) -> Any:
     with library("h5py").File(path, "r") as f:
         return f["x"][:], f.filename
@@ -244,6 +258,7 @@ CALLS: dict[str, tuple[str, Write, Read, bool]] = {
     ),
     "gzip": (".gz", write_gz, read_gz, True),
     "bz2": (".bz2", write_bz2, read_bz2, True),
+    "lzma": (".xz", write_xz, read_xz, True),
     "zipfile": (".zip", write_zip, read_zip, True),
     "tarfile": (".tar", write_tar, read_tar, True),
     "pandas csv": (
@@ -296,6 +311,8 @@ CALLS: dict[str, tuple[str, Write, Read, bool]] = {
         True,
     ),
     "skimage": (".png", write_png, lambda p: library("skimage.io").imread(p), True),
+    "imageio": (".png", write_png, lambda p: library("imageio.v3").imread(p), True),
+    "tifffile": (".tiff", write_tiff, lambda p: library("tifffile").imread(p), True),
     "h5py": (".h5", write_hdf5, read_hdf5, False),
     "io.FileIO": (".bin", write_raw, read_fileio, False),
     "C": (".npy", write_little, read_in_c, False),
@@ -339,9 +356,10 @@ def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
         connections.disconnect(daemon_name)
 
 
-def loader(dataset: Any, kind: Any = creel.DataLoader, workers: int = 0) -> Any:
+def loader(dataset: Any, kind: Any = creel.DataLoader, workers: int = 0, **more: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
-    return kind(dataset, BATCH, True, collate_fn=list, generator=generator, num_workers=workers)
+    more |= {"collate_fn": list, "generator": generator, "num_workers": workers}
+    return kind(dataset, BATCH, True, **more)
 
 
 @pytest.mark.usefixtures("daemon")
@@ -481,6 +499,22 @@ ORIGINALS = builtins.open, io.open, os.open, tarfile.bltn_open  # type: ignore[a
 
 def originals() -> tuple[Any, ...]:
     return builtins.open, io.open, os.open, tarfile.bltn_open  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+def test_workers_that_are_spawned_are_served_too(
+    daemon: Running, tmp_path: Path, kind: Any
+) -> None:
+    bare = Plain(tmp_path)
+    spawned: dict[str, Any] = {"multiprocessing_context": "spawn", "persistent_workers": True}
+    ours = loader(creel.wrap(bare), kind, 2, **spawned)
+    theirs = loader(bare, DataLoader, 2, persistent_workers=True)
+    for _ in range(5):
+        assert list(ours) == list(theirs)
+    with daemon.client("cli") as client:
+        datasets = client.ask("stats")["core"]["datasets"]
+    assert [d["reads"] for d in datasets.values()] == [N]
 
 
 @pytest.mark.usefixtures("daemon")
