@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import stat
+import time
 from pathlib import Path
 
 _DATA = "objects"
+_LEAVING = "leaving"
+#: For so long a folder is waited for whose daemon has said that it ends; pauses in between, in s.
+LEAVING_S, _LOOK_AGAIN_S = 10.0, 0.05
 #: The file grows by so much at a time; allocating it ahead keeps it in few pieces.
 SEGMENT_NBYTES = 256 << 20
 #: Of what it may take, so much stays free for the index: 1 / n, and some bytes.
@@ -21,7 +26,8 @@ _ALIGNMENTS = (512, 4096)
 def open_folder(path: str) -> int:
     """Descriptor of this user's own folder below `path`, locked; made where it is missing.
 
-    The lock goes with the descriptor's process, however that ends.
+    The lock goes with the descriptor's process, however that ends. One that is `mark_leaving` is
+    waited for.
 
     Raises:
         OSError: it cannot be made; it is another's, or others may look into it (EPERM); another
@@ -46,10 +52,39 @@ def _check_private(fd: int, path: Path) -> None:
 
 
 def _lock(fd: int, path: Path) -> None:
+    while not _locked(fd):
+        if not _is_left(fd):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another daemon uses it", str(path))
+        time.sleep(_LOOK_AGAIN_S)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(_LEAVING, dir_fd=fd)
+
+
+def _locked(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        raise BlockingIOError(e.errno, "another daemon uses it", str(path)) from e
+    except BlockingIOError:
+        return False
+    return True
+
+
+def mark_leaving(folder: int) -> None:
+    """Say in the folder that its lock is free within `LEAVING_S`.
+
+    Raises:
+        OSError: that cannot be written.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(_LEAVING, dir_fd=folder)
+    os.close(os.open(_LEAVING, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder))
+
+
+def _is_left(folder: int) -> bool:
+    try:
+        since = os.stat(_LEAVING, dir_fd=folder).st_mtime
+    except FileNotFoundError:
+        return False
+    return abs(time.time() - since) < LEAVING_S
 
 
 class DataFile:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.disk.folder import DataFile, open_folder
+from creel.cache.disk.folder import DataFile, mark_leaving, open_folder
 from creel.cache.disk.index import MANY_UNITS, DatasetIndex, entries_of, half, runs_of
 from creel.cache.disk.journal import ENTRY, Entries, Journal, intact
 from creel.cache.disk.pieces import AlignedScratch, Part, PartsFiller, PieceWriter
@@ -371,6 +371,11 @@ class DiskStore:
                 return
             self._off = True
         log.warning("there is no disk tier any more: it cannot %s (%s)", what, error)
+
+    def leave(self) -> None:
+        """Say that the folder is free soon: who wants it waits for `close`, `LEAVING_S` at most."""
+        with contextlib.suppress(OSError):  # whoever comes too early goes without a disk
+            mark_leaving(self._folder)
 
     def close(self) -> None:
         """Close all files; another daemon may use the folder then."""

@@ -383,6 +383,15 @@ class Core:
         decided, self._out = self._out, []
         return [action for action in decided if not isinstance(action, FetchObjects)]
 
+    def end(self) -> list[Action]:
+        """Return what to write to disk before the daemon ends; no event may follow.
+
+        As nothing moves in memory any more, what readers and peers hold is written, too.
+        """
+        self._out = []
+        self._spilling.write_rest()
+        return self._out
+
     # --- what others may see -------------------------------------------------------------------
 
     def busy(self, dataset: str) -> bool:

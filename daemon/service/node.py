@@ -122,6 +122,7 @@ class Node:
         self.clusters = Clusters(self.arena, daemon, config.cluster.lost_s)
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
+        self._sound = True  # whether what the core says of the arena can be relied on
         self._send = send
         self._call_soon = call_soon
         self._prefault = Prefault(self.arena)
@@ -192,6 +193,7 @@ class Node:
 
     def _give_up(self) -> None:
         log.error("this daemon ends: its state may be inconsistent")
+        self._sound = False
         self.stop(True)
 
     def _publish(self, action: events.Publish) -> None:
@@ -480,7 +482,7 @@ class Node:
         self._planner.close()
         self.clusters.close()
         self.fetcher.join(0.5)
-        self.disk.close()
+        self.disk.close(self.core.end if self._sound else list)
         self.registry.close()
         self.arena.close()
 

@@ -58,12 +58,12 @@ class Registrar:
 
         self.put(attempt)
 
-    def close(self) -> bool:
-        """End after the queued work; waits for at most a second. Returns whether it has ended."""
+    def close(self, wait_s: float = 1.0) -> bool:
+        """End after the queued work; waits for at most `wait_s`. Returns whether it has ended."""
         if self._thread is None:
             return True
         self._queue.put(None)
-        self._thread.join(1.0)
+        self._thread.join(wait_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

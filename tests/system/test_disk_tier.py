@@ -159,6 +159,24 @@ def test_a_daemon_killed_while_it_writes_gives_no_wrong_byte_to_the_next(
     assert counted["failed"] == 0
 
 
+def test_what_only_memory_has_is_written_when_the_daemon_ends(
+    files: Manifest, scratch: Path
+) -> None:
+    """Read ahead for a step of all that nobody has read: pinned, so nothing was written yet."""
+    with running(scratch, memory="16MiB") as daemon, daemon.client() as client:
+        session = client.open(client.register(files), "job", 0, 1, "", "epoch")
+        plan(session, np.arange(N), N, 0, 0)
+        session.begin(0)
+        until(lambda: told(daemon)["resident_objects"] == N, what="all is read ahead")
+        assert told(daemon)["spilled"] == 0
+        daemon.end()
+    with running(scratch, memory="16MiB") as daemon, Reading(daemon, files) as reading:
+        reading.epoch()
+        counted = told(daemon)
+    assert counted["reads"] == counted["disk_misses"] == 0
+    assert counted["disk_reads"] == N
+
+
 def test_rewritten_files_are_served_new(files: Manifest, scratch: Path) -> None:
     """In the same daemon, and by the next one; of the same size, with the times put back."""
     with running(scratch) as daemon:

@@ -124,6 +124,22 @@ def test_what_the_disk_gives_no_more_is_read_from_the_source() -> None:
     assert told["failed"] == 0
 
 
+@pytest.mark.parametrize("disk", [20, 10])
+def test_before_the_end_what_memory_has_alone_is_written_as_far_as_there_is_room(disk: int) -> None:
+    """What is due next comes first; it is pinned, so nothing was written before."""
+    rig = rig_of(60, memory=60, disk=disk)
+    rig.extend(1, 0, [list(range(19, 9, -1)), list(range(10))])
+    rig.progress(1, 0, 2)
+    while rig.fetches:
+        rig.land(next(iter(rig.fetches)))
+    assert not rig.to_disk
+    for action in rig.core.end():
+        rig.do(action)
+    while rig.to_disk:
+        rig.write_disk()
+    assert set(rig.disk["d"]) == set(range(19, 9, -1)) | set(range(disk - 10))
+
+
 def test_a_changed_file_is_gone_from_disk_before_anybody_reads_it() -> None:
     rig = rig_of(20, memory=5, disk=30)
     read(rig, 1)

@@ -8,6 +8,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -314,6 +315,19 @@ def test_two_stores_never_share_a_folder(tmp_path: Path, store: DiskStore) -> No
         DiskStore(str(tmp_path), MIB)
     store.attach("a", 1)
     assert put(store, "a", {0: b"still"}) == [True]
+
+
+def test_a_folder_that_is_about_to_be_left_is_waited_for(tmp_path: Path) -> None:
+    first = DiskStore(str(tmp_path), MIB)
+    first.attach("a", 1)
+    put(first, "a", {0: b"still"})
+    first.leave()
+    with mock.patch("creel.cache.disk.folder.time.sleep", side_effect=lambda _: first.close()):
+        second = DiskStore(str(tmp_path), MIB)
+    assert second.attach("a", 1)[0].tolist() == [0]
+    with pytest.raises(BlockingIOError, match="another daemon"):  # nobody leaves any more
+        DiskStore(str(tmp_path), MIB)
+    second.close()
 
 
 def test_only_the_owner_may_read(tmp_path: Path, store: DiskStore) -> None:

@@ -34,7 +34,7 @@ Sizes = NDArray[np.int64]
 #: Most bytes being written, as a share of the memory, and in all: they cannot leave meanwhile.
 _WRITING_SHARE, _WRITING_NBYTES = 1 / 16, 64 << 20
 #: Most objects and bytes of one `SpillObjects`: some ms of a disk.
-_BATCH_OBJECTS, BATCH_NBYTES = 256, 4 << 20
+BATCH_OBJECTS, BATCH_NBYTES = 256, 4 << 20
 #: Most objects that wait to be written; of more, the oldest are forgotten.
 _WAITING_OBJECTS = 1 << 16
 
@@ -215,7 +215,7 @@ class DiskCopies:
     def next_due_last(self, nbytes: int) -> Index:
         """Objects to write so that they may leave memory, `nbytes` at most: those due last."""
         policy = self._h.policy
-        ids = self._dirty.take(_BATCH_OBJECTS, self._writable, self._due)
+        ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._due)
         if policy is not None and len(ids):
             ids = ids[policy.keeps(ids)]
         return ids[: self._fitting(ids, nbytes, 1 << 62)]
@@ -239,7 +239,7 @@ class DiskCopies:
         k = affordable(length, nbytes)
         if not k and not self._tier.writing:
             k = 1
-        return min(k, affordable(self._tier.rooms(length), max(room, 0)), _BATCH_OBJECTS)
+        return min(k, affordable(self._tier.rooms(length), max(room, 0)), BATCH_OBJECTS)
 
     # --- who leaves the disk ---------------------------------------------------------------------
 
@@ -249,19 +249,41 @@ class DiskCopies:
         if policy is None or not policy.replaces:
             return
 
-        def idle(at: Index | slice) -> NDArray[np.bool_]:
-            found = self._settled(at)
-            ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(h)))
-            where = np.flatnonzero(found)
-            found[where] = ~policy.keeps(ids[where])
-            return found
-
         def twice(at: Index | slice) -> NDArray[np.bool_]:
             found: NDArray[np.bool_] = (self.state[at] == STORED) & (h.life[at] == RESIDENT)
             return found
 
-        freed = self._leave(nbytes, self._idle, idle, self._due)
+        freed = self.drop_idle(nbytes)
         self._leave(nbytes - freed, self._twice, twice, lambda ids: -self._due(ids))
+
+    def drop_idle(self, nbytes: int) -> int:
+        """Remove up to about `nbytes` that nobody keeps from the disk; bytes freed."""
+        policy = self._h.policy
+        if policy is None or not policy.replaces:
+            return 0
+
+        def idle(at: Index | slice) -> NDArray[np.bool_]:
+            found = self._settled(at)
+            ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(self._h)))
+            where = np.flatnonzero(found)
+            found[where] = ~policy.keeps(ids[where])
+            return found
+
+        return self._leave(nbytes, self._idle, idle, self._due)
+
+    def unwritten(self) -> tuple[Index, Index]:
+        """Residents that are not on disk, and may be: those kept, and the others; due next first.
+
+        Also pinned ones: for the daemon's end, when nothing leaves memory any more.
+        """
+        h = self._h
+        ids = np.flatnonzero((h.life == RESIDENT) & (self.state == NOT_STORED))
+        ids = ids[h.versions.version[h.versions.files(ids)] > 0]
+        ids = ids[self._due(ids).argsort(kind="stable")]
+        if h.policy is None:
+            return ids, NONE
+        kept = h.policy.keeps(ids)
+        return ids[kept], ids[~kept]
 
     def give(self, nbytes: int) -> None:
         """Remove about `nbytes` from the disk for another dataset: what is due last."""

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import must
-from creel.daemon.core.disk.copies import BATCH_NBYTES, DiskTier
+from creel.daemon.core.disk.copies import BATCH_NBYTES, BATCH_OBJECTS, DiskTier
 from creel.daemon.core.events import DropFromDisk, Spilled, SpillObjects
 from creel.policies.eviction.policy import NONE, NOT_STORED, STORING, joined
 from creel.policies.prefetch import affordable
@@ -179,6 +179,25 @@ class Spilling:
         version = h.versions.version[h.versions.files(ids)]
         what = ids.astype(np.int32), h.places(ids), length, version
         h.emit(SpillObjects(self._last, h.name, *what))
+
+    def write_rest(self) -> None:
+        """Begin to write all that is in memory and not on disk, as far as there is room for it.
+
+        Objects that nobody keeps leave the disk for kept ones; none leaves for one of its kind.
+        """
+        if not self._tier:
+            return
+        for h in sorted(self._residencies.values(), key=lambda h: not h.active):
+            kept, others = h.disk.unwritten()
+            lack = int(self._tier.rooms(h.length[kept]).sum()) - self._tier.free
+            if lack > 0:
+                h.disk.drop_idle(lack)
+            ids = np.append(kept, others)
+            ids = ids[: affordable(self._tier.rooms(h.length[ids]), max(self._tier.free, 0))]
+            while len(ids):
+                k = max(min(affordable(h.length[ids], BATCH_NBYTES), BATCH_OBJECTS), 1)
+                self._write(h, ids[:k])
+                ids = ids[k:]
 
     def cancel(self, h: Residency, ids: Index) -> None:
         """These objects leave memory although some may be being written: that will be of no use."""

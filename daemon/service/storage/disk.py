@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -21,6 +22,7 @@ from creel.cache.storage.source import Part, Read
 from creel.cache.storage.version import UNKNOWN
 from creel.config import DiskSettings, disk_budget
 from creel.daemon.core.events import (
+    Action,
     DiskOpened,
     DropFromDisk,
     FoundOnDisk,
@@ -31,6 +33,9 @@ from creel.daemon.core.events import (
 from creel.daemon.service.registrar import Registrar
 from creel.errors import ConfigError
 
+#: The daemon's end is put off for so long, in seconds, to write what is in memory alone: Slurm
+#: kills 30 s after SIGTERM, systemd after 90.
+_LAST_S = 5.0
 #: A disk that has not written 64 MiB by then is of no use.
 _WAIT_S = 10.0
 
@@ -60,6 +65,8 @@ class Disk:
         self._lost = False  # whether the core knows that it is off
         self._found: dict[str, FoundOnDisk] = {}
         self._writer = Registrar("creel-disk")
+        self._until = float("inf")  # when nothing more is written
+        self._late = 0  # objects that were to be written then
 
     # --- in the registrar's thread ---------------------------------------------------------------
 
@@ -122,10 +129,32 @@ class Disk:
         """What reads a dataset from disk, in a lane of the fetcher."""
         return DiskSource(self._store, dataset)
 
-    def close(self) -> None:
-        """End the writer, and let the folder go; a disk that hangs keeps both until the end."""
-        if self._writer.close() and self._store is not None:
+    def close(self, last: Callable[[], Sequence[Action]] = list) -> None:
+        """Carry out what is left to do, end the writer, and let the folder go.
+
+        Takes `_LAST_S` and a second at most; a disk that hangs keeps writer and folder until the
+        process ends.
+
+        Args:
+            last: says what is to be written and removed (`Core.end`).
+        """
+        self._until = time.monotonic() + _LAST_S
+        if self._store is not None:
+            self._store.leave()
+            try:
+                actions = last()
+            except Exception:  # our bug: what is in memory alone is lost
+                log.exception("what is in memory cannot be written to disk")
+                actions = []
+            for action in actions:
+                if isinstance(action, SpillObjects):
+                    self.spill(action)
+                elif isinstance(action, DropFromDisk):
+                    self.drop(action)
+        if self._writer.close(_LAST_S + 1.0) and self._store is not None:
             self._store.close()
+        if self._late:
+            log.info("%d objects were not written to disk within %g s", self._late, _LAST_S)
 
     def _order(self, work: Callable[[], None]) -> None:
         """Have the writer do something after all that was ordered before."""
@@ -142,8 +171,10 @@ class Disk:
 
     def _write(self, action: SpillObjects) -> None:
         stored = np.zeros(len(action.ids), np.bool_)
+        late = time.monotonic() > self._until
+        self._late += late * len(action.ids)
         try:
-            if self._store is not None:
+            if self._store is not None and not late:
                 parts = self._arena.parts(action.place, action.nbytes)
                 stored = self._store.write(action.dataset, action.ids, parts, action.version)
         except Exception:  # our bug: they are not on disk
