@@ -64,6 +64,28 @@ class ServerStatus(NamedTuple):
     unread: int
 
 
+class Traffic:
+    """Bytes of frames to and from peers by what they are for, beside the payload.
+
+    Each connection is counted at its server alone: over all nodes, each byte counts once.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = dict.fromkeys(("handshakes", "requests", "plans", "heartbeats"), 0)
+
+    def count(self, message: Message, nbytes: int) -> None:
+        """A frame of so many bytes came or went."""
+        self.nbytes[_PURPOSE[type(message)]] += nbytes
+
+
+_PURPOSE: dict[type[Message], str] = {
+    **dict.fromkeys((wire.Greeting, wire.Challenge, wire.Proof), "handshakes"),
+    **dict.fromkeys((wire.PeerRequest, wire.PeerAnswer), "requests"),
+    **dict.fromkeys((wire.PlanRequest, wire.PlanAnswer), "plans"),
+    wire.PeerBeat: "heartbeats",
+}
+
+
 @dataclass(eq=False)
 class Account:
     """What is on its way to one peer, over all its connections."""
@@ -133,13 +155,15 @@ class PeerConnection:
         allowed = _BLOCKED_S + self.current.nbytes / _SLOWEST_BPS
         return self.blocked_s + now - self.blocked_since > allowed
 
-    def begin(self) -> Request:
+    def begin(self, traffic: Traffic) -> Request:
         """Begin the most urgent answer. Its frame is made here: frames are numbered."""
         assert self.session is not None  # noqa: S101
         request = self.current = heapq.heappop(self.answers)
         self.blocked_s = 0.0
         answer = request.answer or wire.PeerAnswer(request.call)
         frame = wire.pack(answer, request.arrays or (), self.session.answers)
+        columns = sum(map(len, request.left)) if request.answer else 0  # else they are payload
+        traffic.count(answer, len(frame) + columns)
         request.left.insert(0, memoryview(frame))
         return request
 

@@ -34,6 +34,7 @@ from creel.daemon.peers.connections import (
     PlanWanted,
     Request,
     ServerStatus,
+    Traffic,
     send_whole,
     watch,
 )
@@ -87,6 +88,7 @@ class PeerServer:
         heard: Callable[[str, wire.PeerBeat], None] = lambda cluster, beat: None,  # noqa: ARG005
     ) -> None:
         self.nbytes = 0  # payload sent
+        self.traffic = Traffic()
         self.refused = 0  # strangers that proved nothing
         self._name = name
         self._arena = arena
@@ -335,6 +337,7 @@ class PeerServer:
             seal = session.requests if session and connection.account else None
             message, arrays = wire.unpack(inbox[:size], bytes(inbox[size:stop]), kind, seal)
             del inbox[:stop]
+            self.traffic.count(message, stop)
             self._handle(connection, message, arrays, now)
 
     def _resume(self, account: Account) -> None:
@@ -356,7 +359,7 @@ class PeerServer:
             # A key that nobody has: whether the cluster is known shows in nothing.
             key = known or secrets.token_bytes(wire.KEY_NBYTES)
             connection.session = wire.PeerSession(key, message, challenge)
-            send_whole(connection.socket, wire.pack(challenge))
+            self._say_at_once(connection, challenge)
         elif isinstance(message, wire.Proof):
             self._admit(connection, message)
         elif isinstance(message, wire.PeerRequest):
@@ -379,7 +382,7 @@ class PeerServer:
         if beat.member.node != connection.greeting.name:
             raise MalformedError("a beat of another node")
         answer = wire.told(mine, beat.latest)
-        send_whole(connection.socket, wire.pack(answer, seal=connection.session.answers))
+        self._say_at_once(connection, answer, connection.session.answers)
         self._heard(connection.greeting.cluster, beat)
 
     def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
@@ -392,7 +395,14 @@ class PeerServer:
         account = self._accounts.setdefault((greeting.cluster, greeting.name), Account())
         account.connections.add(connection)
         connection.account = account
-        send_whole(connection.socket, wire.pack(session.proof("server")))
+        self._say_at_once(connection, session.proof("server"))
+
+    def _say_at_once(
+        self, connection: PeerConnection, message: Message, seal: wire.Seal | None = None
+    ) -> None:
+        frame = wire.pack(message, seal=seal)
+        self.traffic.count(message, len(frame))
+        send_whole(connection.socket, frame)
 
     def _ask(
         self, connection: PeerConnection, message: wire.PeerRequest, ids: Ids, now: float
@@ -456,7 +466,7 @@ class PeerServer:
 
     def _send(self, connection: PeerConnection, now: float) -> None:
         """Send one quantum of the most urgent answer."""
-        request = connection.current or connection.begin()
+        request = connection.current or connection.begin(self.traffic)
         portion, _ = wire.cut(request.left[: wire.MAX_BUFFERS], _QUANTUM)
         wanted = sum(map(len, portion))
         try:

@@ -182,6 +182,7 @@ def stats(node: Node) -> dict[str, Any]:
         "sources": [source(d) for d in node.registry.datasets.values()],
         "sessions": sessions,
         "ranks": node.ranks.reports(node.registry.sessions.values()),
+        "peers": {f"{what}_nbytes": n for what, n in node.clusters.traffic().items()},
         "fetch": {
             "pending": node.fetcher.pending,
             "bugs": node.bugs,

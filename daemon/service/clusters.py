@@ -125,6 +125,12 @@ class Clusters:
         own = *self._server.address, self._arena.nbytes, self._born
         return Member(name, *own, *self._disk)
 
+    def traffic(self) -> dict[str, int]:
+        """Bytes to and from the peers that this node serves, by purpose; empty: it serves none."""
+        if self._server is None:
+            return {}
+        return {"payload": self._server.nbytes, **self._server.traffic.nbytes}
+
     def _on_loop(self, call: Callable[..., None]) -> Callable[..., None]:
         return lambda *args: self._daemon.call_soon(partial(call, *args))
 

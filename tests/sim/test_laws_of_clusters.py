@@ -55,6 +55,7 @@ def test_with_room_for_all_the_source_is_read_once(nodes: int, moved: float) -> 
     assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
     assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
     assert all(counts["peer"] <= moved * order.samples for counts in runs[2:])
+    assert not any(counts["shared"] for counts in runs), "a plan crossed the network"
 
 
 def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:

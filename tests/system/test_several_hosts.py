@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,17 +16,19 @@ from testbed import cluster as hosts
 from testbed import jobs
 
 FILES = 1200
+#: Per node and epoch, beside heartbeats: what connections begin with, and plans that were missed.
+_CONTROL_NBYTES = 1024
 
 pytestmark = pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why)
 
 
-def finished(ranks: list[jobs.Rank], epochs: int) -> list[dict[str, int]]:
-    """What each rank's daemon counted of its peers, once all have read what torch would."""
+def finished(ranks: list[jobs.Rank], epochs: int) -> list[dict[str, Any]]:
+    """What each rank's daemon counted, once all have read what torch would."""
     for rank, one in enumerate(ranks):
         for epoch in range(epochs):
             said = one.next("epoch")["epoch"]["digest"]
             assert said == jobs.digest(FILES, rank, len(ranks), epoch)
-    return [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+    return [one.next("stats")["stats"] for one in ranks]
 
 
 @pytest.mark.parametrize("each", [1, 2])
@@ -36,12 +39,16 @@ def test_what_one_host_holds_no_other_reads_again(each: int) -> None:
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=2) as cluster:
         words = [storage.mountpoint, "8", ",".join(["step"] * epochs)]
         with jobs.job(cluster, world, words, memory, each=each) as ranks:
-            peers = finished(ranks, epochs)
+            stats = finished(ranks, epochs)
         opens = storage.totals()["opens"]
-    assert min(peer["hits"] for peer in peers) > 0
+    assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0
     # Each host alone would read a third of its part of each later epoch, twice as much in all. What
     # is above 1 (nothing, on an idle machine) is read where hosts learn late of each other.
     assert opens <= 1.1 * FILES
+    # Nobody tells anybody what lies where: plans are computed.
+    talk = [said["peers"] for said in stats[::each]]
+    control = sum(one["plans_nbytes"] + one["handshakes_nbytes"] for one in talk)
+    assert control <= _CONTROL_NBYTES * len(talk) * epochs
 
 
 def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_from_their_own_memory() -> (
@@ -106,6 +113,6 @@ def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough(listed: 
         }
         more = found[listed] | {"MASTER_ADDR": "", "CREEL_CLUSTER__KEY_FILE": str(beside / "key")}
         with jobs.job(cluster, world, words, memory, more=more) as ranks:
-            peers = finished(ranks, epochs)
+            stats = finished(ranks, epochs)
         errors = [one.errors for one in ranks]
-    assert min(peer["hits"] for peer in peers) > 0, errors
+    assert min(said["tiers"]["peers"]["hits"] for said in stats) > 0, errors
