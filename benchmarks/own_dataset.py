@@ -5,8 +5,9 @@
 Ways: torch's DataLoader over a dataset that opens its files; creel's over one that reads them by
 `creel.read` and declares them (`creel_uris`, `objects`); creel's over `creel.wrap` of one that
 declares nothing, whose reads are learnt in epoch 1 and cached in epoch 2; torch's over that, which
-nobody tells what comes next; and both over `creel.wrap` of torch's dataset as it is. Small files from the page cache are the worst case: there is
-nothing to win but a system call or two. Every round has new loaders and daemons that hold nothing.
+nobody tells what comes next; and both over `creel.wrap` of torch's dataset as it is. Small files
+from the page cache are the worst case: there is nothing to win but a system call or two. Every
+round has new loaders and daemons that hold nothing.
 """
 
 from __future__ import annotations
