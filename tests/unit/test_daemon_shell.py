@@ -65,7 +65,8 @@ class Shell:
         self.length = np.array([len(data) for data in contents])
         self.arena, self.done = Arena.create(nbytes), queue.SimpleQueue[Any]()
         self.fetcher = Fetcher(self.arena, self.done.put, no_peers)
-        self.fetcher.add("d", Source(Manifest.of_files([str(path) for path in paths])))
+        self.source = Source(Manifest.of_files([str(path) for path in paths]))
+        self.fetcher.add("d", self.source)
 
     def read(self) -> Fetched:
         """Read all of them, to private memory."""
@@ -96,6 +97,24 @@ def test_what_was_read_before_its_length_was_known_is_copied_to_its_place(tmp_pa
     assert shell.copy([9, 11, 4]).nbytes.tolist() == [2, 4, 3]
     assert bytes(shell.arena.view[4:15]) == b"abc\0\0defghi"
     shell.fetcher.close()
+
+
+def test_who_opened_a_source_closes_it_and_the_fetcher_what_it_made(tmp_path: Path) -> None:
+    """Also after a lane that copies, which has the source of another."""
+    shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
+    closed: list[str] = []
+    with mock.patch.object(shell.source, "close", side_effect=lambda: closed.append("source")):
+        shell.copy([9, 11, 4])
+        shell.fetcher.remove("d")
+    assert not closed
+    peer = mock.Mock(spec=PeerSource, close=lambda: closed.append("peer"))
+    fetcher = Fetcher(shell.arena, shell.done.put, lambda origin, dataset: peer)  # noqa: ARG005
+    fetcher.add("d", shell.source)
+    one = np.ones(1, np.int64)
+    fetcher.submit(FetchObjects(9, "d", shell.ids[:1], one, one, 0.0, origin=5))
+    shell.done.get(timeout=20)
+    fetcher.remove("d")
+    assert closed == ["peer"]
 
 
 def test_what_is_not_copied_is_not_held_any_more(tmp_path: Path) -> None:

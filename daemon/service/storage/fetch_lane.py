@@ -95,8 +95,12 @@ class FetchLane:
         run: Callable[[FetchJob, slice], None],
         limit: int,
         free_threads: FreeThreads,
+        *,
+        owned: bool = False,
     ) -> None:
+        """owned: whether the source is closed with the lane."""
         self.source = source
+        self._owned = owned
         self.threads: list[threading.Thread] = []
         self._name = name
         self._run = run
@@ -149,7 +153,8 @@ class FetchLane:
             self._heap.clear()
             self._waiting = 0
             self._ready.notify_all()
-        self.source.close()
+        if self._owned:
+            self.source.close()
         return queued
 
     @property

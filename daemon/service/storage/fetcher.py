@@ -98,7 +98,7 @@ class Fetcher:
         self.pending = 0  # unanswered fetches and checks; only the loop thread counts
 
     def add(self, dataset: str, source: Source) -> None:
-        """Add a lane: fetches of `dataset` read from `source`."""
+        """Add a lane: fetches of `dataset` read from `source`, whom the caller closes."""
         threads = self._per_source, self._free_threads
         self._lanes[dataset] = FetchLane(dataset, source, partial(self._run, source), *threads)
         self._checks[dataset] = FetchLane(
@@ -150,7 +150,8 @@ class Fetcher:
                 source = self._other(origin, dataset)
                 threads = _DISK_THREADS if origin == DISK else _PEER_THREADS
             run = partial(self._run, source)
-            lane = FetchLane(f"from{origin}", source, run, threads, self._free_threads)
+            limits = threads, self._free_threads
+            lane = FetchLane(f"from{origin}", source, run, *limits, owned=origin != HELD)
             self._more_lanes[dataset, origin] = lane
         return lane
 
