@@ -131,6 +131,24 @@ def test_a_daemon_that_ends_is_not_asked_and_soon_not_counted_on(stack: ExitStac
     assert changed[-1].view is left[1].clusters.view("c")
 
 
+def test_all_nodes_plan_with_the_disk_that_each_has_now(stack: ExitStack) -> None:
+    peers = joined(stack, 3)
+    for nbytes in (1 << 30, 0):  # it is found, and lost again
+        peers[1].disk = nbytes, 512
+        within(5, peers, lambda: all(disks(peer)[1:2] == [peers[1].disk[0]] for peer in peers))
+        for peer in peers:
+            assert disks(peer) == [0, nbytes, 0]
+            changed = [event for event in peer.events if isinstance(event, ClusterChanged)]
+            assert changed[-1].view is peer.clusters.view("c")
+
+
+def disks(peer: Peer) -> list[int]:
+    view = peer.clusters.view("c")
+    assert view is not None
+    nbytes: list[int] = view.disk[:, 0].tolist()
+    return nbytes
+
+
 def test_a_daemon_that_takes_the_place_of_another_is_found_by_itself(stack: ExitStack) -> None:
     """It knows where the others are; they learn from it where it is."""
     peers = joined(stack, 3)
