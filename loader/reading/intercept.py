@@ -16,14 +16,13 @@ import io
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, TypeVar
 
 from creel.forks import at_fork
 from creel.loader.reading import libraries
-from creel.loader.reading.observer import Intercepting, intercepts, leased, opened_directly
+from creel.loader.reading.observer import Intercepting, intercepts, open_source, passes_on
 from creel.loader.reading.opened import (
     CachedFile,
     ObservedFile,
@@ -62,8 +61,12 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
         opener: Any = None,
     ) -> Any:
         more = mode, buffering, encoding, errors, newline
-        address = local_address(file) if intercepts() else None
-        if address is None or opener is not None or not closefd or type(mode) is not str:
+        if not intercepts():
+            return original(file, *more, closefd, opener)
+        if mode in _READING and passes_on():
+            return open_source(original, file, *more, closefd, opener)
+        address = local_address(file)
+        if address is None or opener is not None or not closefd:
             return original(file, *more, closefd, opener)
         if mode not in _READING:
             written(address)
@@ -81,13 +84,13 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
     data = cached(address)
     if data is not None:
         return CachedFile(data, os.fspath(file))
-    return observed_file(_directly(original, file, "rb", buffering), address)
+    return observed_file(open_source(original, file, "rb", buffering), address)
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
     data = cached(address)
     if data is None:
-        real = _directly(original, file, mode, -1, *more)
+        real = open_source(original, file, mode, -1, *more)
         part = opened_part(os.fstat(real.fileno()), address)
         if part is None:
             return real
@@ -97,16 +100,6 @@ def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *mor
     text = io.TextIOWrapper(binary, *more)
     text.mode = mode  # type: ignore[misc]  # as Python does
     return text
-
-
-def _directly(original: Callable[..., T], *args: Any) -> T:
-    """Open a file at the source; counted where somebody counts."""
-    if not leased():
-        return original(*args)
-    began = time.monotonic_ns()
-    opened = original(*args)
-    opened_directly(time.monotonic_ns() - began)
-    return opened
 
 
 def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
@@ -123,7 +116,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
             data = cached(address)
             if data is not None:
                 return memory_file(data)
-            fd = _directly(original, path, flags, mode)
+            fd = open_source(original, path, flags, mode)
             opened_part(os.fstat(fd), address)  # how much is read is not seen
             return fd
         return original(path, flags, mode)

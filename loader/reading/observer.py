@@ -198,10 +198,6 @@ class Lease:
         number = self.find(address)
         return None if number is None else self._copy(number, bytes)
 
-    def opened_directly(self, ns: int) -> None:
-        """Count a file that was opened at the source in `ns`; how much is read is not seen."""
-        self._note(1, 0, ns)
-
     def take_rows(
         self,
         leaf: Leaf,
@@ -422,10 +418,22 @@ def by_creel(read: Callable[[], T]) -> T:
         _thread.intercepts = outer
 
 
-def opened_directly(ns: int) -> None:
-    """Count a file that a person's code opened at the source."""
-    if _thread.lease is not None:
-        _thread.lease.opened_directly(ns)
+def passes_on() -> bool:
+    """Whether this thread has nothing to serve files from, and records none."""
+    lease = _thread.lease
+    return _thread.observed is None and (lease is None or not lease.serves)
+
+
+def open_source(original: Callable[..., T], *args: object) -> T:
+    """Open a file at the source; the lease counts it, not what is read of it later."""
+    lease = _thread.lease
+    if lease is None:
+        return original(*args)
+    began = time.monotonic_ns()
+    opened = original(*args)
+    lease.direct_reads += 1
+    lease.direct_ns += time.monotonic_ns() - began
+    return opened
 
 
 def read_whole(address: str) -> None:
