@@ -51,9 +51,16 @@ _SEAL = b"[]"
 class AccessRecorder:
     """Records the reads of one dataset; thread-safe, and shared with forked workers."""
 
-    def __init__(self, dataset: Dataset[Sample], journal: int | None = None) -> None:
-        """`journal`: descriptor, taken over, of another process's journal; None for a new one."""
+    def __init__(
+        self, dataset: Dataset[Sample], journal: int | None = None, *, whole: bool = False
+    ) -> None:
+        """Begin to record.
+
+        `journal`: descriptor, taken over, of another process's journal; None for a new one.
+        `whole`: whether every file counts as read whole (`ObservedReads.wanted`).
+        """
         self.dataset = dataset
+        self._whole = whole
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
@@ -81,7 +88,7 @@ class AccessRecorder:
             return self.dataset[index]
         with ObservedReads() as observed:
             sample = self.dataset[index]
-        self._observed.append((index, observed.wanted()))
+        self._observed.append((index, observed.wanted(whole=self._whole)))
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
@@ -91,7 +98,7 @@ class AccessRecorder:
         if not hasattr(self.dataset, "__getitems__"):
             return [self[i] for i in indices]
         reads: BatchReads = [[] for _ in indices]
-        samples = _batch(self.dataset, indices, reads)
+        samples = _batch(self.dataset, indices, reads, self._whole)
         self._observed += zip(indices, reads, strict=True)
         return samples
 
@@ -189,41 +196,43 @@ class AccessRecorder:
                     self._known[index] = True
 
 
-def _unwritten(reads: list[Asked], act: Callable[[], T]) -> T:
+def _unwritten(reads: list[Asked], whole: bool, act: Callable[[], T]) -> T:
     """Call `act` and return its result; its reads are added to `reads`."""
     with ObservedReads() as observed:
         result = act()
-    reads += observed.wanted()
+    reads += observed.wanted(whole=whole)
     return result
 
 
-def _batch(dataset: object, indices: Iterable[int], reads: BatchReads) -> list[Sample]:
+def _batch(dataset: object, indices: Iterable[int], reads: BatchReads, whole: bool) -> list[Sample]:
     """`fetch_many` of a dataset that `by_sample` allows, recording the reads of each sample.
 
     Calls are made in torch's order: a StackDataset takes all samples of its first part before those
     of the second, and `Transformed` calls its function after all samples were taken.
     """
     if type(dataset) is Wrapped:
-        return _batch(unwrap(dataset), indices, reads)
+        return _batch(unwrap(dataset), indices, reads, whole)
     if unchanged(dataset, Subset):
         below: Iterable[int] = map(dataset.indices.__getitem__, indices)
         if hasattr(dataset.dataset, "__getitems__"):
             below = list(below)
-        return _batch(dataset.dataset, below, reads)
+        return _batch(dataset.dataset, below, reads, whole)
     if type(dataset) is Transformed:
         return [
-            _unwritten(read, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
-            for sample, read in zip(_batch(dataset.dataset, indices, reads), reads, strict=True)
+            _unwritten(read, whole, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
+            for sample, read in zip(
+                _batch(dataset.dataset, indices, reads, whole), reads, strict=True
+            )
         ]
     if unchanged(dataset, StackDataset):
         parts = dataset.datasets
         if isinstance(parts, dict):
-            columns = [_batch(part, indices, reads) for part in parts.values()]
+            columns = [_batch(part, indices, reads, whole) for part in parts.values()]
             return [dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)]
-        return list(zip(*(_batch(part, indices, reads) for part in parts), strict=True))
+        return list(zip(*(_batch(part, indices, reads, whole) for part in parts), strict=True))
     leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # anything else is one
     return [
-        _unwritten(read, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
+        _unwritten(read, whole, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
         for i, read in zip(indices, reads, strict=True)
     ]
 
@@ -244,11 +253,13 @@ def _is_utf8(address: str) -> bool:
         return False
 
 
-def recorder_of(dataset: Dataset[Sample], journal: int | None = None) -> AccessRecorder | None:
+def recorder_of(
+    dataset: Dataset[Sample], journal: int | None = None, *, whole: bool = False
+) -> AccessRecorder | None:
     """A recorder; None for a dataset whose reads are not known by sample, or too large."""
     serve_torchvision()  # its folders may be inside
     try:
         fits = by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
-        return AccessRecorder(dataset, journal) if fits else None
+        return AccessRecorder(dataset, journal, whole=whole) if fits else None
     except Exception:  # noqa: BLE001  a user's __len__ may raise anything
         return None

@@ -17,8 +17,15 @@ from creel.loader.binding.wrapped_reads import WrappedReads
 D = TypeVar("D")
 
 
-def wrap(dataset: D) -> D:
+def wrap(dataset: D, *, whole: bool = False) -> D:
     """A proxy for a map-style dataset, usable in its place. A proxy is returned as it is.
+
+    Files that the dataset opens itself are cached from its second epoch on (docs/datasets.md).
+
+    Args:
+        dataset: the dataset, as it is.
+        whole: whether a file is cached that a sample opens, however little it is seen to read of
+            it: say so where files are mapped, or read by `os.open`, and a sample needs most of one.
 
     Raises:
         ConfigError: an iterable dataset, or an object without `__getitem__`.
@@ -29,5 +36,5 @@ def wrap(dataset: D) -> D:
         raise ConfigError("creel.wrap takes a map-style dataset, not an IterableDataset")
     if not hasattr(dataset, "__getitem__"):
         raise ConfigError(f"creel.wrap takes a dataset, not {dataset!r}")
-    whole: Any = dataset
-    return cast(D, Wrapped(whole, WrappedReads(whole)))
+    proxied: Any = dataset
+    return cast(D, Wrapped(proxied, WrappedReads(proxied, whole=whole)))

@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import numpy as np
@@ -194,9 +195,15 @@ class Handle(Protocol):
 class WrappedReads:
     """A dataset and this process's `DaemonLink`, made at the first read."""
 
-    def __init__(self, dataset: Dataset[Sample], journal: Handle | None = None) -> None:
-        """`journal`: that of the process that spawned this one, to record into."""
+    def __init__(
+        self, dataset: Dataset[Sample], journal: Handle | None = None, *, whole: bool = False
+    ) -> None:
+        """`journal`: that of the process that spawned this one, to record into.
+
+        `whole`: see `creel.wrap`.
+        """
         self._dataset = dataset
+        self._whole = whole
         self._config: tuple[Config, dict[str, str]] | None = None
         self._journal = None if journal is None else journal.detach()
         self._forget_binding()
@@ -218,12 +225,13 @@ class WrappedReads:
 
     def __reduce__(self) -> tuple[object, ...]:
         """A worker that is spawned goes on recording for its trainer; a mere copy begins anew."""
+        made = partial(WrappedReads, whole=self._whole)
         if multiprocessing.context.get_spawning_popen() is None:
-            return WrappedReads, (self._dataset,)
+            return made, (self._dataset,)
         self.prepare()
         recorder = self._recorder
         handle = None if recorder is None else multiprocessing.reduction.DupFd(recorder.fd)
-        return WrappedReads, (self._dataset, handle)
+        return made, (self._dataset, handle)
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -267,7 +275,7 @@ class WrappedReads:
             self._bound = True
             if self._binding is None:
                 journal, self._journal = self._journal, None
-                self._recorder = recorder_of(self._dataset, journal)
+                self._recorder = recorder_of(self._dataset, journal, whole=self._whole)
         if self._binding is None and self._recorder is not None:
             self._trace = self._recorder.trace()
             if self._trace is not None:

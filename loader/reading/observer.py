@@ -278,9 +278,13 @@ class ObservedReads:
         self._asked: dict[Asked, PartialRead | None] = {}  # None: it was read as a whole
         self._outer: ObservedReads | None = None
 
-    def wanted(self) -> list[Asked]:
-        """Each read once, in order, without files of which only a small part was read."""
-        return [asked for asked, part in self._asked.items() if part is None or part.wanted()]
+    def wanted(self, *, whole: bool = False) -> list[Asked]:
+        """Each read once, in order, without files of which only a small part was read.
+
+        `whole`: with them, as it is not seen how much of a file is read by its descriptor.
+        """
+        asked = self._asked.items()
+        return [what for what, part in asked if whole or part is None or part.wanted()]
 
     def add(self, asked: Asked) -> None:
         """Record a read that succeeded: one that failed would be repeated by the daemon."""

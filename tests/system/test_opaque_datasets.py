@@ -10,6 +10,7 @@ import io
 import lzma
 import mmap
 import os
+import pickle
 import sys
 import tarfile
 import threading
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import creel
 from creel.loader.client import connections
@@ -384,6 +385,33 @@ def test_each_call_gives_what_it_gives_and_is_served_from_the_cache(
     found = [[any(same(x, y) for y in known) for x in got] for known in (before, after)]
     served = CALLS[call][3]
     assert found == [[served] * N, [not served] * N]
+
+
+def read_directly(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, 1 << 20, 0)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("read", [CALLS["np.memmap"][2], read_mapped, read_directly])
+@pytest.mark.parametrize("tree", [False, True])
+def test_whole_files_are_cached_where_the_person_says_so(
+    read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, tree: bool
+) -> None:
+    """What is mapped is not seen to be read."""
+    monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
+    bare = Opaque(tmp_path, "np.memmap")
+    bare.read = read
+    before = [bare[i] for i in range(N)]
+    wrapped = creel.wrap(Subset(bare, range(N)) if tree else bare, whole=True)
+    ours = loader(pickle.loads(pickle.dumps(wrapped)) if read is read_mapped else wrapped)
+    for _ in range(2):
+        assert len(list(ours)) == N // BATCH
+    bare.fill(1)
+    assert all(any(same(x, y) for y in before) for batch in ours for x in batch)
 
 
 @pytest.mark.usefixtures("daemon")
