@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.policies.eviction.policy import NONE
+from creel.policies.masks import some
 
 #: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
 _ROUNDS = 4
@@ -107,6 +109,21 @@ class Admission:
         if short > 0:
             self._make_room(h, short, need, stalled=stalled, patient=patient)
         return min(k, max(self.free_nbytes, 0) // each)
+
+    def room(
+        self, h: Residency, length: Sizes, need: int, *, stalled: bool, patient: bool = True
+    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
+        strange, hurry = length < 0, {"stalled": stalled, "patient": patient}
+        if not some(strange):
+            offset = self.place(h, length, need, **hurry)
+            return offset, offset == NOWHERE
+        offset = np.full(len(length), NOWHERE, np.int64)
+        offset[~strange] = self.place(h, length[~strange], need, **hurry)
+        lack = offset == NOWHERE
+        where = np.flatnonzero(strange)
+        lack[where[: self.reserve(h, len(where), need, **hurry)]] = False
+        return offset, lack
 
     def _make_room(
         self, h: Residency, nbytes: int, need: int, *, stalled: bool, patient: bool

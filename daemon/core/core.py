@@ -25,6 +25,7 @@ from creel.daemon.core.events import (
     Dropped,
     EpochBegan,
     EpochDealt,
+    EpochFollowed,
     Event,
     Fetched,
     FetchObjects,
@@ -100,6 +101,7 @@ class Core:
             PlanExtended: self._extended,
             EpochBegan: self._begun,
             EpochDealt: self._dealt,
+            EpochFollowed: self._followed,
             PlanTruncated: self._truncated,
             SessionClosed: self._closed,
             Checked: self._landing.checked,
@@ -200,8 +202,15 @@ class Core:
         if s is None:
             return
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
+        s.group.deals.followed = False
         s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
         s.residency.choose_policy(self._window)
+
+    def _followed(self, e: EpochFollowed) -> None:
+        s = self._sessions.get(e.session)
+        if s is not None:
+            s.group.deals.view, s.group.deals.followed = e.view, True
+            s.residency.choose_policy(self._window)
 
     def _extended(self, e: PlanExtended) -> None:
         s = self._sessions.get(e.session)

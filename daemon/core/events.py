@@ -81,6 +81,14 @@ class EpochDealt:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class EpochFollowed:
+    """The ranks of a session's job run on these nodes, which do not all know how they read."""
+
+    session: int
+    view: ClusterView
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ClusterChanged:
     """Nodes of a cluster are gone or there again; None: this node has left it."""
 
@@ -255,6 +263,7 @@ Event: TypeAlias = (
     | SessionOpened
     | PlanExtended
     | EpochDealt
+    | EpochFollowed
     | ClusterChanged
     | PlanShared
     | PlanDoubted

@@ -72,6 +72,15 @@ class Inflight:
         k = max(min(len(nbytes), objects, affordable(nbytes, room)), 0)
         return k if self._inflight else min(max(k, 1), len(nbytes))
 
+    def leave_for_peers(self, nbytes: Sizes) -> int:
+        """How many objects of these sizes may start for peers now.
+
+        They have a share of their own: two nodes whose readers wait for each other both go on.
+        """
+        objects = 2 * self._window.inflight_objects - self.objects
+        room = 2 * self._window.inflight_nbytes - self.nbytes
+        return max(min(len(nbytes), objects, affordable(nbytes, room)), 0)
+
     def start(
         self,
         h: Residency,

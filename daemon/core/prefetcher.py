@@ -7,11 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import FetchObjects
 from creel.daemon.core.inflight import Inflight
-from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
 from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT
 from creel.policies.masks import some
@@ -200,7 +199,7 @@ class Prefetcher:
             ids, length = ids[~awaited], length[~awaited]
         need = s.need(step)
         patient = not h.disk.hopeless and not urgent and step - s.done > s.pace.min_ahead
-        offset, lack = self._room(h, length, need, stalled=starving, patient=patient)
+        offset, lack = self._admission.room(h, length, need, stalled=starving, patient=patient)
         if some(lack):
             if starving and not self._admission.waits(h):
                 h.fail(ids[lack])
@@ -218,21 +217,6 @@ class Prefetcher:
             fetch = ids[which], offset[which], length[which]
             out += self._inflight.start(h, *fetch, need, now, due, origin)
         return k
-
-    def _room(
-        self, h: Residency, length: Sizes, need: int, *, stalled: bool, patient: bool
-    ) -> tuple[Sizes, NDArray[np.bool_]]:
-        """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
-        strange, hurry = length < 0, {"stalled": stalled, "patient": patient}
-        if not some(strange):
-            offset = self._admission.place(h, length, need, **hurry)
-            return offset, offset == NOWHERE
-        offset = np.full(len(length), NOWHERE, np.int64)
-        offset[~strange] = self._admission.place(h, length[~strange], need, **hurry)
-        lack = offset == NOWHERE
-        where = np.flatnonzero(strange)
-        lack[where[: self._admission.reserve(h, len(where), need, **hurry)]] = False
-        return offset, lack
 
 
 def _urgency(s: RankStream) -> tuple[bool, float]:

@@ -24,7 +24,8 @@ from creel.daemon.core.planned_job import PlannedJob, clocks
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterEviction
-from creel.policies.cluster.turn import ClusterTurn
+from creel.policies.cluster.homes import Homes
+from creel.policies.cluster.turn import ClusterTurn, ClusterView
 from creel.policies.eviction.choice import Readers, choose
 from creel.policies.eviction.policy import (
     ABSENT,
@@ -106,6 +107,7 @@ class Residency:
         self.service = Service()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
         self.departed = Departed(self.pool)
+        self._seen: tuple[ClusterView, Homes] | None = None
         self.warming = -1  # next object to load for `Warm`, or -1
         #: Which lengths come from the manifest (None: all); the others from the last read.
         self.listed = _listed(length, lengths)
@@ -401,10 +403,26 @@ class Residency:
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
             deals=groups[0].deals,
+            homes=self._homes(groups),
+            together=self._together(groups),
         )
         held, dominate = (self.life, self.pins), window.opens_dominate
         self.policy = choose(self.policy, readers, *held, opens_dominate=dominate)
         self.policy.stored = self.disk.column
+
+    def _homes(self, groups: list[JobGroup]) -> Homes | None:
+        """Where to ask peers, if no plan for all nodes says who holds what."""
+        view = _view(groups)
+        if view is None or not (len(groups) > 1 or groups[0].deals.followed):
+            return None
+        if self._seen is None or self._seen[0] is not view:
+            self._seen = view, Homes(view)
+        return self._seen[1]
+
+    def _together(self, groups: list[JobGroup]) -> bool:
+        """Whether the memories of all nodes hold the whole dataset."""
+        view = _view(groups)
+        return view is not None and self.nbytes <= float(view.capacity.sum())
 
     def question(self, admission: Admission, window: Window) -> Turn | ClusterTurn | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
@@ -463,6 +481,11 @@ class Residency:
         )
         must(int(known.sum()) == self._known, "known lengths are miscounted")
         must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")
+
+
+def _view(groups: list[JobGroup]) -> ClusterView | None:
+    """The nodes of the first job that runs on several."""
+    return next((g.deals.view for g in groups if g.deals.view is not None), None)
 
 
 def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:

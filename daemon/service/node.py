@@ -40,6 +40,7 @@ from creel.messages import (
     PROTOCOL,
     Deal,
     Extend,
+    Follow,
     Hosting,
     Joined,
     Open,
@@ -449,10 +450,14 @@ class Node:
             session.words[KNOWN] = session.steps
             self.waiting(session)
 
-    def dealt(self, session: SessionRecord, message: Deal) -> None:
-        """Note how an epoch is dealt to the ranks of a session's job."""
+    def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
+        """Note how an epoch is dealt to the ranks of a session's job, or that it is not known."""
         view = self.clusters.view(message.cluster)
-        if view is None or message.samples != len(session.dataset.manifest):
+        if view is not None and isinstance(message, Follow):
+            self.handle_event(events.EpochFollowed(session.id, view))
+        if view is None or isinstance(message, Follow):
+            return
+        if message.samples != len(session.dataset.manifest):
             return
         counts = message.samples, message.world, message.each, message.batch
         order = JobOrder(*counts, message.seed, message.remapped)

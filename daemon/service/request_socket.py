@@ -31,6 +31,7 @@ from creel.messages import (
     Deal,
     Extend,
     Failed,
+    Follow,
     RequestMessage,
     Truncate,
     Wait,
@@ -127,7 +128,7 @@ class RequestSocket:
             return  # the session may have ended meanwhile
         if isinstance(message, Extend):
             self._node.extended(session, message, _checked(session, message, arrays))
-        elif isinstance(message, Deal):
+        elif isinstance(message, Deal | Follow):
             self._node.dealt(session, message)
         elif isinstance(message, Begin):
             self._node.handle_event(EpochBegan(session.id, message.epoch))

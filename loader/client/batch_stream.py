@@ -82,6 +82,8 @@ class BatchStream:
         self.session.done(self._next)
         self.session.begin(epoch)
         self._now = PublishedEpoch(epoch, plan, skip)
+        if plan is None:
+            self._deal(self._now)
         self._publisher.begin(self._now)
 
     def _cancel(self) -> None:
@@ -142,17 +144,21 @@ class BatchStream:
     def _deal(self, epoch: PublishedEpoch) -> None:
         """Tell the daemon how an epoch is dealt to the job's ranks, once there are any.
 
-        Before its plan is published: what peers will have is then not read from the source.
+        Before its plan is published: what peers will have is then not read from the source. What
+        all nodes cannot know is followed: they ask each other without a plan.
         """
+        plan = epoch.plan
         if not self.client.cluster or epoch.epoch <= self._dealt:
             return
-        if epoch.plan is None or not epoch.plan.opened:
+        if plan is not None and not plan.opened:
             return
         self._dealt = epoch.epoch
         try:
-            deal = epoch.plan.deal
+            deal = None if plan is None else plan.deal
             if deal is not None and self.binding.one_to_one(deal.samples):
                 self.session.deal(epoch.epoch, deal)
+            else:
+                self.session.follow()
         except Exception:  # noqa: BLE001  the user's `objects` may run here; a read reports it
             _log.debug("the peers are not told how an epoch is dealt", exc_info=True)
 

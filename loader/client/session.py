@@ -32,7 +32,17 @@ from creel.cache.memory.shared_words import (
     SharedWords,
 )
 from creel.forks import forget_in_child
-from creel.messages import Begin, Close, Deal, Extend, Opened, RequestMessage, Truncate, Wait
+from creel.messages import (
+    Begin,
+    Close,
+    Deal,
+    Extend,
+    Follow,
+    Opened,
+    RequestMessage,
+    Truncate,
+    Wait,
+)
 from creel.policies.cluster.job_order import JobOrder
 
 if TYPE_CHECKING:  # the two modules import each other
@@ -263,6 +273,10 @@ class Session:
     def deal(self, epoch: int, deal: JobOrder) -> None:
         """Tell the daemon how an epoch is dealt to all ranks of the job."""
         self._send(Deal(self.token, self.id, epoch, self.client.cluster, *deal))
+
+    def follow(self) -> None:
+        """Tell the daemon that the job's nodes are to ask each other without a plan for all."""
+        self._send(Follow(self.token, self.id, self.client.cluster))
 
     def forget(self) -> None:
         """In a forked child: stop using the session, whose shared words belong to the parent."""

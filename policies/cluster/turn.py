@@ -56,9 +56,13 @@ class ClusterView:
 
 @dataclass(eq=False)
 class Deals:
-    """What a node knows of its job: the other nodes, and how epochs are dealt to the ranks."""
+    """What a node knows of its job: the other nodes, and how epochs are dealt to the ranks.
+
+    `followed`: how they are dealt is not known to all nodes.
+    """
 
     view: ClusterView | None = None
+    followed: bool = False
     orders: dict[int, JobOrder] = field(default_factory=dict)
     dataset: str = ""
 

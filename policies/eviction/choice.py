@@ -10,6 +10,9 @@ The plans decide between three cases (laws L1 to L3, docs/architecture.md):
 - Nothing is known beyond the steps being read (creel.wrap, samplers that cannot be run ahead):
   `MostRecentFirst`.
 
+Where nodes serve each other but none knows the order of all, `HomesEviction` takes the place of the
+first and the last case, and of the second where the memories together hold everything.
+
 Lists are lazy: an entry is valid while it is the object's latest and the object is resident and
 unpinned.
 """
@@ -24,14 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.cluster.eviction import ClusterEviction
+from creel.policies.cluster.homes import Homes, HomesEviction
 from creel.policies.cluster.turn import Deals
 from creel.policies.eviction.candidates import Index, Sorted
 from creel.policies.eviction.planned import PlannedEviction
 from creel.policies.eviction.policy import (
-    RESIDENT,
     EvictionPolicy,
     joined,
 )
+from creel.policies.eviction.recent import MostRecentFirst
 from creel.policies.masks import unique
 from creel.policies.next_use import NEVER, NextUses
 
@@ -50,6 +54,8 @@ class Readers:
         once: whether every epoch reads each object at most once (except for padding).
         epoch: the epoch that the first job reads in.
         deals: what is known of the first job on other nodes.
+        homes: where to ask, if the nodes serve each other without a plan for all; together: their
+            memories hold all objects.
     """
 
     uses: list[NextUses]
@@ -58,6 +64,8 @@ class Readers:
     once: bool
     epoch: int
     deals: Deals
+    homes: Homes | None = None
+    together: bool = False
 
 
 def choose(
@@ -69,9 +77,30 @@ def choose(
     opens_dominate: bool,
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
+    uses, homes = readers.uses, readers.homes
+    at_home = readers.unplanned or readers.together or (len(uses) == 1 and readers.once)
+    if homes is not None and at_home:
+        if not isinstance(present, HomesEviction):
+            present = HomesEviction(life, pins, uses, homes)
+        present.all_uses = uses
+    else:
+        present = _alone(present, readers, life, pins, opens_dominate=opens_dominate)
+    present.rehome(homes)
+    return present
+
+
+def _alone(
+    present: EvictionPolicy | None,
+    readers: Readers,
+    life: NDArray[np.uint8],
+    pins: NDArray[np.int32],
+    *,
+    opens_dominate: bool,
+) -> EvictionPolicy:
+    """`choose` where no other node keeps anything for this one, or where that is planned."""
     uses = readers.uses
     if readers.unplanned:
-        if isinstance(present, MostRecentFirst):
+        if type(present) is MostRecentFirst:
             present.all_uses = uses
             return present
         return MostRecentFirst(life, pins, uses)
@@ -89,74 +118,6 @@ def choose(
     if isinstance(present, FarthestNextUse) and present.all_uses == uses:
         return present
     return FarthestNextUse(life, pins, uses, readers.clock)
-
-
-_PIECE = 256  # least number of entries processed together, as most may be invalid
-
-
-class MostRecentFirst(EvictionPolicy):
-    """For readers that publish one step at a time: evicts what was read last.
-
-    Only the past is known. The best guess is an epoch that reads all objects once before any
-    twice: then the latest reads are due last, and a share f of the data gives f hits (L1).
-    """
-
-    name = "recent"
-
-    def __init__(
-        self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
-    ) -> None:
-        super().__init__(life, pins, uses)
-        self.stale = True  # evictable residents may be missing from the log
-        self._log = np.empty(2 * len(life), np.int32)  # objects in the order of their releases
-        self._end = 0
-        self._at = np.full(len(life), -1, np.intp)  # index of each object's valid entry, the latest
-
-    def replanned(self) -> None:
-        """Plans were rebuilt, or a job ended."""
-        self.stale = True
-
-    def relist(self) -> None:
-        """Add residents that are missing from the log, whose release time is unknown."""
-        self.stale = False
-        self._squeeze()
-        absent = (self._life == RESIDENT) & (self._pins == 0)
-        absent[self._log[: self._end]] = False
-        self._enter(np.flatnonzero(absent))
-
-    def released(self, ids: Index) -> None:
-        """Add residents that are no longer pinned (an object may come twice)."""
-        self._enter(unique(ids))
-
-    def _enter(self, ids: Index) -> None:
-        if self._end + len(ids) > len(self._log):
-            self._squeeze()
-        start, self._end = self._end, self._end + len(ids)
-        self._log[start : self._end] = ids
-        self._at[ids] = np.arange(start, self._end)
-
-    def _squeeze(self) -> None:
-        """Remove invalid entries; at most half of the log remains."""
-        ids = self._log[: self._end]
-        ids = ids[self._at[ids] == np.arange(self._end)]
-        self._end = len(ids)
-        self._log[: self._end] = ids
-        self._at[ids] = np.arange(self._end)
-
-    def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (what is due is unknown)
-        """Remove and return up to k distinct objects to evict, those read last first."""
-        if self.stale:
-            self.relist()
-        out = []
-        while k > 0 and self._end:
-            start = max(self._end - 2 * k - _PIECE, 0)
-            ids = self._log[start : self._end].astype(np.intp)
-            good = (self._at[ids] == np.arange(start, self._end)) & self._leaving(ids)
-            found = good.nonzero()[0][-k:]
-            self._end = start + int(found[0]) if len(found) == k else start
-            out.append(ids[found[::-1]])
-            k -= len(found)
-        return joined(out)
 
 
 class FarthestNextUse(EvictionPolicy):

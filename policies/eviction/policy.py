@@ -12,6 +12,7 @@ from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.eviction import ClusterEviction
+    from creel.policies.cluster.homes import Homes
     from creel.policies.cluster.turn import ClusterTurn, Placed
     from creel.policies.eviction.planned import PlanningContext
     from creel.policies.eviction.retention import Kept, Turn
@@ -51,6 +52,10 @@ class EvictionPolicy:
     #: Whether `keeps` is a plan for memory and disk together, so that one object may replace
     #: another on disk; else whatever comes there first stays.
     replaces = False
+    #: Whether what peers ask for, and this node is home of, is read from the source for them.
+    reads_for_peers = False
+    #: Where to ask for objects of which no plan says who holds them; None: at the source.
+    homes: Homes | None = None
     #: (n,) whether each object is on disk, as above; a live view. None: there is no disk.
     stored: NDArray[np.uint8] | None = None
 
@@ -87,9 +92,13 @@ class EvictionPolicy:
     def sent(self, ids: Index) -> None:
         """Objects were sent to the peer that reads them."""
 
+    def rehome(self, homes: Homes | None) -> None:
+        """Peers are to be asked, or none any more."""
+        self.homes = homes
+
     def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:  # noqa: ARG002
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no peers."""
-        return None
+        return None if self.homes is None else self.homes.origins(ids)
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:  # noqa: ARG002
         """(k,) whether the peer that holds each object then will have it only later; None: none."""

@@ -228,6 +228,17 @@ class Deal(Message, frozen=True):
     remapped: bool = False
 
 
+class Follow(Message, frozen=True):
+    """Nobody can tell all nodes of `cluster` how the session's job reads.
+
+    From now on they ask each other without a plan. No reply.
+    """
+
+    token: str
+    session: int
+    cluster: str
+
+
 class Begin(Message, frozen=True):
     """Epoch `epoch` of the session begins now; see `Open.recheck`. No reply."""
 
@@ -292,7 +303,7 @@ class Failed(Message, frozen=True):
 
 ControlRequest: TypeAlias = Hello | Register | Attach | Open | Host | Join | Close
 ControlReply: TypeAlias = Welcome | Registered | Opened | Hosting | Joined | Refused
-RequestMessage: TypeAlias = Extend | Deal | Begin | Truncate | Wait | Command
+RequestMessage: TypeAlias = Extend | Deal | Follow | Begin | Truncate | Wait | Command
 RequestReply: TypeAlias = Ready | CommandReply | Failed
 
 #: Arrays that follow the body on the request socket, by class: (name, dtype).

@@ -97,6 +97,26 @@ def test_memories_and_disks_of_all_hosts_are_one_capacity() -> None:
     assert min(tiers["peers"]["hits"] for tiers in said) > 0
 
 
+@pytest.mark.parametrize("kind", ["batches", "pairs"])
+def test_nodes_share_what_they_read_by_samplers_of_which_they_know_nothing(kind: str) -> None:
+    epochs, world = 3, 2
+    memory = int(1.3 * FILES * jobs.HELD_NBYTES / world)
+    reads = []
+    with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, "8", str(epochs), kind]
+        with jobs.job(cluster, world, words, memory, script=jobs.READS) as ranks:
+            for _ in range(epochs):
+                for one in ranks:
+                    said = one.next("epoch")["epoch"]
+                    assert said["digest"] == said["expected"]
+                reads.append(storage.totals()["opens"])
+            peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
+    assert min(peer["hits"] for peer in peers) > 0
+    # Alone, each reads .35 ("random": of all files, else of its half) again in each epoch, or more.
+    # What was read before the nodes had found each other is not where it belongs until epoch 2.
+    assert reads[2] - reads[1] <= 0.2 * FILES
+
+
 @pytest.mark.parametrize("listed", ["slurm", "file"])
 def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough(listed: str) -> None:
     world, epochs = 2, 4

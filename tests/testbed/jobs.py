@@ -24,6 +24,8 @@ from testbed import cluster as hosts
 from testbed.slowfs import SlowFS
 
 SCRIPT = Path(__file__).with_name("train_on_nodes.py")
+#: The same with other samplers.
+READS = Path(__file__).with_name("read_on_nodes.py")
 NBYTES = 4000
 #: What a file of NBYTES takes of the memory.
 HELD_NBYTES = 4096
@@ -88,6 +90,7 @@ class Rank:
         words: list[str],
         settings: dict[str, str],
         each: int = 1,
+        script: Path = SCRIPT,
     ) -> None:
         """Start it.
 
@@ -101,11 +104,12 @@ class Rank:
             "MASTER_PORT": "29555",
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(SCRIPT.parents[1]),
             **settings,
         }
         env = {name: value for name, value in env.items() if value}
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        argv = [sys.executable, str(SCRIPT), *words]
+        argv = [sys.executable, str(script), *words]
         self.host = f"n{rank // each}"
         self.process = cluster.popen(self.host, argv, env=env, text=True, **pipes)
         self.errors = ""
@@ -148,10 +152,11 @@ def job(
     memory: int,
     each: int = 1,
     more: Mapping[str, str] = MappingProxyType({}),
+    script: Path = SCRIPT,
 ) -> Iterator[list[Rank]]:
     """`each` ranks on each host, which has so many bytes of memory; `more`: variables."""
     settings = {"CREEL_MEMORY__BUDGET": str(memory), **more}
-    ranks = [Rank(cluster, rank, world, words, settings, each) for rank in range(world)]
+    ranks = [Rank(cluster, rank, world, words, settings, each, script) for rank in range(world)]
     try:
         yield ranks
     finally:

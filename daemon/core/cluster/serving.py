@@ -1,7 +1,9 @@
 """Serving peers: residents are pinned from a peer's request until their bytes have left. Pure.
 
 What lies on this node's disk is read into memory first, a few requests at a time; the answer waits
-for that as long as the peer can, and then says "no" to what is still missing.
+for that as long as the peer can, and then says "no" to what is still missing. Without a plan for
+all nodes (`policies/cluster/homes.py`) it waits also for what is on its way, and for what this node
+is home of: that is read from the source here, once for all who ask.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeO
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency
 from creel.errors import IllegalEventError
+from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT, STORED
 from creel.policies.masks import every, some
 from creel.policies.prefetch import affordable
@@ -81,10 +84,29 @@ class Serving:
         h.served[e.request] = here
         request = _Request(e.request, h, ids, now + e.wait_s, np.unique(stored))
         self._serving[e.request] = request
-        if len(stored):
+        if self._bring(request, np.unique(known), now) or len(stored):
             self._waiting.append(request)
         else:
             self._answer(request)
+
+    def _bring(self, request: _Request, ids: Index, now: float) -> bool:
+        """Await what is on its way, and what is read here for all; whether there is any."""
+        h = request.residency
+        policy = h.policy
+        if policy is None or policy.homes is None or not policy.reads_for_peers:
+            return False
+        absent = ids[(h.life[ids] == ABSENT) & (h.disk.state[ids] != STORED)]
+        absent = absent[policy.homes.mine(absent)]
+        absent = absent[: self._inflight.leave_for_peers(h.expected(h.length[absent]))]
+        if len(absent):
+            length = h.length[absent]
+            place, lack = self._admission.room(h, length, FOR_PEERS, stalled=False)
+            fetch = absent[~lack], place[~lack], length[~lack]
+            for action in self._inflight.start(h, *fetch, FOR_PEERS, now, now):
+                self._emit(action)
+        coming = ids[h.life[ids] == FETCHING]
+        self._pin(request, coming)
+        return len(coming) > 0
 
     def advance(self, now: float) -> None:
         """Read what requests wait for from disk, and answer those that wait no longer."""

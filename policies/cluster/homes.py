@@ -1,0 +1,129 @@
+"""Homes: where the nodes of a job keep objects for each other if no plan says who holds what. Pure.
+
+Every object has a home among the nodes, by a hash of its number. Whoever needs it asks its home,
+which reads it from the source, sends it, and keeps it while there is room: so the source is read
+once, whatever order each rank reads in, and nobody has to know another's. What is kept never yields
+to what came later (of a job that reads all objects again and again no choice is better, law L1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.cluster.turn import ClusterView
+from creel.policies.eviction.candidates import Index
+from creel.policies.eviction.policy import RESIDENT, joined
+from creel.policies.eviction.recent import MostRecentFirst
+from creel.policies.next_use import NEVER, NextUses
+
+#: `step` of `victims` for what is read for a peer: nothing that is kept leaves for that.
+FOR_PEERS = NEVER
+#: Knuth's multiplicative hash: objects of one kind may lie at regular distances.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(33)
+#: Objects looked through at once for one to evict.
+_SCANNED = 1 << 14
+
+
+class Homes:
+    """The home of each object, as a node sees the others.
+
+    What is at home on nodes that are not reached is at home on the others meanwhile. Nothing else
+    moves.
+    Two nodes that see different ones ask each other in vain, and read the source.
+    """
+
+    def __init__(self, view: ClusterView) -> None:
+        self._me, self._origin = view.me, view.origin.astype(np.int64)
+        there = self._origin >= 0
+        there[view.me] = True
+        self._there, self._left = there, np.flatnonzero(there)
+
+    def of(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """(k,) the node that is home of each object."""
+        mixed = ((ids.astype(np.uint64) * _GOLDEN) >> _SHIFT).astype(np.int64)
+        node = mixed % len(self._there)
+        gone = ~self._there[node]
+        if gone.any():
+            node[gone] = self._left[mixed[gone] // len(self._there) % len(self._left)]
+        return node
+
+    def mine(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """(k,) whether this node is home of each object."""
+        mine: NDArray[np.bool_] = self.of(ids) == self._me
+        return mine
+
+    def origins(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """(k,) the peer to ask for each object; -1: it is to be read from the source."""
+        return self._origin[self.of(ids)]
+
+
+class HomesEviction(MostRecentFirst):
+    """Keeps what this node is home of; of all else, what was read last leaves first."""
+
+    name = "homes"
+    near = True
+    reads_for_peers = True
+
+    def __init__(
+        self,
+        life: NDArray[np.uint8],
+        pins: NDArray[np.int32],
+        uses: list[NextUses],
+        homes: Homes,
+    ) -> None:
+        super().__init__(life, pins, uses)
+        self.homes: Homes = homes
+        self._kept = np.zeros(len(life), np.bool_)
+        self._count = 0  # of these
+        self._limit = len(life)  # so many are kept at most: as many as there once was room for
+        self._hand = 0
+
+    def rehome(self, homes: Homes | None) -> None:
+        """Nodes are gone or there again."""
+        if homes is None or homes is self.homes:
+            return
+        self.homes, self.stale = homes, True
+
+    def relist(self) -> None:
+        """Sort all residents anew into those that are kept and the others."""
+        kept = np.flatnonzero(self._kept & (self._life == RESIDENT))
+        kept = kept[self.homes.mine(kept)]
+        self._kept[:] = False
+        self._kept[kept] = True
+        self._count = len(kept)
+        super().relist()
+
+    def _enter(self, ids: Index) -> None:
+        loose = ids[~self._kept[ids]]
+        mine = loose[self.homes.mine(loose)][: max(self._limit - self._count, 0)]
+        self._kept[mine] = True
+        self._count += len(mine)
+        super()._enter(loose[~self._kept[loose]])
+
+    def victims(self, k: int, step: int) -> Index:
+        """Up to k distinct objects to evict: those kept for peers last, and for no peer's sake."""
+        found = super().victims(k, step)
+        if len(found) >= k or step == FOR_PEERS:
+            return found
+        more = self._scan(k - len(found))
+        self._limit = self._count
+        return joined([found, more])
+
+    def _scan(self, k: int) -> Index:
+        """Give up some of what is kept, in order of numbers (a clock's hand)."""
+        out = []
+        for _ in range(-(-len(self._life) // _SCANNED)):
+            stop = min(self._hand + _SCANNED, len(self._life))
+            ids = self._hand + np.flatnonzero(self._kept[self._hand : stop])
+            ids = ids[self._leaving(ids)][:k]
+            self._kept[ids] = False
+            out.append(ids)
+            k -= len(ids)
+            if k <= 0:
+                break
+            self._hand = stop if stop < len(self._life) else 0
+        found = joined(out)
+        self._count -= len(found)
+        return found

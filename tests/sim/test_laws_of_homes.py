@@ -1,0 +1,88 @@
+"""Nodes that do not know how the others read: each object is read once where all fit together."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from nodes import Nodes
+from numpy.typing import NDArray
+
+from creel.daemon.core.events import EpochFollowed, PlanExtended
+from creel.policies.cluster.homes import Homes
+from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.turn import ClusterView
+
+SAMPLES, BATCH = 840, 4
+
+
+class Followers(Nodes):
+    """Nodes whose ranks each read in an order of their own, of which no other node knows.
+
+    `shares`: together they read each object once in an epoch; else each of them does.
+    """
+
+    def __init__(self, nodes: int, held: float, *, shares: bool, disk: float = 0.0) -> None:
+        self.shares = shares
+        each = SAMPLES // nodes if shares else SAMPLES
+        super().__init__(nodes, JobOrder(SAMPLES, nodes, each, BATCH, 0), held, disk=disk)
+
+    def _tell(self, node: int, epoch: int) -> None:
+        seed = epoch if self.shares else 1000 * node + epoch
+        order = np.random.default_rng(seed).permutation(SAMPLES).astype(np.int32)
+        ids = order[node :: len(self.cores)].copy() if self.shares else order
+        ends = np.arange(1, self.order.steps + 1) * BATCH
+        number = epoch - self._began[node]
+        for other in self.alive:
+            self.members[node].heard(other, self._now)
+        if node not in self.late:
+            self._feed(node, EpochFollowed(1, self._view(node)))
+        self._feed(node, PlanExtended(1, number, number * self.order.steps, ids, ends))
+
+
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_all_memories_hold_is_read_once(nodes: int, *, shares: bool) -> None:
+    runs = Followers(nodes, 1.2, shares=shares).run(3)
+    assert sum(counts["source"] for counts in runs) <= 1.005 * SAMPLES
+    assert sum(counts["refused"] for counts in runs) <= 0.005 * SAMPLES
+
+
+@pytest.mark.parametrize("held", [0.3, 0.7])
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_they_hold_of_it_is_not_read_again(held: float, *, shares: bool) -> None:
+    runs = Followers(2, held, shares=shares).run(3)
+    reads = 1 if shares else 2
+    for counts in runs[1:]:
+        assert counts["source"] <= reads * (1 - held + 0.05) * SAMPLES
+
+
+@pytest.mark.parametrize("held", [0.3, 0.7, 1.2])
+@pytest.mark.parametrize("shares", [False, True])
+def test_no_epoch_reads_more_than_without_peers(held: float, *, shares: bool) -> None:
+    together, alone = (Followers(2, held, shares=shares) for _ in range(2))
+    alone.late |= {0, 1}
+    for counts, otherwise in zip(together.run(3), alone.run(3), strict=True):
+        assert counts["source"] <= 1.02 * otherwise["source"]
+
+
+def test_what_a_lost_node_was_home_of_is_read_once_again() -> None:
+    nodes = Followers(4, 1.6, shares=False)
+    nodes.run(2)
+    lost = int((nodes.places[3] != -1).sum())
+    (during, *later) = nodes.run(1, lambda: nodes.lose(3)) + nodes.run(2)
+    assert sum(counts["source"] for counts in (during, *later)) <= 1.05 * lost
+    assert later[-1]["refused"] <= 0.01 * SAMPLES
+
+
+def test_homes_are_shared_out_evenly_and_move_only_where_they_must() -> None:
+    ids = np.arange(0, 40_000, 2)  # every second object, say the images of pairs
+    origin = np.array([-1, 5, 6, 7])
+
+    def homes(origin: NDArray[np.int64]) -> NDArray[np.int64]:
+        none = np.zeros((4, 2), np.int64)
+        return Homes(ClusterView(0, np.arange(4), np.full(4, 100), origin, none)).of(ids)
+
+    before, after = homes(origin), homes(np.array([-1, 5, -1, 7]))
+    assert np.bincount(before, minlength=4).min() >= 0.24 * len(ids)
+    assert (before[before != 2] == after[before != 2]).all()
+    assert np.bincount(after, minlength=4)[[0, 1, 3]].min() >= 0.31 * len(ids)
