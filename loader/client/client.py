@@ -47,6 +47,7 @@ from creel.loader.client.packets import (
     sealed_copy,
 )
 from creel.loader.client.session import POLL_S, Session
+from creel.loader.client.zmq_needs import check_descriptors, check_threads
 from creel.messages import (
     PROTOCOL,
     Attach,
@@ -78,10 +79,6 @@ if TYPE_CHECKING:
 
 _REPLY_TIMEOUT_S = 10.0  # a reply takes well below 10 ms; the daemon may be starting on a busy node
 _REGISTER_TIMEOUT_S = 120.0  # checking a manifest of 10 million files takes seconds
-_MIN_FREE_FDS = (
-    16  # a context and a DEALER take 8 (libzmq 4.3); other threads may open some meanwhile
-)
-_MIN_FREE_THREADS = 4  # a context starts 2 (libzmq 4.3); other code may start some meanwhile
 
 
 class Client:
@@ -363,8 +360,8 @@ class Client:
             DaemonLostError: it cannot be sent.
         """
         if self._request_socket is None:
-            _check_descriptors()
-            _check_threads()
+            check_descriptors()
+            check_threads()
         import zmq
 
         frames = [encode(message), *(a.tobytes() for a in arrays)]
@@ -465,38 +462,6 @@ class Client:
             while len(self._answers) > 1024:  # no caller waits for the oldest any more
                 self._answers.pop(next(iter(self._answers)))
         return True
-
-
-def _check_descriptors() -> None:
-    """Raise DaemonLostError if descriptors are short: libzmq would abort (epoll.cpp)."""
-    free: list[int] = []
-    try:
-        while len(free) < _MIN_FREE_FDS:
-            free.append(os.eventfd(0, os.EFD_CLOEXEC))
-    except OSError as e:
-        raise DaemonLostError(f"no descriptors for a connection to the daemon: {e}") from e
-    finally:
-        close_all(free)
-
-
-def _check_threads() -> None:
-    """Raise DaemonLostError if no threads can be started: libzmq would abort (thread.cpp).
-
-    A limit on processes (`ulimit -u`, a container's pids) counts threads, including the daemon's.
-    """
-    gate = threading.Event()
-    begun: list[threading.Thread] = []
-    try:
-        while len(begun) < _MIN_FREE_THREADS:
-            thread = threading.Thread(target=gate.wait, name="creel-room", daemon=True)
-            thread.start()
-            begun.append(thread)
-    except RuntimeError as e:
-        raise DaemonLostError(f"no threads for a connection to the daemon: {e}") from e
-    finally:
-        gate.set()
-        for thread in begun:
-            thread.join()
 
 
 def _connect_socket(control_socket: socket.socket, where: str, timeout_s: float) -> None:
