@@ -64,7 +64,7 @@ class Nodes:
         """held: objects that all memories together hold, in datasets; disk: that each disk does."""
         self.order, self.size = order, size
         self.capacity = int(held * order.samples * size / nodes)
-        self._disk = int(disk * order.samples * (size + 64))
+        self._disks = [int(disk * order.samples * (size + 64))] * nodes
         self.counts: Counter[str] = Counter()
         self.gone: set[int] = set()  # nodes that answer nobody
         self.late: set[int] = set()  # nodes that are told nothing of the others
@@ -90,8 +90,8 @@ class Nodes:
         seen = self.places[node].view()
         seen.flags.writeable = False
         added = Lengths.of(length), Versions(samples)
-        if self._disk:
-            self._feed(node, DiskOpened(self._disk, 1))
+        if self._disks[node]:
+            self._feed(node, DiskOpened(self._disks[node], 1))
         self._feed(node, DatasetAdded("d", seen, length, *added))
         self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores)))
 
@@ -161,6 +161,14 @@ class Nodes:
             self._tell(node, known)
         self._settle()
 
+    def lose_disk(self, node: int) -> None:
+        """The disk of a node fails with all that was on it, and all hear of that."""
+        self._disks[node] = 0
+        self._feed(node, DiskOpened(0, 1))
+        for one in self.alive:
+            self._feed(one, ClusterChanged(_CLUSTER, self._view(one)))
+        self._settle()
+
     def _compare(self) -> None:
         """Each node sees what the others take for granted, as heartbeats tell it."""
         plans = [core.digests(_CLUSTER) for core in self.cores]
@@ -194,7 +202,7 @@ class Nodes:
         origin = np.where(reachable, np.arange(nodes), SOURCE)
         origin[node] = SOURCE
         capacity = np.full(nodes, self.capacity)
-        disks = np.array([(self._disk, 1)] * nodes, np.int64)
+        disks = np.array([(nbytes, 1) for nbytes in self._disks], np.int64)
         log = self.members[node].log
         return ClusterView(node, np.arange(nodes), capacity, origin, disks, _CLUSTER, log)
 

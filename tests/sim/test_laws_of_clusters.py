@@ -40,6 +40,17 @@ def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
     assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
 
 
+def test_a_disk_that_fails_costs_what_it_held_and_is_not_planned_with() -> None:
+    order = job(4)
+    nodes = Nodes(4, order, 0.4, disk=0.2)
+    nodes.run(3)
+    runs = [*nodes.run(1, lambda: nodes.lose_disk(3)), *nodes.run(4)]
+    assert runs[0]["source"] <= 0.3 * order.samples
+    for counts in runs[2:]:
+        assert counts["source"] <= (1 - 0.4 - 3 * 0.2 + 0.08) * order.samples
+        assert counts["refused"] <= 0.01 * order.samples
+
+
 def test_what_neither_memories_nor_disks_hold_is_read_again() -> None:
     order = job(2)
     _, *later = Nodes(2, order, 0.3, disk=0.2).run(5)
