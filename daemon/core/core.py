@@ -135,7 +135,7 @@ class Core:
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
         self._handlers[type(event)](event, now)
-        self._serving.advance(now)
+        self._serving.advance(now, every=isinstance(event, Tick))
         for session in self._sessions.values():
             self._prefetcher.settle(session)
         self._out += self._prefetcher.pump(self._sessions.values(), now)

@@ -32,7 +32,7 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
     """Also what lies on a peer's disk: from the second epoch on nothing comes from the source."""
-    order = job(nodes)
+    order = job(nodes, 1920)
     runs = Nodes(nodes, order, 0.4, disk=0.8 / nodes).run(5)
     assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
     assert all(counts["disk"] > 0.3 * order.samples for counts in runs[2:])
@@ -41,7 +41,7 @@ def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
 
 
 def test_a_disk_that_fails_costs_what_it_held_and_is_not_planned_with() -> None:
-    order = job(4)
+    order = job(4, 1920)
     nodes = Nodes(4, order, 0.4, disk=0.2)
     nodes.run(3)
     runs = [*nodes.run(1, lambda: nodes.lose_disk(3)), *nodes.run(4)]

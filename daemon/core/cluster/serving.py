@@ -26,6 +26,9 @@ from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT, STORED
 from creel.policies.masks import every, some
 from creel.policies.prefetch import affordable
 
+#: Requests that are looked at in each event, 32 MiB at most: 255 peers may have a thousand waiting.
+_LOOKED_AT = 16
+
 
 @dataclass(eq=False, slots=True)
 class _Request:
@@ -108,11 +111,16 @@ class Serving:
         self._pin(request, coming)
         return len(coming) > 0
 
-    def advance(self, now: float) -> None:
-        """Read what requests wait for from disk, and answer those that wait no longer."""
+    def advance(self, now: float, *, every: bool = False) -> None:
+        """Read what the oldest requests wait for from disk, and answer those that wait no longer.
+
+        every: look at all of them.
+        """
         self.short.clear()
+        if not self._waiting:
+            return
         reads = True
-        for request in self._waiting:
+        for request in self._waiting if every else self._waiting[:_LOOKED_AT]:
             h = request.residency
             self._look(request)
             if reads:
