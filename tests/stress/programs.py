@@ -260,7 +260,8 @@ class Program:
     def _own(self) -> Data:
         files, changes = self._files(alike=False)
         kind = self._of("Own", "Own", "Declared", "Declared", "Counted", "Several")
-        how = self._of("open", "memmap", "creel.open", "creel.open", "creel.read", "creel.read")
+        own = self._of("open", "text", "mapped", "descriptor", "memmap", "fromfile")
+        how = self._of(own, "creel.open", "creel.read")
         more = self._maybe("transform", "widen", "in_place", "as_dict", "noise")
         labels = self._maybe("labels", f"torch.arange({self._n})")
         config = self._maybe("config", "'config'")

@@ -6,6 +6,7 @@ The same program text runs with torch's classes, and, where the environment says
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import random
@@ -227,8 +228,33 @@ def _opened(path: str) -> bytes:
         return file.read()
 
 
+def _mapped(path: str) -> bytes:
+    with open(path, "rb") as file:  # noqa: PTH123  (as people do)
+        if not os.fstat(file.fileno()).st_size:
+            return file.read()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
+            return mapping[:3] + file.read()[3:]
+
+
+def _text(path: str) -> bytes:
+    with open(path, encoding="latin-1", newline="") as file:  # noqa: PTH123
+        return "".join(file).encode("latin-1")
+
+
+def _by_descriptor(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(fd, 5, 0) + os.pread(fd, 1 << 20, 5)
+    finally:
+        os.close(fd)
+
+
 READERS: dict[str, Callable[[str], Any]] = {
     "open": lambda path: Path(path).read_bytes(),
+    "text": _text,
+    "mapped": _mapped,
+    "descriptor": _by_descriptor,
+    "fromfile": lambda path: np.fromfile(path, np.uint8).tobytes(),
     "memmap": lambda path: np.memmap(path, np.uint8, "r").tobytes(),
     "creel.open": _opened,
     "creel.read": lambda path: creel.read(path) if with_creel() else Path(path).read_bytes(),

@@ -45,12 +45,16 @@ def numbers(seed: int, n: int = NUMBERS) -> np.ndarray[Any, Any]:
 
 
 def library(name: str) -> Any:
+    return pytest.importorskip(name)
+
+
+def images() -> Any:
+    """torchvision.io, if its operators are those of this torch."""
     try:
-        found = pytest.importorskip(name)
-    except RuntimeError as e:  # built for another torch
-        pytest.skip(f"{name}: {e}")
-    if name == "torchvision.io" and not hasattr(torch.ops.image, "read_file"):  # see folders.py
-        pytest.skip("torchvision's operators are not there")
+        found = library("torchvision.io")
+        _ = torch.ops.image.read_file
+    except (AttributeError, RuntimeError) as e:
+        pytest.skip(f"torchvision's operators: {e}")
     return found
 
 
@@ -121,6 +125,11 @@ def write_tar(path: str, seed: int) -> None:
 
 def write_pt(path: str, seed: int) -> None:
     torch.save({"x": torch.from_numpy(numbers(seed))}, path)
+
+
+def write_old_pt(path: str, seed: int) -> None:
+    x = torch.from_numpy(numbers(seed, 5000))
+    torch.save([x, x * 2], path, _use_new_zipfile_serialization=False)
 
 
 def write_parquet(path: str, seed: int) -> None:
@@ -253,6 +262,7 @@ CALLS: dict[str, tuple[str, Write, Read, bool]] = {
     "PIL jpeg": (".jpg", write_jpeg, read_image, True),
     "PIL png": (".png", write_png, read_image, True),
     "torch.load": (".pt", write_pt, lambda p: torch.load(p)["x"], True),
+    "torch.load, old format": (".pt", write_old_pt, torch.load, True),
     "torch.load mmap": (".pt", write_pt, lambda p: torch.load(p, mmap=True)["x"].clone(), False),
     "torch.from_file": (
         ".bin",
@@ -305,13 +315,13 @@ CALLS: dict[str, tuple[str, Write, Read, bool]] = {
     "torchvision read_image": (
         ".png",
         write_png,
-        lambda p: library("torchvision.io").read_image(p),
+        lambda p: images().read_image(p),
         True,
     ),
     "torchvision read_file": (
         ".bin",
         write_raw,
-        lambda p: library("torchvision.io").read_file(p),
+        lambda p: images().read_file(p),
         True,
     ),
     "skimage": (".png", write_png, lambda p: library("skimage.io").imread(p), True),
@@ -437,15 +447,20 @@ def test_a_stand_in_for_torchvisions_operators_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where they were built for another torch: its modules' names, and how they call each other."""
-    image, package = types.ModuleType("image"), types.ModuleType("torchvision.io")
+    names = "torchvision.io.image", "torchvision.io"
+    image, package = (sys.modules.get(name) or types.ModuleType(name) for name in names)
 
     def read_file(path: Any) -> torch.Tensor:
         return torch.frombuffer(bytearray(read_in_c(str(path))), dtype=torch.uint8)
 
-    image.read_file = package.read_file = read_file  # type: ignore[attr-defined]
-    package.read_image = lambda path: image.read_file(path) // 2  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "torchvision.io.image", image)
-    monkeypatch.setitem(sys.modules, "torchvision.io", package)
+    def read_image(path: Any) -> torch.Tensor:
+        found: torch.Tensor = image.read_file(path) // 2
+        return found
+
+    for module, name in zip((image, package), names, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(module, "read_file", read_file, raising=False)
+    monkeypatch.setattr(package, "read_image", read_image, raising=False)
     monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
     bare = Plain(tmp_path, by_torchvision)
     ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
