@@ -453,16 +453,15 @@ class Node:
     def dealt(self, session: SessionRecord, message: Deal | Follow) -> None:
         """Note how an epoch is dealt to the ranks of a session's job, or that it is not known."""
         view = self.clusters.view(message.cluster)
-        if view is not None and isinstance(message, Follow):
-            self.handle_event(events.EpochFollowed(session.id, view))
-        if view is None or isinstance(message, Follow):
+        if view is None:
             return
-        if message.samples != len(session.dataset.manifest):
+        if isinstance(message, Deal) and message.world == len(view.nodes):
+            counts = message.samples, message.world, message.each, message.batch
+            order = JobOrder(*counts, message.seed, message.remapped)
+            if order.sound() and message.samples == len(session.dataset.manifest):
+                self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
             return
-        counts = message.samples, message.world, message.each, message.batch
-        order = JobOrder(*counts, message.seed, message.remapped)
-        if order.sound() and message.world == len(view.nodes):
-            self.handle_event(events.EpochDealt(session.id, message.epoch, order, view))
+        self.handle_event(events.EpochFollowed(session.id, view))
 
     def truncated(self, session: SessionRecord, step: int) -> None:
         """Truncate a session's plan."""

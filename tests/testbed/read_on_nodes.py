@@ -5,7 +5,8 @@
 KIND: "dealt" (DistributedSampler), "random" (each rank reads all, in an order of its own),
 "weighted" (with replacement), "batches" (a batch sampler of one's own that deals to ranks),
 "subset" (DistributedSampler over a Subset), "pairs" (DistributedSampler over samples of two
-files), "alike" (all ranks read the same, as those of a tensor-parallel group).
+files), "alike" (all ranks read the same, as those of a tensor-parallel group), "tensor" (such groups
+of two, to which DistributedSampler deals), "dealt-other" ("dealt" with another seed).
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them. Prints JSON objects, one a
 line: {"epoch": {"digest", "expected"}} at the end of each, of what was read and of what torch's
@@ -87,7 +88,10 @@ def batches_of(kind: str, data: Any, batch: int, rank: int, world: int) -> Any:
         )
     if kind == "batches":
         return DealtBatches(len(data), batch, rank, world)
-    sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, seed=7)
+    if kind == "tensor":
+        world, rank = world // 2, rank // 2
+    seed = 9 if kind.endswith("other") else 7
+    sampler: DistributedSampler[Any] = DistributedSampler(data, world, rank, seed=seed)
     return BatchSampler(sampler, batch, drop_last=False)
 
 
