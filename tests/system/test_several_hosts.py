@@ -51,21 +51,21 @@ def test_what_one_host_holds_no_other_reads_again(each: int) -> None:
     assert control <= _CONTROL_NBYTES * len(talk) * epochs
 
 
-def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_from_their_own_memory() -> (
-    None
-):
+def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_at_home() -> None:
     epochs, world, batch = 4, 2, 100
+    more = {"CREEL_LOADER__DIRECT": "never"}  # what a reader reads itself is counted here, too
     memory = int(1.2 * FILES * jobs.HELD_NBYTES / world)
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
         words = [storage.mountpoint, str(batch), ",".join(["step"] * epochs), "global-batch"]
-        with jobs.job(cluster, world, words, memory) as ranks:
+        with jobs.job(cluster, world, words, memory, more=more) as ranks:
             for epoch in range(epochs):
                 read = [one.next("epoch")["epoch"]["heads"] for one in ranks]
                 together = [sorted(chain(*step)) for step in zip(*read, strict=True)]
                 assert together == jobs.global_batches(FILES, batch, world, epoch)
             peers = [one.next("stats")["stats"]["tiers"]["peers"] for one in ranks]
         opens = storage.totals()["opens"]
-    assert opens <= 1.1 * FILES
+    # At most 3 % of an epoch are not at home: read twice while hosts learn late of each other.
+    assert opens <= 1.15 * FILES
     # A third of all later reads, if ranks read what torch deals to them.
     assert sum(peer["hits"] for peer in peers) <= 0.08 * FILES * (epochs - 1)
 

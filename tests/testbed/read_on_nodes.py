@@ -5,8 +5,8 @@
 KIND: "dealt" (DistributedSampler), "random" (each rank reads all, in an order of its own),
 "weighted" (with replacement), "batches" (a batch sampler of one's own that deals to ranks),
 "subset" (DistributedSampler over a Subset), "pairs" (DistributedSampler over samples of two
-files), "alike" (all ranks read the same, as those of a tensor-parallel group), "tensor" (such groups
-of two, to which DistributedSampler deals), "dealt-other" ("dealt" with another seed).
+files), "alike" (all ranks read the same, as those of a tensor-parallel group), "tensor" (such
+groups of two, to which DistributedSampler deals), "dealt-other" ("dealt" with another seed).
 
 RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them. Prints JSON objects, one a
 line: {"epoch": {"digest", "expected"}} at the end of each, of what was read and of what torch's
