@@ -1,0 +1,115 @@
+"""Two real ranks, each on a node of its own by its name, agree on how they exchange samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler, TensorDataset
+
+import creel
+from creel.errors import ConfigError
+
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
+
+SAMPLES, BATCH = 203, 10
+Act = Callable[[int], Any]
+
+
+def ranks(act: Act, folder: Path) -> list[Any]:
+    """What `act(rank)` returns in each of two processes that have one process group."""
+    context = multiprocessing.get_context("fork")
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
+    processes = [
+        context.Process(target=_run, args=(act, rank, folder, pipes[rank][1])) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    said = []
+    for reader, writer in pipes:
+        writer.close()
+        said.append(reader.recv())
+        reader.close()
+    for process in processes:
+        process.join()
+        process.close()
+    return said
+
+
+def _run(act: Act, rank: int, folder: Path, writer: Any) -> None:
+    socket.gethostname = lambda: f"n{rank}"
+    where = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    writer.send(act(rank))
+    dist.destroy_process_group()
+
+
+def loader_of(rank: int, batch: int = BATCH, workers: int = 0, **more: Any) -> Any:
+    data = TensorDataset(torch.arange(SAMPLES))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank, seed=3)
+    more = {"remap": "global-batch", **more}
+    return creel.DataLoader(data, batch, sampler=sampler, num_workers=workers, creel=False, **more)
+
+
+def torchs(epoch: int) -> list[list[list[int]]]:
+    """For each rank, the batches that torch deals to it."""
+    loaders = [loader_of(rank, remap=None) for rank in range(2)]
+    for loader in loaders:
+        loader.set_epoch(epoch)
+    return [[batch.tolist() for (batch,) in loader] for loader in loaders]
+
+
+def together(batches: list[list[list[int]]]) -> list[list[int]]:
+    return [sorted(chain(*step)) for step in zip(*batches, strict=True)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_step_has_torchs_samples_also_where_another_loader_goes_on(
+    workers: int, tmp_path: Path
+) -> None:
+    def read(rank: int) -> list[list[list[int]]]:
+        loader, out = loader_of(rank, workers=workers), []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            out.append([batch.tolist() for (batch,) in loader])
+        it = iter(loader)
+        head = [next(it)[0].tolist() for _ in range(3)]
+        resumed = loader_of(rank)
+        resumed.load_state_dict(loader.state_dict())
+        out.append(head + [batch.tolist() for (batch,) in resumed])
+        return out
+
+    said = ranks(read, tmp_path)
+    for epoch, batches in enumerate(zip(*said, strict=True)):
+        assert together(list(batches)) == together(torchs(min(epoch, 1)))
+        assert list(batches) != torchs(min(epoch, 1)), "nothing was exchanged"
+
+
+def test_ranks_that_differ_all_raise(tmp_path: Path) -> None:
+    def read(rank: int) -> str:
+        with pytest.raises(ConfigError) as e:
+            iter(loader_of(rank, batch=BATCH + rank))
+        return str(e.value)
+
+    one, other = ranks(read, tmp_path)
+    assert one == other
+    assert "batch_size" in one
+
+
+def test_a_rank_whose_batch_size_changes_later_raises(tmp_path: Path) -> None:
+    def read(rank: int) -> bool:
+        loader = loader_of(rank)
+        list(loader)
+        loader.batch_sampler.batch_size = BATCH + 1
+        with pytest.raises(ConfigError, match="batch_size"):
+            iter(loader)
+        return True
+
+    assert ranks(read, tmp_path) == [True, True]
