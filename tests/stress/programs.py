@@ -336,12 +336,14 @@ class Program:
             "in order": in_order,
             "resumed": resumed,
             "goes on": seeded or not order.drawn,
+            "workers stay": "persistent_workers=True" in more,
             # What torch's workers give by reference can be written to in the trainer, at any time.
             "writes": data.fresh or (not alone and collate in {"", "only_even"}),
         }
 
     def _epochs(self, data: Data, may: dict[str, bool]) -> None:
-        for number in range(self._of(0, 1) if may["resumed"] else self._of(2, 3, 3, 4)):
+        epochs = self._of(0, 1) if may["resumed"] else self._of(2, 3, 3, 4)
+        for number in range(epochs):
             if number:
                 self._change(data)
             if not may["in order"]:
@@ -353,6 +355,8 @@ class Program:
             more += ", write=True" if may["writes"] and self._chance(0.15) else ""
             self._say(f"epoch(loader{more})")
         if may["resumed"]:
-            self._change(data)
+            # torch's workers that live on do not see a change, those of a loader that goes on do.
+            if not (epochs and may["workers stay"]):
+                self._change(data)
             self._say("os.environ.pop('CREEL_DISABLE', None)")
             self._say(f"interrupted(loader, make, {self._of(*range(7))}, {int(may['goes on'])})")
