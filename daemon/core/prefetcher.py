@@ -46,7 +46,10 @@ class Prefetcher:
         least = s.done + 1
         if h.policy is not None and h.policy.near and self._admission.missing(h) > 0:
             ranks = sum(len(g.sessions) for g in h.groups)
-            reach = min(reach, s.at + int(window.lend_share * len(h) / ranks))
+            lent = max(
+                window.lend_share * len(h), h.policy.lends(self._admission.share(h) / h.mean)
+            )
+            reach = min(reach, s.at + int(lent / ranks))
             least = s.done + 2
         elif h.disk.completes(h.resident) and self._admission.missing(h) > 0:
             # The disk is quick, and what is read ahead takes the room of what is read again.

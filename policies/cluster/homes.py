@@ -22,6 +22,10 @@ FOR_PEERS = NEVER
 #: Knuth's multiplicative hash: objects of one kind may lie at regular distances.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(33)
+#: A node is home of up to so many times its share.
+_UNEVEN = 1.02
+#: This part (1/n) of the memory may hold what is read ahead, though peers would need it.
+_LENT_PART = 32
 #: Objects looked through at once for one to evict.
 _SCANNED = 1 << 14
 
@@ -48,6 +52,11 @@ class Homes:
         if gone.any():
             node[gone] = self._left[mixed[gone] // len(self._there) % len(self._left)]
         return node
+
+    @property
+    def share(self) -> float:
+        """The part of all objects that a node is home of."""
+        return 1 / len(self._left)
 
     def mine(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """(k,) whether this node is home of each object."""
@@ -79,6 +88,10 @@ class HomesEviction(MostRecentFirst):
         self._count = 0  # of these
         self._limit = len(life)  # so many are kept at most: as many as there once was room for
         self._hand = 0
+
+    def lends(self, room: float) -> float:
+        """What is not needed for objects at home here, and in any case a small part."""
+        return max(room - _UNEVEN * self.homes.share * len(self._life), room / _LENT_PART)
 
     def rehome(self, homes: Homes | None) -> None:
         """Nodes are gone or there again."""

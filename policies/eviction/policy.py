@@ -92,6 +92,10 @@ class EvictionPolicy:
     def sent(self, ids: Index) -> None:
         """Objects were sent to the peer that reads them."""
 
+    def lends(self, room: float) -> float:  # noqa: ARG002
+        """How many objects may be read ahead at least, of a memory that has room for so many."""
+        return 0.0
+
     def rehome(self, homes: Homes | None) -> None:
         """Peers are to be asked, or none any more."""
         self.homes = homes

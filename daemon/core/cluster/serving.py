@@ -87,7 +87,7 @@ class Serving:
         h.served[e.request] = here
         request = _Request(e.request, h, ids, now + e.wait_s, np.unique(stored))
         self._serving[e.request] = request
-        if self._bring(request, np.unique(known), now) or len(stored):
+        if self._bring(request, known, now) or len(stored):
             self._waiting.append(request)
         else:
             self._answer(request)
@@ -98,6 +98,7 @@ class Serving:
         policy = h.policy
         if policy is None or policy.homes is None or not policy.reads_for_peers:
             return False
+        ids = np.unique(ids)
         absent = ids[(h.life[ids] == ABSENT) & (h.disk.state[ids] != STORED)]
         absent = absent[policy.homes.mine(absent)]
         absent = absent[: self._inflight.leave_for_peers(h.expected(h.length[absent]))]
