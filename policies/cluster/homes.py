@@ -115,6 +115,10 @@ class HomesEviction(MostRecentFirst):
         self._count += len(mine)
         super()._enter(loose[~self._kept[loose]])
 
+    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each is worth a place on this node's disk: what it is home of."""
+        return self.homes.mine(ids)
+
     def victims(self, k: int, step: int) -> Index:
         """Up to k distinct objects to evict: those kept for peers last, and for no peer's sake."""
         found = super().victims(k, step)

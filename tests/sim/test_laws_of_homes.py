@@ -56,6 +56,13 @@ def test_what_they_hold_of_it_is_not_read_again(held: float, *, shares: bool) ->
         assert counts["source"] <= reads * (1 - held + 0.05) * SAMPLES
 
 
+def test_memories_and_disks_hold_what_is_at_home_there() -> None:
+    """A disk has what its node is home of: each object once, not what each node came across."""
+    _, *later = Followers(2, 0.5, shares=False, disk=0.4).run(4)
+    assert sum(counts["source"] for counts in later) <= 0.01 * SAMPLES
+    assert all(counts["disk"] > 0.5 * SAMPLES for counts in later)
+
+
 @pytest.mark.parametrize("held", [0.3, 0.7, 1.2])
 @pytest.mark.parametrize("shares", [False, True])
 def test_no_epoch_reads_more_than_without_peers(held: float, *, shares: bool) -> None:
