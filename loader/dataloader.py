@@ -54,7 +54,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         on_error: what a sample means whose `dataset[i]` raises: "raise", as in torch; "skip", its
             batch goes without it; "substitute", another sample stands for it, the same on all ranks
             and in all epochs. It is named once in the log, and not read again by this loader.
-        max_bad_samples: so many are put up with; one more raises TooManyBadSamplesError.
+        max_bad_samples: of this loader and rank; one more raises TooManyBadSamplesError.
 
     With `CREEL_DISABLE=1` in the environment, or `loader.disable`, it behaves exactly as torch's
     class.
@@ -90,6 +90,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.remap = remap
         if remap not in {None, "global-batch"}:
             raise ConfigError(f'remap={remap!r}: give "global-batch" or None')
+        if remap is not None and isinstance(dataset, IterableDataset):
+            raise ConfigError("remap: an IterableDataset has no order to be dealt")
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
         Tolerance(on_error, max_bad_samples).check()
         if on_error != "raise" and isinstance(dataset, IterableDataset):

@@ -55,14 +55,14 @@ class DirectReads:
         """
         if not self._allowed:
             return math.inf
-        if self._pause_left:
+        if self._pause_left > 0:
             self._pause_left -= 1
             return math.inf
         if object_ns and reads * object_ns <= reads * _DAEMONS_NS + nbytes * _DAEMONS_BYTE_NS:
             return 0.0
         if not self._own_ns:
             return math.inf
-        if self._vain_left:
+        if self._vain_left > 0:
             self._vain_left -= 1
             return 0.0
         return reads * self._own_ns / 1e9

@@ -76,12 +76,13 @@ class BatchReader(StepReader):
         self._collating = [0]  # when the batch's collation began, monotonic ns
         fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
         self._plainly = collates_plainly(loader)
+        self._tolerance = loader_state.tolerance
         if stream is not None:
             self._binding = frozen or stream.binding
             fetcher.dataset = self._binding.dataset  # the frozen one, if any
             self._look(self._binding)
-        if loader_state.tolerance.wanted:
-            fetcher.dataset = Tolerant(fetcher.dataset, loader_state.tolerance)
+        if self._tolerance.wanted:
+            fetcher.dataset = Tolerant(fetcher.dataset, self._tolerance)
             if fetcher.auto_collation:
                 fetcher.collate_fn = without_skipped(fetcher.collate_fn)
 
@@ -142,7 +143,9 @@ class BatchReader(StepReader):
     def _look(self, binding: Binding) -> None:
         """Record the present labels, and how batches follow from bytes."""
         self._labels = binding.labels()
-        self._gather = binding.gather() if self._plainly else None
+        # Bytes alone would raise what the dataset would, but for all samples at once.
+        by_bytes = self._plainly and not self._tolerance.wanted
+        self._gather = binding.gather() if by_bytes else None
 
     def wait_for(self, session: Session, step: int, ids: Ids | None) -> bool:
         """Wait for the step; True if its objects are pinned, else the table may be out of date."""

@@ -41,7 +41,7 @@ from creel.loader.order.samplers import (
 )
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
-from creel.loader.reading.bad_samples import BadSample, Tolerance
+from creel.loader.reading.bad_samples import BadSample, Tolerance, plain
 from creel.loader.torch_private import collate
 from creel.policies.cluster.remap import Exchange
 from creel.policies.direct import DirectReads
@@ -255,7 +255,7 @@ class EpochRun:
             address, _, _ = self._binding.manifest.location(int(found[0]))
         except Exception:  # noqa: BLE001  the person's code may run here
             return ""
-        return public(address)
+        return plain(public(address))
 
     def deliver(self, i: int) -> None:
         """Count a batch that is returned, before the i-th after those skipped.

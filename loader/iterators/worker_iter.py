@@ -223,7 +223,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             self._pool.discard(event)
             raise
         data = self._pool.open(event)
-        self._note_bad(event.bad)
+        self._note_bad(self._pool.take_bad())
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
         if self._run.due():
@@ -231,8 +231,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         self._run.deliver(self._rcvd_idx)
         return data
 
-    def _note_bad(self, samples: tuple[BadSample, ...]) -> None:
-        """Note what a worker could not read; raises where all workers together found too many."""
+    def _note_bad(self, samples: list[BadSample]) -> None:
+        """Note what workers could not read; raises where all together found too many."""
         known = self._loader_state.tolerance.known
         self._run.note_bad([one for one in samples if one.index not in known])
         for one in samples:

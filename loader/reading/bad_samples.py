@@ -2,17 +2,18 @@
 
 `Tolerant` stands between a fetcher and the dataset. Which sample takes the place of a bad one
 follows from the bad one's number alone, so that all ranks, all epochs and a resumed run choose
-alike without a word to each other. Only what the dataset raises counts, not what collation does.
+alike without a word to each other, if they find the same samples bad. Only what the dataset raises
+counts, not what collation does.
 """
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import xxhash
 from torch.utils.data import Dataset
 
@@ -40,7 +41,7 @@ class Tolerance:
 
     Args:
         on_error: "skip" leaves a bad sample out of its batch, "substitute" takes another one.
-        most: bad samples of a dataset that are put up with; one more, and its error is raised.
+        most: maximum number of bad samples; one more raises.
     """
 
     on_error: OnError
@@ -68,17 +69,17 @@ class Tolerance:
         """
         if index in self.known:
             return False
-        self.known[index] = reason
-        if len(self.known) > self.most:
+        if len(self.known) >= self.most:
             raise TooManyBadSamplesError(
-                f"{len(self.known)} samples cannot be read, max_bad_samples is {self.most}; the"
+                f"{len(self.known) + 1} samples cannot be read, max_bad_samples is {self.most}; the"
                 f" last one: sample {index}: {reason}"
             )
+        self.known[index] = reason
         return True
 
     def found(self, index: int, error: Exception) -> None:
         """As `add`, for `take_new`; the dataset's own error is what is raised then."""
-        reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+        reason = plain(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
         try:
             new = self.add(index, reason)
         except TooManyBadSamplesError as e:
@@ -156,6 +157,11 @@ def replacement(bad: int, attempt: int, n: int) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<qq", bad, attempt)) % n
 
 
+def plain(text: str) -> str:
+    """The text with what is not UTF-8 (a path may be anything) in escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def without_skipped(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """`collate`, of batches, without the samples that are left out."""
 
@@ -167,4 +173,7 @@ def without_skipped(collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _number(index: Any) -> int:
     """The number of a sample; -1 for an index that is none."""
-    return int(index) if isinstance(index, (int, np.integer)) else -1
+    try:
+        return operator.index(index)
+    except TypeError:
+        return -1

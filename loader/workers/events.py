@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from creel.loader.reading.bad_samples import BadSample
 from creel.loader.workers.stages import Times
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ class BatchResult:
     index: int
     packed: Any
     times: Times
-    bad: tuple[BadSample, ...]
     #: Of the process that made the batch, which may have been replaced since.
     inbox: Inbox
 

@@ -111,6 +111,7 @@ class WorkerPool:
         self._max_leased = max_leased
         self._forks = context.get_start_method() == "fork"
         self._events: deque[Event] = deque()
+        self._bad: deque[BadSample] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
         self._open_words()
@@ -291,9 +292,14 @@ class WorkerPool:
         message, fds = got
         match message:
             case ("batch", int(tag), int(index), BatchMessage() as sent, tuple() as times, bad):
-                rest = member.inbox.accept(sent, fds), times, cast("tuple[BadSample, ...]", bad)
-                self._events.append(BatchResult(worker, tag, index, *rest, member.inbox))
+                packed = member.inbox.accept(sent, fds)
+                self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
+                self._bad.extend(cast("tuple[BadSample, ...]", bad))
         return True
+
+    def take_bad(self) -> list[BadSample]:
+        """Samples that workers could not read, also for batches that nobody wanted any more."""
+        return [self._bad.popleft() for _ in range(len(self._bad))]
 
     def open(self, event: BatchResult) -> object:
         """The batch itself, or an ExceptionWrapper if the worker failed."""

@@ -242,7 +242,8 @@ class _Worker(StepReader):
                 # The trainer saw its heartbeat: a daemon that does not answer has just stopped.
                 self._client = Client.connect(name, "worker", token, timeout_s=_JOIN_S)
             self._session = self._client.attach(session)
-            gather = None if self._binding is None or not self._plain else self._binding.gather()
+            by_bytes = self._plain and not self._tolerance.wanted
+            gather = self._binding.gather() if self._binding is not None and by_bytes else None
             if gather is not None:
                 memory = self._outbox.memory
                 self._gatherer = Gatherer(gather, self._client, self._session, memory)

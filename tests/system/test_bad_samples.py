@@ -163,3 +163,63 @@ def test_without_being_asked_a_bad_sample_raises_as_in_torch(tmp_path: Path, wor
 def test_values_that_mean_nothing_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         creel.DataLoader([1, 2], **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_records_in_memory_are_replaced_as_those_that_are_read(
+    served: str, tmp_path: Path, workers: int
+) -> None:
+    def checked(rows: torch.Tensor) -> torch.Tensor:
+        if (rows[:, 0] == 5).any():
+            raise ValueError("record 5")
+        return rows
+
+    torch.arange(N, dtype=torch.int64).numpy().tofile(tmp_path / "records")
+    data = creel.RecordDataset(tmp_path / "records", "int64", 1, batch_transform=checked)
+    more: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "creel": served}
+    loader: Any = creel.DataLoader(data, BATCH, **more)
+    for _ in range(3):
+        assert [int(row) for batch in loader for row in batch] == [i for i in range(N) if i != 5]
+
+
+def test_too_many_are_too_many_each_time(tmp_path: Path) -> None:
+    loader: Any = creel.DataLoader(
+        Files(tmp_path), BATCH, on_error="skip", max_bad_samples=0, creel=False
+    )
+    for _ in range(2):
+        with pytest.raises(TooManyBadSamplesError):
+            list(loader)
+
+
+def test_what_was_found_for_a_batch_that_nobody_took_is_named_later(
+    served: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "creel": served}
+    loader: Any = creel.DataLoader(Files(tmp_path), BATCH, on_error="skip", **more)
+    next(iter(loader))  # the workers go on to sample 17
+    with caplog.at_level(logging.WARNING, "creel.loader"):
+        list(loader)
+    named = " ".join(r.getMessage() for r in caplog.records)
+    assert all(f"sample {i} " in named for i in BAD - {3})
+
+
+class Unprintable(Files):
+    """Raises an error whose text is not UTF-8."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in BAD:
+            raise ValueError("bad \udcff")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_may_be_of_any_text(served: str, tmp_path: Path, workers: int) -> None:
+    more: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "creel": served}
+    loader: Any = creel.DataLoader(Unprintable(tmp_path), BATCH, **more)
+    assert sum(len(batch) for batch in loader) == N - len(BAD)
+
+
+def test_an_index_may_be_a_tensor(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"on_error": "skip", "creel": False}
+    loader: Any = creel.DataLoader(Files(tmp_path), BATCH, sampler=torch.arange(N), **more)
+    assert sum(len(batch) for batch in loader) == N - len(BAD)
