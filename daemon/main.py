@@ -343,7 +343,7 @@ class Daemon:
 
 
 def _with(config: Config, loaded: Config, keys: frozenset[str]) -> Config:
-    """Return `config` with the values of `keys` from `fresh`."""
+    """Return `config` with the values of `keys` from `loaded`."""
     parts: dict[str, dict[str, object]] = {}
     for key, value in config.flat().items():
         section, _, name = key.partition(".")

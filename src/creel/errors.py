@@ -8,6 +8,7 @@ CreelError
 │   └── IllegalEventError   a bug of ours: an event that cannot happen in this state
 ├── SourceError             the dataset's storage failed; `uri` and `errno` are kept
 │   └── SourceNotFoundError     the object does not exist; also a FileNotFoundError
+├── TooManyBadSamplesError  more samples cannot be read than `max_bad_samples`; also a RuntimeError
 └── UnavailableError        not now: carries `retry_after`
     ├── NoDaemonError       no daemon listens at the address
     └── DaemonLostError     the daemon ended or stopped answering

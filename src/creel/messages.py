@@ -211,7 +211,7 @@ class Extend(Message, frozen=True):
 
 
 class Deal(Message, frozen=True):
-    """How an epoch of the session is dealt to all ranks of its job; see `policies.job_order`.
+    """How an epoch of the session is dealt to all ranks of its job; see `policies.cluster.job_order`.
 
     Only a hint: with it, the nodes of `cluster` plan alike what each of them keeps. No reply.
     """
@@ -265,7 +265,7 @@ class Wait(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """A command of the CLI: `what` is status, stats, datasets, config, warm, drop, stop.
+    """A command, of the CLI or a loader: `what` is one of daemon/service/commands.py.
 
     Answered by `CommandReply`; `args` are plain values, checked by the daemon per command.
     """

@@ -1,7 +1,7 @@
 """Settings by section: types, bounds, defaults and one line about each.
 
-Defaults are defined only here. `creel.config` overlays what users set; docs/configuration.md is
-generated from here.
+Defaults are defined only here. `creel.config` overlays what users set; a test compares names and
+defaults with docs/configuration.md.
 """
 
 from __future__ import annotations

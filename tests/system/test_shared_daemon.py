@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import creel
+from creel.cli import main
 from creel.loader.binding.bind import bind
 from creel.loader.binding.gather import Gatherer
 from creel.loader.buffers import BufferPool
@@ -164,8 +165,9 @@ def test_a_wrong_prediction_leaves_no_step_pinned(
         (dataset,) = client.ask("datasets")["datasets"]
 
         def forgotten() -> bool:
-            dropped = client.ask("drop", dataset=dataset["dataset"])
-            return bool(dropped["resident_objects"] == 0)
+            assert main.main(["--name", daemon.name, "drop", dataset["dataset"][:12]]) == 0
+            (found,) = client.ask("datasets")["datasets"]
+            return bool(found["resident_objects"] == 0)
 
         until(forgotten, what="it forgets what nobody has pinned")
 

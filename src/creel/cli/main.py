@@ -323,6 +323,22 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
 
 
 @creel.command()
+@click.argument("dataset")
+@_as_json
+@click.pass_context
+def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
+    """Free what the daemon holds of DATASET, a key's first letters (`creel stats --json`)."""
+    from creel.cli import view
+
+    with _client(context) as client:
+        answer = client.ask("drop", dataset=dataset)
+    if as_json:
+        view.print_json(answer)
+    else:
+        click.echo(f"dropped {answer['dataset']}")
+
+
+@creel.command()
 @click.option("--nodes", type=click.IntRange(1), required=True, help="Nodes of the cluster.")
 @click.option("--samples", metavar="COUNT", required=True, help='Samples of the dataset: "14.2M".')
 @click.option("--sample-size", metavar="SIZE", required=True, help="Bytes of a sample.")
