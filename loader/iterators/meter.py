@@ -37,7 +37,7 @@ class Meter(dict[str, int]):
         self["direct_nbytes"] += nbytes
 
     def workers(self, changes: Sequence[int]) -> None:
-        """Add worker counters: busy ns by stage, direct reads and bytes (`WorkerPool.new_counts`)."""
+        """Add worker counters: busy ns by stage, direct reads and bytes (`new_counts`)."""
         *busy, reads, nbytes = changes
         for stage, ns in zip(STAGES, busy, strict=True):
             self[f"busy_{stage}_ns"] += ns

@@ -16,7 +16,7 @@ class Counter(NamedTuple):
     """One counter, or one for each of `members`.
 
     Args:
-        of: what is counted for: a row of `tiers`, `sources`, `ranks`, or "node" for the daemon as a whole.
+        of: whose it is: a row of `tiers`, `sources` or `ranks`, or "node", the whole daemon's.
         name: its key there, with "_s" behind a duration.
         writer: "meter", the loader's `Meter`; "delivery", `BatchStream.count`; "daemon", for a
             session or for its own; the first two have shared words, and so has "failed".
