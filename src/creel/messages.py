@@ -211,7 +211,7 @@ class Extend(Message, frozen=True):
 
 
 class Deal(Message, frozen=True):
-    """How an epoch of the session is dealt to all its job's ranks; see `policies.cluster.job_order`.
+    """How an epoch of the session is dealt to all ranks: `policies.cluster.job_order`.
 
     Only a hint: with it, the nodes of `cluster` plan alike what each of them keeps. No reply.
     """
