@@ -24,25 +24,18 @@ class Window:
     Args:
         min_steps, max_steps: least (where memory allows) and most steps ahead of a session.
         nbytes: most bytes ahead of one session.
-        pinned_share: most of the memory held for coming steps of all sessions together.
-        lend_share: share of an epoch's objects fetched across its turn, or ahead of use in streams
-            with repeats; each costs a read, as it takes room from what is kept.
         inflight_nbytes, inflight_objects: most in flight at once; three quarters for fetches that
             no reader waits for yet.
         fetch_nbytes, fetch_objects: most in one fetch.
-        opens_dominate: keep small objects rather than an even spread (law L2).
     """
 
     min_steps: int = 4
     max_steps: int = 256
     nbytes: int = 4 << 30
-    pinned_share: float = 0.5
-    lend_share: float = 0.005
     inflight_nbytes: int = 256 << 20
     inflight_objects: int = 4096
     fetch_nbytes: int = 8 << 20
     fetch_objects: int = 512
-    opens_dominate: bool = False
 
 
 _NONE = np.empty(0, np.int32)

@@ -204,13 +204,13 @@ class Core:
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.followed = False
         s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
-        s.residency.choose_policy(self._window)
+        s.residency.choose_policy()
 
     def _followed(self, e: EpochFollowed) -> None:
         s = self._sessions.get(e.session)
         if s is not None:
             s.group.deals.view, s.group.deals.followed = e.view, True
-            s.residency.choose_policy(self._window)
+            s.residency.choose_policy()
 
     def _extended(self, e: PlanExtended) -> None:
         s = self._sessions.get(e.session)
@@ -272,7 +272,7 @@ class Core:
     def _disk_opened(self, e: DiskOpened) -> None:
         self._spilling.opened(e.nbytes, e.unit)
         for residency in self._residencies.values():
-            residency.choose_policy(self._window)
+            residency.choose_policy()
         self._survey()
 
     def _found(self, e: FoundOnDisk) -> None:
@@ -321,13 +321,13 @@ class Core:
     def _replanned(self, s: RankStream, ids: Index, epoch: int) -> None:
         """Tell the eviction policy that a session's plan continues with these reads of `epoch`."""
         h = s.residency
-        h.choose_policy(self._window)
+        h.choose_policy()
         if h.policy is not None:
             h.policy.plan_extended(ids, epoch)
 
     def _unplanned(self, h: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that were pinned for it."""
-        h.choose_policy(self._window)
+        h.choose_policy()
         if h.policy is not None:
             h.policy.replanned()
         h.release(unpinned)
@@ -387,7 +387,7 @@ class Core:
             stream.residency.leave(stream)
         self._inflight.abort()
         for h in self._residencies.values():
-            h.rebuild(self._inflight.ids(h), self._spilling.ids(h), self._window)
+            h.rebuild(self._inflight.ids(h), self._spilling.ids(h))
         self._survey()
         decided, self._out = self._out, []
         return [action for action in decided if not isinstance(action, FetchObjects)]

@@ -20,6 +20,11 @@ from creel.policies.prefetch import Window
 _CHUNK = 512
 #: A fetch may take as long as a step, but always this long, in seconds.
 _GRAIN_S = 0.01
+#: Most of the memory that is held for coming steps of all sessions together.
+_PINNED_SHARE = 0.5
+#: Share of an epoch's objects fetched across its turn, or ahead of use in streams with repeats;
+#: each costs a read, as it takes room from what is kept.
+_LEND_SHARE = 0.005
 
 
 class Prefetcher:
@@ -41,20 +46,18 @@ class Prefetcher:
         stream, h, window = s.stream, s.residency, self._window
         end = stream.end
         steps = s.pace.horizon(h.latency.seconds, window)
-        share = min(window.pinned_share * self._admission.space.nbytes / sessions, window.nbytes)
+        share = min(_PINNED_SHARE * self._admission.space.nbytes / sessions, window.nbytes)
         reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / h.mean))
         least = s.done + 1
         if h.policy is not None and h.policy.near and self._admission.missing(h) > 0:
             ranks = sum(len(g.sessions) for g in h.groups)
-            lent = max(
-                window.lend_share * len(h), h.policy.lends(self._admission.share(h) / h.mean)
-            )
+            lent = max(_LEND_SHARE * len(h), h.policy.lends(self._admission.share(h) / h.mean))
             reach = min(reach, s.at + int(lent / ranks))
             least = s.done + 2
         elif h.disk.completes(h.resident) and self._admission.missing(h) > 0:
             # The disk is quick, and what is read ahead takes the room of what is read again.
             steps = min(s.done + s.pace.min_ahead, end)
-            lent = s.at + int(window.lend_share * len(h) / sum(len(g.sessions) for g in h.groups))
+            lent = s.at + int(_LEND_SHARE * len(h) / sum(len(g.sessions) for g in h.groups))
             reach = min(reach, max(lent, stream.start(steps)))
         if s.stalling:
             least = max(least, s.ready + 1)

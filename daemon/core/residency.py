@@ -388,7 +388,7 @@ class Residency:
         if not group.sessions:
             self.groups.remove(group)
 
-    def choose_policy(self, window: Window) -> None:
+    def choose_policy(self) -> None:
         """Choose the eviction policy that suits the plans; keep the current one if it does."""
         groups = [g for g in self.groups if g.planned()]
         if not groups:
@@ -406,8 +406,7 @@ class Residency:
             homes=self._homes(groups),
             together=self._together(groups),
         )
-        held, dominate = (self.life, self.pins), window.opens_dominate
-        self.policy = choose(self.policy, readers, *held, opens_dominate=dominate)
+        self.policy = choose(self.policy, readers, self.life, self.pins)
         self.policy.stored = self.disk.column
 
     def _homes(self, groups: list[JobGroup]) -> Homes | None:
@@ -435,7 +434,7 @@ class Residency:
         """The policy, if it is one that the nodes of a cluster follow together."""
         return None if self.policy is None else self.policy.among_nodes
 
-    def rebuild(self, under_way: Index, storing: Index, window: Window) -> None:
+    def rebuild(self, under_way: Index, storing: Index) -> None:
         """Rebuild pins, states, eviction policy and next uses.
 
         From the plans, from fetches in flight, and from what is being written to disk.
@@ -453,7 +452,7 @@ class Residency:
         for group in self.groups:
             group.replan()
         self.policy = None
-        self.choose_policy(window)
+        self.choose_policy()
 
     def check(self, under_way: Index, storing: Index) -> None:
         """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""

@@ -49,7 +49,7 @@ class PeerSource:
         address: host and port of the peer's `PeerServer`.
         peer: its node's name.
         credentials: this node's.
-        wait_s: how long the peer may take to get an object, where a read does not say.
+        wait_s: how long the peer may take to get an object.
         lost: called from the reading thread each time the peer is lost.
 
     Attributes:
@@ -69,7 +69,7 @@ class PeerSource:
     ) -> None:
         self.counters = Counters()
         self.lost_until = 0.0
-        self.wait_s = wait_s
+        self._wait_s = wait_s
         self._address = address
         self._peer = peer
         self._dataset = dataset
@@ -95,21 +95,17 @@ class PeerSource:
         ids: NDArray[np.integer],
         length: Numbers,
         buffer: memoryview,
-        *,
-        wait_s: float | None = None,
     ) -> Read:
         """`read_parts` into one buffer that holds all objects, one after the other."""
         ends = length.cumsum()
         ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
-        return self.read_parts(ids, length, [[buffer[a:b]] for a, b in ranges], wait_s=wait_s)
+        return self.read_parts(ids, length, [[buffer[a:b]] for a, b in ranges])
 
     def read_parts(
         self,
         ids: NDArray[np.integer],
         length: Numbers,
         parts: Sequence[Part],
-        *,
-        wait_s: float | None = None,
     ) -> Read:
         """Fill each of `parts` with an object.
 
@@ -140,12 +136,10 @@ class PeerSource:
             link.fill(into)
             read.nbytes[where], read.version[where] = nbytes, version
 
-        self._read(ids, length, take, wait_s)
+        self._read(ids, length, take)
         return read
 
-    def read_whole(
-        self, ids: NDArray[np.integer], *, wait_s: float | None = None
-    ) -> list[tuple[bytes, int] | None]:
+    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
         """Bytes and version of each object (for those of unknown length), None where it failed."""
         found: list[tuple[bytes, int] | None] = [None] * len(ids)
 
@@ -157,14 +151,12 @@ class PeerSource:
                 if size >= 0:
                     found[i] = link.whole(size), of
 
-        self._read(ids, np.full(len(ids), _GUESS_NBYTES), take, wait_s)
+        self._read(ids, np.full(len(ids), _GUESS_NBYTES), take)
         return found
 
     # --- connections --------------------------------------------------------------------------
 
-    def _read(
-        self, ids: NDArray[np.integer], length: Numbers, take: _Take, wait_s: float | None
-    ) -> None:
+    def _read(self, ids: NDArray[np.integer], length: Numbers, take: _Take) -> None:
         """Ask for all objects, and once more where a connection that was kept proves dead."""
         left = _requests(length)
         for _ in range(2):
@@ -173,7 +165,7 @@ class PeerSource:
             link, kept = None, False
             try:
                 link, kept = self._open()
-                self._exchange(link, ids, left, take, self.wait_s if wait_s is None else wait_s)
+                self._exchange(link, ids, left, take)
             except (OSError, ProtocolError) as e:
                 if not (kept and isinstance(e, ConnectionError)):
                     self._lose(e)
@@ -191,7 +183,6 @@ class PeerSource:
         ids: NDArray[np.integer],
         left: deque[NDArray[np.intp]],
         take: _Take,
-        wait_s: float,
     ) -> None:
         """Empty `left`, of requests; what was not answered stays in it."""
         asked: dict[int, NDArray[np.intp]] = {}
@@ -200,11 +191,11 @@ class PeerSource:
                 while left and len(asked) < _WINDOW:
                     number = next(self._numbers)
                     asked[number] = where = left.popleft()
-                    link.ask(number, self._dataset, ids[where], wait_s)
-                number, arrays = link.answer(time.monotonic() + wait_s + _ANSWER_S)
+                    link.ask(number, self._dataset, ids[where], self._wait_s)
+                number, arrays = link.answer(time.monotonic() + self._wait_s + _ANSWER_S)
                 began = time.monotonic()
                 if number not in asked:
-                    raise MalformedError("an answer to nothing")
+                    raise MalformedError("an answer without a request")
                 where = asked[number]
                 nbytes, version = wire.answered(arrays, len(where))
                 now = nbytes != LATER

@@ -73,8 +73,6 @@ def choose(
     readers: Readers,
     life: NDArray[np.uint8],
     pins: NDArray[np.int32],
-    *,
-    opens_dominate: bool,
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
     uses, homes = readers.uses, readers.homes
@@ -84,7 +82,7 @@ def choose(
             present = HomesEviction(life, pins, uses, homes)
         present.all_uses = uses
     else:
-        present = _alone(present, readers, life, pins, opens_dominate=opens_dominate)
+        present = _alone(present, readers, life, pins)
     present.rehome(homes)
     return present
 
@@ -94,8 +92,6 @@ def _alone(
     readers: Readers,
     life: NDArray[np.uint8],
     pins: NDArray[np.int32],
-    *,
-    opens_dominate: bool,
 ) -> EvictionPolicy:
     """`choose` where no other node keeps anything for this one, or where that is planned."""
     uses = readers.uses
@@ -114,7 +110,7 @@ def _alone(
             return present
         if not alone:
             return ClusterEviction(life, pins, uses[0], readers.epoch, readers.deals)
-        return PlannedEviction(life, pins, uses[0], readers.epoch, opens_dominate=opens_dominate)
+        return PlannedEviction(life, pins, uses[0], readers.epoch)
     if isinstance(present, FarthestNextUse) and present.all_uses == uses:
         return present
     return FarthestNextUse(life, pins, uses, readers.clock)

@@ -91,11 +91,7 @@ class PlanningContext(Protocol):
 
 
 class PlannedEviction(EvictionPolicy):
-    """For epochs that read each object at most once: laws L1 and L2.
-
-    Args:
-        opens_dominate: keep small objects rather than an even spread.
-    """
+    """For epochs that read each object at most once: laws L1 and L2."""
 
     name = "epoch"
     by_epoch = True
@@ -107,13 +103,10 @@ class PlannedEviction(EvictionPolicy):
         pins: NDArray[np.int32],
         uses: NextUses,
         epoch: int = 0,
-        *,
-        opens_dominate: bool = False,
     ) -> None:
         super().__init__(life, pins, [uses])
         self.uses = uses
         self.epoch = epoch  # the latest in which anything was read
-        self._opens_dominate = opens_dominate
         self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's turn
         self._listed = np.zeros(len(life), np.bool_)  # those in `_going`
         self._going: list[Ids] = []  # the latest last
@@ -163,7 +156,6 @@ class PlannedEviction(EvictionPolicy):
             context.page,
             capacity,
             min(lead, _MAX_LEAD_OF_MEMORY * (1 - missing)),
-            self._opens_dominate,
             self.stored,
         )
         return self._pending

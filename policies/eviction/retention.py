@@ -37,9 +37,9 @@ from creel.policies.eviction.selection import (
     select,
 )
 
-#: Kinds of objects, the best to keep first: what the next epoch begins with; then up to 40 sizes,
-#: small ones first, where opens cost more than bytes; then what the next epoch does not read.
-_EVEN, _REST, _KINDS = 1, 41, 42
+#: Kinds of objects, the best to keep first: what the next epoch begins with (LEAD, 0), what else it
+#: reads, and what it does not read.
+_EVEN, _REST, _KINDS = 1, 2, 3
 _NOBODY = 255
 
 
@@ -63,7 +63,6 @@ class Turn:
         page: rooms are multiples of it.
         capacity: bytes to be held at the turn.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
-        opens_dominate: whether small objects are kept rather than an even spread.
         stored: (n,) whether each is on disk, as in `eviction.policy`; None: there is no disk.
     """
 
@@ -77,7 +76,6 @@ class Turn:
     page: int
     capacity: int
     lead: float
-    opens_dominate: bool = False
     stored: NDArray[np.uint8] | None = None
 
     def plan(self) -> Kept:
@@ -116,7 +114,7 @@ def plan(turn: Turn) -> Kept:
     parts = [part for part in (_sort_in(turn, p, tally) for p in pieces) if len(part.ids)]
     keeper = np.full(objects, _NOBODY, np.uint8)
     capacity = np.array([turn.capacity])
-    select(parts, tally, capacity, turn.lead, turn.nbytes, keeper, even=not turn.opens_dominate)
+    select(parts, tally, capacity, turn.lead, turn.nbytes, keeper)
     stays = keeper != _NOBODY
     read = [part.ids[part.cell % tally.width == 0] for part in parts]
     return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
@@ -134,14 +132,7 @@ def _sort_in(turn: Turn, piece: Piece, tally: Tally) -> Candidates:
     when = np.maximum(due, turn.clock).astype(np.int64) - turn.clock
     when = 1 + when * tally.stretches // max(turn.end - turn.clock, 1)
     stretch = np.where(unread, np.minimum(when, tally.stretches), 0)
-    if not piece.read:
-        kind: NDArray[np.int64] | int = _REST
-    elif turn.opens_dominate:
-        length = np.maximum(turn.size[ids % len(turn.size)], 1)
-        small = _EVEN + np.frexp(length)[1].astype(np.int64).clip(0, _REST - _EVEN - 1)
-        kind = np.where(piece.early[could], LEAD, small)
-    else:
-        kind = np.where(piece.early[could], LEAD, _EVEN)
+    kind = np.where(piece.early[could], LEAD, _EVEN if piece.read else _REST)
     cell = kind * tally.width + stretch
     nbytes = turn.nbytes(ids)
     tally.add(cell, nbytes)

@@ -261,8 +261,6 @@ def select(
     lead: float,
     nbytes: NbytesOf,
     out: Nodes,
-    *,
-    even: bool = True,
 ) -> None:
     """Write the node that keeps each candidate into `out`; the others are left as they are.
 
@@ -272,10 +270,8 @@ def select(
         lead: share of an epoch that is read ahead.
         nbytes: what gives (k,) bytes of objects.
         out: (n,) filled with nobody.
-        even: whether each block of the next epoch keeps an equal part; without, small differences
-            between blocks are left.
     """
-    choice = _Choice(tally, tally.shares(capacity, lead), even=even)
+    choice = _Choice(tally, tally.shares(capacity, lead))
     held = np.zeros(tally.nodes, np.int64)
     for part in parts:
         stays = choice.of(part)
@@ -293,8 +289,8 @@ class _Choice:
     keeps what it should to within one object; within a block it runs along this epoch.
     """
 
-    def __init__(self, tally: Tally, share: Ints, *, even: bool) -> None:
-        self._tally, self._share, self._even = tally, share, even
+    def __init__(self, tally: Tally, share: Ints) -> None:
+        self._tally, self._share = tally, share
         self._carry = _ONE // 2
         self._behind = np.zeros(tally.nodes, np.int64)  # chosen less due, in parts of _ONE
         # Of the candidates that the next epoch reads, except for the lead: how many are left, and
@@ -311,7 +307,7 @@ class _Choice:
         tally = self._tally
         due = share = self._share[part.cell]
         lead = part.cell // tally.width % tally.kinds == LEAD
-        if self._even and part.read:
+        if part.read:
             share = _evened(due, part.block, lead, max(self._due, 0) // max(self._left, 1))
         levels = max(PIECE // (int(part.block[-1]) + 1), 1)
         now = (part.cell % tally.width) * levels // tally.width

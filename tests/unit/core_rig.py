@@ -384,7 +384,6 @@ class Chaos:
             inflight_nbytes=int(rng.integers(200, 20_000)),
             fetch_objects=int(rng.integers(1, 20)),
             min_steps=int(rng.integers(1, 8)),
-            opens_dominate=bool(rng.random() < 0.2),
         )
         self.rig = Rig(capacity // (10 if tight else 1), window)
         self.unplanned = float(rng.choice([0.0, 0.2, 1.0], p=[0.6, 0.2, 0.2]))

@@ -323,22 +323,6 @@ def test_a_new_dataset_gets_its_share_from_the_one_that_holds_all(sizes: tuple[i
     assert told["val"]["failed"] == 0
 
 
-def test_large_objects_leave_first_where_opens_dominate() -> None:
-    rig = Rig(64 * 60, Window(opens_dominate=True))
-    rng = np.random.default_rng(0)
-    sizes = np.where(np.arange(200) % 2, 64, 19)
-    rig.register("d", sizes.tolist())
-    rig.open(1, "d")
-    for epoch in range(3):
-        order = rng.permutation(200)
-        rig.extend(1, epoch, [order[i : i + 4].tolist() for i in range(0, 200, 4)])
-        for step in range(50 * epoch, 50 * epoch + 50):
-            rig.progress(1, step, step + 1)
-            rig.settle()
-    resident = rig.offset["d"] != ABSENT
-    assert resident[sizes == 19].mean() > 2 * resident[sizes == 64].mean()
-
-
 def test_objects_without_room_in_one_piece_are_in_several_and_all_memory_is_used() -> None:
     rng = np.random.default_rng(0)
     sizes = np.maximum(rng.lognormal(9, 0.9, 400), 1).astype(int)

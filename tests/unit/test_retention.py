@@ -39,7 +39,6 @@ class Epochs:
         size: NDArray[np.int64] | None = None,
         lead: float = 0.02,
         known: bool = True,
-        opens_dominate: bool = False,
     ) -> Turn:
         ranks = [self.orders[epoch + 1][r :: self.ranks] for r in range(self.ranks)]
         return Turn(
@@ -53,7 +52,6 @@ class Epochs:
             1,
             capacity,
             lead,
-            opens_dominate,
         )
 
 
@@ -154,14 +152,6 @@ def test_what_the_next_epoch_does_not_read_leaves_first() -> None:
     stays = plan(epochs.turn(0, 1200 * EACH)).stays
     assert stays[epochs.orders[1]].sum() > 950
     assert stays.sum() == 1200
-
-
-def test_small_objects_stay_where_opens_cost_more_than_bytes() -> None:
-    epochs = Epochs(seed=8, n=4000)
-    size = np.where(np.arange(4000) % 2, 100, 10_000)
-    stays = plan(epochs.turn(0, int(size.sum()) // 2, size=size, opens_dominate=True)).stays
-    assert stays[size == 100].mean() > 0.97
-    assert size[stays].sum() == pytest.approx(size.sum() / 2, abs=10_000)
 
 
 def test_two_nodes_that_know_the_same_plan_the_same() -> None:

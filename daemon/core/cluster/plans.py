@@ -44,7 +44,7 @@ class ClusterPlans:
             for group in h.groups:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
                     group.deals.view = e.view
-            h.choose_policy(self._window)
+            h.choose_policy()
 
     def shared(self, e: PlanShared) -> None:
         """A peer has said where objects lie."""
