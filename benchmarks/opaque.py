@@ -139,7 +139,7 @@ def main() -> None:
     )
     parser.add_argument("--format", nargs="+", choices=[*FORMATS], default=[*FORMATS])
     parser.add_argument("--workers", nargs="+", type=int, default=[0, 2])
-    parser.add_argument("--files", type=int, default=600)
+    parser.add_argument("--files", type=int, default=400)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--bandwidth", default="200M")

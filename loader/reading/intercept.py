@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -42,6 +43,8 @@ _READ_FLAGS = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECT", "O_NOATIME", "O_NOCTTY")
 )
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_PYTHONS = io.BufferedReader, io.FileIO
+
 
 # --- Python's own -------------------------------------------------------------------------------
 
@@ -84,13 +87,17 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
     data = cached(address)
     if data is not None:
         return CachedFile(data, os.fspath(file))
-    return observed_file(open_source(original, file, "rb", buffering), address)
+    real = open_source(original, file, "rb", buffering)
+    # what somebody else's `open` gives stays as it is
+    return observed_file(real, address) if isinstance(real, _PYTHONS) else real
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
     data = cached(address)
     if data is None:
         real = open_source(original, file, mode, -1, *more)
+        if not isinstance(real, io.TextIOWrapper):
+            return real
         part = opened_part(os.fstat(real.fileno()), address)
         if part is None:
             return real
@@ -115,7 +122,8 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         elif not flags & ~_READ_FLAGS:
             data = cached(address)
             if data is not None:
-                return memory_file(data)
+                with suppress(OSError):  # no room
+                    return memory_file(data)
             fd = open_source(original, path, flags, mode)
             opened_part(os.fstat(fd), address)  # how much is read is not seen
             return fd
@@ -130,7 +138,7 @@ def _changes_over(original: Callable[..., T]) -> Callable[..., T]:
     @wraps(original)
     def changing(*paths: Any, **more: Any) -> T:
         if intercepts():
-            for path in paths:
+            for path in (*paths, *more.values()):
                 address = local_address(path)
                 if address is not None:
                     written(address)
@@ -192,10 +200,10 @@ class _Name:
     def replace(self) -> None:
         now = vars(self._owner).get(self._name)
         if now is not self._original:
-            if now is None or now is self._replacement or now in _made.values():
+            if now is None or any(now is ours for ours in _made.values()):
                 return  # its module has bound ours, which pass on what is not for them
             self._original = now
-            key = self._over, now
+            key = self._over, id(now)
             self._replacement = _made.get(key) or _made.setdefault(key, self._over(now))
         if now is not None:
             setattr(self._owner, self._name, self._replacement)
@@ -205,8 +213,8 @@ class _Name:
             setattr(self._owner, self._name, self._original)
 
 
-#: Replacements by how they are made and by original; few and for good.
-_made: dict[tuple[Any, Any], Any] = {}
+#: Replacements by how they are made and by id of the original, which they hold; few and for good.
+_made: dict[tuple[Any, int], Any] = {}
 
 
 class _Replacements:

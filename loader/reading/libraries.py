@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -47,13 +47,13 @@ def reads_whole(original: Call) -> Call:
     """A function that reads all of the file at its first argument, as cv2.imread does."""
 
     @wraps(original)
-    def reading(path: Any, *args: Any, **more: Any) -> Any:
-        address = local_address(path) if intercepts() else None
+    def reading(*args: Any, **more: Any) -> Any:
+        address = local_address(args[0]) if args and intercepts() else None
         data = None if address is None else cached(address)
         if data is not None:
-            with _real_path(data) as held:
-                return original(held, *args, **more)
-        found = original(path, *args, **more)
+            with _real_path(data, args[0]) as held:
+                return original(held, *args[1:], **more)
+        found = original(*args, **more)
         if address is not None:
             read_whole(address)
         return found
@@ -69,11 +69,12 @@ def maps(original: Call) -> Call:
         address = local_address(path) if intercepts() and mode == "r" else None
         data = None if address is None else cached(address)
         if data is not None:
-            with _real_path(data) as held:
+            with _real_path(data, path) as held:
                 return original(held, mode)
         found = original(path, mode)
         if address is not None:
-            opened_part(os.stat(address), address)  # noqa: PTH116
+            with suppress(OSError):  # gone since
+                opened_part(os.stat(address), address)  # noqa: PTH116
         return found
 
     return mapping
@@ -101,10 +102,16 @@ def parquet(original: Call, at: int) -> Call:
 
 
 @contextmanager
-def _real_path(data: bytes) -> Iterator[str]:
-    """A path by which the bytes can be opened, by this process and in the `with` only."""
-    fd = memory_file(data)
+def _real_path(data: bytes, path: Any) -> Iterator[Any]:
+    """A path by which the bytes can be opened, by this process and in the `with` only.
+
+    `path` itself where there is no room for another copy.
+    """
+    fd = -1
+    with suppress(OSError):
+        fd = memory_file(data)
     try:
-        yield f"/proc/self/fd/{fd}"
+        yield path if fd < 0 else f"/proc/self/fd/{fd}"
     finally:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)

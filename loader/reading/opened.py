@@ -84,10 +84,18 @@ class CachedFile(_FileOver):
     def fileno(self) -> int:
         """A descriptor of a file in memory, made at the first call, to be mapped or passed on."""
         if isinstance(self._file, io.BytesIO):
-            real = os.fdopen(memory_file(self._data), "rb")
+            real = self._in_memory()
             real.seek(self._file.tell())
             self._file, self._data = real, b""  # from now on, both have one position
         return self._file.fileno()
+
+    def _in_memory(self) -> io.BufferedReader:
+        try:
+            return os.fdopen(memory_file(self._data), "rb")
+        except OSError:
+            if scheme_of(os.fsdecode(self.name)):
+                raise
+            return _python_open(self.name, "rb")  # where there is no room for another copy
 
     def readinto(self, buffer: Any, /) -> int:
         return self._file.readinto(buffer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import bz2
 import ctypes
+import errno
 import gzip
 import io
 import lzma
@@ -634,6 +635,40 @@ def test_what_somebody_else_has_replaced_is_called_and_stays(
     assert wrapped[1] == Path(bare.paths[1]).read_bytes()
     assert opened == [bare.paths[1]]
     assert builtins.open is theirs
+
+
+class Theirs(io.BytesIO):
+    """A file object that somebody's own `open` gives: it has no descriptor."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_file_objects_of_somebody_elses_open_stay_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Plain(tmp_path)
+    monkeypatch.setattr(builtins, "open", lambda path, *_: Theirs(os.fsencode(path)))
+    monkeypatch.setattr(io, "open", lambda path, *_: Theirs(os.fsencode(path)))
+    wrapped: Any = creel.wrap(bare)
+    for _ in range(3):
+        assert [wrapped[i] for i in range(N)] == list(map(os.fsencode, bare.paths))
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("call", ["np.memmap, small", "os.open, small", "pa.memory_map, small"])
+def test_without_room_for_a_copy_the_real_file_is_opened(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    bare = Opaque(tmp_path, call)
+    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
+    for _ in range(2):
+        assert same(list(ours), list(theirs))
+    monkeypatch.setattr(os, "pwrite", full)
+    assert same(list(ours), list(theirs))
 
 
 def rewritten(path: str) -> bytes:
