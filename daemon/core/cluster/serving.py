@@ -23,7 +23,7 @@ from creel.daemon.core.residency import Index, Residency
 from creel.errors import IllegalEventError
 from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT, STORED
-from creel.policies.masks import every, some
+from creel.policies.masks import every
 from creel.policies.prefetch import affordable
 
 #: Requests that are looked at in each event, 32 MiB at most: 255 peers may have a thousand waiting.
@@ -40,6 +40,7 @@ class _Request:
     until: float  # when it is answered at the latest
     lacking: Index  # on disk, and not being read yet
     nbytes: int = 0  # that were read from disk for it
+    awaited: int = 0  # one of those that are on their way, if any are
     answered: bool = False
 
 
@@ -110,10 +111,13 @@ class Serving:
                 self._emit(action)
         coming = ids[h.life[ids] == FETCHING]
         self._pin(request, coming)
+        request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0
 
     def advance(self, now: float, *, every: bool = False) -> None:
         """Read what the oldest requests wait for from disk, and answer those that wait no longer.
+
+        Of the others, those whose objects have come since.
 
         every: look at all of them.
         """
@@ -121,17 +125,32 @@ class Serving:
         if not self._waiting:
             return
         reads = True
-        for request in self._waiting if every else self._waiting[:_LOOKED_AT]:
-            h = request.residency
+        for place, request in enumerate(self._waiting):
+            if place >= _LOOKED_AT and not every and self._still_waits(request):
+                continue
             self._look(request)
             if reads:
                 self._read(request, now)
             # One after the other: two that each had a half of the room would wait for the other.
             reads = reads and not len(request.lacking)
-            coming = len(request.lacking) or some(h.life[h.served[request.number]] == FETCHING)
-            if not coming or now >= request.until:
-                self._answer(request)
+            self._end(request, now)
         self._waiting = [r for r in self._waiting if not r.answered]
+
+    @staticmethod
+    def _still_waits(request: _Request) -> bool:
+        """Whether a request waits for what it waited for before; takes a microsecond."""
+        life = request.residency.life[request.awaited]
+        return len(request.lacking) > 0 or bool(life == FETCHING)
+
+    def _end(self, request: _Request, now: float) -> None:
+        """Answer a request if it waits for nothing more, or has waited for long enough."""
+        h = request.residency
+        pinned = h.served[request.number]
+        coming = pinned[h.life[pinned] == FETCHING]
+        if now >= request.until or not (len(request.lacking) or len(coming)):
+            self._answer(request)
+        elif len(coming):
+            request.awaited = int(coming[0])
 
     def _look(self, request: _Request) -> None:
         """Pin what has come, or is coming, of a request, for whomever that is."""
