@@ -17,6 +17,7 @@ from creel.daemon.core.events import (
     ClusterChanged,
     EpochBegan,
     EpochDealt,
+    EpochFollowed,
     Fetched,
     FetchObjects,
     PeerAsked,
@@ -25,6 +26,7 @@ from creel.daemon.core.events import (
     Tick,
 )
 from creel.daemon.core.versions import Versions
+from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.turn import ClusterView
 
@@ -291,3 +293,63 @@ def test_a_peers_version_counts_once_a_check_here_has_found_the_same() -> None:
     changed = versions.answered(ids.astype(np.int32), np.array([OLD, NEW]), 1)
     assert changed.tolist() == [1]
     assert versions.current(ids, 1, 1).all()
+
+
+class Home(Node):
+    """Node 0 of two that know nothing of each other's order; `mine`, `others`: at home where."""
+
+    def __init__(self, held: int) -> None:
+        super().__init__(40, held)
+        view = ClusterView(0, np.arange(2), np.full(2, held * 100), np.array([SOURCE, 7]), NO_DISKS)
+        self.feed(EpochFollowed(1, view))
+        at_home = Homes(view).mine(np.arange(40))
+        self.mine, self.others = (np.flatnonzero(at_home == x).tolist() for x in (True, False))
+        self.extend(1, 0, [[self.mine[-1]]])
+        self.land(next(iter(self.fetches)))
+
+    def wanted(self, ids: list[int], wait_s: float = 1.0) -> None:
+        self.requests += 1
+        self.feed(PeerAsked(self.requests, "d", np.array(ids, np.int32), wait_s))
+
+
+def test_what_peers_ask_for_is_read_once_where_it_is_at_home() -> None:
+    node = Home(held=40)
+    node.wanted(node.mine[:2])
+    node.wanted(node.mine[1:3])
+    assert not node.answers
+    assert all(fetch.origin == SOURCE for fetch in node.fetches.values())
+    reading = [x for fetch in node.fetches.values() for x in fetch.ids.tolist()]
+    assert sorted(reading) == node.mine[:3]
+    while node.fetches:
+        node.land(next(iter(node.fetches)))
+    assert [answer.nbytes.tolist() for answer in node.answers] == [[100, 100]] * 2
+
+
+def test_what_is_at_home_elsewhere_or_comes_too_late_is_refused() -> None:
+    node = Home(held=40)
+    node.wanted(node.others[:2])
+    assert node.answers.pop().nbytes.tolist() == [-1, -1]
+    assert not node.fetches
+    node.wanted(node.mine[:1], wait_s=0.5)
+    assert not node.answers
+    node.now += 1
+    node.feed(Tick())
+    assert node.answers.pop().nbytes.tolist() == [-1]
+
+
+def test_what_is_kept_for_peers_leaves_for_no_peer() -> None:
+    node = Home(held=4)
+    for x in node.mine[:6]:
+        node.wanted([x])
+        while node.fetches:
+            node.land(next(iter(node.fetches)))
+        node.feed(PeerServed(node.requests))
+    found = [int(answer.nbytes[0]) for answer in node.answers]
+    assert found == [100] * 3 + [-1] * 3, "one object is the reader's own"
+
+
+def test_a_reader_asks_the_home_of_each_object() -> None:
+    node = Home(held=40)
+    node.extend(1, 0, [node.mine[:2] + node.others[:2]])
+    asked = {fetch.origin: fetch.ids.tolist() for fetch in node.fetches.values()}
+    assert asked == {SOURCE: node.mine[:2], 7: node.others[:2]}
