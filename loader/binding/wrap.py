@@ -31,6 +31,8 @@ def wrap(dataset: D, *, whole: bool = False) -> D:
         ConfigError: an iterable dataset, or an object without `__getitem__`.
     """
     if type(dataset) is Wrapped:
+        if whole:
+            raise ConfigError("it is wrapped already: give whole=True where it was wrapped first")
         return dataset
     if isinstance(dataset, IterableDataset):
         raise ConfigError("creel.wrap takes a map-style dataset, not an IterableDataset")

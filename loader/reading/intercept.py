@@ -166,6 +166,8 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
     *(("os", name, _changes_over) for name in _CHANGES),
     *(("pathlib", f"_NormalAccessor.{name}", _static(_changes_over)) for name in _CHANGES),
+    ("torch", "save", _changes_over),  # it writes in C++
+    ("torch.serialization", "save", _changes_over),
     ("cv2", "imread", libraries.reads_whole),
     ("torchvision.io", "read_file", libraries.torchvision_read_file),
     ("torchvision.io.image", "read_file", libraries.torchvision_read_file),
@@ -173,6 +175,9 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("pyarrow.parquet", "read_table", lambda original: libraries.parquet(original, 0)),
     ("pyarrow.parquet", "ParquetFile.__init__", lambda original: libraries.parquet(original, 1)),
 )
+
+
+_MODULES = tuple(dict.fromkeys(module for module, _, _ in _NAMES))
 
 
 class Intercepted(Intercepting):
@@ -221,33 +226,38 @@ class _Replacements:
     """The replaced names of this process: all of them while a thread is inside, else none."""
 
     def __init__(self) -> None:
-        self._names: list[_Name] = []
-        self._modules = 0  # that were imported when the names were looked for
+        self._names: dict[tuple[int, str], _Name] = {}  # by id of the owner, which it holds
+        self._modules: list[Any] = []  # as they were when the names were looked for
         self.forget()
 
     def forget(self) -> None:
         """In a forked child, where the threads that are inside do not exist."""
         self._lock = threading.Lock()
         self._inside = 0
-        for name in self._names:
-            name.restore()
+        self._restore()
 
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
-            if self._inside == 1:
-                if len(sys.modules) != self._modules:
-                    self._modules = len(sys.modules)
-                    self._names = [_Name(*found) for found in _importable()]
-                for name in self._names:
-                    name.replace()
+            modules = [sys.modules.get(module) for module in _MODULES]
+            new = modules != self._modules
+            if new:
+                self._modules = modules
+                for owner, name, over in _importable():
+                    self._names.setdefault((id(owner), name), _Name(owner, name, over))
+            if new or self._inside == 1:
+                for one in self._names.values():
+                    one.replace()
 
     def leave(self) -> None:
         with self._lock:
             self._inside = max(self._inside - 1, 0)  # a fork inside may have begun at 0
             if not self._inside:
-                for name in self._names:
-                    name.restore()
+                self._restore()
+
+    def _restore(self) -> None:
+        for one in self._names.values():
+            one.restore()
 
 
 def _importable() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:

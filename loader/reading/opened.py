@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import logging
 import os
 import stat
 from typing import IO, Any, cast
@@ -23,6 +24,8 @@ from creel.loader.reading.observer import (
     take_address,
 )
 from creel.loader.reading.storage import absolute, read_all, scheme_of
+
+_log = logging.getLogger("creel.loader")
 
 #: Python's own, whatever `open` stands for while a dataset is read (see `intercept`).
 _python_open = io.open
@@ -282,5 +285,8 @@ def cached(address: str) -> bytes | None:
 
 def written(address: str) -> None:
     """A sample changes the file: this process reads it from the source from now on."""
-    if len(_written) <= _MAX_WRITTEN:
-        _written.add(address)
+    if len(_written) > _MAX_WRITTEN:
+        return
+    _written.add(address)
+    if len(_written) > _MAX_WRITTEN:
+        _log.warning("samples have written %d files: creel.wrap serves none any more", _MAX_WRITTEN)

@@ -28,6 +28,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import creel
+from creel.errors import ConfigError
 from creel.loader.client import connections
 from daemons import Running
 
@@ -671,6 +672,33 @@ def test_without_room_for_a_copy_the_real_file_is_opened(
     assert same(list(ours), list(theirs))
 
 
+def test_a_module_that_takes_the_place_of_another_is_served_too(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        package = types.ModuleType("torchvision.io")
+        package.read_file = lambda path: torch.tensor(list(read_in_c(str(path))))  # type: ignore[attr-defined]
+        package.read_image = lambda path, of=package: of.read_file(path)[:8]  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torchvision.io", package)
+        ours = loader(creel.wrap(Plain(folder, by_torchvision)))
+        read = [{tuple(x.tolist()) for batch in ours for x in batch} for _ in range(3)]
+        assert read[0] == read[1] == read[2]
+    assert [source["reads"] for source in daemon_stats(daemon)["sources"]] == [N, N]
+
+
+def daemon_stats(daemon: Running) -> Any:
+    with daemon.client("cli") as client:
+        return client.ask("stats")
+
+
+def test_a_proxy_that_is_wrapped_again_says_so(tmp_path: Path) -> None:
+    proxy = creel.wrap(Plain(tmp_path, read_all))
+    assert creel.wrap(proxy) is proxy
+    with pytest.raises(ConfigError, match="wrapped already"):
+        creel.wrap(proxy, whole=True)
+
+
 def rewritten(path: str) -> bytes:
     """Reads what it has just written."""
     with open(path, "r+b") as f:  # noqa: PTH123
@@ -699,9 +727,25 @@ def moved(path: str) -> tuple[bytes, bool]:
     return read_all(path), gone
 
 
+def replaced_by_keyword(path: str) -> Any:
+    before = read_all(path)
+    Path(path + ".new").write_bytes(before[::-1])
+    os.replace(src=path + ".new", dst=path)  # noqa: PTH105
+    return before, read_all(path)
+
+
+def saved(path: str) -> Any:
+    """torch writes in C++."""
+    before = read_all(path)
+    torch.save(torch.tensor(before[0]), path)
+    after = int(torch.load(path))
+    Path(path).write_bytes(bytes([after + 1 & 127]))
+    return before[:1], after
+
+
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("how", [rewritten, replaced, moved])
+@pytest.mark.parametrize("how", [rewritten, replaced, replaced_by_keyword, moved, saved])
 def test_a_sample_that_changes_its_file_reads_what_is_there(
     tmp_path: Path, how: Callable[[str], Any], kind: Any
 ) -> None:
