@@ -195,6 +195,11 @@ class Inflight:
         """Whether objects of a dataset are being read from disk."""
         return any(f.residency is h and f.origin == DISK for f in self._inflight.values())
 
+    def from_peers(self, h: Residency) -> Index:
+        """(k,) objects of a dataset that peers were asked for and have not answered yet."""
+        own = [f.ids for f in self._inflight.values() if f.residency is h and f.origin >= 0]
+        return np.concatenate([np.empty(0, np.intp), *own])
+
     def ids(self, h: Residency) -> Index:
         """(k,) objects of a dataset that are in flight."""
         own = [f.ids for f in self._inflight.values() if f.residency is h]

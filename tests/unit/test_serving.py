@@ -337,6 +337,19 @@ def test_what_is_at_home_elsewhere_or_comes_too_late_is_refused() -> None:
     assert node.answers.pop().nbytes.tolist() == [-1]
 
 
+def test_what_a_peer_was_asked_for_is_refused_at_once() -> None:
+    """Two nodes that disagree about homes would wait for each other."""
+    node = Home(held=40)
+    node.extend(1, 0, [node.others[:2]])
+    assert [fetch.origin for fetch in node.fetches.values()] == [7]
+    node.wanted(node.others[:2])
+    assert node.answers.pop().nbytes.tolist() == [-1, -1]
+    node.wanted([node.mine[0], node.others[0]])
+    assert not node.answers, "what is at home here is read"
+    node.land(next(f for f, fetch in node.fetches.items() if fetch.origin == SOURCE))
+    assert node.answers.pop().nbytes.tolist() == [100, -1]
+
+
 def test_what_is_kept_for_peers_leaves_for_no_peer() -> None:
     node = Home(held=4)
     for x in node.mine[:6]:

@@ -2,8 +2,8 @@
 
 What lies on this node's disk is read into memory first, a few requests at a time; the answer waits
 for that as long as the peer can, and then says "no" to what is still missing. Without a plan for
-all nodes (`policies/cluster/homes.py`) it waits also for what is on its way, and for what this node
-is home of: that is read from the source here, once for all who ask.
+all nodes (`policies/cluster/homes.py`) it waits also for what is on its way from source or disk,
+and for what this node is home of: that is read from the source here, once for all who ask.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class Serving:
             self._answer(request)
 
     def _bring(self, request: _Request, ids: Index, now: float) -> bool:
-        """Await what is on its way, and what is read here for all; whether there is any."""
+        """Await what is on its way, and what is read here for all; whether there is any.
+
+        What comes from a peer is not awaited: that peer may be waiting for this answer.
+        """
         h = request.residency
         policy = h.policy
         if policy is None or policy.homes is None or not policy.reads_for_peers:
@@ -110,6 +113,8 @@ class Serving:
             for action in self._inflight.start(h, *fetch, FOR_PEERS, now, now):
                 self._emit(action)
         coming = ids[h.life[ids] == FETCHING]
+        if len(coming):
+            coming = coming[~np.isin(coming, self._inflight.from_peers(h))]
         self._pin(request, coming)
         request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0
