@@ -26,6 +26,8 @@ _SHIFT = np.uint64(33)
 _UNEVEN = 1.02
 #: This part (1/n) of the memory may hold what is read ahead, though peers would need it.
 _LENT_PART = 32
+#: Up to this part (1/n) of what is here may be neither kept nor in use, before more is kept.
+_LOOSE_PART = 8
 #: Objects looked through at once for one to evict.
 _SCANNED = 1 << 14
 
@@ -86,7 +88,7 @@ class HomesEviction(MostRecentFirst):
         self.homes: Homes = homes
         self._kept = np.zeros(len(life), np.bool_)
         self._count = 0  # of these
-        self._limit = len(life)  # so many are kept at most: as many as there once was room for
+        self._limit = len(life)  # so many are kept at most: there was no room for more
         self._hand = 0
 
     def lends(self, room: float) -> float:
@@ -94,10 +96,14 @@ class HomesEviction(MostRecentFirst):
         return max(room - _UNEVEN * self.homes.share * len(self._life), room / _LENT_PART)
 
     def rehome(self, homes: Homes | None) -> None:
-        """Nodes are gone or there again."""
+        """Nodes left or came back."""
         if homes is None or homes is self.homes:
             return
         self.homes, self.stale = homes, True
+
+    def turn(self, uses: NextUses, epoch: int) -> None:
+        super().turn(uses, epoch)
+        self._recover()
 
     def relist(self) -> None:
         """Sort all residents anew into those that are kept and the others."""
@@ -106,12 +112,23 @@ class HomesEviction(MostRecentFirst):
         self._kept[:] = False
         self._kept[kept] = True
         self._count = len(kept)
+        self._recover()
         super().relist()
+
+    def _recover(self) -> None:
+        """Keep more again where a shortage is over: where much of what is here is not kept.
+
+        While it lasts, little is: to try in vain would cost some of those that are kept.
+        """
+        here = np.count_nonzero(self._life == RESIDENT)
+        loose = int(np.count_nonzero(~self._kept[self._unpinned()]))
+        if loose > here / _LOOSE_PART:
+            self._limit = max(self._limit, self._count + loose)
 
     def _enter(self, ids: Index) -> None:
         loose = ids[~self._kept[ids]]
         mine = loose[self.homes.mine(loose)][: max(self._limit - self._count, 0)]
-        self._kept[mine] = True
+        self._kept[mine], self._at[mine] = True, -1
         self._count += len(mine)
         super()._enter(loose[~self._kept[loose]])
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from creel.policies.cluster.homes import Homes, HomesEviction
 from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.choice import FarthestNextUse
@@ -293,3 +294,29 @@ def test_a_plan_and_its_keeper_take_few_bytes_per_object(*, alike: bool) -> None
     finally:
         tracemalloc.stop()
     assert taken <= 3 * n
+
+
+def test_homes_that_a_shortage_cost_are_kept_again_in_the_next_epoch() -> None:
+    view = ClusterView(
+        0, np.arange(2), np.full(2, 4000), np.array([-1, 7]), np.array([(0, 1)] * 2, np.int64)
+    )
+    homes, uses = Homes(view), NextUses(40)
+    life, pins = np.full(40, ABSENT, np.uint8), np.zeros(40, np.int32)
+    mine, others = (np.flatnonzero(homes.mine(np.arange(40)) == x) for x in (True, False))
+    policy = HomesEviction(life, pins, [uses], homes)
+
+    def read(ids: NDArray[np.intp]) -> None:
+        life[ids] = RESIDENT
+        policy.released(ids)
+
+    read(mine[:8])
+    lost = policy.victims(4, 0)
+    assert set(lost.tolist()) < set(mine.tolist())
+    life[lost] = ABSENT
+    read(lost)
+    assert sorted(policy.victims(4, 1)) == sorted(lost), "more than there was room for is kept"
+    read(lost)
+    policy.turn(uses, 1)
+    read(others[:2])
+    read(lost)
+    assert sorted(policy.victims(2, 2)) == others[:2].tolist()
