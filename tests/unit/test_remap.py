@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, TensorDataset
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.iterators.exchange import Terms, dealt_by, decide, still
+from creel.loader.iterators.exchange import Terms, dealt_by, decide, negotiated, still
 from creel.loader.order.orders import EpochOrder
 from creel.loader.order.samplers import IteratorStart, adopt, before, dealt_anew, without
 from creel.policies.cluster.remap import Exchange
-from kit import seeds
+from kit import seeds, until
 
 
 class Job:
@@ -153,12 +156,74 @@ def test_what_is_not_shuffled_or_on_one_node_stays_as_it_is_dealt() -> None:
 
 def test_ranks_that_differ_are_refused_together() -> None:
     one, two = Terms("x", 0, "a", (2, 8)), Terms("y", 1, "b", (2, 8))
-    assert decide([two, one]).node_of == (0, 1)
-    assert not decide([one, two]).refused
+    assert decide("c", [two, one]).node_of == (0, 1)
+    assert not decide("c", [one, two]).refused
     for other in (Terms("y", 1, "b", (2, 9)), Terms("y", 0, "b", (2, 8))):
-        found = decide([one, other])
+        found = decide("c", [one, other])
         assert found.refused
         assert found.names == ("x", "y")
+
+
+class Ranks:
+    """Ranks of a job, each a thread, that meet in a store."""
+
+    def __init__(self, store: Store, world: int) -> None:
+        self.store, self.world = store, world
+        self._threads = ThreadPoolExecutor(world)
+        self._made = 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    def begin(self, rank: int, give_up_s: float = 30.0) -> Future[tuple[int, ...]]:
+        self._made += 1
+        terms = Terms(f"process {self._made}", rank, f"n{self._made}", (self.world, 8))
+        how = {"give_up_s": give_up_s}
+        return self._threads.submit(negotiated, self.store, rank, self.world, terms, **how)
+
+    def agree(self) -> None:
+        both = [self.begin(rank) for rank in range(self.world)]
+        assert [done.result() for done in both] == [tuple(range(self.world))] * self.world
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_agree_in_a_store_that_has_the_words_of_dead_ones(first: int) -> None:
+    store = HashStore()
+    with Ranks(store, 2) as dead:
+        dead.agree()
+        store.set("creel/remap/call", "which the next process of rank 0 died after")
+    with Ranks(store, 2) as ranks:
+        one = ranks.begin(first)
+        if first:  # it answers who is not there any more
+            until(lambda: b"died after" in store.get("creel/remap/terms/1"))
+        else:
+            until(lambda: b"died after" not in store.get("creel/remap/call"))
+        other = ranks.begin(1 - first)
+        assert one.result() == other.result() == (0, 1)
+
+
+def test_many_loaders_leave_as_many_keys_as_one(tmp_path: Path) -> None:
+    store = FileStore(str(tmp_path / "store"), 3)
+    with Ranks(store, 3) as ranks:
+        ranks.agree()
+        keys = store.num_keys()
+        for _ in range(3):
+            ranks.agree()
+        assert store.num_keys() == keys
+
+
+def test_where_one_rank_gives_up_all_raise() -> None:
+    store = HashStore()
+    with Ranks(store, 4) as ranks:  # the last one never comes
+        there = [ranks.begin(0), ranks.begin(1)]
+        until(lambda: store.check(["creel/remap/terms/1"]))
+        there.append(ranks.begin(2, give_up_s=0.0))
+        for rank in there:
+            with pytest.raises(ConfigError, match="not all ranks"):
+                rank.result()
 
 
 def test_only_torchs_distributed_sampler_deals_to_ranks() -> None:
