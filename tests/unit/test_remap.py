@@ -235,6 +235,20 @@ def test_only_torchs_distributed_sampler_deals_to_ranks() -> None:
         creel.DataLoader(data, remap="local")  # type: ignore[arg-type]  # what is tested
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"sampler": list(range(10))}, {"batch_sampler": [[1, 2], [3]]}, {"batch_size": None}],
+    ids=["sampler", "batch_sampler", "batch_size"],
+)
+def test_a_loader_that_deals_otherwise_is_refused_when_it_is_made(how: dict[str, Any]) -> None:
+    data = TensorDataset(torch.arange(10))
+    if "batch_size" in how:
+        how = {**how, "sampler": DistributedSampler(data, 2, 0)}
+    with pytest.raises(ConfigError, match="DistributedSampler"):
+        creel.DataLoader(data, **how, creel=False, remap="global-batch")
+    creel.DataLoader(data, creel=False, remap="global-batch")  # Lightning will deal its samples
+
+
 def test_ranks_and_batch_size_stay_as_they_were_agreed() -> None:
     dealt = BatchSampler(DistributedSampler(TensorDataset(torch.arange(10)), 2, 0), 4, False)
     still(Exchange((0, 1), 4), dealt)
