@@ -254,7 +254,7 @@ class Latency:
         return self._mean + 4 * self._spread
 
 
-class Service:
+class SourceRate:
     """Time that a source takes per object while it has fetches in flight."""
 
     def __init__(self) -> None:

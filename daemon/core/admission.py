@@ -93,7 +93,7 @@ class Admission:
         while k < len(sizes) and h.policy is not None:
             ids, why = self._victims(h, len(sizes) - k, need, patient=patient)
             if stalled and not len(ids) and not self.waits(h):
-                ids, why = h.policy.last(len(sizes) - k, need), "stalled"
+                ids, why = h.policy.forced_victims(len(sizes) - k, need), "stalled"
             if not len(ids):
                 break
             out[k : k + len(ids)] = h.vacate(ids, why)
@@ -134,7 +134,7 @@ class Admission:
             freed += self._evict(h, nbytes - freed, need, patient=patient)
         if freed < nbytes and stalled and h.policy is not None and not self.waits(h):
             k = math.ceil((nbytes - freed) / h.mean)
-            freed += h.evict(h.policy.last(k, need), "stalled")
+            freed += h.evict(h.policy.forced_victims(k, need), "stalled")
         return freed
 
     def _evict(self, h: Residency, nbytes: int, need: int, *, patient: bool) -> int:
@@ -165,7 +165,7 @@ class Admission:
             if len(ids):
                 return ids, why
         if not self.waits(h) and not patient:
-            return policy.last(k, need), "stalled"
+            return policy.forced_victims(k, need), "stalled"
         return NONE, ""
 
     def waits(self, h: Residency) -> bool:

@@ -118,7 +118,7 @@ class Core:
             FoundOnDisk: self._found,
             Spilled: self._spilling.landed,
         }
-        self._handlers = timed | {event: _whenever(handle) for event, handle in untimed.items()}
+        self._handlers = timed | {event: _without_now(handle) for event, handle in untimed.items()}
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return what to do about an event, in order; `now` in monotonic seconds.
@@ -414,7 +414,7 @@ class Core:
         return self._plans.moments(cluster)
 
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
-        """What this node takes for granted; the other nodes of a cluster must take the same."""
+        """The inputs of this node's plans; all nodes of a cluster must have the same."""
         return self._plans.digests(cluster)
 
     def disk_size(self) -> tuple[int, int]:
@@ -472,6 +472,6 @@ class Core:
             must(stop.max(initial=0) <= space.nbytes, "an object ends beyond the space")
 
 
-def _whenever(handle: Callable[[Any], None]) -> Callable[[Any, float], None]:
-    """A handler that does not ask what time it is."""
+def _without_now(handle: Callable[[Any], None]) -> Callable[[Any, float], None]:
+    """A handler of an event that needs no `now`."""
     return lambda event, now: handle(event)  # noqa: ARG005

@@ -90,7 +90,7 @@ class EpochFollowed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterChanged:
-    """Nodes of a cluster are gone or there again; None: this node has left it."""
+    """Nodes of a cluster left or came back; None: this node has left it."""
 
     cluster: str
     view: ClusterView | None

@@ -59,7 +59,7 @@ class Landing:
         good = (e.nbytes >= 0) & ((e.nbytes == pending.length) | ~known)
         if pending.origin == SOURCE:
             h.latency.saw(max(now - pending.begun, 0.0))
-            h.service.saw(len(pending.ids), pending.begun, now)
+            h.source_rate.saw(len(pending.ids), pending.begun, now)
             good[good] = self._current(pending, good, e.version)
             h.counts["reads"] += int(np.count_nonzero(good))
             h.counts["read_nbytes"] += int(e.nbytes[good].sum())

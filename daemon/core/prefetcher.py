@@ -49,7 +49,7 @@ class Prefetcher:
         share = min(_PINNED_SHARE * self._admission.space.nbytes / sessions, window.nbytes)
         reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / h.mean))
         least = s.done + 1
-        if h.policy is not None and h.policy.near and self._admission.missing(h) > 0:
+        if h.policy is not None and h.policy.short_prefetch and self._admission.missing(h) > 0:
             ranks = sum(len(g.sessions) for g in h.groups)
             lent = max(_LEND_SHARE * len(h), h.policy.lends(self._admission.share(h) / h.mean))
             reach = min(reach, s.at + int(lent / ranks))
@@ -158,7 +158,7 @@ class Prefetcher:
         All objects of a fetch land together, whichever of them is due first.
         """
         stream = s.stream
-        most = s.residency.service.deliverable(max(s.pace.step_s, _GRAIN_S))
+        most = s.residency.source_rate.deliverable(max(s.pace.step_s, _GRAIN_S))
         if len(absent) > most:
             beyond = stream.step_at(s.front + int(absent[int(most)]))
             stop = min(stop, stream.start(max(beyond, stream.step_at(s.front) + 1)))
@@ -218,7 +218,7 @@ class Prefetcher:
         # The queue of a quick source is short. Ordered by due time, it would wake the reader for
         # every
         # step: small records from the page cache are slower then.
-        due = s.due(step, now, in_turn=h.service.deliverable(_GRAIN_S) < _CHUNK)
+        due = s.due(step, now, in_turn=h.source_rate.deliverable(_GRAIN_S) < _CHUNK)
         for origin, which in h.origins(ids, epoch):
             fetch = ids[which], offset[which], length[which]
             out += self._inflight.start(h, *fetch, need, now, due, origin)

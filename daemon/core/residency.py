@@ -39,7 +39,7 @@ from creel.policies.eviction.policy import (
 from creel.policies.eviction.retention import Turn
 from creel.policies.masks import every, some
 from creel.policies.next_use import NextUses
-from creel.policies.prefetch import Latency, Service, Window
+from creel.policies.prefetch import Latency, SourceRate, Window
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.admission import Admission
@@ -104,7 +104,7 @@ class Residency:
         self.groups: list[JobGroup] = []
         self.policy: EvictionPolicy | None = None
         self.latency = Latency()
-        self.service = Service()
+        self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
         self.departed = Departed(self.pool)
         self._seen: tuple[ClusterView, Homes] | None = None

@@ -50,7 +50,7 @@ class ServerStatus(NamedTuple):
     """What a server is busy with.
 
     Args:
-        peers: that are connected; connections: of peers and strangers; strangers: without proof.
+        peers: that are connected; connections: all; unauthenticated: those without proof so far.
         blocked: connections that take no more bytes.
         answers: that wait for others of their connection.
         unread: connections with requests that the peer has no credit for.
@@ -58,7 +58,7 @@ class ServerStatus(NamedTuple):
 
     peers: int
     connections: int
-    strangers: int
+    unauthenticated: int
     blocked: int
     answers: int
     unread: int
@@ -120,7 +120,7 @@ class Request:
 
 @dataclass(eq=False)
 class PeerConnection:
-    """A connection that a peer, or a stranger, has opened."""
+    """A connection that a peer, or somebody unauthenticated, has opened."""
 
     socket: socket.socket
     since: float
@@ -171,7 +171,7 @@ class PeerConnection:
 def send_whole(sock: socket.socket, frame: bytes) -> None:
     """Send a frame of the handshake, for which a new connection has room."""
     if sock.send(frame, socket.MSG_NOSIGNAL) < len(frame):
-        raise MalformedError("a stranger that does not read")
+        raise MalformedError("unauthenticated, and does not read")
 
 
 def watch(sock: socket.socket) -> None:

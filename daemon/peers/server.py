@@ -47,9 +47,9 @@ from creel.policies.cluster.agreement import SharedPlan
 log = logging.getLogger("creel.peers")
 
 _ACCEPTS = 32  # new connections a turn
-_STRANGERS = 64  # connections without proof; one more ends the oldest
+_UNAUTHENTICATED = 64  # connections without proof; one more ends the oldest
 _HANDSHAKE_S = 3.0
-_STRANGER_NBYTES = 2048  # read from a stranger at once
+_UNAUTHENTICATED_NBYTES = 2048  # read from one of these at once
 _READ_NBYTES = 64 << 10
 _QUANTUM = 2 << 20  # bytes sent to one connection before the most urgent one is looked for again
 _LONGEST_WAIT_S = 60.0
@@ -89,7 +89,7 @@ class PeerServer:
     ) -> None:
         self.nbytes = 0  # payload sent
         self.traffic = Traffic()
-        self.refused = 0  # strangers that proved nothing
+        self.refused = 0  # unauthenticated connections that ended so
         self._name = name
         self._arena = arena
         self._asked = asked
@@ -102,12 +102,12 @@ class PeerServer:
         self._number = 0
         self._requests: dict[int, Request] = {}  # not served yet
         self._connections: dict[int, PeerConnection] = {}
-        self._strangers: dict[int, PeerConnection] = {}  # oldest first
+        self._unauthenticated: dict[int, PeerConnection] = {}  # oldest first
         self._accounts: dict[tuple[str, str], Account] = {}
         self._sendable: set[PeerConnection] = set()
         self._orders: deque[Callable[[], None]] = deque()  # of the loop
         self._swept = time.monotonic()
-        self._deaf = False  # descriptors are short: listens again at the next sweep
+        self._accept_paused = False  # descriptors are short: listens again at the next sweep
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -128,7 +128,7 @@ class PeerServer:
         open_now = list(self._connections.values())
         return ServerStatus(
             len(self._accounts),
-            *(len(open_now), len(self._strangers)),
+            *(len(open_now), len(self._unauthenticated)),
             sum(c.blocked_since > 0 for c in open_now),
             sum(len(c.answers) for c in open_now),
             sum(len(c.inbox) > 0 for c in open_now),
@@ -206,7 +206,7 @@ class PeerServer:
         if ready.pop(self._wake, None):
             os.eventfd_read(self._wake)
             self._obey()
-        knocked = ready.pop(self._listener.fileno(), None)
+        accept_ready = ready.pop(self._listener.fileno(), None)
         for fd, event in ready.items():
             if connection := self._connections.get(fd):
                 self._guarded(connection, self._ready, connection, event, now)
@@ -215,7 +215,7 @@ class PeerServer:
             self._guarded(connection, self._send, connection, now)
         if now - self._swept >= _SWEEP_S:
             self._sweep(now)
-        if knocked:  # last: until here a descriptor is that of the connection it was reported for
+        if accept_ready:  # last: until here a descriptor is of the connection it was reported for
             self._accept(now)
 
     def _obey(self) -> None:
@@ -242,24 +242,24 @@ class PeerServer:
             except OSError as e:
                 if e.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
                     self._epoll.modify(self._listener, 0)
-                    self._deaf = True
+                    self._accept_paused = True
                     return
                 continue  # it left meanwhile
             sock.setblocking(False)
             with contextlib.suppress(OSError):  # it is gone: epoll will report that
                 watch(sock)
-            if len(self._strangers) >= _STRANGERS:
-                self._end(next(iter(self._strangers.values())))
+            if len(self._unauthenticated) >= _UNAUTHENTICATED:
+                self._end(next(iter(self._unauthenticated.values())))
             connection = PeerConnection(sock, now)
-            self._connections[sock.fileno()] = self._strangers[sock.fileno()] = connection
+            self._connections[sock.fileno()] = self._unauthenticated[sock.fileno()] = connection
             self._epoll.register(sock, connection.mask)
 
     def _sweep(self, now: float) -> None:
         self._swept = now
-        if self._deaf:
-            self._deaf = False
+        if self._accept_paused:
+            self._accept_paused = False
             self._epoll.modify(self._listener, select.EPOLLIN)
-        late = [c for c in self._strangers.values() if now - c.since > _HANDSHAKE_S]
+        late = [c for c in self._unauthenticated.values() if now - c.since > _HANDSHAKE_S]
         for connection in late + [c for c in self._connections.values() if c.stuck(now)]:
             self._end(connection)
 
@@ -278,7 +278,7 @@ class PeerServer:
         if fd < 0:
             return
         del self._connections[fd]
-        self.refused += self._strangers.pop(fd, None) is not None
+        self.refused += self._unauthenticated.pop(fd, None) is not None
         self._sendable.discard(connection)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
@@ -309,7 +309,7 @@ class PeerServer:
             self._watch(connection, select.EPOLLOUT, on=False)
             self._sendable.add(connection)
         if event & select.EPOLLIN:
-            room = _READ_NBYTES if connection.account else _STRANGER_NBYTES
+            room = _READ_NBYTES if connection.account else _UNAUTHENTICATED_NBYTES
             data = connection.socket.recv(room)
             if not data:
                 raise ConnectionResetError("it left")
@@ -391,7 +391,7 @@ class PeerServer:
         assert session is not None  # noqa: S101
         if not session.proves("client", proof):
             raise MalformedError(f"no proof that {greeting.name!r} is of {greeting.cluster!r}")
-        del self._strangers[connection.socket.fileno()]
+        del self._unauthenticated[connection.socket.fileno()]
         account = self._accounts.setdefault((greeting.cluster, greeting.name), Account())
         account.connections.add(connection)
         connection.account = account

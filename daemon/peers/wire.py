@@ -88,7 +88,7 @@ class Greeting(Message, frozen=True):
 
 
 class Challenge(Message, frozen=True):
-    """The answer, also where the cluster is unknown: a stranger learns the node's name alone."""
+    """The answer, also where the cluster is unknown: without proof one learns the name alone."""
 
     name: str
     nonce: bytes
@@ -121,7 +121,7 @@ class PeerBeat(Message, frozen=True):
     """The node of this number is there; the answer is the other's beat, of the same cluster.
 
     `latest` is the last change of members that it knows; `log`, those up to it, is empty where the
-    receiver is known to know them. `plans`: what it takes for granted.
+    receiver is known to know them. `plans`: the inputs of its plans.
     """
 
     node: int

@@ -31,7 +31,7 @@ class Cluster:
     ) -> None:
         self.name, self.key = joined.cluster, joined.key
         self.tokens: set[str] = set()
-        self.plans: tuple[PlanDigest, ...] = ()  # what this node takes for granted
+        self.plans: tuple[PlanDigest, ...] = ()  # the inputs of this node's plans
         self.joined = list(joined.members)
         self.joined[me] = own
         self.origins = origins

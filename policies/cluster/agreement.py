@@ -127,7 +127,7 @@ class Agreement:
         return None
 
     def digest(self, epoch: int, holder: Nodes | None) -> PlanDigest | None:
-        """What this node takes for granted in `epoch`, once its turn is planned; None: nothing."""
+        """The inputs of this node's plan for `epoch`, once its turn is planned; None: it is not."""
         order = self._deals.orders.get(epoch)
         if order is None or self.astray:
             return None

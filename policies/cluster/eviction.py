@@ -68,7 +68,7 @@ class ClusterEviction(PlannedEviction):
 
     @property
     def digest(self) -> PlanDigest | None:
-        """What this node takes for granted in this epoch; None: that is not settled."""
+        """The inputs of this node's plan for this epoch; None: that is not settled."""
         return None if self._next is None else self._agreement.digest(self.epoch, self._holder)
 
     def doubt(self, seed: int) -> None:

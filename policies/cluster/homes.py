@@ -74,7 +74,7 @@ class HomesEviction(MostRecentFirst):
     """Keeps what this node is home of; of all else, what was read last leaves first."""
 
     name = "homes"
-    near = True
+    short_prefetch = True
     reads_for_peers = True
 
     def __init__(

@@ -123,7 +123,7 @@ def after(log: Sequence[Change], known: ChangeId) -> tuple[Change, ...] | None:
 
 
 class PlanDigest(NamedTuple):
-    """What a node takes for granted in an epoch: all nodes must take the same.
+    """The inputs of a node's plan for an epoch: those of all nodes must be the same.
 
     Args:
         dataset, seed: the epoch, as in `EpochMoment`.

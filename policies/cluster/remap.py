@@ -1,13 +1,13 @@
 """Exchange samples among the ranks of a global batch, so that each node mostly reads its own. Pure.
 
 Each step still reads the samples that torch deals to it, and gradients averaged over all ranks are
-the same; which rank reads which of them differs. Every sample has a *home*, the node of rank
-`sample % world`, and goes there as far as its node's ranks have room in the step. A home depends on
+the same; which rank reads which of them differs. Every sample has an *affinity*, the node of rank
+`sample % world`, and goes there as far as that node's ranks have room in the step. It depends on
 nothing but the ranks of the job: all ranks exchange alike without asking each other, from the first
 epoch on and whatever caches hold, and a run that is repeated reads the same.
 
-What a node reads it reads again, so placement keeps it there. Of a global batch only the surplus of
-homes over room moves, 1 / sqrt(2 pi b) of the samples where b are a node's per step
+What a node reads it reads again, so placement keeps it there. Of a global batch only the samples
+beyond the room of their node move, 1 / sqrt(2 pi b) of the samples where b are a node's per step
 [reference: retention, 1.4].
 """
 
@@ -78,18 +78,19 @@ def _exchanged(steps: Ids, node_of: NDArray[np.uint16]) -> Ids:
     places = node_at.argsort(kind="stable")  # by node
     room = np.bincount(node_at)
     first_place = room.cumsum() - room
-    home = node_of[steps % len(node_of)]
-    samples = home.argsort(axis=1, kind="stable")  # (radix sort, as homes have 16 bits)
-    home = np.take_along_axis(home, samples, axis=1)
-    # Of the samples at home on a node, the i-th takes the node's i-th place, while there is one.
+    affinity = node_of[steps % len(node_of)]
+    samples = affinity.argsort(axis=1, kind="stable")  # (radix sort, as nodes have 16 bits)
+    affinity = np.take_along_axis(affinity, samples, axis=1)
+    # Of the samples with affinity to a node, the i-th takes its i-th place, while there is one.
     row = np.arange(len(steps))[:, None]
-    count = np.bincount((row * len(room) + home).ravel(), minlength=len(steps) * len(room))
+    count = np.bincount((row * len(room) + affinity).ravel(), minlength=len(steps) * len(room))
     count = count.reshape(len(steps), -1)
-    nth = np.arange(whole) - np.take_along_axis(count.cumsum(1) - count, home, axis=1)
-    stays = nth < room[home]
+    nth = np.arange(whole) - np.take_along_axis(count.cumsum(1) - count, affinity, axis=1)
+    stays = nth < room[affinity]
     flat = row * whole
     out = np.full(steps.size, -1, np.int32)
     given = steps.ravel()
-    out[(flat + places[(first_place[home] + nth) * stays])[stays]] = given[(flat + samples)[stays]]
+    place = places[(first_place[affinity] + nth) * stays]
+    out[(flat + place)[stays]] = given[(flat + samples)[stays]]
     out[out < 0] = given[np.sort((flat + samples)[~stays])]  # both ascend by step
     return out

@@ -28,7 +28,7 @@ class ClusterView:
         me: the number of this node among them.
         nodes: (world,) the node of each rank.
         capacity: (nodes,) bytes of memory of each.
-        origin: (nodes,) what each is called as origin of a fetch; -1: this node itself.
+        origin: (nodes,) origin number of each node's fetches; -1: this node itself.
         disk: (nodes, 2) bytes of disk of each, and the unit in which it gives them.
         cluster: its name.
         log: the latest changes of its members.

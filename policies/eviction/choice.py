@@ -120,7 +120,7 @@ class FarthestNextUse(EvictionPolicy):
     """For all other streams: farthest next use first, never for something due later (law L3)."""
 
     name = "far"
-    near = True
+    short_prefetch = True
 
     def __init__(
         self,

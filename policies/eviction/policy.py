@@ -45,7 +45,7 @@ class EvictionPolicy:
     name = "none"
     #: Whether each object fetched far ahead takes the room of one that is read again, so that
     #: reading ahead must stay short.
-    near = False
+    short_prefetch = False
     #: Whether an epoch needs all room until all of it is read or in flight, so that nothing of the
     #: next epoch is fetched before.
     by_epoch = False
@@ -132,7 +132,7 @@ class EvictionPolicy:
         """Up to k distinct objects to evict for reads at `step` of the policy's clock."""
         raise NotImplementedError
 
-    def last(self, k: int, step: int) -> Index:
+    def forced_victims(self, k: int, step: int) -> Index:
         """Up to k unpinned objects, farthest use first: for stalled readers, even against L1."""
         ids = self._unpinned()
         due = EvictionPolicy.due(self, ids)

@@ -595,7 +595,7 @@ def test_thousands_of_half_open_connections_keep_nobody_out(stack: ExitStack) ->
             fresh = node.link()
             fresh.socket.close()
             check_read(source, objects, np.zeros(1, np.int32))
-    assert node.server.status.strangers <= server._STRANGERS
+    assert node.server.status.unauthenticated <= server._UNAUTHENTICATED
     check_read(source_of(stack, node), objects, np.zeros(1, np.int32))
 
 

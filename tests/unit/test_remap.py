@@ -1,4 +1,4 @@
-"""Ranks that exchange samples: torch's global batches, mostly at home, and alike on all ranks."""
+"""Ranks that exchange samples: torch's global batches, each by its affinity, all ranks alike."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_other_ranks_exchange_what_is_left_of_an_epoch(new: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("nodes, ranks, batch", [(2, 1, 256), (8, 2, 128), (64, 8, 32)])
-def test_few_samples_leave_home(nodes: int, ranks: int, batch: int) -> None:
+def test_few_samples_go_where_they_have_no_affinity(nodes: int, ranks: int, batch: int) -> None:
     """The surplus 1 / sqrt(2 pi b) of a binomial count: retention.md, 1.4."""
     exchange = Exchange(tuple(i // ranks for i in range(nodes * ranks)), batch)
     node_of = np.array(exchange.node_of)

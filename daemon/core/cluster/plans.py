@@ -39,7 +39,7 @@ class ClusterPlans:
         self._ask_again: dict[str, float] = {}  # by dataset: when, in seconds
 
     def changed(self, e: ClusterChanged) -> None:
-        """Nodes are gone or there again."""
+        """Nodes left or came back."""
         for h in self._residencies.values():
             for group in h.groups:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
@@ -87,7 +87,7 @@ class ClusterPlans:
         return tuple(moment for moment in found if moment is not None)
 
     def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
-        """What this node takes for granted; the other nodes of a cluster must take the same."""
+        """The inputs of this node's plans; all nodes of a cluster must have the same."""
         found = (policy.digest for _, policy in self._within(cluster))
         return tuple(digest for digest in found if digest is not None)
 

@@ -158,7 +158,7 @@ class Serving:
             request.awaited = int(coming[0])
 
     def _look(self, request: _Request) -> None:
-        """Pin what has come, or is coming, of a request, for whomever that is."""
+        """Pin what has come, or is coming, of a request, whoever requested the fetch."""
         h, ids = request.residency, request.lacking
         life = h.life[ids]
         self._pin(request, ids[(life == RESIDENT) | (life == FETCHING)])

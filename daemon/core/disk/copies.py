@@ -109,7 +109,7 @@ class DiskCopies:
         self.opened()
 
     def opened(self) -> None:
-        """There is a disk now, or perhaps not."""
+        """The disk was opened or lost."""
         if self._tier and not self.state.flags.writeable:
             self.state = np.zeros(len(self.state), np.uint8)
 
@@ -138,7 +138,7 @@ class DiskCopies:
             self.changed(len(ids))
 
     def changed(self, objects: int) -> None:
-        """So many objects are of another kind than before: what was not to be found may be now."""
+        """So many objects changed state: walks that found nothing may find some now."""
         for walk in self._walks:
             walk.changes += objects
 
