@@ -83,9 +83,7 @@ def state(pid: int) -> str:
         return "gone"
 
 
-def descriptors(
-    pid: int | str = "self", *, eventfds: bool = False
-) -> frozenset[tuple[str, str]]:
+def descriptors(pid: int | str = "self", *, eventfds: bool = False) -> frozenset[tuple[str, str]]:
     """(number, what it is) of all that a process has open; `after - before` is what a test opened.
 
     Compare them no other way: an earlier test's garbage is collected first, but a thread of it may

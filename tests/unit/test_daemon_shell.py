@@ -256,7 +256,8 @@ def test_who_knocks_while_descriptors_are_short_keeps_nobody_awake(tmp_path: Pat
         client.connect(address)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (1 + max(int(fd) for fd, _ in descriptors(eventfds=True)), limits[1])
+            resource.RLIMIT_NOFILE,
+            (1 + max(int(fd) for fd, _ in descriptors(eventfds=True)), limits[1]),
         )
         try:
             taken = _all_free()
