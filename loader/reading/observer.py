@@ -372,13 +372,12 @@ def find(address: str) -> int | None:
 
 def take_address(address: str, number: int | None, direct: Callable[[str], bytes]) -> bytes:
     """The bytes at an address: from the arena if the lease has it, as `find` says, else direct."""
-    if _thread.intercepts:
-        return by_creel(lambda: take_address(address, number, direct))
+
+    def read() -> bytes:
+        return by_creel(lambda: direct(address)) if _thread.intercepts else direct(address)
+
     lease = _thread.lease
-    if lease is not None:
-        data = lease.take(number, lambda: direct(address), bytes)
-    else:
-        data = direct(address)
+    data = read() if lease is None else lease.take(number, read, bytes)
     if _thread.observed is not None:
         _thread.observed.add(address)
     return data
