@@ -78,7 +78,7 @@ class Tolerance:
         return True
 
     def found(self, index: int, error: Exception) -> None:
-        """As `add`, for `take_new`; the dataset's own error is what is raised then."""
+        """As `add`, for `take_new`; what it raises has the dataset's own error as its cause."""
         reason = plain(f"{type(error).__name__}: {error}")[:_LONGEST_REASON]
         try:
             new = self.add(index, reason)

@@ -15,20 +15,17 @@ _FULL = 0.85
 #: Share of misses above which memory lacks room, once everything has been read before.
 _MANY = 0.02
 
-_OF_DECODE = (
-    "your dataset[i] (decoding, transforms, files that it opens by itself): more workers or less"
-    " work for a sample would help; creel.wrap(dataset) caches the files it opens"
-)
-_OF_COLLATE = "collation, making batches of samples: less of it, or more workers would help"
-_OF_SAMPLER = "your sampler, drawing the order: a quicker one would help"
-_OF_DAEMON = (
-    "the start of workers and their answers: persistent_workers=True keeps them from epoch to epoch"
-)
 _BY_CAUSE = {
-    "decode": _OF_DECODE,
-    "collate": _OF_COLLATE,
-    "sampler": _OF_SAMPLER,
-    "daemon": _OF_DAEMON,
+    "decode": (
+        "your dataset[i] (decoding, transforms, files that it opens by itself): more workers or"
+        " less work for a sample would help; creel.wrap(dataset) caches the files it opens"
+    ),
+    "collate": "collation, making batches of samples: less of it, or more workers would help",
+    "sampler": "your sampler, drawing the order: a quicker one would help",
+    "daemon": (
+        "the start of workers and their answers: persistent_workers=True keeps them from epoch to"
+        " epoch"
+    ),
 }
 
 
