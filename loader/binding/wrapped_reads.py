@@ -35,8 +35,8 @@ from creel.loader.binding.bind import Binding, bind, bound
 from creel.loader.binding.gather import StepReader
 from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import client_of, daemon_starting
-from creel.loader.client.ranks import job_name, rank_and_world
 from creel.loader.client.unmet_settings import warn_of_unmet
+from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.reading.intercept import Intercepted
 from creel.loader.reading.observer import Lease, leased, observing
 from creel.policies.direct import DirectReads

@@ -21,8 +21,8 @@ from torch.utils.data import BatchSampler, DistributedSampler
 
 from creel.errors import ConfigError
 from creel.loader import torch_private
-from creel.loader.client.cluster import own_address
-from creel.loader.client.ranks import rank_and_world
+from creel.loader.cluster.join import own_address
+from creel.loader.cluster.ranks import rank_and_world
 from creel.policies.cluster.remap import Exchange, nodes_alike
 
 #: Used again by each agreement, so a job of many loaders does not fill the store.

@@ -24,11 +24,11 @@ from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding, Gather
-    from creel.loader.client.batch_stream import BatchStream
     from creel.loader.client.session import Session
     from creel.loader.dataloader import DataLoader
     from creel.loader.datasets.base import Ids
     from creel.loader.iterators.meter import Meter
+    from creel.loader.plan.batch_stream import BatchStream
     from creel.loader.reading.observer import Lease
 
 

@@ -19,12 +19,6 @@ from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.tree import maybe_bindable
 from creel.loader.buffers import BufferPool
-from creel.loader.client.batch_stream import (
-    BatchStream,
-    open_stream,
-    samples_in,
-    try_predict,
-)
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.iterators.exchange import agreed, still
@@ -38,6 +32,12 @@ from creel.loader.order.samplers import (
     dealt_anew,
     resume,
     without,
+)
+from creel.loader.plan.batch_stream import (
+    BatchStream,
+    open_stream,
+    samples_in,
+    try_predict,
 )
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage

@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.client import connections, publish
+from creel.loader.client import connections
 from creel.loader.order import draws
 from creel.loader.order.prediction import EpochPlan
+from creel.loader.plan import publish
 from daemons import Running
 from kit import until
 

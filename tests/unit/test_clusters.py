@@ -10,7 +10,7 @@ from creel.cache.memory.arena import Arena
 from creel.daemon.core.events import SOURCE, ClusterChanged, Event
 from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.errors import CreelError
-from creel.loader.client.cluster import on_one_node
+from creel.loader.cluster.join import on_one_node
 from creel.messages import Join, Member
 
 KEY = bytes(range(32))

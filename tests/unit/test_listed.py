@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from creel.errors import ConfigError
-from creel.loader.client.listed import (
+from creel.loader.cluster.listed import (
     own_place,
     ranks_in_blocks,
     request_of,

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import HEARTBEAT, KNOWN, STATE, TRUNCATED, WANTED
 from creel.errors import DaemonLostError
-from creel.loader.client import publish, session
-from creel.loader.client.publish import PlanPublisher, PublishedEpoch
+from creel.loader.client import session
 from creel.loader.client.session import Session
 from creel.loader.order.drain import DrainedSampler
 from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.streams import Sequential
+from creel.loader.plan import publish
+from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
 from creel.messages import Opened, Truncate
 from kit import seeds, until
 

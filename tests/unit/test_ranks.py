@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from creel.loader.client.ranks import job_name, launched
+from creel.loader.cluster.ranks import job_name, launched
 
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}
 STEP = {**ALLOCATED, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from creel.loader.client.batch_stream import indices_of, samples_in
 from creel.loader.order.prediction import same_batch
+from creel.loader.plan.batch_stream import indices_of, samples_in
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from creel.cache.memory.shared_words import READY
 from creel.config import Config
 from creel.errors import ConfigError, UnavailableError
 from creel.loader.client.client import Client
-from creel.loader.client.cluster import join_cluster
 from creel.loader.client.connections import client_of
-from creel.loader.client.publish import PlanPublisher, PublishedEpoch
-from creel.loader.client.ranks import job_name, rank_and_world
 from creel.loader.client.session import Session
+from creel.loader.cluster.join import join_cluster
+from creel.loader.cluster.ranks import job_name, rank_and_world
+from creel.loader.plan.publish import PlanPublisher, PublishedEpoch
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding

@@ -24,7 +24,7 @@ import msgspec
 from creel.errors import ConfigError, UnavailableError
 from creel.loader import torch_private
 from creel.loader.client.client import Client
-from creel.loader.client.listed import address_towards, join_listed
+from creel.loader.cluster.listed import address_towards, join_listed
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
 

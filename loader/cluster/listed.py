@@ -17,8 +17,8 @@ from pathlib import Path
 
 from creel.errors import ConfigError
 from creel.loader.client.client import Client
-from creel.loader.client.hostlist import hosts_of
-from creel.loader.client.ranks import job_name
+from creel.loader.cluster.hostlist import hosts_of
+from creel.loader.cluster.ranks import job_name
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
 
