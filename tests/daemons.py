@@ -43,7 +43,8 @@ class Running:
             command = [sys.executable, *COMMAND, *arguments]
             self.process = subprocess.Popen(command, stderr=self._log, env=env)
         else:
-            self.process = Forked(_LINE, arguments, self._log.fileno(), env)
+            fds = [0, 1, self._log.fileno()]
+            self.process = Forked(_LINE, ["creel.daemon", *arguments], fds, env)
         try:
             until(self._serves, 60, what="the daemon serves")
         except BaseException:
@@ -100,7 +101,7 @@ class Running:
 
 #: What Python runs; this very command has been prepared.
 COMMAND = _PREPARED = ("-m", "creel.daemon")
-_LINE = prepare()
+_LINE = prepare("daemon")
 
 
 def status(daemon: Running) -> dict[str, object]:

@@ -1,12 +1,14 @@
-"""Daemons forked by a process that has imported them already: a tenth of a second instead of one.
+"""Processes forked by one that has imported their modules already: no second or two of imports.
 
-Each is a process of its own with its own environment, and runs what `python -m creel.daemon` runs,
-of which only the imports are shared. Start it when nothing is tested yet: it stays for good.
+Each is a process of its own with its own environment, and runs what `python -m creel.daemon` or
+`python -c ...` would run, of which only the imports are shared. Start the process that forks when
+nothing is tested yet: it stays for good.
 """
 
 from __future__ import annotations
 
 import ast
+import ctypes
 import gc
 import os
 import select
@@ -14,22 +16,36 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 
 class Forked:
-    """One such daemon, with what the tests use of a `subprocess.Popen`."""
+    """Such a process, with what the tests use of a `subprocess.Popen`."""
 
     def __init__(
-        self, line: socket.socket, arguments: Sequence[str], log: int, env: Mapping[str, str]
+        self,
+        line: socket.socket,
+        arguments: Sequence[str],
+        fds: Sequence[int],
+        env: Mapping[str, str],
+        *,
+        inside: int = 0,
+        new_session: bool = False,
     ) -> None:
-        """`line`: of `prepare`; `log`: a descriptor for what it says."""
+        """Start it.
+
+        Args:
+            line: of `prepare`.
+            fds: its standard input, output and error.
+            inside: a process in whose namespaces it lives; 0: in ours.
+        """
         self.returncode: int | None = None
         self._ended, ended = os.pipe()
         try:
-            request = repr((list(arguments), dict(env), str(Path.cwd()))).encode()
-            socket.send_fds(line, [request], [log, ended])
+            request = list(arguments), dict(env), str(Path.cwd()), inside, new_session
+            socket.send_fds(line, [repr(request).encode()], [*fds, ended])
         finally:
             os.close(ended)
         self.pid = int(line.recv(20))
@@ -38,7 +54,7 @@ class Forked:
         """As that of Popen."""
         if self.returncode is None:
             if not select.select([self._ended], [], [], timeout_s)[0]:
-                raise subprocess.TimeoutExpired("creel.daemon", timeout_s or 0)
+                raise subprocess.TimeoutExpired("a forked process", timeout_s or 0)
             self.returncode = int(os.read(self._ended, 20))
             os.close(self._ended)
         return self.returncode
@@ -64,12 +80,13 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def prepare() -> socket.socket:
-    """Start the process that forks; it ends when nobody holds the line any more."""
+def prepare(what: str) -> socket.socket:
+    """Start the process that forks "daemon"s or "program"s; it ends when nobody holds the line."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
-        command = [sys.executable, __file__, str(its.fileno())]
-        process = subprocess.Popen(command, pass_fds=[its.fileno()])
+        command = [sys.executable, __file__, what, str(its.fileno())]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch reads it once
+        process = subprocess.Popen(command, pass_fds=[its.fileno()], env=env)
     process.returncode = 0  # nobody waits for it: no warning
     return ours
 
@@ -86,39 +103,81 @@ def fork_on_request(line: socket.socket) -> bool:
                 os.close(status)
                 os.close(ready)
                 continue
-            request, (*fds,), _, _ = socket.recv_fds(line, 1 << 20, 2)
+            request, (*fds,), _, _ = socket.recv_fds(line, 1 << 20, 4)
             if not request:
                 return False
-            log, status = fds
-            pid = os.fork()
+            *std, status = fds
+            arguments, env, folder, inside, new_session = ast.literal_eval(request.decode())
+            pid = _fork(inside)
             if not pid:
-                for fd in [
-                    status,
-                    *(fd for pidfd, (_, s) in children.items() for fd in (pidfd, s)),
-                ]:
-                    os.close(fd)
+                for others in ((status,), *((pidfd, s) for pidfd, (_, s) in children.items())):
+                    for fd in others:
+                        os.close(fd)
                 line.close()
-                arguments, env, folder = ast.literal_eval(request.decode())
-                become(arguments, env, folder, log)
+                if new_session:
+                    os.setsid()
+                become(arguments, env, folder, std)
                 return True
-            os.close(log)
+            for fd in std:
+                os.close(fd)
             children[os.pidfd_open(pid)] = pid, status
             line.send(str(pid).encode())
 
 
-def become(arguments: list[str], env: dict[str, str], folder: str, log: int) -> None:
+def _fork(inside: int) -> int:
+    """`os.fork`; the child lives in the namespaces of process `inside`, if that is not 0."""
+    if not inside:
+        return os.fork()
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY)
+    born, *others = (
+        os.open(f"/proc/{inside}/ns/{kind}", os.O_RDONLY)
+        for kind in ("pid", "net", "uts", "ipc", "mnt")
+    )
+    _enter(born)  # of PID namespaces only that of children changes
+    pid = os.fork()
+    for fd in [own] if pid else others:
+        _enter(fd)
+    for fd in (own, born, *others):
+        os.close(fd)
+    return pid
+
+
+def _enter(namespace: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), "setns")
+
+
+def become(arguments: list[str], env: dict[str, str], folder: str, fds: list[int]) -> None:
     """Make this process what a new one would be."""
-    sys.argv = ["creel.daemon", *arguments]
+    sys.argv = arguments
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    os.dup2(log, 2)
-    os.close(log)
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def run_program() -> int:
+    """As `python -c CODE ARGUMENTS...` does."""
+    code = sys.argv.pop(0)
+    sys.argv.insert(0, "-c")
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), module.__dict__)
+    return 0
+
+
+def main(what: str, line: int) -> int:
+    run: Callable[[], int] = run_program
+    if what == "daemon":
+        from creel.daemon.main import main as run
+    else:
+        import creel
+
+        creel.DataLoader, creel.FileDataset, creel.wrap  # noqa: B018  imported with torch
+    gc.freeze()
+    return run() if fork_on_request(socket.socket(fileno=line)) else 0
 
 
 if __name__ == "__main__":
-    from creel.daemon.main import main
-
-    gc.freeze()
-    if fork_on_request(socket.socket(fileno=int(sys.argv[1]))):
-        raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1], int(sys.argv[2])))

@@ -30,6 +30,7 @@ from creel.loader.client.packets import resolve
 from creel.loader.client.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, encode
 from kit import daemon_of, gone, knock, nothing_left, until
+from programs import Program
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -407,17 +408,12 @@ TRAINER = """
 """
 
 
-def trainer(paths: list[str], text: str = TRAINER, *prefix: str) -> Any:
-    command = [*prefix, sys.executable, "-c", textwrap.dedent(text), *paths]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
 def test_ctrl_c_is_one_short_story_and_leaves_nothing(
     paths: list[str], embedded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.2")
-    both = {number: trainer(paths) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = signal.SIGINT, signal.SIGTERM
+    both = {number: Program(TRAINER, *paths, new_session=True) for number in numbers}
     for process in both.values():
         for _ in range(30):
             process.stdout.readline()
@@ -440,8 +436,7 @@ def test_an_iterator_alive_at_the_end_says_nothing(paths: list[str]) -> None:
         its = [iter(creel.DataLoader(data, num_workers=w, batch_size=None)) for w in (0, 1)]
         print(len([next(it) for it in its]))
     """
-    out, err = trainer(paths, text).communicate()
-    assert (out.strip(), err) == ("2", "")
+    assert Program(text, *paths).communicate() == ("2\n", "")
 
 
 MANY = """
@@ -459,9 +454,14 @@ MANY = """
 @pytest.mark.usefixtures("embedded")
 def test_64_sessions_with_256_descriptors_no_home_and_a_read_only_folder(paths: list[str]) -> None:
     setup = 'mount -t tmpfs -o ro tmpfs /mnt && cd /mnt && unset HOME && ulimit -n 256 && exec "$@"'
-    prefix = ("unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-c", setup, "sh")
-    out, err = trainer(paths, MANY, *prefix).communicate()
-    assert out.strip() == "same", err
+    words = ["unshare", "-m", "-p", "-f", "--mount-proc", "sh", "-c", setup, "sh"]
+    said = subprocess.run(
+        [*words, sys.executable, "-c", textwrap.dedent(MANY), *paths],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.stdout == "same\n", said.stderr
 
 
 def test_nothing_is_left_after_the_daemon_was_killed(

@@ -24,6 +24,7 @@ import creel
 from creel.errors import CreelError
 from creel.loader.client.client import Client
 from kit import daemon_of, gone, nothing_left, until
+from programs import Program
 
 pytestmark = [
     pytest.mark.faults,
@@ -184,21 +185,12 @@ TRAINER = """
 """
 
 
-def script(text: str, *args: str, prefix: tuple[str, ...] = (), **env: str) -> Any:
-    command = [*prefix, sys.executable, "-c", textwrap.dedent(text), *args]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **env},
-    )
-
-
 @pytest.mark.parametrize("batches", [1, 45])
-def test_a_killed_trainer_leaves_nothing_behind(folder: Path, embedded: str, batches: int) -> None:
-    trainer = script(TRAINER, str(folder), CREEL_DAEMON__LINGER_S="0.5")
+def test_a_killed_trainer_leaves_nothing_behind(
+    folder: Path, embedded: str, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.5")
+    trainer = Program(TRAINER, str(folder))
     trainer.stdin.write("go on\n" * (batches - 1))
     trainer.stdin.flush()
     for _ in range(batches):
@@ -271,24 +263,24 @@ PARITY = """
 """
 
 
-def assert_says_same(process: Any) -> None:
-    out, err = process.communicate()
-    assert out.strip() == "same", err
-
-
 @pytest.mark.usefixtures("embedded")
 def test_256_descriptors_are_enough(folder: Path) -> None:
-    assert_says_same(
-        script(PARITY, str(folder), prefix=("sh", "-c", 'ulimit -n 256; exec "$@"', "sh"))
-    )
+    few = """
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    """
+    assert Program(few + PARITY, str(folder)).communicate() == ("same\n", "")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
 @pytest.mark.usefixtures("embedded")
 def test_a_tiny_dev_shm_is_enough(folder: Path) -> None:
     mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
-    prefix = ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh")
-    assert_says_same(script(PARITY, str(folder), prefix=prefix))
+    words = ("unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c")
+    said = subprocess.run(
+        [*words, textwrap.dedent(PARITY), str(folder)], capture_output=True, text=True, check=False
+    )
+    assert said.stdout == "same\n", said.stderr
 
 
 def test_no_daemon_possible_means_direct_reads(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from creel.loader.iterators.worker_iter import WorkerIter
 from creel.loader.workers.batch_message import Outbox
 from daemons import Running, plan
 from kit import until
+from programs import Program
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -209,20 +208,14 @@ print(loader.stats()["direct_reads"], flush=True)
 
 def test_two_trainers_with_orders_of_their_own_share_one_read(daemon: Running, files: Any) -> None:
     folder = str(Path(files.paths[0]).parent)
-    pipe = subprocess.PIPE
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TRAINER, folder, seed], stdin=pipe, stdout=pipe, text=True
-        )
-        for seed in "12"
-    ]
+    both = [Program(_TRAINER, folder, seed) for seed in "12"]
     for _ in range(3):  # in each epoch they begin together
-        first, second = (process.stdout.readline() for process in both)  # type: ignore[union-attr]
+        first, second = (process.stdout.readline() for process in both)
         assert first
         assert first != second
         for process in both:
-            process.stdin.write("go\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
+            process.stdin.write("go\n")
+            process.stdin.flush()
     assert [process.communicate()[0] for process in both] == ["0\n", "0\n"]
     assert [process.returncode for process in both] == [0, 0]
     assert reads(daemon) == N

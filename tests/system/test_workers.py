@@ -11,8 +11,6 @@ import pickle
 import platform
 import resource
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from creel.loader.iterators import worker_iter
 from creel.loader.workers.pool import WorkerPool
 from creel.loader.workers.stages import StallWarning
 from kit import descriptors, gone, stopped, until
+from programs import Program
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("nothing_stays_behind")]
 
@@ -324,7 +323,8 @@ def test_an_unpicklable_index_is_an_error_in_the_trainer() -> None:
 
 #: Of a trainer in a process of its own.
 IMPORTS = f"""
-import os, sys
+import os, sys, warnings
+warnings.filterwarnings("ignore", "This DataLoader will create")
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]}
 import creel
 from squares import Squares
@@ -336,9 +336,9 @@ def test_workers_end_when_the_trainer_is_killed() -> None:
         "it = iter(creel.DataLoader(Squares(), 4, num_workers=2)); next(it)\n"
         "print(*[w.pid for w in it._workers], flush=True); os.kill(os.getpid(), 9)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    workers = [int(p) for p in run.stdout.split()]
-    assert len(workers) == 2, run.stderr
+    said, errors = Program(code).communicate()
+    workers = [int(p) for p in said.split()]
+    assert len(workers) == 2, errors
     until(lambda: all(map(gone, workers)), what="the workers end")
 
 
@@ -347,9 +347,7 @@ def test_an_interpreter_with_live_workers_exits_quietly() -> None:
         "loader = creel.DataLoader(Squares(), 4, num_workers=2)\n"
         "list(loader); it = iter(loader); next(it); print('end')"
     )
-    command = [sys.executable, "-W", "ignore:This DataLoader will create", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (run.stdout, run.stderr) == ("end\n", "")
+    assert Program(code).communicate() == ("end\n", "")
 
 
 def test_a_forked_child_may_drop_or_use_the_loader() -> None:

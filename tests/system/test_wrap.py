@@ -6,8 +6,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +31,7 @@ from creel.peers import holder
 from daemons import Running
 from folders import folder as torchvision
 from kit import daemon_of, gone, until
+from programs import Program
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -450,24 +449,20 @@ def test_a_daemon_stays_between_the_epochs_of_torchs_workers_and_goes_with_their
 ) -> None:
     monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0.1")
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "16MB")
-    command = [sys.executable, "-c", _TRAINER, str(folder(tmp_path / "data"))]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as trainer:
-        assert trainer.stdin is not None
-        assert trainer.stdout is not None
-        pids = set()
-        for _ in range(2):
-            assert trainer.stdout.readline() == "epoch\n"
-            pid = daemon_of(daemon_name).pid
-            with pytest.raises(AssertionError):
-                until(lambda pid=pid: gone(pid), 1.0)  # type: ignore[misc]
-            pids.add(pid)
-            trainer.stdin.write("\n")
-            trainer.stdin.flush()
-        told = json.loads(trainer.stdout.readline())
-        assert told == [pids.pop(), N, 0]
-        assert not pids
-        trainer.communicate("\n")
+    trainer = Program(_TRAINER, str(folder(tmp_path / "data")))
+    pids = set()
+    for _ in range(2):
+        assert trainer.stdout.readline() == "epoch\n"
+        pid = daemon_of(daemon_name).pid
+        with pytest.raises(AssertionError):
+            until(lambda pid=pid: gone(pid), 0.5)  # type: ignore[misc]
+        pids.add(pid)
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+    told = json.loads(trainer.stdout.readline())
+    assert told == [pids.pop(), N, 0]
+    assert not pids
+    trainer.communicate("\n")
     until(lambda: gone(told[0]), what="it goes with the trainer")
 
 

@@ -8,8 +8,6 @@ import operator
 import os
 import queue
 import random
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler
 
+from programs import Program
 from testbed import cluster as hosts
 from testbed.slowfs import SlowFS
 
@@ -103,15 +102,13 @@ class Rank:
             "MASTER_ADDR": cluster.ip("n0"),
             "MASTER_PORT": "29555",
             "GLOO_SOCKET_IFNAME": "eth0",
-            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(SCRIPT.parents[1]),
             **settings,
         }
         env = {name: value for name, value in env.items() if value}
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        argv = [sys.executable, str(script), *words]
         self.host = f"n{rank // each}"
-        self.process = cluster.popen(self.host, argv, env=env, text=True, **pipes)
+        first = cluster.state["hosts"][self.host]["pid"]
+        self.process = Program(script.read_text(), *words, env=env, inside=first)
         self.errors = ""
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=call) for call in (self._listen, self._read)]
