@@ -19,8 +19,9 @@ ARGS   ?=
 BENCH  ?= $(filter-out measure,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 BIN   := $(VENV)/bin
-# Two files of tests at a time; ARGS=-n0 runs one after the other (pdb needs that).
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Two files of tests at a time, the longest first (tests/conftest.py); ARGS=-n0 runs one after the
+# other (pdb needs that).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.creel-stamp
 # The frameworks have an environment of their own: each sees what it brings, and nothing of ours.
 WITH_FRAMEWORKS := $(VENV)-frameworks

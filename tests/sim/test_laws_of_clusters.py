@@ -11,14 +11,14 @@ from nodes import Nodes
 from creel.policies.cluster.job_order import JobOrder
 
 
-def job(nodes: int, samples: int = 3840, batch: int = 8) -> JobOrder:
+def job(nodes: int, samples: int = 1920, batch: int = 8) -> JobOrder:
     return JobOrder(samples, nodes, samples // nodes, batch, 100)
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("held", [0.5, 0.9])
 def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: float) -> None:
-    order = job(nodes)
+    order = job(nodes, 3840)
     first, *later = Nodes(nodes, order, held).run(5)
     # Each node reads ahead into the next epoch before it has ended this one.
     ahead = 0.005 * order.samples
@@ -32,7 +32,7 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
     """Also what lies on a peer's disk: from the second epoch on nothing comes from the source."""
-    order = job(nodes, 1920)
+    order = job(nodes)
     runs = Nodes(nodes, order, 0.4, disk=0.8 / nodes).run(5)
     assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
     assert all(counts["disk"] > 0.3 * order.samples for counts in runs[2:])
@@ -41,7 +41,7 @@ def test_memories_and_disks_together_hold_it_all(nodes: int) -> None:
 
 
 def test_a_disk_that_fails_costs_what_it_held_and_is_not_planned_with() -> None:
-    order = job(4, 1920)
+    order = job(4)
     nodes = Nodes(4, order, 0.4, disk=0.2)
     nodes.run(3)
     runs = [*nodes.run(1, lambda: nodes.lose_disk(3)), *nodes.run(4)]
@@ -71,7 +71,7 @@ def test_with_room_for_all_the_source_is_read_once(nodes: int, moved: float) -> 
 
 def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
     """By chance a quarter of them would be: what fits on one of 8 nodes."""
-    order = job(8, 4096)
+    order = job(8, 2048)
     runs = Nodes(8, order, 2.0).run(12)
     assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
     peers = [counts["peer"] / order.samples for counts in runs[6:]]
@@ -149,4 +149,4 @@ def test_a_node_that_joins_an_epoch_later_takes_over_what_the_others_know(node: 
     assert sum(counts["shared"] for counts in runs) == 1
     for counts in runs[-2:]:
         assert counts["refused"] <= 0.015 * order.samples
-        assert counts["source"] <= 0.11 * order.samples
+        assert counts["source"] <= (1 - 0.9 + 0.015) * order.samples

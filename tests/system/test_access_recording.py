@@ -320,22 +320,6 @@ def test_a_split_and_a_proxy_in_a_proxy_are_learnt(
     assert reads(daemon) == [N // 2 + 1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-def test_workers_that_are_not_forked_learn_together(
-    daemon: Running, tmp_path: Path, kind: Any
-) -> None:
-    """A half each is too little for either. (A fork server would keep this test's environment.)"""
-    bare = Own(folder(tmp_path / "data"))
-    ours = batches(creel.wrap(bare), kind=kind, **HOW["spawn"])
-    theirs = batches(bare, **HOW["fork, persistent"])
-    for _ in range(EPOCHS):
-        assert list(ours) == list(theirs)
-        if reads(daemon) == [N]:  # sooner or later
-            break
-    assert reads(daemon) == [N]
-
-
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
 def test_many_new_workers_each_epoch_learn_together(
     daemon: Running, tmp_path: Path, kind: Any

@@ -325,4 +325,3 @@ def test_hung_reads_of_a_source_do_not_hold_up_its_other_reads(
         assert not stuck.wait(0, 0.3)
         plan(session, np.arange(50, dtype=np.int32), 10)
         assert read_steps(session, manifest, np.arange(50), 10) == 50
-    daemon.end()

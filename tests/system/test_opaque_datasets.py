@@ -554,6 +554,10 @@ def originals() -> tuple[Any, ...]:
 def test_workers_that_are_spawned_are_served_too(
     daemon: Running, tmp_path: Path, kind: Any
 ) -> None:
+    """What each has recorded is too little for itself: a half of the samples.
+
+    (A fork server would keep this test's environment.)
+    """
     bare = Plain(tmp_path)
     spawned: dict[str, Any] = {"multiprocessing_context": "spawn", "persistent_workers": True}
     ours = loader(creel.wrap(bare), kind, 2, **spawned)
