@@ -28,7 +28,7 @@ import zmq
 
 from creel.addresses import first_address, second_address, taken
 from creel.config import Config
-from creel.daemon.reporting import metrics
+from creel.daemon.reporting import prometheus
 from creel.daemon.reporting.logs import set_up_logging
 from creel.daemon.reporting.notify import Notify
 from creel.daemon.service import commands
@@ -83,7 +83,7 @@ class Daemon:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._context: zmq.Context[Any] = zmq.Context()
         self._notify = Notify()
-        self._page: metrics.Page | None = None
+        self._page: prometheus.Page | None = None
         self._drain_by = float("inf")
         self._leaving = False
         self._reload = False
@@ -301,12 +301,12 @@ class Daemon:
             return
 
         def status_and_stats() -> dict[str, Any]:
-            answer: dict[str, Any] = metrics.take_by(
+            answer: dict[str, Any] = prometheus.take_by(
                 self.call_soon, lambda: commands.status_and_stats(self.node)
             )
             return answer
 
-        self._page = metrics.Page(self._config.daemon.metrics, status_and_stats)
+        self._page = prometheus.Page(self._config.daemon.metrics, status_and_stats)
 
     def install_signals(self) -> None:
         """SIGTERM and SIGINT drain, SIGHUP reloads the settings, SIGUSR2 prints all stacks."""

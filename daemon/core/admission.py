@@ -1,4 +1,8 @@
-"""Admission: the share of memory of each dataset, and what is evicted to make room. Pure."""
+"""Admission: makes room for what is to be fetched, at the expense of what is evicted. Pure.
+
+Each dataset has a share of the memory (`Admission.share`). Inside it the dataset's eviction policy
+(`policies/eviction`) says which objects leave; across datasets those above their share give way.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A daemon's reports: statistics, a Prometheus page, systemd notifications, logs."""
+"""A daemon's reports: `stats`, the numbers of `creel stats`; the same for Prometheus; logs."""

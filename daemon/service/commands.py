@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from creel.daemon.core.events import Dropped, Warm
-from creel.daemon.reporting import metrics
+from creel.daemon.reporting import stats
 from creel.daemon.service.registry import DatasetRecord
 from creel.errors import ConfigError
 from creel.messages import Command
@@ -33,7 +33,7 @@ def answer(node: Node, ask: Command) -> dict[str, Any]:
 
 def status_and_stats(node: Node) -> dict[str, Any]:
     """Return status and stats together."""
-    return {**_status(node), **metrics.stats(node)}
+    return {**_status(node), **stats.stats(node)}
 
 
 def _status(node: Node) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _status(node: Node) -> dict[str, Any]:
         "embedded": node.embedded,
         "state": node.state,
         "uptime_s": time.monotonic() - node.started,
-        "memory": metrics.memory(node),
+        "memory": stats.memory(node),
         "clients": node.clients(),
         "sessions": len(node.registry.sessions),
         "datasets": len(node.registry.datasets),
@@ -57,7 +57,7 @@ def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, An
     node.handle_event(event(dataset.key))
     if event is Dropped:
         node.disk.forget(dataset.key)
-    return metrics.dataset(node, dataset)
+    return stats.dataset(node, dataset)
 
 
 def _stop(node: Node, args: Args) -> dict[str, Any]:
@@ -88,8 +88,8 @@ def _named(node: Node, args: Args) -> DatasetRecord:
 
 _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "status": lambda node, _: _status(node),
-    "stats": lambda node, _: metrics.stats(node),
-    "datasets": lambda node, _: {"datasets": metrics.datasets(node)},
+    "stats": lambda node, _: stats.stats(node),
+    "datasets": lambda node, _: {"datasets": stats.datasets(node)},
     "config": lambda node, _: {
         "settings": node.config.flat(),
         "effective": node.effective.flat(),

@@ -27,7 +27,7 @@ from creel.config import Config, memory_budget
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
 from creel.daemon.peers.lane import PeerSource
-from creel.daemon.reporting import metrics
+from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.daemon.service.quota import Quota
@@ -108,7 +108,7 @@ class Node:
         self.registry = Registry(
             max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
         )
-        self.ranks = metrics.Ranks()
+        self.ranks = stats.Ranks()
         self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
         self.disk = Disk(config.disk, self.arena, self._hand_in)
         self.fetcher = Fetcher(

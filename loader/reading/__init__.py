@@ -1,1 +1,6 @@
-"""Reads: a dataset's objects through a lease, single addresses, and listings."""
+"""Where a dataset's reads get their bytes: out of the arena, or directly from the source.
+
+Every read goes through `observer`, whose `Lease` says which objects of the step are in the arena.
+What comes there: `creel.open` and `creel.read` (`opened`), a plain `open` below `creel.wrap`
+(`intercept`, and `libraries` for those in C), and creel's own datasets.
+"""

@@ -27,7 +27,7 @@ from creel.daemon.core.events import (
     Unregistered,
 )
 from creel.daemon.core.versions import Versions
-from creel.policies.eviction.choice import FarthestNextUse
+from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.recent import MostRecentFirst
 from kit import seeds
 

@@ -13,7 +13,7 @@ import pytest
 from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords, sealed_memfd
 from creel.cli import view
 from creel.counters import CAUSES, COUNTERS, OF_RANKS, STAGES, Counter, report
-from creel.daemon.reporting.metrics import Page
+from creel.daemon.reporting.prometheus import Page
 from creel.loader.iterators.meter import Meter
 from creel.loader.workers.stages import CAUSE_OF
 

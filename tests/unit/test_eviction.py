@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from creel.policies.cluster.homes import Homes, HomesEviction
 from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.candidates import Sorted
-from creel.policies.eviction.choice import FarthestNextUse
+from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.planned import PlannedEviction
 from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT
 from creel.policies.eviction.recent import MostRecentFirst

@@ -1,6 +1,6 @@
 """Unpacking a batch in the trainer: tensors and arrays are built right over the slot.
 
-The inverse of `transport.pack`.
+The inverse of `packing.pack`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from urllib.request import urlopen
 import pytest
 
 from creel.cache.memory.shared_words import WORDS_NBYTES, SharedWords, sealed_memfd
-from creel.daemon.reporting.metrics import Page, Ranks
+from creel.daemon.reporting.prometheus import Page
+from creel.daemon.reporting.stats import Ranks
 from creel.messages import Open
 
 CAUSES = ("source", "decode", "collate", "daemon", "sampler")

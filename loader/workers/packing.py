@@ -28,7 +28,7 @@ from torch.multiprocessing import reductions
 from creel.cache.memory.slots import Slot, SlotWriter
 from creel.loader.overlay import over
 from creel.loader.torch_private import collate as torch_collate
-from creel.loader.workers.arrival import (
+from creel.loader.workers.unpacking import (
     DTYPES,
     PART,
     Packed,

@@ -1,0 +1,155 @@
+"""The page for Prometheus: the counters of `stats`, as metric families.
+
+Label sets are bounded: no sample, path or token.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from creel.counters import COUNTERS, Counter
+from creel.daemon.reporting.page import PageServer
+from creel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_PAGE_S = 2.0  # how long a scrape waits for the loop
+
+
+class Page:
+    """A Prometheus page on its own address.
+
+    Args:
+        address: "127.0.0.1:9464".
+        take: returns status and stats, or raises TimeoutError.
+    """
+
+    def __init__(self, address: str, take: Callable[[], dict[str, Any]]) -> None:
+        try:
+            from prometheus_client import CollectorRegistry
+            from prometheus_client.exposition import choose_encoder
+        except ImportError as e:
+            raise ConfigError("daemon.metrics needs `pip install creel[prometheus]`") from e
+        host, _, port = address.rpartition(":")
+        registry = CollectorRegistry()
+        registry.register(_Collector(take))
+
+        def render(accept: str) -> tuple[str, bytes]:
+            encode, kind = choose_encoder(accept)
+            return kind, encode(registry)
+
+        try:
+            self._server = PageServer(host.strip("[]"), int(port), render)
+        except (OSError, OverflowError) as e:  # the latter: no such port
+            why = getattr(e, "strerror", None) or e
+            raise ConfigError(f"daemon.metrics = {address}: {why}") from e
+        self.port = self._server.port
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.close()
+
+
+class _Collector:
+    def __init__(self, take: Callable[[], dict[str, Any]]) -> None:
+        self._take = take
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        answer = self._take()
+        yield _build_info(answer)
+        own = {"memory": answer["memory"]}
+        tiers = [([name], own.get(name, {}) | tier) for name, tier in answer["tiers"].items()]
+        yield from _families("tier", ["tier"], tiers)
+        # The key stands for the source: a root may contain a bucket's name and would grow without
+        # bound.
+        sources = [([one["dataset"][:12]], one) for one in answer["sources"]]
+        yield from _families("source", ["source"], sources)
+        yield from _families("node", [], [([], {"errors": _errors(answer)})])
+        yield from _families("rank", ["job", "rank"], _ranks(answer))
+
+
+def take_by(call_soon: Callable[[Callable[[], None]], None], make: Callable[[], Any]) -> Any:
+    """Return `make()`, run on the loop thread; TimeoutError when that takes too long."""
+    done = threading.Event()
+    box: list[Any] = []
+
+    def work() -> None:
+        box.append(make())
+        done.set()
+
+    call_soon(work)
+    if not done.wait(_PAGE_S):
+        raise TimeoutError("the daemon's loop is busy")
+    return box[0]
+
+
+def _build_info(answer: dict[str, Any]) -> Metric:
+    from prometheus_client.core import InfoMetricFamily
+
+    build = InfoMetricFamily("creel_build", "Version of this daemon.")
+    build.add_metric([], {"version": answer["version"]})
+    return build
+
+
+def _families(
+    of: str, who: list[str], rows: list[tuple[list[str], dict[str, Any]]]
+) -> Iterator[Metric]:
+    """One family for each counter of `of`; `rows`: values of the labels, and counts."""
+    for one in COUNTERS:
+        if one.of == of:
+            family = _kind(one)(one.metric, one.help, labels=[*who, *filter(None, [one.label])])
+            for label, counts in rows:
+                if one.key in counts:
+                    _add_metric(family, one, label, counts[one.key])
+            yield family
+
+
+def _kind(one: Counter) -> Any:
+    from prometheus_client import core
+
+    return getattr(core, f"{one.kind.capitalize()}MetricFamily")
+
+
+def _add_metric(family: Any, one: Counter, label: list[str], count: Any) -> None:
+    if one.kind == "histogram":
+        family.add_metric(label, *_buckets(count))
+    elif one.label:
+        for member, value in count.items():
+            family.add_metric([*label, member], value)
+    else:
+        family.add_metric(label, count)
+
+
+def _errors(answer: dict[str, Any]) -> dict[str, int]:
+    """Failures by kind, of all sources and of the daemon itself."""
+    kinds: dict[str, int] = {"bug": answer["fetch"]["bugs"]}
+    for some in (answer["fetch"]["past_errors"], *(s["errors_by_kind"] for s in answer["sources"])):
+        for kind, count in some.items():
+            kinds[kind] = kinds.get(kind, 0) + count
+    return kinds
+
+
+def _buckets(seconds: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
+    """Return cumulative buckets, as Prometheus expects them, and the sum."""
+    total, buckets = 0, []
+    for bound, count in zip([*map(str, seconds["le"]), "+Inf"], seconds["counts"], strict=True):
+        total += count
+        buckets.append((bound, float(total)))
+    return buckets, seconds["sum"]
+
+
+def _ranks(answer: dict[str, Any]) -> list[tuple[list[str], dict[str, Any]]]:
+    """Counters of each rank; what its open sessions have ready: all steps, the shortest lead."""
+    found = {(one["job"], one["rank"]): dict(one) for one in answer["ranks"]}
+    for one in answer["sessions"]:
+        rank = found.get((one["job"], one["rank"]))
+        if rank is not None:
+            rank["ahead"] = rank.get("ahead", 0) + one["ahead"]
+            rank["lead_now_s"] = min(rank.get("lead_now_s", one["lead_now_s"]), one["lead_now_s"])
+    return [([job, str(rank)], counts) for (job, rank), counts in found.items()]

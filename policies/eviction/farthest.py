@@ -1,0 +1,114 @@
+"""Eviction by farthest next use (MIN with bypass, Belady 1966), for streams with repeats. Pure.
+
+Lists are lazy: an entry is valid while it is the object's latest and the object is resident and
+unpinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.eviction.candidates import Index, Sorted
+from creel.policies.eviction.policy import EvictionPolicy, joined
+from creel.policies.masks import unique
+from creel.policies.next_use import NEVER, NextUses
+
+#: All residents are sorted again after plans for this part of the dataset (1/n).
+_SORT_AGAIN_PART = 16
+
+
+class FarthestNextUse(EvictionPolicy):
+    """For all other streams: farthest next use first, never for something due later (law L3)."""
+
+    name = "far"
+    short_prefetch = True
+
+    def __init__(
+        self,
+        life: NDArray[np.uint8],
+        pins: NDArray[np.int32],
+        uses: list[NextUses],
+        clock: Callable[[], list[tuple[float, float]]],
+    ) -> None:
+        """clock: for each of `uses`, (a, b): its step s is at common time a * s + b."""
+        super().__init__(life, pins, uses)
+        self.stale = True  # evictable residents may be missing from the list
+        self._unsorted_reads = 0  # planned reads since all residents were sorted
+        self._clock = clock
+        self._job_clocks: list[tuple[float, float, float]] = []
+        self._pool = self._sorted(0)
+
+    def replanned(self) -> None:
+        """Plans were rebuilt, or a job ended."""
+        self.stale = True
+
+    def plan_extended(self, ids: Index, epoch: int) -> None:  # noqa: ARG002
+        """A job's plan continues with these reads of `epoch`."""
+        loose = ids[self._leaving(ids)]
+        if len(loose):
+            self.released(loose)
+        self._unsorted_reads += len(ids)
+        if self._unsorted_reads * _SORT_AGAIN_PART >= len(self._life):
+            self.stale = True
+
+    def relist(self) -> None:
+        """Sort all residents again: plans or the jobs' speeds have changed."""
+        self.stale, self._unsorted_reads = False, 0
+        self._job_clocks = [
+            (a, b, a * uses.beyond + b)
+            for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
+        ]
+        self._pool = self._sorted(len(self._life))
+        self._pool.add(self._unpinned())
+
+    def due(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) common time of each object's next use."""
+        if self.stale:
+            self.relist()
+        return _next_uses(self.all_uses, self._job_clocks, ids)
+
+    def _sorted(self, objects: int) -> Sorted:
+        """No bound method as key: policies are large, and a cycle would wait for the collector."""
+        return Sorted(objects, partial(_next_uses, self.all_uses, self._job_clocks))
+
+    def at(self, uses: NextUses, step: int) -> int:
+        """Convert a job's step to common time."""
+        if self.stale:
+            self.relist()
+        a, b, _ = self._job_clocks[next(i for i, u in enumerate(self.all_uses) if u is uses)]
+        return int(a * step + b)
+
+    def released(self, ids: Index) -> None:
+        """Add residents that are no longer pinned (an object may come twice)."""
+        if not self.stale:
+            self._pool.add(unique(ids))
+
+    def victims(self, k: int, step: int) -> Index:
+        """Up to k distinct objects to evict for `step`, all due later than that."""
+        if self.stale:
+            self.relist()
+        out = []
+        while k > 0:
+            ids = self._pool.take(k, step)
+            if not len(ids):
+                break
+            ids = ids[self._leaving(ids)]
+            out.append(ids)
+            k -= len(ids)
+        return joined(out)
+
+
+def _next_uses(
+    jobs: list[NextUses], lines: list[tuple[float, float, float]], ids: Index
+) -> NDArray[np.int64]:
+    """(k,) common time of each object's next use; `lines`: (a, b, time of unknown uses) per job."""
+    out = np.full(len(ids), np.inf)
+    for uses, (a, b, beyond) in zip(jobs, lines, strict=True):
+        due = uses.due[ids]
+        np.minimum(out, np.where(due == NEVER, beyond, a * due + b), out=out)
+    keys: NDArray[np.int64] = np.clip(out, 0, 2**62).astype(np.int64)
+    return keys
