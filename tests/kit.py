@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from creel.loader.client.client import Client
+from creel.loader.reading import storage
+from creel.settings import FetchSettings
 
 
 def unique_name() -> str:
@@ -40,6 +43,12 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = ""
             raise AssertionError(f"not within {timeout_s:g} s: {what or condition}")
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 0.01)
+
+
+def forget_stores(patch: pytest.MonkeyPatch, settings: FetchSettings | None = None) -> None:
+    """Until the patch ends this process has used no store yet, and was told these settings."""
+    patch.setattr(storage, "_stores", {})
+    patch.setattr(storage, "_settings", settings)
 
 
 def daemon_of(name: str) -> psutil.Process:

@@ -111,11 +111,6 @@ class FreeRanges:
         self._cut(start, size, at, limit)
         return at, limit
 
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest free range."""
-        return self._sizes[-1] if self._sizes else 0
-
     def sorted(self) -> tuple[Sizes, Sizes]:
         """(n,) starts, ascending, and (n,) sizes of all free ranges."""
         start = np.fromiter(self._size.keys(), np.int64, len(self._size))

@@ -17,6 +17,7 @@ from creel.loader.client.client import Client
 from creel.loader.reading import storage
 from creel.loader.workers.stages import StallWarning
 from creel.settings import FetchSettings
+from kit import forget_stores
 
 pytest.importorskip("aiohttp")
 pytestmark = [pytest.mark.faults, pytest.mark.system, pytest.mark.timeout(120)]
@@ -32,10 +33,7 @@ def silent() -> Iterator[str]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request of this process has 0.3 s."""
-    monkeypatch.setattr(storage, "_stores", {})
-    monkeypatch.setattr(
-        storage, "_settings", FetchSettings(deadline_s=0.3, attempts=5, backoff_s=0.01)
-    )
+    forget_stores(monkeypatch, FetchSettings(deadline_s=0.3, attempts=5, backoff_s=0.01))
 
 
 QUESTIONS: dict[str, Callable[[str], object]] = {
@@ -87,8 +85,7 @@ def test_a_silent_s3_is_given_up(silent: str) -> None:
 def test_a_wait_is_named_and_ends_in_an_error(
     silent: str, daemon_name: str, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    monkeypatch.setattr(storage, "_stores", {})
-    monkeypatch.setattr(storage, "_settings", None)
+    forget_stores(monkeypatch)
     settings = {
         "daemon.name": daemon_name,
         "fetch.deadline_s": 0.8,

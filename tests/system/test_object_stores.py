@@ -28,7 +28,7 @@ from creel.errors import ConfigError, CreelError, NotFoundError, SourceError
 from creel.loader.client.client import Client
 from creel.loader.reading import storage
 from creel.settings import FetchSettings
-from kit import until
+from kit import forget_stores, until
 from testbed.gcs_server import gcs
 from testbed.s3_server import S3, SECRET
 
@@ -56,7 +56,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def s3(bucket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
-    monkeypatch.setattr(storage, "_stores", {})
+    forget_stores(monkeypatch)
     with S3(bucket.parent) as server:
         for name in [n for n in os.environ if n.startswith("AWS_")]:
             monkeypatch.delenv(name)
@@ -195,8 +195,7 @@ def test_google_cloud_storage_that_never_answers_is_given_up_in_time(
 ) -> None:
     """Its client waits for an answer without end, however short its retries."""
     settings = FetchSettings(attempts=3, deadline_s=deadline_s, backoff_s=0.001)
-    monkeypatch.setattr(storage, "_settings", settings)
-    monkeypatch.setattr(storage, "_stores", {})
+    forget_stores(monkeypatch, settings)
     root = "gs://anonymous@three"
     with gcs(three.parent, silent) as env:
         for name, value in env.items():
@@ -258,7 +257,7 @@ def test_wrong_credentials_are_one_clear_sentence_without_them(
 def test_google_cloud_storage_is_read_as_s3_is(
     bucket: Path, daemon_name: str, monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]
 ) -> None:
-    monkeypatch.setattr(storage, "_stores", {})
+    forget_stores(monkeypatch)
     with gcs(bucket.parent) as env:
         for name, value in env.items():
             monkeypatch.setenv(name, value)

@@ -35,6 +35,7 @@ from creel.loader.datasets.base import Labels, addresses
 from creel.loader.reading import storage
 from creel.loader.reading.storage import absolute, in_threads
 from folders import folder
+from kit import forget_stores
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -560,8 +561,7 @@ def test_the_first_read_of_a_process_may_be_far(
     files: list[Path], web: str, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No loader has told its settings by then: they are found while a store is opened."""
-    monkeypatch.setattr(storage, "_settings", None)
-    monkeypatch.setattr(storage, "_stores", {})
+    forget_stores(monkeypatch)
     address = f"{web}/files/a.bin"
     if first == "read":
         assert creel.read(address) == files[1].read_bytes()
