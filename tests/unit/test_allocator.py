@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.cache.memory.allocator import Allocator, FixedPool, Lengths, PagedPool, page_size
+from creel.cache.memory.allocator import Allocator, Lengths, page_size
+from creel.cache.memory.fixed_pool import FixedPool
 from creel.cache.memory.free_ranges import ABSENT, FreeRanges
+from creel.cache.memory.paged_pool import PagedPool
 from creel.cache.memory.runs import HEADER, chained, headers, pieces
 from creel.errors import IllegalEventError
 from kit import seeds

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from core_rig import Rig, absent
 
-from creel.cache.memory.allocator import FixedPool, Lengths
+from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.fixed_pool import FixedPool
 from creel.cache.memory.free_ranges import ABSENT
 from creel.daemon.core.events import (
     DatasetAdded,

@@ -224,70 +224,23 @@ def stats(
     """Show hits, source reads, evictions, and stalls by cause."""
     import time
 
+    from creel.cli import stats as show
+
     if watch + why + bad > 1:
         raise click.UsageError("one of --watch, --why and --bad at a time")
     with _client(context) as client:
         if why:
-            _show_reasons(client.ask("stats"), as_json=as_json)
+            show.reasons(client.ask("stats"), as_json=as_json)
             return
         if bad:
-            _show_bad(client.ask("bad_samples"), as_json=as_json)
+            show.bad_samples(client.ask("bad_samples"), as_json=as_json)
             return
-        _show_stats(client.ask("stats"), as_json=as_json, line=watch)
+        show.counters(client.ask("stats"), as_json=as_json, line=watch)
         while watch:
             time.sleep(interval)
             if not as_json:
                 click.secho(f"\n{time.strftime('%H:%M:%S')}", dim=True)
-            _show_stats(client.ask("stats"), as_json=as_json, line=True)
-
-
-def _show_reasons(answer: dict[str, Any], *, as_json: bool) -> None:
-    from creel.cli import view
-    from creel.cli.why import rows
-
-    found = rows(answer)
-    if as_json:
-        view.print_json({"why": found})
-    for one in () if as_json else found:
-        click.echo(f"{view.job_of(one)} rank {one['rank']}: {one['why']}")
-    if not found and not as_json:
-        click.echo("no training has read through this daemon yet")
-
-
-def _show_bad(answer: dict[str, Any], *, as_json: bool) -> None:
-    from creel.cli import view
-
-    if as_json:
-        view.print_json(answer)
-    elif not answer["bad"]:
-        click.echo("no sample was found bad")
-    else:
-        rows = [
-            (view.job_of(b), str(b["rank"]), str(b["index"]), b["path"], b["reason"])
-            for b in answer["bad"]
-        ]
-        view.table(("job", "rank", "sample", "path", "reason"), rows, left=5)
-
-
-def _show_stats(answer: dict[str, Any], *, as_json: bool, line: bool) -> None:
-    from creel.cli import view
-    from creel.counters import OF_RANKS
-
-    if as_json:
-        view.print_json(answer, line=line)
-        return
-    view.pairs(view.summary_pairs(answer))
-    if answer["sessions"]:
-        rows = [view.session_row(s) for s in answer["sessions"]]
-        view.table(view.SESSION_HEADER, rows, drop=view.DROP)
-    elif answer["ranks"]:
-        click.echo("no open sessions; totals so far:")
-        rows = [view.rank_row(r) for r in answer["ranks"]]
-        view.table(view.RANK_HEADER, rows, drop=view.DROP)
-    if shown := answer["sessions"] or answer["ranks"]:
-        for one in filter(lambda c: c.members, OF_RANKS):
-            click.echo(f"{one.name} by {one.label}")
-            view.table(*view.by_member(one, shown))
+            show.counters(client.ask("stats"), as_json=as_json, line=True)
 
 
 @creel.command()
