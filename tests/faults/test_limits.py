@@ -1,38 +1,27 @@
 """Limits under which torch finishes: so does creel, with the same batches.
 
 Each case runs in a process of its own, which sets the limit to what it has by then and some more.
-It is forked from one that has imported torch and creel, which takes longer than a case.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from programs import Program
+
 pytestmark = [pytest.mark.faults, pytest.mark.system, pytest.mark.timeout(300)]
 
 _SCRIPT = """
-import gc, hashlib, json, os, resource, sys
+import hashlib, os, resource, sys
 import torch
 import creel
 from torch.utils.data import DataLoader, Dataset
 from pathlib import Path
 
-for line in sys.stdin:  # a case each; only its child goes on
-    which, limit, more, kind, workers, root, name, out = json.loads(line)
-    if not (pid := os.fork()):
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-else:
-    sys.exit()
-os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT, 0o600), 1)
-os.dup2(1, 2)
+which, limit, more, kind, workers, root, name = sys.argv[1:]
 
 class Own(Dataset):
     def __init__(self, n): self.n = n
@@ -112,40 +101,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def imported() -> Iterator[subprocess.Popen[str]]:
-    """A process that runs `_SCRIPT` in a fork for each line it gets, and says how that ended."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", _SCRIPT], text=True, **pipes) as process:  # type: ignore[call-overload]
-        yield process
-        process.stdin.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("limit, more, kind, workers", CASES)
 def test_where_torch_finishes_creel_does(
-    root: Path,
-    tmp_path: Path,
-    daemon_name: str,
-    imported: subprocess.Popen[str],
-    limit: str,
-    more: int,
-    kind: str,
-    workers: int,
+    root: Path, daemon_name: str, limit: str, more: int, kind: str, workers: int
 ) -> None:
     said = []
     for which in ("torch", "creel"):
-        case = [which, limit, more, kind, workers, str(root), daemon_name, str(tmp_path / which)]
-        assert imported.stdin is not None
-        assert imported.stdout is not None
-        imported.stdin.write(json.dumps(case) + "\n")
-        imported.stdin.flush()
-        returned = imported.stdout.readline()
-        said.append((tmp_path / which).read_text())
-        assert returned == "0\n", said[-1][-3000:]
-    lines = [one.splitlines()[-1] for one in said]
-    assert lines[0].startswith("12 ")
-    assert lines[1] == lines[0]
+        program = Program(
+            *(_SCRIPT, which, limit, str(more), kind, str(workers), str(root), daemon_name)
+        )
+        out, errors = program.communicate()
+        assert program.returncode == 0, errors[-3000:]
+        said.append(out)
+    assert said[0].startswith("12 ")
+    assert said[1] == said[0]
 
 
 _NO_ROOM = """
@@ -161,7 +131,7 @@ _keep_freed_memory()
 
 def test_a_worker_starts_where_no_memory_can_be_kept() -> None:
     """It died of what it only wants for speed, where torch's worker has room for its batch."""
-    subprocess.run([sys.executable, "-c", _NO_ROOM], check=True)
+    assert Program(_NO_ROOM).communicate() == ("", "")
 
 
 _LITTLE_ROOM = """
@@ -178,4 +148,4 @@ assert may_map(100 << 20) and not may_map(160 << 20)
 
 def test_the_cache_leaves_address_space_for_batches() -> None:
     """Mapped, it took what torch's own allocations needed then: they raised, creel's or not."""
-    subprocess.run([sys.executable, "-c", _LITTLE_ROOM], check=True)
+    assert Program(_LITTLE_ROOM).communicate() == ("", "")
