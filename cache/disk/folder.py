@@ -15,9 +15,9 @@ _DATA = "objects"
 _LEAVING = "leaving"
 #: For so long a folder is waited for whose daemon has said that it ends; pauses in between, in s.
 LEAVING_S, _LOOK_AGAIN_S = 10.0, 0.05
-#: The file grows by so much at a time; allocating it ahead keeps it in few pieces.
+#: The file grows by this many bytes at a time; allocating it ahead keeps it in few pieces.
 SEGMENT_NBYTES = 256 << 20
-#: Of what it may take, so much stays free for the index: 1 / n, and some bytes.
+#: Part of the file's bytes that stays free for the index: 1 / n, and some bytes.
 _INDEX_SHARE, _INDEX_NBYTES = 64, 1 << 20
 #: Least alignments of direct reads and writes that disks have.
 _ALIGNMENTS = (512, 4096)

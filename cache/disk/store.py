@@ -101,7 +101,7 @@ class DiskStore:
         return 0 if self._off else self._file.limit
 
     def attach(self, dataset: str, objects: int) -> tuple[NDArray[np.int32], Sizes]:
-        """Begin to use a dataset of so many objects: (k,) those that are here, (k,) their bytes.
+        """Begin to use a dataset: (k,) the objects of it that are here, (k,) their bytes.
 
         None of one that is in use already: whoever began to use it was told.
         """

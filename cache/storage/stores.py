@@ -202,7 +202,7 @@ class LocalStore:
     def pieces(
         self, stored: StoredFile, pieces: Sequence[tuple[int, int, Sequence[memoryview]]]
     ) -> Filled:
-        """Fill buffers from an offset in the file, each time with so many bytes.
+        """Fill buffers from the file; a piece is an offset, its bytes, and the buffers for them.
 
         Raises:
             OSError: one could not be read, or not completely.

@@ -1,4 +1,4 @@
-"""What fetches and checks of versions bring: what arrived, and what is out of date. Pure."""
+"""Results of fetches and of version checks: what arrived, and what is out of date. Pure."""
 
 from __future__ import annotations
 

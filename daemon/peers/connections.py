@@ -13,7 +13,7 @@ from creel.daemon.peers.wire import Ids, Numbers
 from creel.errors import MalformedError
 from creel.messages import Message
 
-#: A receiver may keep an answer waiting for so long, and so much longer per byte.
+#: Longest time that a receiver may keep an answer waiting, and what each byte adds.
 _BLOCKED_S = 5.0
 _SLOWEST_BPS = 1e6
 #: Of one peer: bytes of answers not yet sent, and requests not yet served, before the server stops
@@ -74,7 +74,7 @@ class Traffic:
         self.nbytes = dict.fromkeys(("handshakes", "requests", "plans", "heartbeats"), 0)
 
     def count(self, message: Message, nbytes: int) -> None:
-        """A frame of so many bytes came or went."""
+        """Count a frame that came or went."""
         self.nbytes[_PURPOSE[type(message)]] += nbytes
 
 

@@ -27,7 +27,7 @@ from creel.errors import MalformedError, ProtocolError, SourceError
 
 log = logging.getLogger("creel.peers")
 
-_ANSWER_S = 3.0  # an answer may come so much later than the reader can wait
+_ANSWER_S = 3.0  # an answer may come this much later than the reader can wait
 #: Bytes of one request: two are on their way at a time, so that the peer always has one to send.
 _REQUEST_NBYTES = 2 << 20
 _WINDOW = 2

@@ -257,7 +257,7 @@ def unpack(
         raise MalformedError(str(e)) from e
 
 
-#: Of the changes of a cluster, where nothing is known of the receiver.
+#: Stands for the changes that a receiver knows, where nothing is known of it.
 NOTHING_TOLD = ChangeId(-1, -1)
 
 

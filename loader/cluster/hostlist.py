@@ -1,6 +1,6 @@
 """The nodes of a job, from what its scheduler says: Slurm's list, PBS's file, or a list by hand.
 
-Nothing of the scheduler is run: its commands are not everywhere, and not for everyone.
+No command of the scheduler is run: it may be missing, or not allowed.
 """
 
 from __future__ import annotations

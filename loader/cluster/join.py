@@ -35,7 +35,7 @@ _PREFIX = "creel/cluster/"
 _FIRST_S, _LONGEST_S = 0.05, 2.0
 #: Ranks that make no creel.DataLoader would be waited for in vain.
 _GIVE_UP_S = 600.0
-#: Nothing of the next epoch is read before the nodes have joined, for so long at most.
+#: Longest time that reading the next epoch ahead waits for the nodes to join.
 _SOON_S = 10.0
 
 

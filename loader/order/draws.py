@@ -137,7 +137,7 @@ class Permutation:
         """Return an array that holds at least the first k <= n entries."""
         while self._whole is None and k <= self._head_length + _MAX_GAP:
             if k <= self._head_length:
-                return self._head  # with at least so many entries, also if it is the whole by now
+                return self._head  # has at least that many entries; it may be the whole by now
             with self._head_lock:
                 if k > self._head_length and self._whole is None:
                     self._extend_head()

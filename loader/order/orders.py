@@ -220,7 +220,7 @@ class KnownOrder(EpochOrder):
         if start >= stream.total or (self._division.drop_last and stop > stream.total):
             raise StopIteration
         stop = min(stop, stream.total)
-        # Of a large permutation that is partly drawn, take only what is computed or needed now.
+        # Take only what is computed or needed now of a large permutation that is partly drawn.
         there = min(stream.drawn, stream.ready)
         size = min(self._piece_size, stream.at_a_time)
         end = stop if stream.live else max(stop, min(start + size, there))

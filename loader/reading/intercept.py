@@ -1,4 +1,4 @@
-"""Intercept: the files that a person's dataset opens by itself, out of the cache.
+"""Intercept: serves files that a person's dataset opens by itself from the cache.
 
 While a thread reads samples below `creel.wrap`, the functions of `_NAMES` are replaced in their
 modules. A file that is opened for reading is then what `creel.open` would give for it: a copy in

@@ -20,7 +20,7 @@ class BatchResult:
     index: int
     packed: Any
     times: Times
-    #: Of the process that made the batch, which may have been replaced since.
+    #: The process that made the batch; it may have been replaced since.
     inbox: Inbox
 
 

@@ -26,14 +26,14 @@ from creel.policies.cluster.members import (
 from creel.policies.cluster.turn import ClusterView, Deals
 from creel.policies.eviction.selection import Nodes
 
-#: A change of members spreads within a second: with less than so much of an epoch left, in s, it
+#: A change of members spreads within a second: with less than these seconds of an epoch left, it
 #: counts from the next one on.
 _NOTICE_S = 3.0
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPlan:
-    """Where a node says that objects lie, for one that has missed how that came about.
+    """Where a node says that objects lie, for a node that missed the changes that led to it.
 
     Args:
         seed: of the order of the epoch that it is about.
@@ -49,7 +49,7 @@ class SharedPlan:
     planned: Nodes | None
 
     def fits(self, objects: int) -> bool:
-        """Whether it is about so many objects."""
+        """Whether it describes a dataset of this many objects."""
         columns = [column for column in (self.holder, self.planned) if column is not None]
         return all(len(column) == objects for column in columns)
 

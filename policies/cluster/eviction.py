@@ -24,7 +24,8 @@ from creel.policies.eviction.retention import Kept, Turn
 from creel.policies.eviction.selection import Ids, Nodes
 from creel.policies.next_use import NextUses
 
-#: Share of an epoch that is kept first, as it is read ahead: at least so much, and so many steps.
+#: Share of an epoch that is kept first, as it is read ahead, the least number of steps, and the
+#: largest share.
 _LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
 
 

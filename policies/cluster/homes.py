@@ -22,7 +22,7 @@ FOR_PEERS = NEVER
 #: Knuth's multiplicative hash: objects of one kind may lie at regular distances.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(33)
-#: A node is home of up to so many times its share.
+#: A node is home of at most this many times its share.
 _UNEVEN = 1.02
 #: This part (1/n) of the memory may hold what is read ahead, though peers would need it.
 _LENT_PART = 32
@@ -88,7 +88,7 @@ class HomesEviction(MostRecentFirst):
         self.homes: Homes = homes
         self._kept = np.zeros(len(life), np.bool_)
         self._count = 0  # of these
-        self._limit = len(life)  # so many are kept at most: there was no room for more
+        self._limit = len(life)  # most objects kept: there was no room for more
         self._hand = 0
 
     def lends(self, room: float) -> float:

@@ -20,7 +20,7 @@ MAX_CHANGES = 8
 
 
 class ChangeId(NamedTuple):
-    """What a change is called: changes of two parts of a cluster may have one number."""
+    """The name of a change: changes of two parts of a cluster may have one number."""
 
     number: int
     proposer: int
@@ -59,7 +59,7 @@ class Change(NamedTuple):
 
     @property
     def id(self) -> ChangeId:
-        """What it is called."""
+        """Its name."""
         return ChangeId(self.number, self.proposer)
 
     def moment(self, dataset: str) -> EpochMoment | None:
@@ -83,7 +83,7 @@ def unpacked(members: bytes, nodes: int) -> NDArray[np.bool_]:
 
 
 def latest(log: Sequence[Change]) -> ChangeId:
-    """What the last change of a log is called."""
+    """The name of the last change of a log."""
     return log[-1].id if log else BEGINNING
 
 

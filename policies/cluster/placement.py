@@ -232,7 +232,7 @@ def _nbytes(ids: Ids, size: Ints) -> Ints:
 
 
 class _Sites:
-    """Where objects lie and are read."""
+    """Nodes that hold each object, and nodes that read it."""
 
     def __init__(
         self, holder: Nodes, now: Uses, owners: Sequence[Nodes], size: Ints, clock: int

@@ -93,7 +93,7 @@ class EvictionPolicy:
         """Objects were sent to the peer that reads them."""
 
     def lends(self, room: float) -> float:  # noqa: ARG002
-        """How many objects may be read ahead at least, of a memory that has room for so many."""
+        """Least number of objects that may be read ahead, of a memory with room for `room`."""
         return 0.0
 
     def rehome(self, homes: Homes | None) -> None:

@@ -37,7 +37,7 @@ class Patience(NamedTuple):
 
     @classmethod
     def among(cls, nodes: int, lost_s: float) -> Patience:
-        """For a cluster of so many nodes: a node asks and answers at most 128 times a second.
+        """For a cluster of `nodes` nodes: a node asks and answers at most 128 times a second.
 
         >>> Patience.among(4, 30.0).beat_s, Patience.among(256, 30.0).beat_s
         (0.5, 2.0)

@@ -1,4 +1,4 @@
-"""What the node's disk has of each dataset, who is written to it, and who leaves it. Pure."""
+"""What the node's disk has of each dataset, what is written to it, and what leaves it. Pure."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class DiskTier:
 
 
 def most_writing(memory: int) -> int:
-    """Most bytes that are being written to disk at a time, with so many bytes of memory."""
+    """Most bytes that are written to disk at a time, given the bytes of memory."""
     return int(min(_WRITING_SHARE * memory, _WRITING_NBYTES))
 
 
@@ -152,7 +152,7 @@ class DiskCopies:
         self.lost(np.flatnonzero(self.state == STORED))
 
     def completes(self, resident: int) -> bool:
-        """Whether memory, with so many residents, and disk hold (nearly) all objects."""
+        """Whether memory, given its number of residents, and disk hold (nearly) all objects."""
         return self.objects > 0 and self.objects + resident >= len(self.state)
 
     def closed(self) -> None:

@@ -12,10 +12,10 @@ from creel.policies.eviction.policy import NONE, joined
 Index = NDArray[np.intp]
 
 #: Objects looked at together, and how often in one call, in search of some kind of object; of those
-#: found, the part (1/n) that is due last is used, and at least so many.
+#: found, the part (1/n) that is due last is used, and at least this many.
 _CHUNK, _CHUNKS = 1 << 16, 4
 _BEST_PART, _BEST = 4, 64
-#: After so many changes a search that found nothing is repeated; sooner where it is cheap.
+#: After this many changes a search that found nothing is repeated; sooner where it is cheap.
 _CHANGES = 256
 
 #: (k,) or a slice -> (k,) whether each object is of some kind.

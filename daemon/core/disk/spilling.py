@@ -76,7 +76,7 @@ class Spilling:
         self._tier.slow = now - max(queued, self._landed) > _SLOW_S
 
     def opened(self, nbytes: int, unit: int) -> None:
-        """The disk has so many bytes now; where it is lost, nothing is there any more."""
+        """The disk's size is known or has changed; 0: it is lost with all that was there."""
         if not nbytes:
             for h in self._residencies.values():
                 h.disk.lost_all()
