@@ -28,6 +28,8 @@ SHARE = FILES // WORLD
 PACES = "0.1,0.05,0.25,0.1,0.1"
 FAULT, LAST = 2, 4
 CUT_S = 3.0
+#: A fetch that nobody ends goes on for 45 s (fetch.deadline_s); a busy machine pauses for less.
+LONG_S = 20.0
 
 pytestmark = [
     pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why),
@@ -70,7 +72,7 @@ def check(one: Rank, rank: int, epoch: int) -> None:
     """The same batches as torch's, and nobody waited long for one."""
     said = one.next("epoch")["epoch"]
     assert said["digest"] == jobs.digest(FILES, rank, WORLD, epoch)
-    assert said["slowest"] < 5.0
+    assert said["slowest"] < LONG_S
 
 
 def finish(job: Job, ranks: list[int]) -> tuple[int, int]:

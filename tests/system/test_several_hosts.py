@@ -118,21 +118,21 @@ def test_nodes_share_what_they_read_by_samplers_of_which_they_know_nothing(kind:
     assert reads[2] - reads[1] <= 0.2 * FILES
 
 
-@pytest.mark.parametrize("listed", ["slurm", "file"])
-def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough(listed: str) -> None:
+def test_without_torch_distributed_a_list_of_nodes_and_a_key_are_enough() -> None:
+    """Slurm's here; tests/unit/test_hostlist.py has the others."""
     world, epochs = 2, 4
     memory = int(1.3 * FILES * jobs.HELD_NBYTES / world)
     with jobs.storage(FILES) as storage, hosts.Cluster(hosts=world) as cluster:
         words = [storage.mountpoint, "8", ",".join(["0.02"] * epochs)]
         beside = Path(storage.mountpoint).parent
-        (beside / "nodes").write_text("n0\nn1\n")
         (beside / "key").touch(0o600)
         (beside / "key").write_text("0123456789abcdef")
-        found = {
-            "slurm": {"CREEL_CLUSTER__HOSTS": "auto", "SLURM_JOB_NODELIST": "n[0-1]"},
-            "file": {"CREEL_CLUSTER__HOSTS": str(beside / "nodes")},
+        more = {
+            "CREEL_CLUSTER__HOSTS": "auto",
+            "CREEL_CLUSTER__KEY_FILE": str(beside / "key"),
+            "MASTER_ADDR": "",
+            "SLURM_JOB_NODELIST": "n[0-1]",
         }
-        more = found[listed] | {"MASTER_ADDR": "", "CREEL_CLUSTER__KEY_FILE": str(beside / "key")}
         with jobs.job(cluster, world, words, memory, more=more) as ranks:
             stats = finished(ranks, epochs)
         errors = [one.errors for one in ranks]
