@@ -1,0 +1,216 @@
+"""DLIO, the storage benchmark of MLPerf: its own loops and readers, over slow storage.
+
+    pip install --no-deps dlio-benchmark
+    pip install hydra-core mpi4py mpich h5py pandas
+    sudo python benchmarks/dlio.py [--workloads unet3d ...] [--ranks 1 2]
+
+DLIO's pytorch loader runs unedited but for two names: where it calls `DataLoader(dataset, ...)`,
+the second way calls `creel.DataLoader(creel.wrap(dataset), ...)`. Each workload is one of DLIO's
+with smaller files and fewer of them, its computation as long as makes torch wait for storage half
+of the time or more. Needs root (a FUSE mount, tests/testbed/slowfs.py, without a page cache, whose
+counters are exact); memory is enough for all files. Shown are DLIO's own figures: samples per
+second of the first epoch and the geometric mean of epochs 2 to 5, both as ratios to torch's;
+accelerator utilisation in the last epoch; and the files opened at the source in all epochs.
+
+DLIO 2.0 imports TensorFlow and its own tracer, whatever is measured: where they are not installed,
+empty modules stand for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+from measure import median, report
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+
+EPOCHS = 5
+
+
+class Workload(NamedTuple):
+    """`compute_s` is that of a batch; records of `nbytes`, `samples` of them to a file."""
+
+    format: str
+    files: int
+    nbytes: int
+    batch: int
+    compute_s: float
+    samples: int = 1
+
+
+WORKLOADS = {
+    "resnet50 jpeg": Workload("jpeg", 400, 112_896, 20, 0.02),
+    "resnet50 npy": Workload("npy", 400, 150_528, 20, 0.02),
+    "unet3d npz": Workload("npz", 56, 4_000_000, 7, 0.05),
+    "cosmoflow hdf5": Workload("hdf5", 120, 2_828_486, 1, 0.0035),
+    "bert hdf5": Workload("hdf5", 8, 2_500, 48, 0.1, samples=240),
+    "retinanet jpeg": Workload("jpeg", 240, 322_957, 12, 0.02),
+}
+WAYS = ("torch", "creel.wrap")
+
+
+def stand_in(*names: str, **members: Any) -> None:
+    """Empty modules, the last with `members`, for ones that are not installed and not needed."""
+    if importlib.util.find_spec(names[0]) is None:
+        sys.modules.update({name: types.ModuleType(name) for name in names})
+        sys.modules[names[-1]].__dict__.update(members)
+
+
+class Untraced:
+    """DLIO's tracer, without a trace; a decorator, a context and an iterator."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda it, *_, **__: it) if name in {"log", "log_init", "iter"} else self._nothing
+
+    def _nothing(self, *_: Any, **__: Any) -> Untraced:
+        return self
+
+    def __enter__(self) -> Untraced:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing."""
+
+
+def run_dlio(way: str) -> None:
+    """DLIO's own main, in a process of its own."""
+    stand_in("tensorflow")
+    tracer = {"dft_fn": Untraced, "dftracer": Untraced(), "DFTRACER_ENABLE": False}
+    stand_in("dftracer", "dftracer.logger", **tracer)
+    from dlio_benchmark import main  # type: ignore[import-not-found]
+    from dlio_benchmark.data_loader import torch_data_loader  # type: ignore[import-not-found]
+
+    if way == "creel.wrap":
+        import creel
+
+        torch_data_loader.DataLoader = lambda dataset, **k: creel.DataLoader(
+            creel.wrap(dataset), **k
+        )
+    sys.argv[1:3] = []
+    main.main()
+
+
+def settings(load: Workload, folder: Path, workers: int) -> list[str]:
+    """DLIO's, as its command line has them."""
+    values = {
+        "framework": "pytorch",
+        "workflow.evaluation": False,
+        "workflow.checkpoint": False,
+        "dataset.data_folder": folder,
+        "dataset.format": load.format,
+        "dataset.num_files_train": load.files,
+        "dataset.num_files_eval": 0,
+        "dataset.num_samples_per_file": load.samples,
+        "dataset.record_length": load.nbytes,
+        "dataset.record_length_resize": 4096,
+        "dataset.generation_buffer_size": load.nbytes * load.samples,
+        "reader.data_loader": "pytorch",
+        "reader.batch_size": load.batch,
+        "reader.read_threads": workers,
+        "reader.file_shuffle": "seed",
+        "reader.sample_shuffle": "seed",
+        "train.epochs": EPOCHS,
+        "train.computation_time": load.compute_s,
+    }
+    return ["workload=default", *(f"++workload.{k}={v}" for k, v in values.items())]
+
+
+def dlio(way: str, what: list[str], out: Path, *, generate: bool, ranks: int = 1) -> None:
+    """One run of DLIO."""
+    mpi = ["mpiexec", "-n", str(ranks)] if ranks > 1 else []
+    flags = [f"++workload.workflow.generate_data={generate}", f"hydra.run.dir={out}"]
+    flags.append(f"++workload.workflow.train={not generate}")
+    again = [sys.executable, str(Path(__file__).resolve()), "--dlio", way]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mpiexec is there
+    done = subprocess.run(
+        [*mpi, *again, *what, *flags],
+        cwd=out.parent,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        sys.exit(f"DLIO failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def row(name: str, ranks: int, o: argparse.Namespace) -> dict[str, object]:
+    """Samples per second, utilisation and opens of both ways."""
+    load = WORKLOADS[name]
+    speed: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    busy, opens = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0)
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        data, mount = Path(folder, "data"), Path(folder, "mount")
+        data.mkdir()
+        dlio("torch", settings(load, data, o.workers), Path(folder, "made"), generate=True)
+        for i in range(o.rounds):
+            for way in WAYS:
+                os.environ["CREEL_SOCKET"] = f"dlio-{os.getpid()}-{time.monotonic_ns()}"
+                out = Path(folder, f"{WAYS.index(way)}-{i}")
+                slow = {"bandwidth": o.bandwidth, "open_latency": o.open_latency}
+                with SlowFS(str(data), str(mount), **slow) as fs:
+                    what = settings(load, mount, o.workers)
+                    dlio(way, what, out, generate=False, ranks=ranks)
+                    opens[way] = fs.totals()["opens"]
+                found = json.loads(Path(out, "summary.json").read_text())["metric"]
+                speed[way].append(found["train_throughput_samples_per_second"])
+                busy[way] = found["train_au_percentage"][-1]
+
+    def ratio(epochs: slice) -> float:
+        each = [
+            [b / a for a, b in zip(torchs[epochs], creels[epochs], strict=True)]
+            for torchs, creels in zip(speed["torch"], speed["creel.wrap"], strict=True)
+        ]
+        return median([geometric_mean(one) for one in each])
+
+    return {
+        "workload": name, "ranks": ranks,
+        "torch, samples/s": round(median([s[-1] for s in speed["torch"]])),
+        "creel / torch, first epoch": round(ratio(slice(0, 1)), 2),
+        "creel / torch, epochs 2-5": round(ratio(slice(1, None)), 2),
+        "AU of torch": round(busy["torch"]), "AU of creel": round(busy["creel.wrap"]),
+        "files": load.files,
+        "opens of torch": opens["torch"], "opens of creel": opens["creel.wrap"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--dlio"]:
+        run_dlio(sys.argv[2])
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--bandwidth", default="100M")
+    parser.add_argument("--open-latency", type=float, default=5.0, help="ms")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    missing = [m for m in ("dlio_benchmark", "hydra", "mpi4py") if not importlib.util.find_spec(m)]
+    if missing:
+        print(f"skipped: {', '.join(missing)} not installed (the first lines of this file say how)")
+        return
+    os.environ["CREEL_DAEMON__LINGER_S"] = "1"
+    report([row(name, ranks, o) for ranks in o.ranks for name in o.workloads])
+
+
+if __name__ == "__main__":
+    main()
