@@ -203,12 +203,13 @@ class Pace:
         self.step_s = 0.0  # smoothed over about 8 steps; 0 before the first
         self.depth = 0  # steps that readers asked for beyond `done`
         self.boost = 1.0  # doubled by each stall, decays
+        self.latest_s = 0.0  # of each of the steps done last
         self._last = now
 
     def progressed(self, steps: int, now: float) -> None:
         """`steps` more are done."""
         each = max(now - self._last, 0.0) / steps
-        self._last = now
+        self._last, self.latest_s = now, each
         weight = min(steps / 8, 1.0) if self.step_s else 1.0
         self.step_s += (each - self.step_s) * weight
         self.boost = max(self.boost * 0.99**steps, 1.0)
@@ -254,6 +255,25 @@ class Latency:
         return self._mean + 4 * self._spread
 
 
+#: Factor on the lead: what was in flight for the steps before is of no use to them, so the longer
+#: the lead, the less of the work is lost.
+_LEAD_MARGIN = 3
+
+
+def lead(pace: Pace, fetch_step_s: float, landed_s: float, window: Window) -> int:
+    """Steps to leave to a reader that overtakes the fetches, so that later ones land in time.
+
+    None where it was only for once that it read more quickly than the source delivers.
+
+    Args:
+        fetch_step_s: time in which the source delivers the objects of a step.
+        landed_s: time until objects requested now have landed.
+    """
+    if pace.latest_s >= fetch_step_s:
+        return 0
+    return min(math.ceil(_LEAD_MARGIN * landed_s / pace.step_s), window.max_steps)
+
+
 class SourceRate:
     """Time that a source takes per object while it has fetches in flight."""
 
@@ -272,6 +292,10 @@ class SourceRate:
     def deliverable(self, seconds: float) -> float:
         """Objects the source delivers in `seconds` at its recent rate."""
         return seconds * self._objects / self._busy_s if self._busy_s else math.inf
+
+    def seconds(self, objects: int) -> float:
+        """Time in which the source delivers `objects` at its recent rate; 0 before any fetch."""
+        return objects * self._busy_s / self._objects if self._objects else 0.0
 
 
 def affordable(nbytes: NDArray[np.int64], budget: int) -> int:

@@ -243,9 +243,12 @@ class Core:
             return
         done = min(max(e.done, s.done), s.stream.end)
         if done > s.done:
+            overtaken = done > s.ready
             s.starved = False
             s.pace.progressed(done - s.done, now)
             self._consume(s, done)
+            if overtaken:
+                self._prefetcher.overtaken(s)
         wanted = min(max(e.wanted, s.wanted), s.stream.end)
         if wanted > s.wanted:
             s.wanted = wanted
@@ -314,7 +317,7 @@ class Core:
             if s.stalling and s.blocked >= 0:
                 h = s.residency
                 retry_s = _OVERDUE_S + _OVERDUE_LATENCIES * h.latency.seconds
-                self._landing.give_up(h, s.blocked, now - min(retry_s, _MAX_OVERDUE_S))
+                self._landing.give_up(s, now - min(retry_s, _MAX_OVERDUE_S))
 
     # --- plans and cursors ---------------------------------------------------------------------
 

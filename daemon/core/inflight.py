@@ -13,7 +13,7 @@ from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import DISK, SOURCE, FetchObjects
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.errors import IllegalEventError
-from creel.policies.eviction.policy import ABSENT, FETCHING
+from creel.policies.eviction.policy import ABSENT, FETCHING, SKIPPED
 from creel.policies.masks import every
 from creel.policies.prefetch import Window, affordable, portions
 
@@ -162,7 +162,7 @@ class Inflight:
         out: list[FetchObjects] = []
         while 0 <= h.warming < len(h):
             stop = min(h.warming + _CHUNK, len(h))
-            ids = h.warming + np.flatnonzero(h.life[h.warming : stop] == ABSENT)
+            ids = h.warming + np.flatnonzero(h.life[h.warming : stop] <= SKIPPED)
             guess = h.expected(h.length[ids])
             k = self.leave(2 * guess, urgent=False)  # half of what sessions may have
             fit = min(k, affordable(guess, self._admission.free_nbytes))
@@ -190,6 +190,10 @@ class Inflight:
         """Return the fetch in flight that brings an object, or None."""
         inflight = (f for f in self._inflight.values() if f.residency is h)
         return next((f for f in inflight if object_id in f.ids), None)
+
+    def number(self, h: Residency) -> int:
+        """How many objects of a dataset are in flight."""
+        return sum(len(f.ids) for f in self._inflight.values() if f.residency is h)
 
     def from_disk(self, h: Residency) -> bool:
         """Whether objects of a dataset are being read from disk."""

@@ -192,12 +192,14 @@ class Landing:
         for action in self._inflight.start(h, *room, need, now, due, HELD, since):
             self._emit(action)
 
-    def give_up(self, h: Residency, blocked: int, before: float) -> None:
-        """Stop waiting for an object, or its file's version, requested before the time `before`."""
+    def give_up(self, s: RankStream, before: float) -> None:
+        """Stop waiting for what blocks a session, if it was requested before the time `before`."""
+        h, blocked = s.residency, s.blocked
         if h.life[blocked] == FETCHING:
             pending = self._inflight.of(h, blocked)
             if pending is not None and pending.begun < before:
                 h.life[pending.ids] = OVERDUE  # until it lands
+                s.failed += len(pending.ids)
         elif h.life[blocked] == RESIDENT:
             for asked in self._checks.hung(h, blocked, before):
                 # Their objects are fetched again; a fetch that hangs becomes overdue.

@@ -12,9 +12,9 @@ from creel.daemon.core.events import FetchObjects
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
-from creel.policies.eviction.policy import ABSENT, FAILED, FETCHING, OVERDUE, RESIDENT
+from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 from creel.policies.masks import some
-from creel.policies.prefetch import Window
+from creel.policies.prefetch import Window, lead
 
 #: Positions processed at once: about one urgency class at 256 objects a step.
 _CHUNK = 512
@@ -63,6 +63,28 @@ class Prefetcher:
             least = max(least, s.ready + 1)
         s.reach = max(reach, stream.start(min(least, end)))
 
+    def overtaken(self, s: RankStream) -> None:
+        """Handle that a reader has read steps before they were ready.
+
+        Where it reads more quickly than the source delivers, it keeps the next steps, too: what is
+        fetched now is for steps that it will not have reached by then.
+        """
+        h, stream, rate = s.residency, s.stream, s.residency.source_rate
+        step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
+        landed_s = rate.seconds(self._inflight.number(h) + _CHUNK)
+        steps = lead(s.pace, step_s, landed_s, self._window)
+        stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
+        coming = stream.objects(s.checked, min(s.front, stop)).astype(np.intp)
+        h.life[coming[h.life[coming] == FETCHING]] = OVERDUE
+        if s.front < stop:
+            epoch = stream.epoch(s.done)[0] + s.epoch_shift
+            ids = stream.objects(s.front, stop).astype(np.intp)
+            life = h.life[ids]
+            h.pin(ids, distinct=s.group.uses.distinct(epoch))
+            h.life[ids[life < FETCHING]] = SKIPPED
+            h.count(s, life, int(np.count_nonzero(life < FETCHING)))
+            s.front = stop
+
     def settle(self, s: RankStream) -> None:
         """Move `ready` over all steps whose objects are resident and current, or failed."""
         limit = s.limit
@@ -77,7 +99,7 @@ class Prefetcher:
             if coming[settled]:
                 s.blocked = int(ids[settled])
                 found = found[:settled]
-            s.failed += int(np.count_nonzero((found == FAILED) | (found == OVERDUE)))
+            s.failed += int(np.count_nonzero(found == FAILED))
             s.checked += len(found)
         if s.blocked >= 0:
             self._still_blocked(s)  # may ask for a check of its version
@@ -169,7 +191,7 @@ class Prefetcher:
     ) -> Index:
         """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
         if life[absent].any():
-            absent = absent[(life[absent] == ABSENT) | (h.pins[ids[absent]] == 0)]
+            absent = absent[(life[absent] <= SKIPPED) | (h.pins[ids[absent]] == 0)]
         if distinct:
             return absent
         wanted = np.sort(ids[absent])

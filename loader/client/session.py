@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from creel.cache.memory import runs
 from creel.cache.memory.arena import Rows
 from creel.cache.memory.shared_words import (
+    ABSENT,
     DONE,
     HEARTBEAT,
     KNOWN,
@@ -287,6 +288,9 @@ class Session:
 
         Valid while their step is in [DONE, READY).
         """
+        ids = ids[self.table.offset[ids] != ABSENT]
+        if not len(ids):
+            return {}
         columns = ids, self.table.offset[ids], self.table.length[ids]
         found = {}
         with contextlib.suppress(ValueError):  # another thread has closed the client

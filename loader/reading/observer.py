@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -160,8 +161,15 @@ class Lease:
         if self._session is None:
             return None
         if self._numbers is None:
-            self._numbers = self._by_address()
+            self._numbers = self._by_address() if self._there(self._session) else {}
         return self._numbers.get(address)
+
+    def _there(self, session: ReadableSession) -> Mapping[int, list[memoryview]]:
+        """Those of the step's objects that are in the arena: all at once takes little longer."""
+        pieces = self._pieces
+        if pieces is None:
+            pieces = self._pieces = session.pieces(self._ids)
+        return pieces
 
     def _by_address(self) -> dict[str, int]:
         numbers: dict[str, int] = {}
@@ -185,9 +193,7 @@ class Lease:
         session = self._session
         if session is None:
             return None
-        if self._pieces is None:
-            self._pieces = session.pieces(self._ids)  # of all, which takes little longer
-        pieces = self._pieces.get(number)
+        pieces = self._there(session).get(number)
         if pieces is None:
             return None
         data = kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
@@ -373,10 +379,10 @@ def find(address: str) -> int | None:
 def take_address(address: str, number: int | None, direct: Callable[[str], bytes]) -> bytes:
     """The bytes at an address: from the arena if the lease has it, as `find` says, else direct."""
 
-    def read() -> bytes:
-        return by_creel(lambda: direct(address)) if _thread.intercepts else direct(address)
-
+    if _thread.intercepts:
+        return by_creel(lambda: take_address(address, number, direct))
     lease = _thread.lease
+    read = partial(direct, address)
     data = read() if lease is None else lease.take(number, read, bytes)
     if _thread.observed is not None:
         _thread.observed.add(address)

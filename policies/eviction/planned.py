@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from creel.policies.eviction.candidates import Index
 from creel.policies.eviction.policy import (
-    ABSENT,
     NONE,
     NOT_STORED,
     RESIDENT,
+    SKIPPED,
     EvictionPolicy,
     joined,
 )
@@ -186,7 +186,7 @@ class PlannedEviction(EvictionPolicy):
 
     def _gone(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each is neither in memory nor on disk."""
-        gone: NDArray[np.bool_] = self._life[ids] == ABSENT
+        gone: NDArray[np.bool_] = self._life[ids] <= SKIPPED
         if self.stored is not None:
             gone &= self.stored[ids] == NOT_STORED
         return gone

@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # circular import
     from creel.policies.eviction.planned import PlanningContext
     from creel.policies.eviction.retention import Kept, Turn
 
-# States of an object. Below FETCHING it is not in flight; OVERDUE is in flight, but no reader
-# waits for it any more.
-ABSENT, FAILED, FETCHING, RESIDENT, OVERDUE = range(5)
+# States of an object. Below FETCHING it is not in flight; SKIPPED is left to a quicker reader;
+# OVERDUE is in flight, but no reader waits for it any more.
+ABSENT, SKIPPED, FAILED, FETCHING, RESIDENT, OVERDUE = range(6)
 
 # Whether an object is on local disk, too: no, being written, yes.
 NOT_STORED, STORING, STORED = range(3)

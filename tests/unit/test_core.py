@@ -435,7 +435,7 @@ def test_after_an_exception_the_session_is_gone_and_the_others_go_on(where: str,
     def both() -> None:
         ids = later.ravel().astype(np.int32)
         rig.core.handle(PlanExtended(3, 1, 12, ids, np.arange(5, 65, 5)), rig.now)
-        rig.core.handle(Progressed(3, 12, 12), rig.now)
+        rig.core.handle(Progressed(3, rig.readers[3].ready, 12), rig.now)
 
     with mock.patch(where, side_effect=MemoryError), pytest.raises(MemoryError):
         both()

@@ -22,7 +22,7 @@ from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency
 from creel.errors import IllegalEventError
 from creel.policies.cluster.homes import FOR_PEERS
-from creel.policies.eviction.policy import ABSENT, FETCHING, RESIDENT, STORED
+from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED
 from creel.policies.masks import every
 from creel.policies.prefetch import affordable
 
@@ -103,7 +103,7 @@ class Serving:
         if policy is None or policy.homes is None or not policy.reads_for_peers:
             return False
         ids = np.unique(ids)
-        absent = ids[(h.life[ids] == ABSENT) & (h.disk.state[ids] != STORED)]
+        absent = ids[(h.life[ids] <= SKIPPED) & (h.disk.state[ids] != STORED)]
         absent = absent[policy.homes.mine(absent)]
         absent = absent[: self._inflight.leave_for_peers(h.expected(h.length[absent]))]
         if len(absent):
@@ -162,7 +162,7 @@ class Serving:
         h, ids = request.residency, request.lacking
         life = h.life[ids]
         self._pin(request, ids[(life == RESIDENT) | (life == FETCHING)])
-        request.lacking = ids[(life == ABSENT) & (h.disk.state[ids] == STORED)]
+        request.lacking = ids[(life <= SKIPPED) & (h.disk.state[ids] == STORED)]
 
     def _read(self, request: _Request, now: float) -> None:
         """Begin to read from disk what there is room for."""

@@ -1,0 +1,116 @@
+"""A reader that is quicker than the source, as out of the page cache: in a model of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from creel.cache.memory.allocator import Allocator, Lengths
+from creel.daemon.core.core import Core
+from creel.daemon.core.events import (
+    Action,
+    DatasetAdded,
+    Fetched,
+    FetchObjects,
+    PlanExtended,
+    Progressed,
+    Publish,
+    SessionOpened,
+    SetReady,
+)
+from creel.daemon.core.versions import Versions
+
+N, STEP = 6_400, 64
+#: Seconds per object, about those of 20 KB files: read by the trainer itself, and out of the arena.
+DIRECT_S, HIT_S = 20e-6, 12e-6
+
+
+class Model:
+    """A reader that reads directly what is not ready, and a source of one thread."""
+
+    def __init__(self, source_s: float) -> None:
+        self.core = Core(Allocator(2 * N * 100))
+        self.source_s = source_s
+        self.source_free = 0.0
+        self.fetches: dict[FetchObjects, int] = {}  # with the objects already read
+        self.offset = np.full(N, -1, np.int64)
+        self.ready = 0
+        table, sizes = self.offset.view(), np.full(N, 100)
+        table.flags.writeable = False
+        length = np.broadcast_to(np.int64(100), N)
+        self.do(
+            self.core.handle(DatasetAdded("d", table, length, Lengths.of(sizes), Versions(N)), 0)
+        )
+        self.do(self.core.handle(SessionOpened(1, "d", "j", 0, 1, "never"), 0))
+
+    def do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            if isinstance(action, FetchObjects):
+                self.fetches[action] = 0
+            elif isinstance(action, Publish):
+                self.offset[action.ids] = action.offset
+            elif isinstance(action, SetReady):
+                self.ready = action.ready
+
+    def read_source(self, until: float) -> None:
+        """The source reads in the order of deadlines, some objects at a time."""
+        while self.fetches:
+            fetch = min(self.fetches, key=lambda f: (f.deadline, f.fetch))
+            k = min(STEP, len(fetch.ids) - self.fetches[fetch])
+            if self.source_free + k * self.source_s > until:
+                return
+            self.source_free += k * self.source_s
+            self.fetches[fetch] += k
+            if self.fetches[fetch] == len(fetch.ids):
+                del self.fetches[fetch]
+                read = Fetched(fetch.fetch, fetch.length, np.full(len(fetch.ids), 7))
+                self.do(self.core.handle(read, self.source_free))
+        self.source_free = until
+
+    def epochs(self, count: int) -> list[float]:
+        """Share of each epoch that the reader found in the arena."""
+        rng, now, shares = np.random.default_rng(0), 0.0, []
+        steps = N // STEP
+        orders = [rng.permutation(N).astype(np.int32) for _ in range(count + 1)]
+        ends = np.arange(STEP, N + 1, STEP)
+        for epoch, order in enumerate(orders):
+            self.do(self.core.handle(PlanExtended(1, epoch, epoch * steps, order, ends), 0))
+        for epoch, order in enumerate(orders[:count]):
+            hits = 0
+            for i, ids in enumerate(order.reshape(-1, STEP)):
+                step = epoch * steps + i
+                self.do(self.core.handle(Progressed(1, step, step + 1), now))
+                held = self.ready > step
+                there = int(np.count_nonzero(self.offset[ids] >= 0)) if held else 0
+                hits += there
+                now += there * HIT_S + (STEP - there) * DIRECT_S
+                self.read_source(now)
+            shares.append(hits / N)
+        self.core.check()
+        return shares
+
+
+@pytest.mark.parametrize("slower", [1.25, 1.75])
+def test_who_overtakes_the_fetches_finds_part_of_what_comes_later_ready(slower: float) -> None:
+    """At most what the source delivers meanwhile: about 1 / slower. Nothing, were all fetched in
+    turn: the reader would always be a little further.
+    """
+    first, second, third = Model(slower * DIRECT_S).epochs(3)
+    assert 1 / slower > first > 0.15 / slower
+    assert second > 0.4 / slower
+    assert third > 0.8 / slower
+
+
+def test_what_is_left_to_the_reader_does_not_count_as_failed() -> None:
+    model = Model(1.75 * DIRECT_S)
+    model.epochs(2)
+    told = model.core.snapshot()
+    assert told["sessions"]["1"]["failed"] == told["datasets"]["d"]["failed"] == 0
+
+
+def test_who_is_slower_than_the_source_is_left_nothing() -> None:
+    """A single late step does not change that: only the first of all is not ready in time."""
+    model = Model(0.5 * HIT_S)
+    assert model.epochs(1)[0] > 0.95
