@@ -17,7 +17,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.iterators.exchange import Terms, dealt_by, decide, negotiated, still
+from creel.loader.iterators.exchange import REMAP, dealt_by, still
+from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.orders import EpochOrder
 from creel.loader.order.samplers import IteratorStart, adopt, before, dealt_anew, without
 from creel.policies.cluster.remap import Exchange
@@ -156,10 +157,10 @@ def test_what_is_not_shuffled_or_on_one_node_stays_as_it_is_dealt() -> None:
 
 def test_ranks_that_differ_are_refused_together() -> None:
     one, two = Terms("x", 0, "a", (2, 8)), Terms("y", 1, "b", (2, 8))
-    assert decide("c", [two, one]).node_of == (0, 1)
-    assert not decide("c", [one, two]).refused
+    assert decide(REMAP, "c", [two, one]).node_of == (0, 1)
+    assert not decide(REMAP, "c", [one, two]).refused
     for other in (Terms("y", 1, "b", (2, 9)), Terms("y", 0, "b", (2, 8))):
-        found = decide("c", [one, other])
+        found = decide(REMAP, "c", [one, other])
         assert found.refused
         assert found.names == ("x", "y")
 
@@ -178,15 +179,15 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown()
 
-    def begin(self, rank: int, give_up_s: float = 30.0) -> Future[tuple[int, ...]]:
+    def begin(self, rank: int, give_up_s: float = 30.0) -> Future[Decision]:
         self._made += 1
         terms = Terms(f"process {self._made}", rank, f"n{self._made}", (self.world, 8))
         how = {"give_up_s": give_up_s}
-        return self._threads.submit(negotiated, self.store, rank, self.world, terms, **how)
+        return self._threads.submit(negotiated, REMAP, self.store, rank, self.world, terms, **how)
 
     def agree(self) -> None:
         both = [self.begin(rank) for rank in range(self.world)]
-        assert [done.result() for done in both] == [tuple(range(self.world))] * self.world
+        assert [done.result().node_of for done in both] == [tuple(range(self.world))] * self.world
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -202,7 +203,7 @@ def test_ranks_agree_in_a_store_that_has_the_words_of_dead_ones(first: int) -> N
         else:
             until(lambda: b"died after" not in store.get("creel/remap/call"))
         other = ranks.begin(1 - first)
-        assert one.result() == other.result() == (0, 1)
+        assert one.result().node_of == other.result().node_of == (0, 1)
 
 
 def test_many_loaders_leave_as_many_keys_as_one(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""How ranks agree on something through the job's own store: alike, once, or all of them fail.
+
+Rank 0 writes a call, a fresh word, to the store; each rank answers it with what it knows; rank 0
+decides from all answers. For each call one decision is written, and never replaced: that of rank 0,
+or the refusal of a rank that gives up. So all take the same one. The store may be older than the
+processes: what answers or decides another call counts for nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from creel.errors import ConfigError
+from creel.policies.cluster.remap import nodes_alike
+
+#: Pauses between two looks at the store, in seconds: the first, and the longest.
+_FIRST_S, _LONGEST_S = 0.001, 0.1
+#: Ranks may come late to their first epoch, but not never.
+_GIVE_UP_S = 600.0
+
+_T = TypeVar("_T")
+
+
+class Topic(NamedTuple):
+    """What is agreed on: the argument of the loader, what must be `alike` on all ranks, and whose.
+
+    The keys of a topic are used again by each agreement, so a job of many loaders does not fill the
+    store.
+    """
+
+    name: str
+    alike: str
+    group: str = ""
+
+    def key(self, kind: str) -> str:
+        """The key in the store."""
+        return f"creel/{self.name}{self.group}/{kind}"
+
+
+class Terms(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank writes: `name` is drawn by chance; `alike` must be the same on all ranks."""
+
+    name: str
+    rank: int
+    node: str
+    alike: tuple[int, ...]
+
+
+class AnsweredTerms(msgspec.Struct, frozen=True, array_like=True):
+    """The terms of a rank, for one call of rank 0."""
+
+    call: str
+    terms: Terms
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """For a call and these `names`, the node of each rank; or why not."""
+
+    call: str
+    names: tuple[str, ...]
+    node_of: tuple[int, ...]
+    refused: str = ""
+
+
+def negotiated(
+    topic: Topic,
+    store: Any,
+    rank: int,
+    world: int,
+    terms: Terms,
+    *,
+    give_up_s: float = _GIVE_UP_S,
+) -> Decision:
+    """The decision that all ranks find in `store`; each of them calls this once.
+
+    Raises:
+        ConfigError: on all ranks: they differ, or one comes `give_up_s` seconds after another.
+    """
+    late = (
+        f"{topic.name}: not all ranks have begun this loader's first epoch within {give_up_s:.0f}"
+        f" s: all must make it, with {topic.name}, and none with CREEL_DISABLE"
+    )
+    until = time.monotonic() + give_up_s
+    decision: Decision | None
+    if rank == 0:
+        decision = _lead(topic, store, world, terms, until, late)
+    else:
+        decision = _follow(topic, store, rank, terms, until, late)
+    if decision is None:
+        raise ConfigError(late)
+    if decision.refused:
+        raise ConfigError(decision.refused)
+    if terms.name not in decision.names:
+        raise ConfigError(f"{topic.name}: another process has answered as rank {rank}")
+    return decision
+
+
+def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late: str) -> Decision:
+    """Rank 0: call, and decide from all answers."""
+    call = secrets.token_hex(8)
+    store.set(topic.key("call"), call)
+    heard = [terms]
+    pause_s = _FIRST_S
+    while len(heard) < world:
+        answer = _read(store, topic.key(f"terms/{len(heard)}"), AnsweredTerms)
+        if answer is not None and answer.call == call:
+            heard.append(answer.terms)
+            continue
+        decision = _read(store, topic.key("decision"), Decision)
+        if decision is not None and decision.call == call:
+            return decision  # another rank has given up
+        if time.monotonic() > until:
+            return _settled(topic, store, Decision(call, (), (), late))
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+    return _settled(topic, store, decide(topic, call, heard))
+
+
+def _follow(
+    topic: Topic, store: Any, rank: int, terms: Terms, until: float, late: str
+) -> Decision | None:
+    """Another rank: answer the latest call, and await its decision; None: no call has come."""
+    answered = ""
+    pause_s = _FIRST_S
+    while True:
+        # In this order: rank 0 calls again only after it has decided.
+        raw = _get(store, topic.key("call"))
+        call = "" if raw is None else raw.decode()
+        decision = _read(store, topic.key("decision"), Decision)
+        decided = "" if decision is None else decision.call
+        if answered and decided == answered:
+            return decision
+        if call not in {answered, decided}:
+            answer = msgspec.msgpack.encode(AnsweredTerms(call, terms))
+            store.set(topic.key(f"terms/{rank}"), answer)
+            answered, pause_s = call, _FIRST_S
+        if time.monotonic() > until:
+            return _settled(topic, store, Decision(answered, (), (), late)) if answered else None
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+
+
+def _settled(topic: Topic, store: Any, decision: Decision) -> Decision:
+    """The decision of a call: this one, or that which another rank has written before."""
+    new = msgspec.msgpack.encode(decision)
+    while True:
+        old = _get(store, topic.key("decision")) or b""
+        if old:
+            found = msgspec.msgpack.decode(old, type=Decision)
+            if found.call == decision.call:
+                return found
+        store.compare_set(topic.key("decision"), old, new)
+
+
+def _get(store: Any, key: str) -> bytes | None:
+    """What a key has; None: it is not there (`get` alone would wait for it)."""
+    return store.get(key) if store.check([key]) else None
+
+
+def _read(store: Any, key: str, kind: type[_T]) -> _T | None:
+    raw = _get(store, key)
+    return None if raw is None else msgspec.msgpack.decode(raw, type=kind)
+
+
+def decide(topic: Topic, call: str, heard: list[Terms]) -> Decision:
+    """Decide from what all ranks have answered to a call.
+
+    >>> terms = [Terms("x", 1, "b", (2, 8)), Terms("y", 0, "a", (2, 8))]
+    >>> decide(Topic("remap", "batch_size"), "c", terms).node_of
+    (0, 1)
+    """
+    names = tuple(terms.name for terms in heard)
+    if sorted(terms.rank for terms in heard) != list(range(len(heard))):
+        return Decision(call, names, (), f"{topic.name}: two processes have the same rank")
+    if len({terms.alike for terms in heard}) > 1:
+        return Decision(call, names, (), f"{topic.name}: ranks differ in {topic.alike}")
+    by_rank = sorted(heard, key=lambda terms: terms.rank)
+    return Decision(call, names, nodes_alike([terms.node for terms in by_rank]))
