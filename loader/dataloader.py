@@ -22,11 +22,14 @@ if MISSING is None:  # otherwise none of these is used, and importing them may f
     from creel.loader.iterators.exchange import dealt_by
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
+    from creel.loader.iterators.replicate import check as check_replicate
     from creel.loader.iterators.state import EpochRun, LoaderState, prepare_resume, settings
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import Dataset, Sampler
 
     from creel.loader.torch_private import BaseDataLoaderIter
@@ -52,6 +55,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             global batch, so that each node mostly reads the same ones in all epochs. Global
             batches stay torch's; which rank reads which of their samples differs (docs/
             operations.md). All ranks must give it; the first epoch waits for all of them.
+        replicate: the ranks of this rank's tensor, pipeline or context parallel group, which read
+            the same batches: how many in a row are a group, its process group, or a DeviceMesh,
+            as `mesh["tp"]`. The first of them on each node makes the batches, with its
+            `num_workers`; the others get the same ones without a copy (docs/operations.md). All of
+            them must give it, and iterate alike; the first epoch waits for all of them.
         on_error: what a sample means whose `dataset[i]` raises: "raise", as in torch; "skip", its
             batch goes without it; "substitute", another sample stands for it, the same on all ranks
             and in all epochs. It is named once in the log, and not read again by this loader.
@@ -83,6 +91,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         in_order: bool = True,
         creel: bool | str | dict[str, Any] | None = None,
         remap: Literal["global-batch"] | None = None,
+        replicate: int | ProcessGroup | DeviceMesh | None = None,
         on_error: OnError = "raise",
         max_bad_samples: int = 100,
         **kwargs: Any,
@@ -93,6 +102,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise ConfigError(f'remap={remap!r}: give "global-batch" or None')
         if remap is not None and isinstance(dataset, IterableDataset):
             raise ConfigError("remap: an IterableDataset has no order to be dealt")
+        self.replicate = replicate
+        if replicate is not None and MISSING is None:
+            check_replicate(replicate)
+            if remap is not None or isinstance(dataset, IterableDataset):
+                raise ConfigError("replicate: not with remap, nor for an IterableDataset")
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
         Tolerance(on_error, max_bad_samples).check()
         if on_error != "raise" and isinstance(dataset, IterableDataset):
@@ -135,15 +149,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
             begun: LoaderState | None = self.__dict__.get("_creel_state")
-            if begun is not None and begun.exchanges:
-                raise ConfigError("remap: the other ranks count on this loader's creel: enable it")
+            if begun is not None and (begun.exchanges or begun.shares):
+                raise ConfigError("the other ranks count on this loader's creel: enable it")
             return super()._get_iterator()
         loader_state = self._loader_state()
+        role = loader_state.role(self)
         if self.num_workers == 0:
             return InlineIter(self, loader_state)
         self.check_worker_number_rationality()
         run = EpochRun(loader_state, self)
-        kind = GatherIter if GatherIter.can(self, run) else WorkerIter
+        kind = GatherIter if role is None and GatherIter.can(self, run) else WorkerIter
         try:
             return kind(self, loader_state, run)
         except BaseException:

@@ -304,12 +304,20 @@ class SlotReader:
     child: all that happens then is an append to a deque (and in a child not even that).
     """
 
-    def __init__(self, *, max_leased: int = 4, inherited: Sequence[mmap.mmap] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        max_leased: int = 4,
+        inherited: Sequence[mmap.mmap] = (),
+        private: bool = False,
+    ) -> None:
         """Copy batches out once `max_leased` slots are leased.
 
-        inherited: the first slots, from another worker's `spare`.
+        inherited: the first slots, from another worker's `spare`. private: what is written into a
+        lease stays in this process, and is gone with the lease; others may read the slot.
         """
         self.max_leased = max_leased
+        self._private = private
         #: Ids of slots that may be used again, and ~id of those that must not be.
         self._free: deque[int] = deque()
         self._maps: dict[int, mmap.mmap | bytearray] = dict(enumerate(inherited))
@@ -340,7 +348,8 @@ class SlotReader:
             OSError, MemoryError: it cannot be copied either.
         """
         try:
-            self._maps[slot_id] = mmap.mmap(fd, nbytes, flags=_POPULATE)
+            flags = mmap.MAP_PRIVATE if self._private else _POPULATE  # that would copy all of it
+            self._maps[slot_id] = mmap.mmap(fd, nbytes, flags=flags)
         except OSError:
             self._maps[slot_id] = _copy_of(fd, nbytes)
             self._copies.add(slot_id)
@@ -414,6 +423,9 @@ class SlotReader:
         self._live.pop(slot_id, None)
         if self._pid != os.getpid():
             return
+        mapping = self._maps.get(slot_id)
+        if self._private and isinstance(mapping, mmap.mmap):
+            mapping.madvise(mmap.MADV_DONTNEED)  # pages written here hide the next batch
         shared = slot_id in self._shared
         if shared:
             self._shared.discard(slot_id)

@@ -18,7 +18,7 @@ import torch
 
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
+from creel.loader.iterators.state import EpochRun, LoaderState, only_copies
 from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
 from creel.loader.torch_private import (
@@ -193,12 +193,7 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
     @staticmethod
     def can(loader: DataLoader[Any], run: EpochRun) -> bool:
         """Whether this iterator can make the loader's batches."""
-        if run.stream is None or loader.worker_init_fn is not None or not collates_plainly(loader):
-            return False
-        if loader.on_error != "raise":
-            return False
-        gather = run.stream.binding.gather()
-        return gather is not None and not gather.has_code and gather.nbytes > 0
+        return run.stream is not None and only_copies(loader, run.stream.binding)
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
         if not first_iter:

@@ -19,6 +19,8 @@ from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
+from creel.loader.workers.follower import ReplicaReader
+from creel.loader.workers.leader import Leader, LendingReader
 from creel.loader.workers.stages import StallWarning
 from creel.policies.direct import DirectReads
 
@@ -184,6 +186,9 @@ class BatchReader(StepReader):
         _log.warning(text)
         warnings.warn(text, StallWarning, stacklevel=2)
 
+    def close(self) -> None:
+        """Nothing is held between batches."""
+
     def fetch(self, index: Any, lease: Lease | None) -> Any:
         """Fetch as torch does, under the lease, and count times and direct reads."""
         start = time.monotonic_ns()
@@ -236,7 +241,13 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
         self._tolerance = loader_state.tolerance
         self._given = 0
         run = self._run = EpochRun(loader_state, loader)
-        self._reader = BatchReader(loader, loader_state, run, self._dataset_fetcher)
+        reader = BatchReader(loader, loader_state, run, self._dataset_fetcher)
+        options, role = loader_state.config.loader, loader_state.role(loader)
+        self._reader: BatchReader | LendingReader | ReplicaReader = reader
+        if isinstance(role, Leader):
+            self._reader = LendingReader(reader, role, options.slots)
+        elif role is not None:
+            self._reader = ReplicaReader(role, options.max_leased, options.hung_s)
         self._order = run.begin(loader, self, moment)
 
     def _next_data(self) -> Any:
@@ -245,6 +256,7 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
         try:
             index = next(self._order)
         except StopIteration:
+            self._reader.close()
             run.finish()
             raise
         finally:
@@ -264,4 +276,5 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         # At interpreter exit the modules needed here may be gone.
         if "_run" in self.__dict__ and not ends():
+            self._reader.close()
             self._run.leave()

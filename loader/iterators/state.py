@@ -23,6 +23,7 @@ from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.iterators.exchange import agreed, still
 from creel.loader.iterators.meter import Meter
+from creel.loader.iterators.replicate import Role, joined
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.samplers import (
     EpochOrder,
@@ -83,6 +84,8 @@ class LoaderState:
         self._streams: list[BatchStream] = []
         self._bound: tuple[object, Binding | None] = (None, None)
         self._exchange: Exchange | None = None
+        self._role: Role = None
+        self._joined = False
         self._closed = False
 
     def binding(self, loader: DataLoader[Any]) -> Binding | None:
@@ -111,6 +114,24 @@ class LoaderState:
     def exchanges(self) -> bool:
         """Whether this process has agreed with others to deal samples in another way than torch."""
         return self._exchange is not None and self._exchange.moves
+
+    def role(self, loader: DataLoader[Any]) -> Role:
+        """What this rank does for the others of its group, as agreed with them at the first call.
+
+        Raises:
+            ConfigError: as `replicate.joined`.
+        """
+        if loader.replicate is not None and not self._joined:
+            binding = self.binding(loader)
+            plain = binding is not None and only_copies(loader, binding)
+            self._role = joined(loader, plain=plain)
+            self._joined = True
+        return self._role
+
+    @property
+    def shares(self) -> bool:
+        """Whether another rank makes this one's batches, or waits for them."""
+        return self._role is not None
 
     def expect(self, loader: DataLoader[Any]) -> None:
         """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
@@ -145,6 +166,8 @@ class LoaderState:
         self._closed = True
         while self._streams:
             self._streams.pop().close()
+        if self._role is not None and os.getpid() == self.pid:
+            self._role.close()
 
 
 class EpochRun:
@@ -368,6 +391,14 @@ def settings(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[st
         raise ConfigError(f"creel={given!r}: give None, False, an address or a dict of settings")
     flags = given if isinstance(given, dict) else None
     return Config.load(flags, origin="DataLoader(creel=...)")
+
+
+def only_copies(loader: DataLoader[Any], binding: Binding) -> bool:
+    """Whether a batch is rows of the arena, with none of the person's code."""
+    if loader.worker_init_fn is not None or loader.on_error != "raise":
+        return False
+    gather = binding.gather() if collates_plainly(loader) else None
+    return gather is not None and not gather.has_code and gather.nbytes > 0
 
 
 def collates_plainly(loader: DataLoader[Any]) -> bool:

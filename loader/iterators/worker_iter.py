@@ -24,7 +24,8 @@ from creel.loader.torch_private import (
     MultiProcessingDataLoaderIter,
     utils,
 )
-from creel.loader.workers.events import BatchResult
+from creel.loader.workers.events import BatchResult, LeaderLoss
+from creel.loader.workers.follower import Follower, ReplicaPool
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.pool import WorkerPool
 from creel.loader.workers.stages import StallWarning
@@ -49,7 +50,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
     torch's step by step, including when they pull the sampler.
     """
 
-    _pool: WorkerPool  # unset until workers are started
+    _pool: WorkerPool | ReplicaPool  # unset until workers are started
     _shutdown = False
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> None:
@@ -75,16 +76,24 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         if loader_state.resume is not None:
             self._base_seed = loader_state.resume["order"]["base_seed"]
         self._run = run
-        context: Any = loader.multiprocessing_context or torch.multiprocessing
-        args, max_leased = self._worker_args(loader), loader_state.config.loader.max_leased
         start = time.monotonic_ns()
-        spare, loader_state.spare = loader_state.spare, ()
-        self._pool = WorkerPool(context, args, self._num_workers, max_leased, spare)
+        self._pool = self._new_pool(loader)
         self._tag = self._pool.tag
         self._meter["stall_daemon_ns"] += time.monotonic_ns() - start
         if self._pin_memory:
             self._pool.pinner = Pinner(self._pool, self._pin_memory_device)
         self._reset(loader, first_iter=True)
+
+    def _new_pool(self, loader: DataLoader[Any]) -> WorkerPool | ReplicaPool:
+        loader_state, max_leased = self._loader_state, self._loader_state.config.loader.max_leased
+        role = loader_state.role(loader)
+        if isinstance(role, Follower):
+            return ReplicaPool(role, max_leased)
+        lent = None if role is None else role.open(self._prefetch_factor * self._num_workers)
+        context: Any = loader.multiprocessing_context or torch.multiprocessing
+        args = self._worker_args(loader)
+        spare, loader_state.spare = loader_state.spare, ()
+        return WorkerPool(context, args, self._num_workers, max_leased, spare, lent)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
         """Return what workers start with; as in torch, they see no later changes."""
@@ -267,6 +276,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
                 if event.tag == self._tag:
                     return event
                 pool.discard(event)
+            elif isinstance(event, LeaderLoss) and event.tag == self._tag:
+                raise RuntimeError(event.reason)
             elif event is None and self._timeout > 0:
                 raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
             elif event is None:

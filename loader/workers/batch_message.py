@@ -56,6 +56,10 @@ class Outbox:
             fd for _, fd, _ in unsent
         ]
 
+    def close(self) -> None:
+        """Close all descriptors; what was sent stays."""
+        self._writer.close()
+
     def without_slots(self, data: object, lost: BatchMessage) -> BatchMessage:
         """The batch again, all in the message: the trainer got none of the new slots of `lost`."""
         message = BatchMessage((), pack(data, _NoSlots()))
@@ -71,8 +75,11 @@ class _NoSlots(SlotWriter):
 class Inbox:
     """The trainer's side, for one worker. Each message must be accepted first, in order."""
 
-    def __init__(self, max_leased: int, inherited: Sequence[mmap.mmap] = ()) -> None:
-        self._reader = SlotReader(max_leased=max_leased, inherited=inherited)
+    def __init__(
+        self, max_leased: int, inherited: Sequence[mmap.mmap] = (), *, private: bool = False
+    ) -> None:
+        """`private`: other processes read the same slots, and see nothing of what is written."""
+        self._reader = SlotReader(max_leased=max_leased, inherited=inherited, private=private)
         self.take_freed = self._reader.returned
 
     def accept(self, message: BatchMessage, fds: list[int]) -> Packed:

@@ -31,4 +31,12 @@ class WorkerDeath:
     worker: int
 
 
-Event: TypeAlias = BatchResult | WorkerDeath
+@dataclass(frozen=True)
+class LeaderLoss:
+    """No more batches of this epoch come from the rank that makes them (`leader`)."""
+
+    tag: int
+    reason: str
+
+
+Event: TypeAlias = BatchResult | WorkerDeath | LeaderLoss

@@ -17,13 +17,14 @@ from creel.loader.workers.events import BatchResult, Event
 from creel.loader.workers.worker import VOID
 
 if TYPE_CHECKING:
+    from creel.loader.workers.follower import ReplicaPool
     from creel.loader.workers.pool import WorkerPool
 
 
 class Pinner:
     """A thread that receives events from the workers and copies batches to pinned memory."""
 
-    def __init__(self, pool: WorkerPool, device: str | None) -> None:
+    def __init__(self, pool: WorkerPool | ReplicaPool, device: str | None) -> None:
         """Start the thread; `device` is the accelerator's type."""
         self._pool = weakref.proxy(pool)
         self._device = device

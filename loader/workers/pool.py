@@ -27,6 +27,7 @@ from creel.loader.reading.bad_samples import BadSample
 from creel.loader.workers.batch_message import BatchMessage, Inbox
 from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, Event, WorkerDeath
+from creel.loader.workers.leader import LentBatches
 from creel.loader.workers.pinner import Pinner
 from creel.loader.workers.stages import STAGES, STARTING
 from creel.loader.workers.worker import (
@@ -97,11 +98,13 @@ class WorkerPool:
         workers: int,
         max_leased: int,
         spare: Slots = (),
+        lent: LentBatches | None = None,
     ) -> None:
         """Start `workers` processes in `context`, each with `args` and its own worker_id.
 
-        spare: the slots of an ended pool, for each worker.
+        spare: the slots of an ended pool, for each worker; lent: other ranks get the batches, too.
         """
+        self._lent = lent
         self.pid = os.getpid()
         self.tag = 0
         self.members: list[WorkerProcess] = []
@@ -109,7 +112,8 @@ class WorkerPool:
         self.closed = False
         self._workers = workers
         self._max_leased = max_leased
-        self._forks = context.get_start_method() == "fork"
+        # Other ranks cannot inherit slots.
+        self._forks = context.get_start_method() == "fork" and lent is None
         self._events: deque[Event] = deque()
         self._bad: deque[BadSample] = deque()
         self._poll = select.poll()
@@ -153,7 +157,8 @@ class WorkerPool:
         finally:
             theirs.close()
         channel.post(("words",), [self._words_fd])
-        member = WorkerProcess(process, channel, Inbox(self._max_leased, args.inherited))
+        inbox = Inbox(self._max_leased, args.inherited, private=self._lent is not None)
+        member = WorkerProcess(process, channel, inbox)
         for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
             self._watched[fd] = (member, worker, is_sentinel)
             self._poll.register(fd, select.POLLIN)
@@ -200,7 +205,11 @@ class WorkerPool:
         """
         member = self.members[worker]
         kind = "tasks" if many else "task"
-        self._post(member, (kind, tag, batch, index, member.inbox.take_freed(), step))
+        freed = member.inbox.take_freed()
+        if self._lent is not None:
+            self._lent.expect(tag, batch, index)
+            freed = self._lent.returned(worker, freed)
+        self._post(member, (kind, tag, batch, index, freed, step))
 
     @staticmethod
     def _post(member: WorkerProcess, message: tuple[object, ...]) -> None:
@@ -291,7 +300,16 @@ class WorkerPool:
             return False
         message, fds = got
         match message:
-            case ("batch", int(tag), int(index), BatchMessage() as sent, tuple() as times, bad):
+            case (
+                "batch",
+                int(tag),
+                int(index),
+                BatchMessage() as sent,
+                tuple() as times,
+                tuple() as bad,
+            ):
+                if self._lent is not None:
+                    self._lent.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
                 self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
                 self._bad.extend(cast("tuple[BadSample, ...]", bad))
@@ -347,6 +365,8 @@ class WorkerPool:
         if self.closed or os.getpid() != self.pid:
             return ()
         self.closed = True
+        if self._lent is not None:
+            self._lent.close()
         self.void(self.tag + 1)
         if self.pinner is not None:
             self.pinner.stop()

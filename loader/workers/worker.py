@@ -195,7 +195,7 @@ class _Worker(StepReader):
             init_fn(self._id)
             self._new_fetcher()
         except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
-            self._init_failure = _portable(self._failure())
+            self._init_failure = portable(self._failure())
 
     def _failure(self) -> ExceptionWrapper:
         where = f"in DataLoader worker process {self._id}"
@@ -261,7 +261,7 @@ class _Worker(StepReader):
             except Exception:  # noqa: BLE001  any failure of the user's code goes to the trainer
                 # Exception info must not outlive this line: see torch's
                 # NOTE [ Python Traceback Reference Cycle Problem ].
-                data = _portable(self._failure())
+                data = portable(self._failure())
         sending = self._enter(SENDING)
         collating = self._collating or sending
         # Before sending, so that the counters include each batch that was received.
@@ -327,7 +327,7 @@ class _Worker(StepReader):
         except ConnectionError:
             raise
         except Exception:  # noqa: BLE001  e.g. a batch that cannot be pickled; torch would hang
-            self._put(tag, batch, _portable(self._failure()))
+            self._put(tag, batch, portable(self._failure()))
 
     def _put(self, tag: int, batch: int, data: object) -> None:
         packed, fds = self._outbox.pack(data)
@@ -339,7 +339,7 @@ class _Worker(StepReader):
         self._channel.put(("batch", tag, batch, packed, *rest), fds, without)
 
 
-def _portable(failure: ExceptionWrapper) -> ExceptionWrapper:
+def portable(failure: ExceptionWrapper) -> ExceptionWrapper:
     """The failure, as a RuntimeError if its exception class cannot be pickled."""
     try:
         pickle.dumps(failure.exc_type)

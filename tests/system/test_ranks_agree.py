@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DistributedSampler, TensorDataset
 
 import creel
 from creel.errors import ConfigError
+from testbed.ranks import ranks
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
 
 SAMPLES, BATCH = 203, 10
-Act = Callable[[int], Any]
-
-
-def ranks(act: Act, folder: Path) -> list[Any]:
-    """What `act(rank)` returns in each of two processes that have one process group."""
-    context = multiprocessing.get_context("fork")
-    pipes = [context.Pipe(duplex=False) for _ in range(2)]
-    processes = [
-        context.Process(target=_run, args=(act, rank, folder, pipes[rank][1])) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    said = []
-    for reader, writer in pipes:
-        writer.close()
-        said.append(reader.recv())
-        reader.close()
-    for process in processes:
-        process.join()
-        process.close()
-    return said
-
-
-def _run(act: Act, rank: int, folder: Path, writer: Any) -> None:
-    socket.gethostname = lambda: f"n{rank}"
-    where = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-    writer.send(act(rank))
-    dist.destroy_process_group()
 
 
 def loader_of(rank: int, batch: int = BATCH, workers: int = 0, **more: Any) -> Any:
+    socket.gethostname = lambda: f"n{rank}"
     data = TensorDataset(torch.arange(SAMPLES))
     sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank, seed=3)
     more = {"remap": "global-batch", **more}

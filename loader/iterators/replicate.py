@@ -1,0 +1,184 @@
+"""How ranks that read the same batches come to share them (`replicate`): one of a node makes them.
+
+They agree once, in a loader's first epoch (`negotiation`), and connect over a unix socket. The
+first rank of the group on each node leads there; the others follow it. From then on the ranks wait
+for each other's batches alone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from creel.errors import ConfigError
+from creel.loader import torch_private
+from creel.loader.cluster.ranks import rank_and_world
+from creel.loader.iterators.negotiation import Terms, Topic, negotiated
+from creel.loader.workers.channel import Channel
+from creel.loader.workers.follower import Follower
+from creel.loader.workers.leader import Leader
+from creel.peers import peer_of
+
+if TYPE_CHECKING:
+    from creel.loader.dataloader import DataLoader
+
+#: Of this rank among those of its node; None: it makes its batches itself.
+Role: TypeAlias = "Leader | Follower | None"
+
+_ALIKE = "dataset length, batch_size, num_workers or another argument of the loader"
+_CONNECT_S = 60.0
+
+
+def group_of(replicate: Any) -> tuple[int, ...]:
+    """The ranks of this rank's group, in order.
+
+    Args:
+        replicate: how many ranks in a row are a group; or a process group; or a DeviceMesh, all of
+            whose ranks are one, as `mesh["tp"]` or `mesh["cp", "tp"]`.
+
+    Raises:
+        ConfigError: it is neither, or this rank is not in it.
+    """
+    rank, world = rank_and_world()
+    mesh = getattr(replicate, "mesh", None)
+    if isinstance(replicate, int):
+        if world % replicate:
+            raise ConfigError(f"replicate={replicate}: {world} ranks are no groups of as many")
+        first = rank - rank % replicate
+        ranks = tuple(range(first, first + replicate))
+    elif isinstance(mesh, torch.Tensor):
+        ranks = tuple(int(one) for one in mesh.flatten())
+    else:
+        ranks = tuple(torch.distributed.get_process_group_ranks(replicate))
+    if rank not in ranks:
+        raise ConfigError(f"replicate: this rank, {rank}, is not in the group {list(ranks)}")
+    return ranks
+
+
+def check(replicate: Any) -> None:
+    """Check the argument, as far as it can be before there is a process group.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(replicate, int) and replicate >= 1 and not isinstance(replicate, bool):
+        return
+    is_mesh = isinstance(getattr(replicate, "mesh", None), torch.Tensor)
+    if not is_mesh and not isinstance(replicate, getattr(torch.distributed, "ProcessGroup", ())):
+        raise ConfigError(
+            f"replicate={replicate!r}: give a number of ranks, a process group or a DeviceMesh"
+        )
+
+
+def joined(loader: DataLoader[Any], *, plain: bool) -> Role:
+    """Agree with the ranks of the loader's group; waits until all of them begin its first epoch.
+
+    plain: batches are bytes that each rank copies for itself, which is as quick as taking them.
+
+    Raises:
+        ConfigError: a job without a process group, ranks that differ, or one that does not come.
+    """
+    ranks = group_of(loader.replicate)
+    if len(ranks) == 1:
+        return None
+    store = torch_private.default_store()
+    if store is None:
+        raise ConfigError("replicate needs torch.distributed.init_process_group, in all ranks")
+    me = ranks.index(rank_and_world()[0])
+    name = secrets.token_hex(8)
+    with ExitStack() as stack:
+        listener = stack.enter_context(_socket())
+        listener.bind(_address(name))
+        listener.listen(len(ranks))
+        terms = Terms(name, me, _node(), _alike(loader, plain=plain))
+        topic = Topic("replicate", _ALIKE, "/" + ",".join(map(str, ranks)))
+        decision = negotiated(topic, store, me, len(ranks), terms)
+        here = [i for i, node in enumerate(decision.node_of) if node == decision.node_of[me]]
+        if plain or len(here) == 1:
+            return None
+        if here[0] == me:
+            return Leader(_accepted(listener, {decision.names[i] for i in here[1:]}))
+    return Follower(_connected(decision.names[here[0]], name), ranks[here[0]])
+
+
+def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
+    """What must be the same on all ranks for their iterators to go alike."""
+    try:
+        samples = len(loader.dataset)  # type: ignore[arg-type]  # not all have one
+    except (TypeError, NotImplementedError):
+        samples = -1
+    numbers = samples, loader.batch_size or 0, loader.num_workers, loader.prefetch_factor or 0
+    flags = plain, loader.persistent_workers, loader.in_order, loader.drop_last
+    return (*numbers, *map(int, flags))
+
+
+def _node() -> str:
+    """What ranks have in common that can connect to each other's abstract sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.geteuid()}"
+
+
+def _address(name: str) -> str:
+    return f"\0creel-replicate-{name}"
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _connected(leader: str, name: str) -> Channel:
+    """A connection to the leader, to which this rank says its own name."""
+    connection = _socket()
+    try:
+        connection.connect(_address(leader))
+        _check_user(connection)
+        connection.send(name.encode())
+    except OSError as e:
+        connection.close()
+        raise ConfigError(f"replicate: the rank that makes the batches is gone: {e}") from e
+    return Channel(connection)
+
+
+def _accepted(listener: socket.socket, names: set[str]) -> Sequence[Channel]:
+    """A connection of each of the followers.
+
+    Raises:
+        ConfigError: one has not connected.
+    """
+    found: dict[str, socket.socket] = {}
+    until = time.monotonic() + _CONNECT_S
+    try:
+        while found.keys() != names:
+            listener.settimeout(max(until - time.monotonic(), 0.001))
+            connection, _ = listener.accept()
+            try:
+                _check_user(connection)
+                connection.settimeout(_CONNECT_S)
+                name = connection.recv(64).decode(errors="replace")
+                connection.settimeout(None)
+            except OSError:
+                name = ""
+            if name in names:
+                found[name] = connection
+            else:  # whoever else found the address in /proc/net/unix
+                connection.close()
+    except OSError as e:
+        for connection in found.values():
+            connection.close()
+        raise ConfigError(f"replicate: a rank of this node has not connected: {e}") from e
+    return [Channel(connection) for connection in found.values()]
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raise PermissionError where the peer is another user: batches are pickles."""
+    uid = peer_of(connection).uid
+    if uid != os.geteuid():
+        raise PermissionError(f"it is a process of user {uid}")

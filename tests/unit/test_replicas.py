@@ -1,0 +1,160 @@
+"""Slots that several ranks map: none is written while one of them has a batch in it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from creel.loader.workers.batch_message import Inbox, Outbox
+from creel.loader.workers.channel import Channel, pair
+from creel.loader.workers.events import BatchResult, LeaderLoss
+from creel.loader.workers.follower import Follower, ReplicaPool
+from creel.loader.workers.leader import Leader, LentBatches
+from kit import seeds
+
+pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
+
+FLOATS = 8192  # in a slot
+SLOTS = 3
+
+
+class Rank:
+    """The batches that a rank holds, each with what it has to be."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[torch.Tensor, float]] = []
+
+    def got(self, batch: Any, number: int) -> None:
+        """Hold a batch, some of them written over."""
+        assert (batch == number).all()
+        if number % 3 == 0:
+            batch += 1000.0
+            number += 1000
+        self.held.append((batch, float(number)))
+
+    def check(self) -> None:
+        for batch, number in self.held:
+            assert (batch == number).all()
+
+
+class Group:
+    """A leader that makes batches itself, and followers, in one process."""
+
+    def __init__(self, followers: int) -> None:
+        ends = [pair() for _ in range(followers)]
+        self.leader = Leader([Channel(ours) for ours, _ in ends])
+        self.lent: LentBatches = self.leader.open(0)
+        self.outbox, self.inbox = Outbox(SLOTS), Inbox(64, private=True)
+        self.others = [Follower(Channel(theirs), 0) for _, theirs in ends]
+        self.pools = [ReplicaPool(other, 64) for other in self.others]
+        self.ranks = [Rank() for _ in range(followers + 1)]
+        self.made = 0
+        self.taken = [0] * followers
+        self.new_slots = 0
+
+    def make(self) -> None:
+        """As a worker and its trainer do."""
+        self.lent.expect(0, self.made, [self.made])
+        self.outbox.take_back(self.lent.returned(0, self.inbox.take_freed()))
+        data = torch.full((FLOATS,), float(self.made))
+        message, fds = self.outbox.pack(data)
+        self.new_slots += len(fds)
+        self.lent.send(0, self.made, 0, message, fds)
+        packed = self.inbox.accept(message, [os.dup(fd) for fd in fds])
+        self.ranks[0].got(self.inbox.unpack(packed), self.made)
+        self.made += 1
+
+    def take(self, k: int) -> None:
+        """A follower takes its next batch, if there is one."""
+        pool = self.pools[k]
+        pool.task(0, 0, self.taken[k], [self.taken[k]], -1, many=False)
+        if self.taken[k] == self.made:
+            return
+        event = pool.next_event(10.0)
+        assert isinstance(event, BatchResult)
+        assert event.index == self.taken[k]
+        self.ranks[1 + k].got(pool.open(event), self.taken[k])
+        self.taken[k] += 1
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+        for other in self.others:
+            other.close()
+        self.lent.close()
+        self.leader.close()
+        self.outbox.close()
+        self.inbox.close()
+
+
+@pytest.fixture
+def group() -> Any:
+    made: list[Group] = []
+
+    def make(followers: int) -> Group:
+        made.append(Group(followers))
+        return made[0]
+
+    yield make
+    for one in made:
+        one.ranks.clear()
+        one.close()
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_no_slot_is_written_while_a_rank_has_a_batch_in_it(
+    seed: int, group: Callable[[int], Group]
+) -> None:
+    rng = random.Random(seed)
+    here = group(rng.randint(1, 3))
+    for _ in range(200):
+        act = rng.random()
+        rank = rng.choice(here.ranks)
+        if act < 0.3:
+            here.make()
+        elif act < 0.7:
+            here.take(rng.randrange(len(here.taken)))
+        elif rank.held:
+            rank.held.pop(rng.randrange(len(rank.held)))
+        for one in here.ranks:
+            one.check()
+
+
+def test_slots_are_used_again_once_all_have_returned_them(group: Callable[[int], Group]) -> None:
+    here = group(2)
+    for _ in range(50):
+        here.make()
+        here.take(0)
+        here.take(1)
+        for rank in here.ranks:
+            rank.held.clear()
+    assert here.new_slots <= SLOTS
+
+
+def test_a_follower_that_takes_nothing_is_left_out(group: Callable[[int], Group]) -> None:
+    here = group(2)
+    for _ in range(400):
+        here.make()
+        here.take(0)
+        here.ranks[0].held.clear()
+        here.ranks[1].held.clear()
+    here.take(0)
+    while not isinstance(event := here.pools[1].next_event(10.0), LeaderLoss):
+        here.pools[1].discard(event)  # type: ignore[arg-type]
+    assert "rank 0" in event.reason
+
+
+def test_a_batch_of_other_samples_is_refused(group: Callable[[int], Group]) -> None:
+    here = group(1)
+    here.make()
+    pool = here.pools[0]
+    pool.task(0, 0, 0, [7], -1, many=False)
+    event = pool.next_event(10.0)
+    assert isinstance(event, BatchResult)
+    with pytest.raises(RuntimeError, match="other samples"):
+        pool.open(event)
