@@ -33,6 +33,7 @@ from creel.loader.workers.stages import Times
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
     from creel.loader.datasets.base import Ids
+    from creel.loader.plan.batch_stream import BatchStream
 
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.
@@ -40,9 +41,10 @@ _INLINE_NBYTES = 4 << 20
 
 
 class Task(NamedTuple):
-    """A batch to read: the worker torch would use, the session's step, the index, its objects."""
+    """A batch to read: the worker torch would use, a step of a stream, the index, its objects."""
 
     worker: int
+    stream: BatchStream | None
     step: int
     index: Any
     ids: Ids | None
@@ -117,7 +119,7 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], An
     then = _spent(meter)
     data: Any
     try:
-        data = pin(reader.read_ids(task.step, task.index, task.ids))
+        data = pin(reader.read_ids(task.stream, task.step, task.index, task.ids))
     except Exception:  # noqa: BLE001  reported as by a worker; see torch's note on reference cycles
         where = f"in DataLoader worker process {task.worker}"
         data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
@@ -214,7 +216,7 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         run, i = self._run, self._pulled
         step = run.give(i, index)
         ids = None if step < 0 or run.stream is None else run.stream.ids(run.skipped + i)
-        task = Task(i % self._num_workers, step, index, ids)
+        task = Task(i % self._num_workers, run.stream, step, index, ids)
         self._queue.append(task if self._threads is None else self._threads.read(task))
         self._pulled += 1
 
@@ -238,7 +240,7 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
 
     def _inline(self, task: Task) -> Any:
         try:
-            data = self._reader.read_ids(task.step, task.index, task.ids)
+            data = self._reader.read_ids(task.stream, task.step, task.index, task.ids)
         except Exception:  # noqa: BLE001  reported as by a worker
             where = f"in DataLoader worker process {task.worker}"
             return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]

@@ -92,12 +92,13 @@ class BatchReader(StepReader):
         """Read the i-th batch after those skipped; `step` is the session's, -1 to read directly."""
         stream = self._run.stream
         ids = None if stream is None or step < 0 else stream.ids(self._run.skipped + i)
-        return self.read_ids(step, index, ids)
+        return self.read_ids(stream, step, index, ids)
 
-    def read_ids(self, step: int, index: Any, ids: Ids | None) -> Any:
+    def read_ids(self, asked: BatchStream | None, step: int, index: Any, ids: Ids | None) -> Any:
         """Read the batch of `index`.
 
         Args:
+            asked: the stream that `step` is of, which may have ended since.
             step: the session's, -1 to read directly.
             index: what the sampler yielded.
             ids: (k,) its objects, from `BatchStream.ids`; None if unknown.
@@ -110,7 +111,7 @@ class BatchReader(StepReader):
             and not self._as_worker
             and not binding.still(np.atleast_1d(np.asarray(index)))
         )
-        if ids is None or changed:
+        if ids is None or changed or stream is not asked:
             step = -1
         gatherer = self._gatherer_of(stream, binding) if step >= 0 else None
         return self.read_step(binding, stream.session, step, index, ids, gatherer)

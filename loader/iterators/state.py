@@ -23,6 +23,7 @@ from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.iterators.exchange import agreed, still
 from creel.loader.iterators.meter import Meter
+from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, joined
 from creel.loader.order.orders import index_sampler
 from creel.loader.order.samplers import (
@@ -189,10 +190,14 @@ class EpochRun:
         self.order: EpochOrder | None = None
         self.epoch = 0
         self._published_ahead = False
+        self._search: StreamSearch | None = None  # since the daemon has ended in mid-epoch
 
     def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> EpochOrder:
         """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
         loader_state = self._loader_state
+        if self._search is not None:
+            self._search.leave()
+            self._search = None
         if self.stream is not None and not self.stream.alive:
             self.stream.close()
             self.stream = None
@@ -241,10 +246,25 @@ class EpochRun:
         """Return the session's step of the i-th batch after those skipped; -1: read directly."""
         if self.stream is None:
             return -1
+        if self._search is not None:
+            self._reattach(self.stream, self.skipped + i)
         step = self.stream.give(self.skipped + i, index)
         if step < 0:
             self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
         return step
+
+    def _reattach(self, stream: BatchStream, batch: int) -> None:
+        """Have another daemon serve from this batch on, once one is found.
+
+        Batches that were given before are read directly: their steps are of `stream`, now lost.
+        """
+        found = None if self._search is None else self._search.take()
+        if found is None or self.order is None:
+            return
+        self._search = None
+        stream.close()
+        self.stream, self._published_ahead = found, False
+        found.begin(self.order, batch)
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
@@ -289,6 +309,13 @@ class EpochRun:
         self.delivered = self.skipped + i
         if self.due():
             self._count()
+            self._look_for_daemon()
+
+    def _look_for_daemon(self) -> None:
+        """Begin to look for another daemon, if this one has ended: a stopped one may go on."""
+        stream = self.stream
+        if self._search is None and stream is not None and not stream.client.alive:
+            self._search = StreamSearch(stream.binding, self._loader_state.config)
 
     def due(self) -> bool:
         """Whether to update the daemon's statistics now: often, but not for each batch."""
@@ -321,6 +348,8 @@ class EpochRun:
     def leave(self) -> None:
         """End the iterator and give back its session."""
         self._count()
+        if self._search is not None:
+            self._search.leave()
         stream, self.stream = self.stream, None
         if stream is not None:
             stream.leave()

@@ -205,6 +205,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         if worker is None:
             return
         step = self._run.give(self._send_idx, index)
+        if step >= 0 and self._run.stream is not None:
+            self._pool.join(self._run.stream.ticket)  # another one, since the daemon was restarted
         many = self._run.slices and isinstance(index, np.ndarray)
         self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
         self._task_info[self._send_idx] = (worker,)

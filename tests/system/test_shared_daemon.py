@@ -18,7 +18,7 @@ from creel.loader.binding.bind import bind
 from creel.loader.binding.gather import Gatherer
 from creel.loader.buffers import BufferPool
 from creel.loader.client import connections
-from creel.loader.iterators import gather_iter
+from creel.loader.iterators import gather_iter, state
 from creel.loader.iterators.gather_iter import GatherIter
 from creel.loader.iterators.worker_iter import WorkerIter
 from creel.loader.workers.batch_message import Outbox
@@ -279,6 +279,42 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
     with Running(name) as third:
         same_epoch()
         assert read_all(third)
+
+
+@pytest.mark.parametrize("kind", ["files", "rows", "large rows"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
+    name: str, kind: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also large rows, which threads copy."""
+    monkeypatch.setattr(connections, "RETRY_S", 0)
+    monkeypatch.setattr(gather_iter, "_INLINE_NBYTES", 0 if kind == "large rows" else 1 << 20)
+    monkeypatch.setattr(state, "_COUNT_S", 0)  # look after each batch whether it is alive
+    paths = [tmp_path / str(i) for i in range(N)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]) * NBYTES)
+    data: Any = (
+        creel.FileDataset(paths, nbytes=[NBYTES] * N)
+        if kind == "files"
+        else creel.RecordDataset(paths, torch.uint8, NBYTES)
+    )
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(3)).tolist()
+    loader = creel.DataLoader(data, BATCH, sampler=order, num_workers=workers)
+    found = []
+    with Running(name):
+        it = iter(loader)
+        found += [next(it) for _ in range(3)]
+    with Running(name) as second:
+        found += [next(it) for _ in range(2)]
+        until(lambda: len(told(second)["sessions"]) == 1)
+        found += [next(it) for _ in range(5)]
+        direct = loader.stats()["direct_reads"]
+        found += it
+        assert loader.stats()["direct_reads"] == direct
+        assert told(second)["sources"][0]["nbytes"] >= 10 * BATCH * NBYTES
+        assert len(list(loader)) == N // BATCH
+        assert loader.stats()["direct_reads"] == direct
+    assert [int(row[0]) for batch in found for row in batch] == order
 
 
 @pytest.mark.parametrize("kind", ["files", "rows"])

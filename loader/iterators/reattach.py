@@ -1,0 +1,64 @@
+"""StreamSearch: a session with another daemon, after that of an iterator has ended in mid-epoch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from creel.loader.plan.batch_stream import BatchStream, open_stream
+
+if TYPE_CHECKING:
+    from creel.config import Config
+    from creel.loader.binding.bind import Binding
+
+_log = logging.getLogger("creel.loader")
+
+#: Seconds between two looks for a daemon where none can be started, and none came back; and between
+#: two looks at whether the iterator has ended meanwhile.
+_AGAIN_S, _POLL_S = 5.0, 0.1
+
+
+class StreamSearch:
+    """Looks for a daemon, or starts one, in a thread: that takes 0.5 s, and training goes on."""
+
+    def __init__(self, binding: Binding, config: Config) -> None:
+        """Begin to look; ends with `take` or `leave`, which a finaliser may call: no locks."""
+        self._found: deque[BatchStream] = deque()
+        self._over = False
+        args = binding, config
+        thread = threading.Thread(target=self._look, args=args, name="creel-reattach", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread available: the next epoch finds a daemon
+            _log.debug("no thread to look for another daemon", exc_info=True)
+
+    def _look(self, binding: Binding, config: Config) -> None:
+        look_at = time.monotonic()
+        while not self._over:
+            if time.monotonic() < look_at:
+                time.sleep(_POLL_S)
+                continue
+            stream = open_stream(binding, config)
+            if stream is not None:
+                self._found.append(stream)
+                break
+            look_at = time.monotonic() + _AGAIN_S
+        if self._over:
+            self.leave()
+
+    def take(self) -> BatchStream | None:
+        """The session, once there is one; then it is the caller's."""
+        try:
+            return self._found.popleft()
+        except IndexError:
+            return None
+
+    def leave(self) -> None:
+        """Look no more."""
+        self._over = True
+        found = self.take()
+        if found is not None:
+            found.close()
