@@ -168,6 +168,21 @@ def test_objects_of_all_sizes_arrive(stack: ExitStack, runs: bool) -> None:
     until(lambda: node.server.nbytes == 5 * sum(SIZES))  # counted once the last byte has left
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 100])
+def test_the_last_bytes_are_not_waited_for(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, beyond: int
+) -> None:
+    """A thread that is woken for many bytes at once must not sleep where fewer are to come."""
+    monkeypatch.setattr(link, "_STALL_S", 1000.0)
+    wake = link._WAKE_NBYTES
+    objects = data_of(wake + beyond, 2 * wake + beyond, 100, 3 * wake + beyond, 10, 9 * wake)
+    source = source_of(stack, node_of(stack, objects))
+    check_read(source, objects, np.arange(len(objects), dtype=np.int32))
+    for i in range(len(objects)):
+        check_read(source, objects, np.array([i], np.int32))
+
+
 def test_many_records_come_in_few_system_calls_and_large_requests(stack: ExitStack) -> None:
     """More objects than one request, one answer and one system call may have."""
     objects = data_of(*[3072] * 9000)
