@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -104,6 +105,48 @@ def test_a_group_has_torchs_batches_and_makes_each_once(how: Any, tmp_path: Path
         assert ours[0] == theirs[0], "not what torch gives to a rank with the leader's seed"
         # In the epoch that is left early, two workers may be at the next batches.
         assert Augmented(folders[0]).made() <= 2 * Augmented(folders[1]).made() + 8 * BATCH
+
+
+class Pinnable:
+    """A batch that notes in which thread its memory was pinned."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.rows = torch.stack([row for row, _ in samples])
+        self.pinned = ""
+
+    def pin_memory(self) -> Pinnable:
+        self.pinned = threading.current_thread().name
+        return self
+
+
+@pytest.mark.skipif(
+    not hasattr(getattr(torch, "accelerator", None), "current_device_index"),
+    reason="torch < 2.8 asks torch.cuda",
+)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_threads_that_pin_memory_read_ahead(
+    persistent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    how = {"pin_memory": True, "collate_fn": Pinnable, "persistent_workers": persistent}
+
+    def read(rank: int) -> list[float]:
+        loader = loader_of(rank, tmp_path, 2, replicate=2, **how)
+        found = []
+        for epoch in range(4):
+            for i, batch in enumerate(loader):
+                assert batch.pinned == "pt_data_pin"
+                found.append(float(batch.rows.sum()))
+                if epoch % 2 and i == 3:
+                    break
+        return found
+
+    leader, follower = ranks(read, tmp_path)
+    assert leader == follower
+    assert len(leader) == 2 * SAMPLES // 2 // BATCH + 8
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -273,3 +316,9 @@ def test_a_group_reads_what_a_daemon_holds(workers: int, tmp_path: Path) -> None
 
     said = ranks(read, tmp_path)
     assert said == [([*range(0, 40, 2), *range(20)], 0)] * 2
+
+
+def test_what_deals_samples_otherwise_is_refused_with_it() -> None:
+    data: Any = [1, 2]
+    with pytest.raises(ConfigError, match="not with remap"):
+        creel.DataLoader(data, replicate=2, remap="global-batch")
