@@ -1,14 +1,14 @@
 """A dataset that opens its files itself, over slow storage: creel.wrap against torch.
 
-    sudo python benchmarks/opaque.py [--format npy png] [--workers 0 2] [--bandwidth 200M]
+    sudo python benchmarks/opaque.py [--format npy png h5] [--workers 0 2] [--bandwidth 200M]
 
-The dataset is what people write: `np.load` or `PIL.Image.open` of a path; nothing of it is edited
-for creel. Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). Memory is
-enough for all files. Ways: torch's DataLoader over the dataset; creel's over `creel.wrap` of it;
-and torch's over that, which nobody tells what comes next. Shown are samples per second of the
-first epoch and of the later ones, their ratio to torch's, and the files opened at the source in
-each epoch; and whether all batches were torch's, by a digest. The file system has no page cache:
-what torch reads again is read from it again.
+The dataset is what people write: `np.load`, `PIL.Image.open` or `h5py.File` of a path; nothing of
+it is edited for creel. Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are
+exact). Memory is enough for all files. Ways: torch's DataLoader over the dataset; creel's over
+`creel.wrap` of it; and torch's over that, which nobody tells what comes next. Shown are samples per
+second of the first epoch and of the later ones, their ratio to torch's, and the files opened at the
+source in each epoch; and whether all batches were torch's, by a digest. The file system has no page
+cache: what torch reads again is read from it again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,19 @@ class Pictures(Arrays):
             return torch.from_numpy(np.array(image.convert("RGB")))
 
 
-FORMATS = {"npy": Arrays, "png": Pictures}
+class Hdf5(Arrays):
+    """The same with h5py."""
+
+    suffix = ".h5"
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        import h5py
+
+        with h5py.File(self.paths[index], "r") as f:
+            return torch.from_numpy(f["pixels"][:])
+
+
+FORMATS = {"npy": Arrays, "png": Pictures, "h5": Hdf5}
 WAYS: dict[str, Any] = {
     "torch": DataLoader,
     "creel.wrap": lambda dataset, **k: creel.DataLoader(creel.wrap(dataset), **k),
@@ -77,6 +89,11 @@ def fill(folder: Path, dataset: Arrays) -> int:
         where = folder / Path(path).name
         if dataset.suffix == ".npy":
             np.save(where, pixels)
+        elif dataset.suffix == ".h5":
+            import h5py
+
+            with h5py.File(where, "w") as f:
+                f["pixels"] = pixels
         else:
             Image.fromarray(pixels).save(where, compress_level=1)
     return sum(path.stat().st_size for path in folder.iterdir())

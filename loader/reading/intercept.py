@@ -23,7 +23,13 @@ from typing import Any, TypeVar
 
 from creel.forks import at_fork
 from creel.loader.reading import libraries
-from creel.loader.reading.observer import Intercepting, intercepts, open_source, passes_on
+from creel.loader.reading.observer import (
+    Intercepting,
+    intercepts,
+    open_source,
+    passes_on,
+    timed,
+)
 from creel.loader.reading.opened import (
     CachedFile,
     ObservedFile,
@@ -32,6 +38,7 @@ from creel.loader.reading.opened import (
     memory_file,
     observed_file,
     opened_part,
+    read_in_c,
     written,
 )
 
@@ -124,8 +131,8 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
             if data is not None:
                 with suppress(OSError):  # no room
                     return memory_file(data)
-            fd = open_source(original, path, flags, mode)
-            opened_part(os.fstat(fd), address)  # how much is read is not seen
+            fd, waited = timed(lambda: open_source(original, path, flags, mode))
+            read_in_c(os.fstat(fd), address, waited=waited)
             return fd
         return original(path, flags, mode)
 
@@ -174,6 +181,8 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("pyarrow", "memory_map", libraries.maps),
     ("pyarrow.parquet", "read_table", lambda original: libraries.parquet(original, 0)),
     ("pyarrow.parquet", "ParquetFile.__init__", lambda original: libraries.parquet(original, 1)),
+    ("h5py", "File.__init__", libraries.hdf5),
+    ("h5py", "File.filename", libraries.hdf5_name),
 )
 
 

@@ -1,25 +1,28 @@
 """Libraries that open files in C, unseen by `open`: replacements of their functions in Python.
 
 While a person's dataset is read, each gives the library the bytes of a file that is in the cache,
-in a form that it takes for the file; else it calls the original. HDF5 has none: it takes real paths
-only, by which it finds the other files that its links and virtual datasets name.
+in a form that it takes for the file; else it calls the original.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
-from creel.loader.reading.observer import intercepts, observing, read_whole
+from creel.loader.reading.observer import intercepts, observing, read_whole, timed
 from creel.loader.reading.opened import (
     cached,
     local_address,
     memory_file,
     open_local,
     opened_part,
+    read_in_c,
+    written,
 )
 
 Call = Callable[..., Any]
@@ -99,6 +102,61 @@ def parquet(original: Call, at: int) -> Call:
         return original(*args[:at], open_local(address), **more)  # counts what is read
 
     return reading
+
+
+#: Follows the path in the name of an HDF5 file that is in memory (see `hdf5`).
+_IN_MEMORY = "\1creel"
+#: HDF5 refuses a name under which it can open a file: one longer than any path is none.
+_LONGER = 4200
+_images = itertools.count()
+
+
+def hdf5(original: Call) -> Call:
+    """h5py.File.__init__, where a path is opened for reading and nothing else is said.
+
+    The file is an image in HDF5's memory. Its name begins with the path, by whose folder HDF5 finds
+    the files that links and virtual datasets name; the rest makes it another file than the one on
+    disk, and than every other image.
+    """
+
+    @wraps(original)
+    def opening(self: Any, name: Any, *args: Any, **more: Any) -> None:
+        address = local_address(name) if intercepts() else None
+        reads = (args[0] if args else more.get("mode", "r")) == "r"
+        if address is not None and not reads:
+            written(address)
+        if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
+            original(self, name, *args, **more)
+            return
+        data = cached(address)
+        image = None if data is None else _image(data, name)
+        if image is not None:
+            original(self, image)
+            return
+        _, waited = timed(lambda: original(self, name, *args, **more))
+        with suppress(OSError):  # gone since
+            read_in_c(os.stat(address), address, waited=waited)  # noqa: PTH116
+
+    return opening
+
+
+def _image(data: bytes, path: Any) -> Any:
+    """A file of HDF5 with these bytes; None where HDF5 does not take them."""
+    h5py = sys.modules["h5py"]
+    name = f"{os.fsdecode(path)}{_IN_MEMORY}{next(_images)}".ljust(_LONGER, "\1")
+    try:
+        access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
+        access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
+        access.set_fapl_core(backing_store=False)
+        access.set_file_image(data)
+        return h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, fapl=access)
+    except Exception:  # noqa: BLE001  whatever it is, the file itself shows it
+        return None
+
+
+def hdf5_name(original: Any) -> property:
+    """h5py.File.filename."""
+    return property(lambda self: original.fget(self).partition(_IN_MEMORY)[0])
 
 
 @contextmanager

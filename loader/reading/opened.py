@@ -239,6 +239,17 @@ def opened_part(status: os.stat_result, address: str) -> PartialRead | None:
     return observed.opened(address, status.st_size) if regular and observed else None
 
 
+def read_in_c(status: os.stat_result, address: str, *, waited: bool) -> None:
+    """Record that a file was opened that is not read through a file object of Python's.
+
+    `waited`: whether the storage made the thread wait; else only a small file is worth caching, as
+    the library has more work with a copy of a large one than with the page cache.
+    """
+    part = opened_part(status, address)
+    if part is not None and waited:
+        part.count_thread()
+
+
 def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
     """Python's `open`, but for a local file to be read as bytes while a lease or record is active.
 

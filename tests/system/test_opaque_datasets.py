@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import bz2
+import copy
 import ctypes
 import errno
 import gzip
@@ -142,6 +143,30 @@ def write_parquet(path: str, seed: int) -> None:
 def write_hdf5(path: str, seed: int) -> None:
     with library("h5py").File(path, "w") as f:
         f["x"] = numbers(seed, 5000)
+        f["same"] = library("h5py").SoftLink("/x")
+
+
+def write_linked_hdf5(path: str, seed: int) -> None:
+    """It names another file and itself, by links and as a virtual dataset."""
+    h5py, name = library("h5py"), Path(path).name
+    write_hdf5(path + ".other", seed)
+    with h5py.File(path, "w") as f:
+        f["own"] = numbers(seed + 50, 5000)
+        f["link"] = h5py.ExternalLink(name + ".other", "/x")
+        f["back"] = h5py.ExternalLink(name, "/own")
+        for key, file, there in (
+            ("v", name + ".other", "x"),
+            ("w", name, "own"),
+            ("z", ".", "own"),
+        ):
+            layout = h5py.VirtualLayout((5000,), np.int32)
+            layout[:] = h5py.VirtualSource(file, there, (5000,))
+            f.create_virtual_dataset(key, layout)
+
+
+def write_large_hdf5(path: str, seed: int) -> None:
+    with library("h5py").File(path, "w") as f:
+        f["x"] = numbers(seed, 1 << 18)
 
 
 def read_all(path: str) -> bytes:
@@ -216,7 +241,38 @@ def read_xz(path: str) -> bytes:
 
 def read_hdf5(path: str) -> Any:
     with library("h5py").File(path, "r") as f:
-        return f["x"][:], f.filename
+        return f["x"][:], f["same"][5], f.filename, f["x"].file.filename, str(f), f.mode, f.libver
+
+
+def read_linked_hdf5(path: str) -> Any:
+    h5py = library("h5py")
+    with h5py.File(path) as f, h5py.File(path, mode="r") as again:
+        return [f[key][:] for key in ["own", "link", "back", "v", "w", "z"]], again["own"][7]
+
+
+def read_odd_hdf5(path: str) -> Any:
+    """Refusals, and what is not served."""
+    h5py, found = library("h5py"), []
+    calls: list[Any] = [
+        ((path, "r", "core"), {}),
+        ((path, "r"), {"driver": "sec2", "rdcc_nbytes": 1 << 16}),
+        ((path + ".none", "r"), {}),
+        ((path, "q"), {}),
+        ((path, "r"), {"nothing": 1}),
+        ((f"{path}.text",), {}),
+    ]
+    for args, more in calls:
+        try:
+            with h5py.File(*args, **more) as f:
+                found += [f["x"][:].sum(), f.driver]
+        except Exception as e:  # noqa: BLE001, PERF203
+            found += [type(e), str(e)]
+    return found
+
+
+def write_odd_hdf5(path: str, seed: int) -> None:
+    write_hdf5(path, seed)
+    Path(path + ".text").write_text("no HDF5")
 
 
 def read_fileio(path: str) -> bytes:
@@ -329,7 +385,8 @@ CALLS: dict[str, tuple[str, Write, Read, bool]] = {
     "skimage": (".png", write_png, lambda p: library("skimage.io").imread(p), True),
     "imageio": (".png", write_png, lambda p: library("imageio.v3").imread(p), True),
     "tifffile": (".tiff", write_tiff, lambda p: library("tifffile").imread(p), True),
-    "h5py": (".h5", write_hdf5, read_hdf5, False),
+    "h5py": (".h5", write_hdf5, read_hdf5, True),
+    "h5py, odd": (".h5", write_odd_hdf5, read_odd_hdf5, False),
     "io.FileIO": (".bin", write_raw, read_fileio, False),
     "C": (".npy", write_little, read_in_c, False),
 }
@@ -521,6 +578,66 @@ def test_nothing_is_opened_at_the_source_once_all_is_in_memory(
         del ours
     assert opens[0] >= len(theirs.dataset)
     assert opens[3:] == [0, 0]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_links_and_virtual_datasets_of_an_hdf5_file_in_memory_lead_to_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__RECHECK", "never")
+    bare = Plain(tmp_path, read_linked_hdf5)
+    for i, path in enumerate(bare.paths):
+        write_linked_hdf5(path, i)
+    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
+    for _ in range(4):
+        assert same(list(ours), list(theirs))
+    owns = {int(bare[i][0][0][0]) for i in range(N)}
+    for i, path in enumerate(bare.paths):
+        write_linked_hdf5(path, 100 + i)
+    found = [sample for batch in ours for sample in batch]
+    assert {int(sample[0][0][0]) for sample in found} == owns  # from memory
+    assert same(
+        sorted(int(x[0][1][0]) for x in found), sorted(int(bare[i][0][1][0]) for i in range(N))
+    )
+
+
+def read_hdf5_part(path: str) -> Any:
+    with library("h5py").File(path, "r") as f:
+        return f["x"][1000:2000]
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
+)
+@pytest.mark.parametrize(
+    ("read", "write", "served"),
+    [
+        (read_directly, write_raw, True),
+        (lambda path: library("h5py").File(path)["x"][:], write_large_hdf5, True),
+        (read_hdf5_part, write_large_hdf5, False),
+    ],
+    ids=["os.open", "h5py", "h5py, a part"],
+)
+def test_what_c_reads_of_large_files_is_seen_where_the_storage_is_slow(
+    read: Read, write: Write, tmp_path: Path, *, served: bool
+) -> None:
+    from testbed.slowfs import SlowFS
+
+    bare = Plain(tmp_path, read)
+    for i, path in enumerate(bare.paths):
+        write(path, i)
+    theirs = loader(bare, DataLoader)
+    with SlowFS(str(tmp_path), str(tmp_path / "m"), open_latency=1.0) as fs:  # type: ignore[no-untyped-call]
+        mounted = copy.copy(bare)
+        mounted.paths = [f"{fs.mountpoint}/{Path(path).name}" for path in bare.paths]
+        ours = loader(creel.wrap(mounted))
+        for _ in range(2):
+            assert same(list(ours), list(theirs))
+        before = fs.totals()["opens"]
+        assert same(list(ours), list(theirs))
+        assert fs.totals()["opens"] - before == (0 if served else N)
+        del ours
 
 
 # --- what is replaced, when -----------------------------------------------------------------------
@@ -747,9 +864,19 @@ def saved(path: str) -> Any:
     return before[:1], after
 
 
+def changed_hdf5(path: str) -> Any:
+    h5py, name = library("h5py"), path + ".h5"
+    with h5py.File(name, "a") as f:
+        f.attrs["n"] = f.attrs.get("n", 0) + 1
+    with h5py.File(name) as f:
+        return int(f.attrs["n"])
+
+
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-@pytest.mark.parametrize("how", [rewritten, replaced, replaced_by_keyword, moved, saved])
+@pytest.mark.parametrize(
+    "how", [rewritten, replaced, replaced_by_keyword, moved, saved, changed_hdf5]
+)
 def test_a_sample_that_changes_its_file_reads_what_is_there(
     tmp_path: Path, how: Callable[[str], Any], kind: Any
 ) -> None:
