@@ -11,8 +11,9 @@ Only the loader knows which samples need which objects: plans name objects.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from mmap import mmap
 from typing import TYPE_CHECKING
@@ -22,12 +23,13 @@ import xxhash
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
+from creel.cache.storage.copies import Copies
 from creel.errors import ConfigError, MalformedError
 
 if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
     import pyarrow as pa
 
-_ROOT = b"creel.root"
+_ROOT, _SALT, _COPIES = b"creel.root", b"creel.salt", b"creel.copies"
 UNKNOWN = -1
 MAX_OBJECTS = 2**31 - 1
 #: Addresses compared at a time: a few megabytes.
@@ -51,10 +53,14 @@ class Manifest:
         table: columns uri (large_string, relative to `root` where `root` is not empty), offset,
             length, count (int64), without nulls.
         root: prefix of every uri ("/data/train", "s3://bucket/x", "http://host/d"), or "".
+        salt: tells datasets of the same objects apart.
+        copies: of some of the files, for the daemon.
     """
 
     table: pa.Table
     root: str = ""
+    salt: str = ""
+    copies: Copies | None = field(default=None, compare=False)
 
     @classmethod
     def of_files(
@@ -98,6 +104,8 @@ class Manifest:
         """Join parts, in order; ids of part i continue where part i-1 ended."""
         import pyarrow as pa
 
+        if len(parts) == 1:
+            return replace(parts[0], table=parts[0].table.combine_chunks())
         roots = {p.root for p in parts}
         if len(roots) == 1:
             return cls(pa.concat_tables([p.table for p in parts]).combine_chunks(), roots.pop())
@@ -268,6 +276,7 @@ class Manifest:
         """Content identity: equal for equal manifests, whatever process made them (XXH3-128)."""
         root = self.root.encode()
         digest = xxhash.xxh3_128(f"{len(root)} {self.table.num_rows} ".encode() + root)
+        digest.update(self.salt.encode())
         for name in ("offset", "length", "count"):
             digest.update(np.ascontiguousarray(self._column(name)).view(np.uint8).data)
         for part in self._text():
@@ -290,19 +299,26 @@ class Manifest:
         bounds = np.frombuffer(ends, np.int64)[uris.offset :][: len(uris) + 1]
         return bounds, memoryview(b"" if text is None else text)
 
-    def to_arrow(self) -> bytes:
-        """Return an Arrow IPC file."""
+    def to_arrow(self, *, copies: bool = False) -> bytes:
+        """Return an Arrow IPC file; `copies`: with what it says of them."""
         import pyarrow as pa
 
         sink = pa.BufferOutputStream()
-        table = self.table.replace_schema_metadata({_ROOT: self.root.encode()})
+        also = {_ROOT: self.root.encode(), _SALT: self.salt.encode()}
+        if copies and self.copies is not None:
+            also[_COPIES] = self.copies.entries.astype("<i8").tobytes()
+        table = self.table.replace_schema_metadata(also)
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
         return bytes(sink.getvalue())
 
     @classmethod
-    def from_arrow(cls, data: bytes | memoryview | mmap | pa.Buffer) -> Manifest:
+    def from_arrow(
+        cls, data: bytes | memoryview | mmap | pa.Buffer, fd: int | None = None
+    ) -> Manifest:
         """Read what `to_arrow` wrote, checking everything a hostile sender could have changed.
+
+        `fd`: descriptor of the copies that it names, copied.
 
         Raises:
             MalformedError: no such file, another schema, nulls, negative or overflowing numbers.
@@ -313,7 +329,8 @@ class Manifest:
             with pa.ipc.open_file(pa.py_buffer(data)) as reader:
                 table = reader.read_all().combine_chunks()
             table.validate(full=True)
-            root = (table.schema.metadata or {}).get(_ROOT, b"").decode()
+            also = table.schema.metadata or {}
+            root, salt = also.get(_ROOT, b"").decode(), also.get(_SALT, b"").decode()
         except (pa.ArrowException, OSError, ValueError) as e:
             raise MalformedError(f"not a manifest: {e}") from e
         if not table.schema.equals(_schema()):
@@ -321,9 +338,12 @@ class Manifest:
             raise MalformedError(f"a manifest has the columns {names}, not {table.schema}")
         if any(column.null_count for column in table.columns):
             raise MalformedError("a manifest has no nulls")
-        manifest = cls(table.replace_schema_metadata(None), root)
+        manifest = cls(table.replace_schema_metadata(None), root, salt)
         manifest.check()
-        return manifest
+        if fd is None:
+            return manifest
+        entries = Copies.parsed(also.get(_COPIES, b""), table.num_rows)
+        return replace(manifest, copies=Copies(os.dup(fd), entries))
 
     def check(self) -> None:
         """Raise MalformedError for impossible numbers, ConfigError for too many objects."""

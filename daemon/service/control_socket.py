@@ -303,12 +303,12 @@ class ControlSocket:
             self._node.close_session(self._node.registry.owned(connection.token, request.session))
 
     def _register(self, connection: _Connection, request: Register, fds: list[int]) -> None:
-        if len(fds) != 1:
-            raise MalformedError(f"a manifest comes in one descriptor, not {len(fds)}")
+        if len(fds) not in {1, 2}:
+            raise MalformedError(f"a manifest comes in one or two descriptors, not {len(fds)}")
         if not 0 < request.nbytes <= _MAX_MANIFEST:
             raise MalformedError(f"a manifest of {request.nbytes} bytes")
         self._node.quota.check(request.nbytes, "a manifest")
-        fd = fds.pop()  # `read_manifest` closes it
+        (fd, *copies), fds[:] = fds, []  # `read_manifest` closes them
         connection.busy = True
         self._epoll.modify(connection.socket.fileno(), select.EPOLLRDHUP)
 
@@ -319,7 +319,9 @@ class ControlSocket:
                 self._epoll.modify(connection.socket.fileno(), events)
                 self._send(connection, answer)
 
-        self._node.register(connection.token, lambda: read_manifest(fd, request.nbytes), reply)
+        self._node.register(
+            connection.token, lambda: read_manifest(fd, request.nbytes, *copies), reply
+        )
 
 
 def _whole(body: bytes, flags: int) -> Any:
@@ -334,8 +336,8 @@ def _opened(session: SessionRecord) -> Answer:
     return Answer(message, (session.words_fd, dataset.table_fd))
 
 
-def read_manifest(fd: int, nbytes: int) -> Manifest:
-    """Return the manifest in a client's memfd; closes `fd`.
+def read_manifest(fd: int, nbytes: int, copies: int | None = None) -> Manifest:
+    """Return the manifest in a client's memfd, `copies` in another; closes both.
 
     It is mapped in place where seals keep the client from changing it, and copied otherwise.
 
@@ -347,11 +349,13 @@ def read_manifest(fd: int, nbytes: int) -> Manifest:
         if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
             raise MalformedError(f"not a file of {nbytes} bytes")
         data = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) if _is_sealed(fd) else _copied(fd, nbytes)
-        return Manifest.from_arrow(data)
+        return Manifest.from_arrow(data, copies)
     except OSError as e:
         raise MalformedError(f"the manifest cannot be read: {e}") from e
     finally:
         os.close(fd)
+        if copies is not None:
+            os.close(copies)
 
 
 def _is_sealed(fd: int) -> bool:

@@ -3,10 +3,11 @@
 Below creel.wrap, the reads of a user's `__getitem__` through creel.open, creel.read or a creel
 dataset that it holds are recorded in a journal, a memfd that the trainer and its workers share. It
 has one line of JSON per batch, `[again, [sample, item, ...], ...]`, written by an atomic append;
-`again` counts samples that were already recorded. Once enough samples have come again, or the
-journal is too long, a process appends the line `[]`: the lines before the first `[]` are the trace,
-the same in all processes. Samples that are not traced, or read something else later, are direct
-reads.
+`again` counts samples that were already recorded. Before it comes a line for the files of which
+there are copies (`file_copies`), `{address: [first byte, bytes, version], ...}`. Once enough
+samples have come again, or the journal is too long, a process appends the line `[]`: the lines
+before the first `[]` are the trace, the same in all processes. Samples that are not traced, or read
+something else later, are direct reads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -33,10 +35,12 @@ from creel.loader.reading.observer import Asked, ObservedReads
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
+    from creel.loader.reading.file_copies import FileCopies
 
 T = TypeVar("T")
 #: What each sample of a batch reads.
 BatchReads = list[list[Asked]]
+Observing = Callable[[], ObservedReads]
 
 #: The first epoch is over when no sample was new for 1/16 of the number recorded.
 _END_SHARE = 16
@@ -52,15 +56,21 @@ class AccessRecorder:
     """Records the reads of one dataset; thread-safe, and shared with forked workers."""
 
     def __init__(
-        self, dataset: Dataset[Sample], journal: int | None = None, *, whole: bool = False
+        self,
+        dataset: Dataset[Sample],
+        journal: int | None = None,
+        *,
+        whole: bool = False,
+        copies: FileCopies | None = None,
     ) -> None:
         """Begin to record.
 
         `journal`: descriptor, taken over, of another process's journal; None for a new one.
-        `whole`: whether every file counts as read whole (`ObservedReads.wanted`).
+        `whole`, `copies`: as for `ObservedReads`.
         """
         self.dataset = dataset
-        self._whole = whole
+        self.copies = copies
+        self._observing = partial(ObservedReads, whole=whole, copies=copies)
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
@@ -82,13 +92,18 @@ class AccessRecorder:
         self._again = 0  # samples since the last new one
         self._sealed = self._returned = False
 
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors of what processes share: the journal, and copies of files."""
+        return [self.fd] if self.copies is None else [self.fd, self.copies.fd]
+
     def __getitem__(self, index: int) -> Sample:
         """The dataset's sample; its reads are kept until `write`."""
         if self._sealed:
             return self.dataset[index]
-        with ObservedReads() as observed:
+        with self._observing() as observed:
             sample = self.dataset[index]
-        self._observed.append((index, observed.wanted(whole=self._whole)))
+        self._observed.append((index, observed.wanted()))
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
@@ -98,7 +113,7 @@ class AccessRecorder:
         if not hasattr(self.dataset, "__getitems__"):
             return [self[i] for i in indices]
         reads: BatchReads = [[] for _ in indices]
-        samples = _batch(self.dataset, indices, reads, self._whole)
+        samples = _batch(self.dataset, indices, reads, self._observing)
         self._observed += zip(indices, reads, strict=True)
         return samples
 
@@ -116,11 +131,14 @@ class AccessRecorder:
             if not self._sealed or self._returned:
                 return None
             self._returned = True
-        trace = AccessTrace(self._size, self._all(), self._parts)
+        copied: dict[str, list[int]] = {}
+        trace = AccessTrace(self._size, self._all(copied), self._parts)
+        if self.copies is not None:
+            trace.keep(self.copies.fd, copied)
         return trace if trace.leaves else None
 
-    def _all(self) -> Iterator[tuple[int, list[Item]]]:
-        """(sample, items) of the complete journal, in order."""
+    def _all(self, copied: dict[str, list[int]]) -> Iterator[tuple[int, list[Item]]]:
+        """(sample, items) of the complete journal, in order; enters copies of files in `copied`."""
         at, rest = 0, b""
         while True:
             data = os.pread(self.fd, _PIECE, at)
@@ -129,7 +147,11 @@ class AccessRecorder:
             for line in lines:
                 if line == _SEAL:
                     return
-                for index, *items in json.loads(line)[1:]:
+                read = json.loads(line)
+                if isinstance(read, dict):
+                    copied |= read
+                    continue
+                for index, *items in read[1:]:
                     yield index, items
 
     def _note(self, index: int, items: list[Item]) -> None:
@@ -151,14 +173,22 @@ class AccessRecorder:
     def write(self) -> None:
         """Append the reads of a batch to the journal, and take in those of other processes."""
         with self._lock:
-            while self._observed:  # also those of other threads
-                self._note_reads(*self._observed.popleft())
+            for index, reads in _drained(self._observed):  # also those of other threads
+                self._note_reads(index, reads)
+            if not self._sealed:
+                self._write_copies()
             if (self._unwritten or self._repeated) and not self._sealed:
                 self._append(json.dumps([self._repeated, *self._unwritten]).encode())
             self._unwritten, self._repeated = [], 0
             self._catch_up()
             if self._over() and not self._sealed:
                 self._append(_SEAL)
+
+    def _write_copies(self) -> None:
+        done = [] if self.copies is None else list(_drained(self.copies.done))
+        named = {address: place for address, *place in done if _is_utf8(address)}
+        if named:
+            self._append(json.dumps(named).encode())
 
     def _append(self, line: bytes) -> None:
         """Append a line; if there is no memory for all of it, recording ends without a trace."""
@@ -186,7 +216,8 @@ class AccessRecorder:
                     self._sealed = True
                     return
                 try:
-                    again, *new = json.loads(line)
+                    read = json.loads(line)
+                    again, *new = (0,) if isinstance(read, dict) else read
                 except ValueError:  # a line cut short for lack of memory
                     self._sealed = self._returned = True
                     return
@@ -196,43 +227,50 @@ class AccessRecorder:
                     self._known[index] = True
 
 
-def _unwritten(reads: list[Asked], whole: bool, act: Callable[[], T]) -> T:
+def _drained(queue: deque[T]) -> Iterator[T]:
+    while queue:
+        yield queue.popleft()
+
+
+def _unwritten(reads: list[Asked], observing: Observing, act: Callable[[], T]) -> T:
     """Call `act` and return its result; its reads are added to `reads`."""
-    with ObservedReads() as observed:
+    with observing() as observed:
         result = act()
-    reads += observed.wanted(whole=whole)
+    reads += observed.wanted()
     return result
 
 
-def _batch(dataset: object, indices: Iterable[int], reads: BatchReads, whole: bool) -> list[Sample]:
+def _batch(
+    dataset: object, indices: Iterable[int], reads: BatchReads, observing: Observing
+) -> list[Sample]:
     """`fetch_many` of a dataset that `by_sample` allows, recording the reads of each sample.
 
     Calls are made in torch's order: a StackDataset takes all samples of its first part before those
     of the second, and `Transformed` calls its function after all samples were taken.
     """
     if type(dataset) is Wrapped:
-        return _batch(unwrap(dataset), indices, reads, whole)
+        return _batch(unwrap(dataset), indices, reads, observing)
     if unchanged(dataset, Subset):
         below: Iterable[int] = map(dataset.indices.__getitem__, indices)
         if hasattr(dataset.dataset, "__getitems__"):
             below = list(below)
-        return _batch(dataset.dataset, below, reads, whole)
+        return _batch(dataset.dataset, below, reads, observing)
     if type(dataset) is Transformed:
         return [
-            _unwritten(read, whole, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
+            _unwritten(read, observing, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
             for sample, read in zip(
-                _batch(dataset.dataset, indices, reads, whole), reads, strict=True
+                _batch(dataset.dataset, indices, reads, observing), reads, strict=True
             )
         ]
     if unchanged(dataset, StackDataset):
         parts = dataset.datasets
         if isinstance(parts, dict):
-            columns = [_batch(part, indices, reads, whole) for part in parts.values()]
+            columns = [_batch(part, indices, reads, observing) for part in parts.values()]
             return [dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)]
-        return list(zip(*(_batch(part, indices, reads, whole) for part in parts), strict=True))
+        return list(zip(*(_batch(part, indices, reads, observing) for part in parts), strict=True))
     leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # anything else is one
     return [
-        _unwritten(read, whole, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
+        _unwritten(read, observing, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
         for i, read in zip(indices, reads, strict=True)
     ]
 
@@ -254,12 +292,18 @@ def _is_utf8(address: str) -> bool:
 
 
 def recorder_of(
-    dataset: Dataset[Sample], journal: int | None = None, *, whole: bool = False
+    dataset: Dataset[Sample],
+    journal: int | None = None,
+    *,
+    whole: bool = False,
+    copies: FileCopies | None = None,
 ) -> AccessRecorder | None:
     """A recorder; None for a dataset whose reads are not known by sample, or too large."""
     serve_torchvision()  # its folders may be inside
     try:
         fits = by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
-        return AccessRecorder(dataset, journal, whole=whole) if fits else None
+        if not fits:
+            return None
+        return AccessRecorder(dataset, journal, whole=whole, copies=copies)
     except Exception:  # noqa: BLE001  a user's __len__ may raise anything
         return None

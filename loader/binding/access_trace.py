@@ -48,6 +48,11 @@ class AccessTrace:
         everything = [*parts, Addressed(addresses)]
         self.leaves = [everything[i] for i in read.tolist()]
 
+    def keep(self, fd: int, copied: dict[str, list[int]]) -> None:
+        """Keep copies of its files for the daemon: (first byte in the memfd, bytes, version)."""
+        if len(self.leaves) == 1 and isinstance(self.leaves[0], Addressed) and copied:
+            self.leaves[0].keep(fd, copied)
+
     def build(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> TreeNode:
         """The node of the dataset; `place` adds a leaf to the tree and returns its first id."""
         bases = np.array([place(leaf) for leaf in self.leaves], np.int64)

@@ -7,6 +7,7 @@ import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -15,6 +16,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import Manifest
 from creel.errors import ConfigError
 from creel.loader.datasets.base import CreelDataset, Ids, Indices, addresses
@@ -47,7 +49,8 @@ def leaf_of(dataset: object) -> CreelDataset:
 class Addressed(CreelDataset):
     """Whole-file objects, found by address when user code reads them."""
 
-    volatile = (*CreelDataset.volatile, "_index")
+    volatile = (*CreelDataset.volatile, "_index", "_copies")
+    _copies: Copies | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
         self._uris = addresses(uris)
@@ -68,8 +71,19 @@ class Addressed(CreelDataset):
     def _index(self) -> _StringIndex:
         return _StringIndex(self._uris)
 
+    def keep(self, fd: int, copied: dict[str, list[int]]) -> None:
+        """Keep copies of its files for the daemon: (first byte in the memfd, bytes, version)."""
+        rows = [
+            (row, *copied[uri]) for row, uri in enumerate(self._uris.to_pylist()) if uri in copied
+        ]
+        self._copies = Copies(os.dup(fd), np.array(rows, np.int64).reshape(-1, 4))
+        self._manifest = None
+
     def _build_manifest(self) -> Manifest:
-        return Manifest.of_files(self._uris)
+        manifest = Manifest.of_files(self._uris)
+        if self._copies is None:
+            return manifest
+        return replace(manifest, salt=self._copies.salt, copies=self._copies)
 
 
 class _StringIndex:

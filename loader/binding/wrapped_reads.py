@@ -25,8 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
+from creel import limits
 from creel.addresses import startable
-from creel.config import Config
+from creel.config import Config, memory_budget
 from creel.errors import UnavailableError
 from creel.forks import at_fork, forget_in_child
 from creel.loader.binding.access_recorder import AccessRecorder, recorder_of
@@ -37,6 +38,7 @@ from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.cluster.ranks import job_name, rank_and_world
+from creel.loader.reading.file_copies import FileCopies
 from creel.loader.reading.intercept import Intercepted
 from creel.loader.reading.observer import Lease, leased, observing
 from creel.policies.direct import DirectReads
@@ -196,16 +198,16 @@ class WrappedReads:
     """A dataset and this process's `DaemonLink`, made at the first read."""
 
     def __init__(
-        self, dataset: Dataset[Sample], journal: Handle | None = None, *, whole: bool = False
+        self, dataset: Dataset[Sample], shared: Sequence[Handle] = (), *, whole: bool = False
     ) -> None:
-        """`journal`: that of the process that spawned this one, to record into.
+        """`shared`: the journal, and the copies, of the process that spawned this one.
 
         `whole`: see `creel.wrap`.
         """
         self._dataset = dataset
         self._whole = whole
         self._config: tuple[Config, dict[str, str]] | None = None
-        self._journal = None if journal is None else journal.detach()
+        self._shared = [handle.detach() for handle in shared]
         self._forget_binding()
         self.forget()
         forget_in_child(self)
@@ -230,8 +232,8 @@ class WrappedReads:
             return made, (self._dataset,)
         self.prepare()
         recorder = self._recorder
-        handle = None if recorder is None else multiprocessing.reduction.DupFd(recorder.fd)
-        return made, (self._dataset, handle)
+        fds = () if recorder is None else recorder.fds
+        return made, (self._dataset, [multiprocessing.reduction.DupFd(fd) for fd in fds])
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
@@ -274,14 +276,33 @@ class WrappedReads:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
-                journal, self._journal = self._journal, None
-                self._recorder = recorder_of(self._dataset, journal, whole=self._whole)
+                journal, copies, *_ = [*self._shared, None, None]
+                self._shared = []
+                kept = self._new_copies(copies)
+                self._recorder = recorder_of(self._dataset, journal, whole=self._whole, copies=kept)
         if self._binding is None and self._recorder is not None:
             self._trace = self._recorder.trace()
             if self._trace is not None:
                 self._binding = bound(self._dataset, self._trace)
                 self._recorder = None  # frees the memory of its journal
         return self._binding
+
+    def _new_copies(self, fd: int | None) -> FileCopies | None:
+        """Where to keep what is read of slow files, in memory that the daemon does not use yet.
+
+        None where others read the same dataset, or a disk remembers it: they would not find it.
+        """
+        config = self._settings()
+        if rank_and_world()[1] > 1 or config.disk.path:
+            return None
+        try:
+            memory = limits.memory()
+            counts = {"total": memory.total, "available": memory.available}
+            budget = memory_budget(config.memory, **counts)
+            return FileCopies(min(budget, memory.available // 2), fd)
+        except Exception:  # noqa: BLE001  no room; or somebody's own `open` stands for Python's
+            _log.debug("no copies are kept of what is read", exc_info=True)
+            return None
 
     def prepare(self) -> None:
         """Bind before workers are made, so that each need not; does not contact a daemon."""

@@ -187,10 +187,12 @@ class Client:
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        data = manifest.to_arrow()
+        copies = manifest.copies if manifest.copies is not None and manifest.copies.give() else None
+        data = manifest.to_arrow(copies=copies is not None)
         fd = sealed_copy(data)
+        fds = (fd,) if copies is None else (fd, copies.fd)
         try:
-            reply, _ = self._call(Register(len(data)), Registered, (fd,), _REGISTER_TIMEOUT_S)
+            reply, _ = self._call(Register(len(data)), Registered, fds, _REGISTER_TIMEOUT_S)
         finally:
             os.close(fd)
         return reply.dataset

@@ -26,18 +26,17 @@ from creel.loader.reading import libraries
 from creel.loader.reading.observer import (
     Intercepting,
     intercepts,
+    observing,
     open_source,
     passes_on,
     timed,
 )
 from creel.loader.reading.opened import (
     CachedFile,
-    ObservedFile,
     cached,
     local_address,
     memory_file,
     observed_file,
-    opened_part,
     read_in_c,
     written,
 )
@@ -94,21 +93,18 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
     data = cached(address)
     if data is not None:
         return CachedFile(data, os.fspath(file))
-    real = open_source(original, file, "rb", buffering)
+    real, waited = timed(lambda: open_source(original, file, "rb", buffering))
     # what somebody else's `open` gives stays as it is
-    return observed_file(real, address) if isinstance(real, _PYTHONS) else real
+    return observed_file(real, address, waited=waited) if isinstance(real, _PYTHONS) else real
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
     data = cached(address)
     if data is None:
-        real = open_source(original, file, mode, -1, *more)
-        if not isinstance(real, io.TextIOWrapper):
+        real, waited = timed(lambda: open_source(original, file, mode, -1, *more))
+        if not isinstance(real, io.TextIOWrapper) or observing() is None:
             return real
-        part = opened_part(os.fstat(real.fileno()), address)
-        if part is None:
-            return real
-        binary: Any = ObservedFile(real.detach(), part)
+        binary: Any = observed_file(real.detach(), address, waited=waited)
     else:
         binary = CachedFile(data, os.fspath(file))
     text = io.TextIOWrapper(binary, *more)

@@ -16,10 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from creel.loader.reading.file_copies import FileCopies
 
 Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
@@ -300,17 +303,22 @@ def _thread_nbytes() -> int:
 class ObservedReads:
     """Records what this thread reads inside the `with`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, whole: bool = False, copies: FileCopies | None = None) -> None:
+        """Make a record.
+
+        Args:
+            whole: whether a file is worth caching however little of it is seen to be read.
+            copies: where to keep what is read of slow files.
+        """
+        self._whole = whole
+        self.copies = copies
         self._asked: dict[Asked, PartialRead | None] = {}  # None: it was read as a whole
         self._outer: ObservedReads | None = None
 
-    def wanted(self, *, whole: bool = False) -> list[Asked]:
-        """Each read once, in order, without files of which only a small part was read.
-
-        `whole`: with them, as it is not seen how much of a file is read by its descriptor.
-        """
+    def wanted(self) -> list[Asked]:
+        """Each read once, in order, without files of which only a small part was read."""
         asked = self._asked.items()
-        return [what for what, part in asked if whole or part is None or part.wanted()]
+        return [what for what, part in asked if self._whole or part is None or part.wanted()]
 
     def add(self, asked: Asked) -> None:
         """Record a read that succeeded: one that failed would be repeated by the daemon."""

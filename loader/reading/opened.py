@@ -12,9 +12,12 @@ import io
 import logging
 import os
 import stat
+import time
+from contextlib import suppress
 from typing import IO, Any, cast
 
 from creel.errors import ConfigError
+from creel.loader.reading.file_copies import FileCopy
 from creel.loader.reading.observer import (
     PartialRead,
     copy_at,
@@ -22,6 +25,7 @@ from creel.loader.reading.observer import (
     leased,
     observing,
     take_address,
+    timed,
 )
 from creel.loader.reading.storage import absolute, read_all, scheme_of
 
@@ -119,10 +123,13 @@ class ObservedFile(_FileOver):
 
     _file: io.BufferedReader
 
-    def __init__(self, file: io.BufferedReader, part: PartialRead) -> None:
-        """`part` counts what is read."""
+    def __init__(
+        self, file: io.BufferedReader, part: PartialRead, copy: FileCopy | None = None
+    ) -> None:
+        """`part` counts what is read; `copy` gets it."""
         self._file = file
         self._part = part
+        self._copy = copy
         self.name = file.name
         self._handed_on: int | None = None  # where the descriptor was
 
@@ -147,6 +154,9 @@ class ObservedFile(_FileOver):
     def close(self) -> None:
         if not self.closed:
             self._count_moved()
+            if self._copy is not None:
+                with suppress(OSError, ValueError):  # somebody has closed the real file
+                    self._copy.finish(self._file)
         super().close()
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -160,17 +170,21 @@ class ObservedFile(_FileOver):
 
     def readinto(self, buffer: Any, /) -> int:
         got = self._file.readinto(buffer)
-        self._part.got += got
-        self._handed_on = None
+        self._count(memoryview(buffer).cast("B")[:got] if got else b"")
         return got
 
     def peek(self, size: int = 0, /) -> bytes:
         return self._file.peek(size)
 
     def _counted(self, data: bytes) -> bytes:
+        self._count(data)
+        return data
+
+    def _count(self, data: bytes | memoryview) -> None:
         self._part.got += len(data)
         self._handed_on = None  # Python's buffer moves it, too
-        return data
+        if self._copy is not None:
+            self._copy.add(self._file.tell() - len(data), data)
 
 
 def memory_file(data: bytes) -> int:
@@ -220,23 +234,36 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
 
 def open_local(path: str) -> IO[bytes]:
     """Open the real file, observed if this thread's reads are being recorded."""
-    file: IO[bytes] = observed_file(_python_open(path, "rb"), path)
+    real, waited = timed(lambda: _python_open(path, "rb"))
+    file: IO[bytes] = observed_file(real, path, waited=waited)
     return file
 
 
-def observed_file(real: Any, address: str) -> Any:
-    """A file just opened, counting what is read of it if this thread's reads are being recorded."""
-    if observing() is None:
+def observed_file(real: Any, address: str, *, waited: bool) -> Any:
+    """A file just opened, counting what is read of it if this thread's reads are being recorded.
+
+    `waited`: whether the storage made the thread wait; then what is read is kept, too.
+    """
+    observed = observing()
+    if observed is None:
         return real
-    part = opened_part(os.fstat(real.fileno()), address)
-    return real if part is None else ObservedFile(real, part)
+    now, status = time.time_ns(), os.fstat(real.fileno())
+    part, copy = opened_part(status, address), None
+    if waited and observed.copies is not None and _cacheable(status, address):
+        copy = FileCopy(observed.copies, address, status, now)
+        part = part or PartialRead(status.st_size)
+    return real if part is None else ObservedFile(real, part, copy)
 
 
 def opened_part(status: os.stat_result, address: str) -> PartialRead | None:
     """Record that a file was opened; where reads of it are to be counted, None if nowhere."""
     observed = observing()
-    regular = stat.S_ISREG(status.st_mode) and not address.startswith(_NO_FILES)
-    return observed.opened(address, status.st_size) if regular and observed else None
+    worth = observed is not None and _cacheable(status, address)
+    return observed.opened(address, status.st_size) if worth and observed else None
+
+
+def _cacheable(status: os.stat_result, address: str) -> bool:
+    return stat.S_ISREG(status.st_mode) and not address.startswith(_NO_FILES)
 
 
 def read_in_c(status: os.stat_result, address: str, *, waited: bool) -> None:

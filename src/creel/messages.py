@@ -69,7 +69,10 @@ class Hello(Message, frozen=True):
 
 
 class Register(Message, frozen=True):
-    """Register a dataset; one descriptor: a sealed memfd with `Manifest.to_arrow()` of `nbytes`."""
+    """Register a dataset; one descriptor: a sealed memfd with `Manifest.to_arrow()` of `nbytes`.
+
+    A second one has the copies of files that this names (`creel.cache.storage.copies`).
+    """
 
     nbytes: int
 

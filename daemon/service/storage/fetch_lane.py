@@ -92,7 +92,7 @@ class FetchLane:
         self,
         name: str,
         source: Readable,
-        run: Callable[[FetchJob, slice], None],
+        run: Callable[[FetchJob, slice], int],
         limit: int,
         free_threads: FreeThreads,
         *,
@@ -190,10 +190,10 @@ class FetchLane:
         while (work := self._take(me)) is not None:
             job, part = work
             start, cpu, user = time.perf_counter(), time.thread_time(), _user_s()
-            self._run(job, part)
+            objects = self._run(job, part)
             cpu, user = time.thread_time() - cpu, _user_s() - user
-            # A lost update between threads does no harm.
-            self._speed.measured(part.stop - part.start, time.perf_counter() - start, cpu, user)
+            if objects:  # a lost update between threads does no harm
+                self._speed.measured(objects, time.perf_counter() - start, cpu, user)
 
     def _take(self, me: int) -> tuple[FetchJob, slice] | None:
         with self._ready:

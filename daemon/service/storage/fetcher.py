@@ -198,33 +198,37 @@ class Fetcher:
             thread.join(max(deadline - time.monotonic(), 0))
         return not any(thread.is_alive() for thread in threads)
 
-    def _run(self, source: Readable, job: FetchJob, part: slice) -> None:
-        """Read or copy one part, in a lane's thread."""
+    def _run(self, source: Readable, job: FetchJob, part: slice) -> int:
+        """Read or copy one part, in a lane's thread; how many objects say how quick the lane is."""
+        objects: int = part.stop - part.start
         try:
             if job.fetch.origin == HELD:
                 self._copy(job, part)
             else:
-                self._read(source, job, part)
+                objects -= self._read(source, job, part)
         except OSError as e:  # sources raise none: this is the arena
             self._no_memory(e)
         except Exception:  # our bug: the objects fail and are read directly
             log.exception("fetch %d failed", job.fetch.fetch)
         self._part_done(job, part.stop - part.start)
+        return objects
 
     def _part_done(self, job: FetchJob, objects: int) -> None:
         if job.part_done(objects):
             self._finish(job)
 
-    def _look(self, source: Source, job: FetchJob, part: slice) -> None:
-        """Check one part, in a lane's thread."""
+    def _look(self, source: Source, job: FetchJob, part: slice) -> int:
+        """Check one part, in a lane's thread; how many files that were."""
         assert isinstance(job.action, CheckVersions)  # noqa: S101
+        files: int = part.stop - part.start
         try:
             job.version[part] = source.versions(job.action.files[part])
         except Exception:  # our bug: all count as changed and are fetched again
             log.exception("a check failed")
             job.version[part] = CHANGING
-        if job.part_done(part.stop - part.start):
+        if job.part_done(files):
             self._post(Checked(job.action.check, job.version))
+        return files
 
     def _no_memory(self, error: OSError) -> None:
         """Log that the arena cannot be written; out of memory only once, as it repeats."""
@@ -241,7 +245,8 @@ class Fetcher:
             self._held[fetch.fetch] = job.held
         self._post(Fetched(fetch.fetch, job.nbytes, job.version))
 
-    def _read(self, source: Readable, job: FetchJob, part: slice) -> None:
+    def _read(self, source: Readable, job: FetchJob, part: slice) -> int:
+        """Read one part; return for how many objects the source was not asked."""
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
         nbytes, version = job.nbytes[part], job.version[part]
@@ -250,15 +255,20 @@ class Fetcher:
             self._link(offset, lengths, fetch.runs)
         if known.all():
             nbytes[:], version[:] = self._fill(source, ids, offset, lengths)
-            return
+            return 0
         nbytes[known], version[known] = self._fill(
             source, ids[known], offset[known], lengths[known]
         )
         strange = np.flatnonzero(~known)
-        for i, found in zip(strange.tolist(), source.read_whole(ids[strange]), strict=True):
+        whole = _copied(source, ids[strange])
+        absent = [i for i, found in enumerate(whole) if found is None]
+        for i, found in zip(absent, source.read_whole(ids[strange[absent]]), strict=True):
+            whole[i] = found
+        for i, found in zip(strange.tolist(), whole, strict=True):
             if found is not None:
                 nbytes[i], version[i] = len(found[0]), found[1]
                 job.held[int(ids[i])] = found
+        return len(whole) - len(absent)
 
     def _copy(self, job: FetchJob, part: slice) -> None:
         """Copy held objects to their places."""
@@ -332,6 +342,16 @@ class Fetcher:
         runs = (begins[first].tolist(), ends[last].tolist(), offset[first].tolist())
         for begin, end, to in zip(*runs, strict=True):
             self._arena.write(to, scratch[begin:end])
+
+
+def _copied(source: Readable, ids: Ids) -> list[tuple[bytes, int] | None]:
+    """Bytes and version of those of (k,) objects of which a client has given copies."""
+    copies = source.manifest.copies if isinstance(source, Source) else None
+    if copies is None or not isinstance(source, Source):
+        return [None] * len(ids)
+    rows = source.manifest.rows(ids)
+    places = zip(rows.tolist(), source.manifest.addresses(rows), strict=True)
+    return [copies.take(row, path, time.time_ns()) for row, path in places]
 
 
 def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,122 @@
+"""FileCopies: what samples read of slow files while nobody knows which files they need.
+
+Below `creel.wrap`, in the first epoch, a dataset opens its files itself, and the daemon would read
+each once more in the second. So what a sample reads through a file object is written to a memfd as
+well, which the trainer and its workers share; the daemon gets it with the manifest
+(`creel.cache.storage.copies`). No read is added or waits for that. Only files of which a sample has
+read nearly all are kept, and only where the storage made it wait for the open.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from typing import BinaryIO
+
+from creel.cache.storage import version
+from creel.cache.storage.copies import PAGE_NBYTES, free, new_copies
+from creel.forks import forget_in_child
+
+#: What a sample left out of a file, at most this part of it, is read when the file is closed.
+_GAPS = 16
+_BLOCK_NBYTES = 512  # of st_blocks
+
+
+class FileCopies:
+    """Copies of files in a memfd, thread-safe and shared with forked workers."""
+
+    def __init__(self, limit: int, fd: int | None = None) -> None:
+        """`limit`: bytes of all copies. `fd`: another process's memfd, taken over; None: new."""
+        self.limit = limit
+        self.fd = new_copies() if fd is None else fd
+        weakref.finalize(self, os.close, self.fd)
+        #: Address, first byte, bytes and version of copies that this process has completed.
+        self.done: deque[tuple[str, int, int, int]] = deque()
+        self.forget()
+        forget_in_child(self)
+
+    def forget(self) -> None:
+        """Create the state that belongs to one process."""
+        self._lock = threading.Lock()
+        self.done.clear()
+
+    def reserve(self, nbytes: int) -> int:
+        """The first byte of room for a copy in the memfd; -1 where there is none."""
+        import fcntl  # there is none on Windows, where this module is imported, too
+
+        with self._lock, suppress(OSError):  # no locks, or no memory
+            fcntl.lockf(self.fd, fcntl.LOCK_EX, 1)
+            try:
+                status = os.fstat(self.fd)
+                if status.st_blocks * _BLOCK_NBYTES + nbytes <= self.limit:
+                    first = status.st_size
+                    os.ftruncate(self.fd, first + -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+                    return first
+            finally:
+                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1)
+        return -1
+
+
+class FileCopy:
+    """The copy of one file, made while a sample reads it."""
+
+    def __init__(
+        self, copies: FileCopies, address: str, status: os.stat_result, now_ns: int
+    ) -> None:
+        """Begin; `now_ns`: time.time_ns() before the call that returned `status`."""
+        self._copies = copies
+        self._address = address
+        self._status = status
+        self._version = version.of_stat(status, now_ns)
+        self._first = -2  # where it begins in the memfd; -1: nowhere, -2: not known yet
+        self._spans: list[tuple[int, int]] = []  # first and last + 1 of each stretch that was read
+
+    def add(self, at: int, data: bytes | memoryview) -> None:
+        """Write what was read at a position."""
+        if self._first == -2:
+            changing = self._version == version.CHANGING
+            self._first = -1 if changing else self._copies.reserve(self._status.st_size)
+        end = at + len(data)
+        if self._first < 0 or at == end or end > self._status.st_size:
+            return
+        with suppress(OSError):  # no memory: a stretch is missing
+            if os.pwrite(self._copies.fd, data, self._first + at) < len(data):
+                return
+            if self._spans and self._spans[-1][1] == at:
+                at = self._spans.pop()[0]
+            self._spans.append((at, end))
+
+    def finish(self, file: BinaryIO) -> None:
+        """Complete the copy, before the file is closed, or give it up."""
+        if self._first < 0:
+            return
+        gaps = missing(self._spans, self._status.st_size)
+        whole = sum(end - at for at, end in gaps) * _GAPS <= self._status.st_size
+        for at, end in gaps if whole else []:
+            file.seek(at)
+            self.add(at, file.read(end - at))
+        if missing(self._spans, self._status.st_size) or version.torn(
+            self._status, os.fstat(file.fileno())
+        ):
+            free(self._copies.fd, self._first, self._status.st_size)
+        else:
+            entry = self._address, self._first, self._status.st_size, self._version
+            self._copies.done.append(entry)
+        self._first = -1
+
+
+def missing(spans: list[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:
+    """What of [0, nbytes) lies in none of the spans (first, last + 1), in any order.
+
+    >>> missing([(4, 6), (0, 2), (1, 3)], 8)
+    [(3, 4), (6, 8)]
+    """
+    gaps, at = [], 0
+    for first, end in sorted(spans):
+        if first > at:
+            gaps.append((at, first))
+        at = max(at, end)
+    return [*gaps, (at, nbytes)] if at < nbytes else gaps

@@ -1,0 +1,184 @@
+"""What samples of an opaque dataset have read of slow storage is not read again by the daemon."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+from creel.loader.client import connections
+from daemons import Running
+from testbed.slowfs import SlowFS
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
+    ),
+]
+
+N = 24
+SIDE = 128  # of a picture: larger than what is cached however little of it is read
+
+
+def pixels(seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, (SIDE, SIDE, 6), np.uint8)
+
+
+def write_png(path: Path, seed: int) -> None:
+    Image.fromarray(pixels(seed)[..., :3]).save(path, "png")
+
+
+def write_npy(path: Path, seed: int) -> None:
+    with path.open("wb") as f:
+        np.save(f, pixels(seed))
+
+
+def write_text(path: Path, seed: int) -> None:
+    path.write_text(pixels(seed).tobytes().hex())
+
+
+def write_pt(path: Path, seed: int) -> None:
+    torch.save(torch.from_numpy(pixels(seed)), path)
+
+
+def read_png(path: str) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def read_text(path: str) -> Any:
+    with open(path) as f:  # noqa: PTH123
+        return np.frombuffer(bytes.fromhex(f.read()), np.uint8)
+
+
+KINDS: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any]]] = {
+    "npy": (write_npy, np.load),
+    "png": (write_png, read_png),
+    "text": (write_text, read_text),
+    "pt": (write_pt, lambda path: torch.load(path).numpy()),
+}
+
+
+class Opaque(Dataset[Any]):
+    """What people write."""
+
+    def __init__(self, folder: str | Path, kind: str) -> None:
+        self.paths = [f"{folder}/{i}" for i in range(N)]
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.from_numpy(KINDS[self.kind][1](self.paths[i]).copy())
+
+
+class Slow:
+    """A folder of files on slow storage."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder / "data", kind
+        self.folder.mkdir()
+        self.fill(0)
+        latency = {"open_latency": 2.0, "attr_timeout": 0.0}
+        self.fs = SlowFS(str(self.folder), str(folder / "mount"), **latency)  # type: ignore[no-untyped-call]
+
+    def fill(self, generation: int) -> None:
+        for i in range(N):
+            KINDS[self.kind][0](self.folder / str(i), 1000 * generation + i)
+
+    def opens(self) -> int:
+        return int(self.fs.totals()["opens"])  # type: ignore[no-untyped-call]
+
+    def loader(self, **more: Any) -> Any:
+        dataset = creel.wrap(Opaque(self.fs.mountpoint, self.kind))
+        return creel.DataLoader(dataset, 4, True, generator=generator(), **more)
+
+    def torchs(self, **more: Any) -> Any:
+        return DataLoader(Opaque(self.folder, self.kind), 4, True, generator=generator(), **more)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Slow]:
+    made = Slow(tmp_path, getattr(request, "param", "npy"))
+    yield made
+    made.fs.close()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
+    with Running(daemon_name, memory="32MB") as daemon:
+        yield daemon
+        connections.disconnect(daemon_name)
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("slow", KINDS, indirect=True)
+def test_every_file_is_opened_at_the_source_once(slow: Slow, workers: int) -> None:
+    ours, theirs, opens = slow.loader(num_workers=workers), slow.torchs(num_workers=workers), []
+    for _ in range(3):
+        before = slow.opens()
+        assert same(ours, theirs)
+        opens.append(slow.opens() - before)
+    assert opens == [N, 0, 0]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_files_that_have_changed_since_they_were_copied_give_their_new_bytes(slow: Slow) -> None:
+    ours, theirs = slow.loader(), slow.torchs()
+    for epoch in range(3):
+        assert same(ours, theirs)
+        slow.fill(epoch + 1)
+    assert slow.opens() == 3 * N
+
+
+def test_a_daemon_that_ends_takes_its_copies_along(slow: Slow, daemon: Running) -> None:
+    """The next one reads the source: what its predecessor took is not there any more."""
+    ours, theirs = slow.loader(), slow.torchs()
+    assert same(ours, theirs)
+    for i, (batch, expected) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(batch, expected)
+        if i == 2:
+            daemon.process.kill()
+            daemon.process.wait()
+    with Running(daemon.name, memory="32MB") as another:
+        for _ in range(2):
+            assert same(ours, theirs)
+        assert another.process.poll() is None
+        connections.disconnect(daemon.name)
+
+
+@pytest.mark.usefixtures("daemon")
+def test_copies_take_no_more_than_the_budget(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is read by the daemon, as it was without any."""
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
+    ours, theirs, opens = slow.loader(), slow.torchs(), []
+    for _ in range(3):
+        before = slow.opens()
+        assert same(ours, theirs)
+        opens.append(slow.opens() - before)
+    kept = (1 << 20) // (SIDE * SIDE * 6 + 128)
+    assert opens[0] == N
+    assert N - kept <= opens[1] <= N - kept + 1
+    assert opens[2] == 0
