@@ -23,6 +23,9 @@ from creel.forks import forget_in_child
 #: What a sample left out of a file, at most this part of it, is read when the file is closed.
 _GAPS = 16
 _BLOCK_NBYTES = 512  # of st_blocks
+#: Pieces in sequence are written together, this many bytes at a time; Linux takes 1,024 of them.
+_PIECE_NBYTES, _PIECES = 1 << 17, 1000
+_UNKNOWN = -2
 
 
 class FileCopies:
@@ -71,26 +74,45 @@ class FileCopy:
         self._address = address
         self._status = status
         self._version = version.of_stat(status, now_ns)
-        self._first = -2  # where it begins in the memfd; -1: nowhere, -2: not known yet
-        self._spans: list[tuple[int, int]] = []  # first and last + 1 of each stretch that was read
+        self._first = _UNKNOWN
+        self._at = self._end = 0  # first and last + 1 of the stretch that is not written yet
+        self._pieces: list[bytes | memoryview] = []  # its bytes
+        self._spans: list[tuple[int, int]] = []  # first and last + 1 of those that are
 
     def add(self, at: int, data: bytes | memoryview) -> None:
-        """Write what was read at a position."""
-        if self._first == -2:
-            changing = self._version == version.CHANGING
-            self._first = -1 if changing else self._copies.reserve(self._status.st_size)
-        end = at + len(data)
-        if self._first < 0 or at == end or end > self._status.st_size:
+        """Take in what was read at a position; a view is good during the call only."""
+        if at != self._end or len(self._pieces) >= _PIECES:
+            self._write()
+        if not self._pieces:
+            self._at = at
+        self._pieces.append(data)
+        self._end = at + len(data)
+        if self._end - self._at >= _PIECE_NBYTES or not isinstance(data, bytes):
+            self._write()
+
+    def _write(self) -> None:
+        """Write the stretch that was read last; without room or memory it is missing."""
+        pieces, self._pieces = self._pieces, []
+        at, nbytes, first = self._at, self._end - self._at, self._place()
+        if nbytes <= 0 or first < 0 or self._end > self._status.st_size:
             return
-        with suppress(OSError):  # no memory: a stretch is missing
-            if os.pwrite(self._copies.fd, data, self._first + at) < len(data):
+        with suppress(OSError):
+            if os.pwritev(self._copies.fd, pieces, first + at) < nbytes:
                 return
             if self._spans and self._spans[-1][1] == at:
                 at = self._spans.pop()[0]
-            self._spans.append((at, end))
+            self._spans.append((at, self._end))
+
+    def _place(self) -> int:
+        """Where the copy begins in the memfd, from its first use on; -1: nowhere."""
+        if self._first == _UNKNOWN:
+            changing = self._version == version.CHANGING
+            self._first = -1 if changing else self._copies.reserve(self._status.st_size)
+        return self._first
 
     def finish(self, file: BinaryIO) -> None:
         """Complete the copy, before the file is closed, or give it up."""
+        self._write()
         if self._first < 0:
             return
         gaps = missing(self._spans, self._status.st_size)
@@ -98,6 +120,7 @@ class FileCopy:
         for at, end in gaps if whole else []:
             file.seek(at)
             self.add(at, file.read(end - at))
+        self._write()
         if missing(self._spans, self._status.st_size) or version.torn(
             self._status, os.fstat(file.fileno())
         ):

@@ -130,6 +130,7 @@ class ObservedFile(_FileOver):
         self._file = file
         self._part = part
         self._copy = copy
+        self._at: int | None = 0  # the position, for the copy; None: ask for it
         self.name = file.name
         self._handed_on: int | None = None  # where the descriptor was
 
@@ -137,6 +138,7 @@ class ObservedFile(_FileOver):
         """The descriptor; reads by it show in its position, as those of numpy.fromfile."""
         self._count_moved()
         fd = self._file.fileno()
+        self._at = None
         self._handed_on = os.lseek(fd, 0, os.SEEK_CUR) if self._file.seekable() else None
         return fd
 
@@ -149,7 +151,8 @@ class ObservedFile(_FileOver):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self._count_moved()
-        return self._file.seek(offset, whence)
+        self._at = self._file.seek(offset, whence)
+        return self._at
 
     def close(self) -> None:
         if not self.closed:
@@ -184,7 +187,9 @@ class ObservedFile(_FileOver):
         self._part.got += len(data)
         self._handed_on = None  # Python's buffer moves it, too
         if self._copy is not None:
-            self._copy.add(self._file.tell() - len(data), data)
+            at = self._file.tell() - len(data) if self._at is None else self._at
+            self._copy.add(at, data)
+            self._at = None if self._at is None else at + len(data)
 
 
 def memory_file(data: bytes) -> int:
