@@ -1,0 +1,284 @@
+"""The formats in which people have their data, read by the real libraries: torch's batches.
+
+What CI installs is in the group `frameworks`, the rest in `shards`; what is not installed is
+skipped. docs/datasets.md says what creel gains for each.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+from creel.loader.client import connections
+from daemons import Running
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore"),  # the libraries' own
+]
+
+N, LENGTH, BATCH = 24, 4000, 5
+IN_CI = {"datasets", "h5py", "lmdb", "pandas", "pyarrow.parquet", "zarr"}
+
+
+def library(name: str) -> Any:
+    """A module; without it the test is skipped, or fails where all of CI's must be there."""
+    if name in IN_CI and os.environ.get("FRAMEWORKS") == "required":
+        return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as e:  # the latter: torchvision, made for another torch
+        pytest.skip(f"{name}: {e}")
+
+
+def row(i: int, n: int = LENGTH) -> Any:
+    return np.random.default_rng(i).integers(0, 1 << 15, n).astype(np.int64)
+
+
+class Samples(Dataset[Any]):
+    """N samples; a subclass says how one is read."""
+
+    def __len__(self) -> int:
+        return N
+
+
+# --- a file for each sample -----------------------------------------------------------------------
+
+
+class Files(Samples):
+    """Each sample is a file, opened and closed."""
+
+    suffix = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [str(folder / f"{i}{self.suffix}") for i in range(N)]
+        for i, path in enumerate(self.paths):
+            self.write(path, i)
+
+    def write(self, path: str, i: int) -> None:
+        raise NotImplementedError
+
+
+class Hdf5Files(Files):
+    suffix = ".h5"
+
+    def write(self, path: str, i: int) -> None:
+        with library("h5py").File(path, "w") as f:
+            f.create_dataset("x", data=row(i), compression="gzip", chunks=(1000,))
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        with library("h5py").File(self.paths[i], "r") as f:
+            return torch.from_numpy(f["x"][:])
+
+
+class ParquetFiles(Files):
+    suffix = ".parquet"
+
+    def write(self, path: str, i: int) -> None:
+        library("pandas").DataFrame({"x": row(i)}).to_parquet(path)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.tensor(library("pandas").read_parquet(self.paths[i])["x"].to_numpy())
+
+
+# --- many samples in a file -----------------------------------------------------------------------
+
+
+class RowGroups(Samples):
+    """Sample i is row group i of a Parquet file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "rows.parquet")
+        table = library("pyarrow").table({"x": np.concatenate([row(i) for i in range(N)])})
+        library("pyarrow.parquet").write_table(table, self.path, row_group_size=LENGTH)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        with library("pyarrow.parquet").ParquetFile(self.path) as f:
+            return torch.tensor(f.read_row_group(i)["x"].to_numpy())
+
+
+class Hdf5Rows(Samples):
+    """One HDF5 file, kept open from sample to sample in each process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "rows.h5")
+        self.file: Any = None
+        with library("h5py").File(self.path, "w") as f:
+            f["x"] = np.stack([row(i) for i in range(N)])
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if self.file is None:
+            self.file = library("h5py").File(self.path, "r")
+        return torch.from_numpy(self.file["x"][i])
+
+
+class ZarrRows(Samples):
+    """A Zarr array, version 3 of the format, in chunks of two samples."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "rows.zarr")
+        array = library("zarr").create_array(
+            self.path, shape=(N, LENGTH), chunks=(2, LENGTH), dtype="i8", zarr_format=3
+        )
+        array[:] = np.stack([row(i) for i in range(N)])
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.from_numpy(library("zarr").open_array(self.path, mode="r")[i])
+
+
+class Lmdb(Samples):
+    """An LMDB environment, opened by each process at its first sample."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "lmdb")
+        self.env: Any = None
+        with library("lmdb").open(self.path, map_size=1 << 26) as env, env.begin(write=True) as t:
+            for i in range(N):
+                t.put(b"%d" % i, row(i).tobytes())
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if self.env is None:
+            self.env = library("lmdb").open(self.path, readonly=True, lock=False, readahead=False)
+        with self.env.begin() as t:
+            return torch.tensor(np.frombuffer(t.get(b"%d" % i), np.int64))
+
+
+class Tokens(Samples):
+    """As nanoGPT reads them: a memmap made anew for each sample, and its tokens shifted by one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "train.bin")
+        row(0, N * LENGTH + 1).astype(np.uint16).tofile(self.path)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        data, at = np.memmap(self.path, dtype=np.uint16, mode="r"), i * LENGTH
+        x, y = (data[at + k : at + k + LENGTH].astype(np.int64) for k in (0, 1))
+        return torch.from_numpy(x), torch.from_numpy(y)
+
+
+class Megatron(Samples):
+    """Megatron's and NeMo's indexed tokens: a .bin with the documents, and an .idx."""
+
+    def __init__(self, folder: Path) -> None:
+        indexed = library("megatron.core.datasets.indexed_dataset")
+        prefix = str(folder / "tokens")
+        builder = indexed.IndexedDatasetBuilder(prefix + ".bin", dtype=np.uint16)
+        for i in range(N):
+            builder.add_document(torch.from_numpy(row(i)), [LENGTH])
+        builder.finalize(prefix + ".idx")
+        self.tokens = indexed.IndexedDataset(prefix)
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.from_numpy(self.tokens[i].astype(np.int64))
+
+
+def hugging_face(folder: Path) -> Any:
+    """Map-style, of Arrow files that are mapped."""
+    datasets = library("datasets")
+    datasets.disable_progress_bars()
+    made = datasets.Dataset.from_dict({"x": [row(i).tolist() for i in range(N)]})
+    made.save_to_disk(str(folder / "arrow"))
+    return datasets.load_from_disk(str(folder / "arrow")).with_format("torch")
+
+
+class Mosaic(Samples):
+    """MDS shards, read map-style."""
+
+    def __init__(self, folder: Path) -> None:
+        streaming, columns = library("streaming"), {"x": "ndarray:int64"}
+        with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=1 << 17) as out:
+            for i in range(N):
+                out.write({"x": row(i)})
+        self.shards = streaming.LocalDataset(str(folder))
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.tensor(self.shards[i]["x"])
+
+
+class Lit(Samples):
+    """LitData chunks, read map-style."""
+
+    def __init__(self, folder: Path) -> None:
+        litdata = library("litdata")
+        writers = library("litdata.streaming.writer")
+        writer = writers.BinaryWriter(str(folder), chunk_bytes=1 << 17)
+        for i in range(N):
+            writer.add_item(i, {"x": row(i)})
+        writer.done()
+        writer.merge()
+        self.chunks = litdata.StreamingDataset(str(folder), max_cache_size="25GB")
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.tensor(self.chunks[i]["x"])
+
+
+#: How each is made, and whether `creel.wrap` caches its files; None: an index, and small shards.
+KINDS: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
+    "HDF5, a file for each sample": (Hdf5Files, True),
+    "Parquet, a file for each sample": (ParquetFiles, True),
+    "Parquet, row groups": (RowGroups, False),
+    "HDF5, one file": (Hdf5Rows, False),
+    "Zarr": (ZarrRows, False),
+    "LMDB": (Lmdb, False),
+    "memmap": (Tokens, False),
+    "Megatron": (Megatron, False),
+    "Hugging Face": (hugging_face, False),
+    "MDS": (Mosaic, None),
+    "LitData": (Lit, None),
+}
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
+    with Running(daemon_name, memory="32MB") as daemon:
+        yield daemon
+        connections.disconnect(daemon_name)
+
+
+def batches(kind: Any, dataset: Any, workers: int) -> list[Any]:
+    """Those of three epochs, and the next number of the generator."""
+    torch.manual_seed(7)
+    loader = kind(dataset, BATCH, shuffle=True, num_workers=workers)
+    return [copy.deepcopy(batch) for _ in range(3) for batch in loader] + [torch.rand(1)]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_batches_are_torchs_whatever_the_format(
+    name: str, workers: int, tmp_path: Path, daemon: Running
+) -> None:
+    make, cached = KINDS[name]
+
+    def made(kind: str) -> Any:
+        """Anew: it may keep files open."""
+        (tmp_path / kind).mkdir()
+        return make(tmp_path / kind)
+
+    expected = batches(DataLoader, made("torch"), workers)
+    assert same(batches(creel.DataLoader, made("creel"), workers), expected)
+    assert same(batches(DataLoader, creel.wrap(made("wrapped")), workers), expected)
+    assert same(batches(creel.DataLoader, creel.wrap(made("both")), workers), expected)
+    with daemon.client("cli") as client:
+        found = client.ask("stats")["core"]["datasets"].values()
+    assert cached in {any(one["reads"] for one in found), None}
