@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, random_split
+from torch.utils.data import DataLoader, Dataset, random_split
 
 import creel
 from creel.errors import ConfigError
@@ -61,6 +61,29 @@ def data(tmp_path: Path, daemon_name: str) -> Any:
     del daemon_name
     np.arange(50 * 8, dtype=np.int64).tofile(tmp_path / "records.bin")
     return creel.RecordDataset(tmp_path / "records.bin", torch.int64, 8, transform=noisy)
+
+
+class Opaque(Dataset[Any]):
+    """What people write: it opens its files itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = [folder / f"{i}.npy" for i in range(50)]
+        self.transform: Callable[[torch.Tensor], Any] = noisy
+        for i, path in enumerate(self.paths):
+            np.save(path, np.arange(8 * i, 8 * i + 8))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.transform(torch.from_numpy(np.load(self.paths[i])))
+
+
+@pytest.fixture
+def opaque(tmp_path: Path, daemon_name: str) -> Any:
+    """50 files that a daemon of this test serves from their second epoch on."""
+    del daemon_name
+    return Opaque(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +161,18 @@ def test_accelerate_has_torchs_batches_with_a_wrapped_dataset(data: Any) -> None
     theirs, _ = accelerated(DataLoader, data, {}, 2)
     ours, _ = accelerated(DataLoader, creel.wrap(data), {}, 2)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_accelerate_has_torchs_batches_of_a_dataset_that_opens_files(
+    monkeypatch: pytest.MonkeyPatch, opaque: Any, workers: int
+) -> None:
+    module = framework("accelerate.data_loader")
+    theirs, _ = accelerated(DataLoader, opaque, {}, workers)
+    monkeypatch.setattr(module, "DataLoader", creel.DataLoader)
+    ours, base = accelerated(creel.DataLoader, creel.wrap(opaque), {}, workers)
+    assert_same(ours, theirs)
+    assert type(base) is creel.DataLoader
 
 
 def test_a_state_that_accelerate_took_at_the_last_batch_begins_the_next_epoch(
@@ -242,12 +277,12 @@ def test_two_ranks_of_torchrun_have_torchs_batches(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_trainer_of_transformers_has_torchs_batches(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Any, workers: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Any, opaque: Any, workers: int
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = framework("transformers")
     accelerate = framework("accelerate.data_loader")
-    data.transform = labelled
+    data.transform = opaque.transform = labelled
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:
@@ -290,6 +325,7 @@ def test_the_trainer_of_transformers_has_torchs_batches(
 
     theirs, _ = train(transformers.Trainer)
     assert_same(train(transformers.Trainer, creel.wrap(data))[0], theirs)
+    assert_same(train(transformers.Trainer, creel.wrap(opaque))[0], theirs)
     overridden, _ = train(Overridden)
     Overridden.cls = creel.DataLoader
     assert_same(train(Overridden)[0], overridden)
@@ -398,6 +434,27 @@ def test_lightning_has_torchs_batches(data: Any, workers: int, options: dict[str
         for cls in CLASSES
     )
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"strategy": "ddp_fork", "devices": 2}], ids=str)
+def test_lightning_has_torchs_batches_of_a_dataset_that_opens_files(
+    opaque: Any, workers: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    framework("lightning")
+    opaque.transform = torch.Tensor.float  # the launcher draws from `random`
+    seen = []
+    for name, make in (
+        ("torch", lambda: DataLoader(opaque, 4, True, num_workers=workers)),
+        ("creel", lambda: creel.DataLoader(creel.wrap(opaque), 4, True, num_workers=workers)),
+    ):
+        (tmp_path / name).mkdir()
+        lightning_fit(make, max_epochs=3, results=tmp_path / name, **options)
+        ranks = sorted((tmp_path / name).iterdir())
+        seen.append([torch.load(rank, weights_only=False)[0] for rank in ranks])
+    assert len(seen[0]) == options.get("devices", 1)
+    for theirs, ours in zip(*seen, strict=True):
+        assert_same(ours, theirs)
 
 
 def test_lightning_combines_loaders_as_it_does_torchs(data: Any) -> None:
