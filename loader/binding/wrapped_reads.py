@@ -299,7 +299,8 @@ class WrappedReads:
             memory = limits.memory()
             counts = {"total": memory.total, "available": memory.available}
             budget = memory_budget(config.memory, **counts)
-            return FileCopies(min(budget, memory.available // 2), fd)
+            # what others read fills the daemon's own memory meanwhile
+            return FileCopies(min(budget, memory.available // 4), fd)
         except Exception:  # noqa: BLE001  no room; or somebody's own `open` stands for Python's
             _log.debug("no copies are kept of what is read", exc_info=True)
             return None

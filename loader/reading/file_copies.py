@@ -38,6 +38,7 @@ class FileCopies:
         weakref.finalize(self, os.close, self.fd)
         #: Address, first byte, bytes and version of copies that this process has completed.
         self.done: deque[tuple[str, int, int, int]] = deque()
+        self._begun: set[str] = set()
         self.forget()
         forget_in_child(self)
 
@@ -45,6 +46,20 @@ class FileCopies:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
         self.done.clear()
+
+    def begin(self, address: str, status: os.stat_result, now_ns: int) -> FileCopy | None:
+        """Begin the copy of a file that was opened; None if this process has done so before.
+
+        `now_ns`: time.time_ns() before the call that returned `status`.
+        """
+        if address in self._begun:
+            return None
+        self._begun.add(address)
+        return FileCopy(self, address, status, now_ns)
+
+    def give_up(self, address: str) -> None:
+        """The next open of this file may begin a copy."""
+        self._begun.discard(address)
 
     def reserve(self, nbytes: int) -> int:
         """The first byte of room for a copy in the memfd; -1 where there is none."""
@@ -64,12 +79,12 @@ class FileCopies:
 
 
 class FileCopy:
-    """The copy of one file, made while a sample reads it."""
+    """The copy of one file, made while a sample reads it, by one thread."""
 
     def __init__(
         self, copies: FileCopies, address: str, status: os.stat_result, now_ns: int
     ) -> None:
-        """Begin; `now_ns`: time.time_ns() before the call that returned `status`."""
+        """See `FileCopies.begin`."""
         self._copies = copies
         self._address = address
         self._status = status
@@ -93,8 +108,11 @@ class FileCopy:
     def _write(self) -> None:
         """Write the stretch that was read last; without room or memory it is missing."""
         pieces, self._pieces = self._pieces, []
-        at, nbytes, first = self._at, self._end - self._at, self._place()
-        if nbytes <= 0 or first < 0 or self._end > self._status.st_size:
+        at, nbytes = self._at, self._end - self._at
+        if not pieces or not nbytes or self._end > self._status.st_size:
+            return
+        first = self._place()
+        if first < 0:
             return
         with suppress(OSError):
             if os.pwritev(self._copies.fd, pieces, first + at) < nbytes:
@@ -111,9 +129,10 @@ class FileCopy:
         return self._first
 
     def finish(self, file: BinaryIO) -> None:
-        """Complete the copy, before the file is closed, or give it up."""
+        """Complete the copy, before the file is closed, or give it up until the next open."""
         self._write()
         if self._first < 0:
+            self._copies.give_up(self._address)
             return
         gaps = missing(self._spans, self._status.st_size)
         whole = sum(end - at for at, end in gaps) * _GAPS <= self._status.st_size
@@ -125,6 +144,7 @@ class FileCopy:
             self._status, os.fstat(file.fileno())
         ):
             free(self._copies.fd, self._first, self._status.st_size)
+            self._copies.give_up(self._address)
         else:
             entry = self._address, self._first, self._status.st_size, self._version
             self._copies.done.append(entry)

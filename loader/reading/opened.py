@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import stat
+import threading
 import time
 from contextlib import suppress
 from typing import IO, Any, cast
@@ -131,6 +132,7 @@ class ObservedFile(_FileOver):
         self._part = part
         self._copy = copy
         self._at: int | None = 0  # the position, for the copy; None: ask for it
+        self._thread = threading.get_ident()
         self.name = file.name
         self._handed_on: int | None = None  # where the descriptor was
 
@@ -159,7 +161,8 @@ class ObservedFile(_FileOver):
             self._count_moved()
             if self._copy is not None:
                 with suppress(OSError, ValueError):  # somebody has closed the real file
-                    self._copy.finish(self._file)
+                    if self._at in {None, self._file.tell()}:  # else another thread has moved it
+                        self._copy.finish(self._file)
         super().close()
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -186,6 +189,8 @@ class ObservedFile(_FileOver):
     def _count(self, data: bytes | memoryview) -> None:
         self._part.got += len(data)
         self._handed_on = None  # Python's buffer moves it, too
+        if self._thread != threading.get_ident():  # whose reads come between
+            self._copy = None
         if self._copy is not None:
             at = self._file.tell() - len(data) if self._at is None else self._at
             self._copy.add(at, data)
@@ -255,8 +260,9 @@ def observed_file(real: Any, address: str, *, waited: bool) -> Any:
     now, status = time.time_ns(), os.fstat(real.fileno())
     part, copy = opened_part(status, address), None
     if waited and observed.copies is not None and _cacheable(status, address):
-        copy = FileCopy(observed.copies, address, status, now)
-        part = part or PartialRead(status.st_size)
+        copy = observed.copies.begin(address, status, now)
+    if copy is not None and part is None:
+        part = PartialRead(status.st_size)
     return real if part is None else ObservedFile(real, part, copy)
 
 

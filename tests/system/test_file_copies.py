@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,35 @@ def test_a_daemon_that_ends_takes_its_copies_along(slow: Slow, daemon: Running) 
             assert same(ours, theirs)
         assert another.process.poll() is None
         connections.disconnect(daemon.name)
+
+
+def by_two_threads(path: str) -> Any:
+    """The first half in another thread, the rest here."""
+    found: list[bytes] = []
+    with open(path, "rb") as f:  # noqa: PTH123
+        thread = threading.Thread(target=lambda: found.append(f.read(50_000)))
+        thread.start()
+        thread.join()
+        found.append(f.read())
+    return np.frombuffer(b"".join(found), np.uint8)
+
+
+def twice(path: str) -> Any:
+    return np.stack([np.load(path), np.load(path)])
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(("read", "opens"), [(by_two_threads, [N, N, 0]), (twice, [2 * N, 0, 0])])
+def test_odd_ways_of_reading_give_what_they_give(
+    slow: Slow, read: Any, opens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "npy", (write_npy, read))
+    ours, theirs, found = slow.loader(), slow.torchs(), []
+    for _ in range(3):
+        before = slow.opens()
+        assert same(ours, theirs)
+        found.append(slow.opens() - before)
+    assert found == opens
 
 
 @pytest.mark.usefixtures("daemon")

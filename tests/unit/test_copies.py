@@ -91,6 +91,18 @@ def test_what_has_changed_while_it_was_read_or_since_is_not_taken(tmp_path: Path
     ]
 
 
+def test_a_file_is_copied_once_however_often_a_process_opens_it(tmp_path: Path) -> None:
+    copies, path = FileCopies(1 << 24), tmp_path / "file"
+    path.write_bytes(bytes(5000))
+    begun = [copies.begin(str(path), path.stat(), later()) for _ in range(3)]
+    assert [copy is None for copy in begun] == [False, True, True]
+    with path.open("rb") as file:  # nothing of it is read through the file object
+        assert begun[0] is not None
+        begun[0].finish(file)
+    assert os.fstat(copies.fd).st_size == PAGE_NBYTES
+    assert copies.begin(str(path), path.stat(), later()) is not None
+
+
 def test_a_file_that_may_still_change_unseen_is_not_kept(tmp_path: Path) -> None:
     copies, path = FileCopies(1 << 24), tmp_path / "new"
     path.write_bytes(bytes(5000))
