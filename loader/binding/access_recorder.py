@@ -185,7 +185,10 @@ class AccessRecorder:
                 self._append(_SEAL)
 
     def _write_copies(self) -> None:
-        done = [] if self.copies is None else list(_drained(self.copies.done))
+        if self.copies is None:
+            return
+        self.copies.flush()
+        done = _drained(self.copies.done)
         named = {address: place for address, *place in done if _is_utf8(address)}
         if named:
             self._append(json.dumps(named).encode())

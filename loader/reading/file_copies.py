@@ -2,18 +2,21 @@
 
 Below `creel.wrap`, in the first epoch, a dataset opens its files itself, and the daemon would read
 each once more in the second. So what a sample reads through a file object is written to a memfd as
-well, which the trainer and its workers share; the daemon gets it with the manifest
-(`creel.cache.storage.copies`). No read is added or waits for that. Only files of which a sample has
-read nearly all are kept, and only where the storage made it wait for the open.
+well, by a thread, into memory which the trainer and its workers share; the daemon gets it with the
+manifest (`creel.cache.storage.copies`). No read is added or waits for that. Only files of which a
+sample has read nearly all are kept, and only where the storage made it wait for the open.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import BinaryIO
 
 from creel.cache.storage import version
@@ -26,6 +29,8 @@ _BLOCK_NBYTES = 512  # of st_blocks
 #: Pieces in sequence are written together, this many bytes at a time; Linux takes 1,024 of them.
 _PIECE_NBYTES, _PIECES = 1 << 17, 1000
 _UNKNOWN = -2
+_IDLE_S = 0.5  # after which the thread ends: who forks rather has none
+_FLUSH_S = 10.0
 
 
 class FileCopies:
@@ -45,7 +50,40 @@ class FileCopies:
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self.done.clear()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Do this soon, in order, in a thread: while the next read waits for the storage."""
+        self._work.put(work)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="creel-copies", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # no more threads
+                    self._thread = None
+                    self._work.get()()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._work.get(timeout=_IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._work.empty():
+                        self._thread = None
+                        return
+                continue
+            work()
+
+    def flush(self) -> None:
+        """Wait until all is done that was `put`."""
+        done = threading.Event()
+        if self._thread is not None:
+            self.put(done.set)
+            done.wait(_FLUSH_S)
 
     def begin(self, address: str, status: os.stat_result, now_ns: int) -> FileCopy | None:
         """Begin the copy of a file that was opened; None if this process has done so before.
@@ -91,7 +129,8 @@ class FileCopy:
         self._version = version.of_stat(status, now_ns)
         self._first = _UNKNOWN
         self._at = self._end = 0  # first and last + 1 of the stretch that is not written yet
-        self._pieces: list[bytes | memoryview] = []  # its bytes
+        self._pieces: list[bytes] = []  # its bytes
+        self._failed = False
         self._spans: list[tuple[int, int]] = []  # first and last + 1 of those that are
 
     def add(self, at: int, data: bytes | memoryview) -> None:
@@ -100,26 +139,30 @@ class FileCopy:
             self._write()
         if not self._pieces:
             self._at = at
-        self._pieces.append(data)
+        self._pieces.append(bytes(data))
         self._end = at + len(data)
-        if self._end - self._at >= _PIECE_NBYTES or not isinstance(data, bytes):
+        if self._end - self._at >= _PIECE_NBYTES:
             self._write()
 
     def _write(self) -> None:
-        """Write the stretch that was read last; without room or memory it is missing."""
+        """Have the stretch written that was read last."""
         pieces, self._pieces = self._pieces, []
-        at, nbytes = self._at, self._end - self._at
-        if not pieces or not nbytes or self._end > self._status.st_size:
+        at, end = self._at, self._end
+        if not pieces or at == end or end > self._status.st_size:
             return
+        self._copies.put(partial(self._written, at, end, pieces))
+        if self._spans and self._spans[-1][1] == at:
+            at = self._spans.pop()[0]
+        self._spans.append((at, end))
+
+    def _written(self, at: int, end: int, pieces: list[bytes]) -> None:
+        """Write a stretch, in the thread; without room or memory the copy fails."""
         first = self._place()
-        if first < 0:
-            return
-        with suppress(OSError):
-            if os.pwritev(self._copies.fd, pieces, first + at) < nbytes:
-                return
-            if self._spans and self._spans[-1][1] == at:
-                at = self._spans.pop()[0]
-            self._spans.append((at, self._end))
+        try:
+            whole = first >= 0 and os.pwritev(self._copies.fd, pieces, first + at) == end - at
+        except OSError:
+            whole = False
+        self._failed |= not whole
 
     def _place(self) -> int:
         """Where the copy begins in the memfd, from its first use on; -1: nowhere."""
@@ -131,24 +174,26 @@ class FileCopy:
     def finish(self, file: BinaryIO) -> None:
         """Complete the copy, before the file is closed, or give it up until the next open."""
         self._write()
-        if self._first < 0:
-            self._copies.give_up(self._address)
-            return
         gaps = missing(self._spans, self._status.st_size)
-        whole = sum(end - at for at, end in gaps) * _GAPS <= self._status.st_size
-        for at, end in gaps if whole else []:
-            file.seek(at)
-            self.add(at, file.read(end - at))
-        self._write()
-        if missing(self._spans, self._status.st_size) or version.torn(
-            self._status, os.fstat(file.fileno())
-        ):
-            free(self._copies.fd, self._first, self._status.st_size)
-            self._copies.give_up(self._address)
-        else:
-            entry = self._address, self._first, self._status.st_size, self._version
-            self._copies.done.append(entry)
-        self._first = -1
+        if sum(end - at for at, end in gaps) * _GAPS <= self._status.st_size:
+            for at, end in gaps:
+                file.seek(at)
+                self.add(at, file.read(end - at))
+            self._write()
+        whole = not missing(self._spans, self._status.st_size)
+        whole = whole and not version.torn(self._status, os.fstat(file.fileno()))
+        self._copies.put(partial(self._end_with, whole=whole))
+
+    def _end_with(self, *, whole: bool) -> None:
+        """In the thread, when all is written."""
+        nbytes = self._status.st_size
+        if whole and not self._failed and self._first >= 0:
+            self._copies.done.append((self._address, self._first, nbytes, self._version))
+            return
+        self._copies.give_up(self._address)
+        if self._first >= 0:
+            with suppress(OSError, ValueError):
+                free(self._copies.fd, self._first, nbytes)
 
 
 def missing(spans: list[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:

@@ -36,6 +36,7 @@ def copied(copies: FileCopies, path: Path, spans: list[tuple[int, int]]) -> None
 
 def given(copies: FileCopies, paths: list[Path]) -> Copies:
     """What a daemon gets, by position in `paths`."""
+    copies.flush()
     rows = [(paths.index(Path(address)), *place) for address, *place in copies.done]
     return Copies(os.dup(copies.fd), np.array(sorted(rows), np.int64).reshape(-1, 4))
 
@@ -83,6 +84,7 @@ def test_what_has_changed_while_it_was_read_or_since_is_not_taken(tmp_path: Path
         copy.finish(file)
     for path in paths[1:]:
         copied(copies, path, [(0, 5000)])
+    copies.flush()
     assert [address for address, *_ in copies.done] == list(map(str, paths[1:]))
     paths[1].write_bytes(bytes(4999) + b"x")
     taken = given(copies, paths)
@@ -99,6 +101,7 @@ def test_a_file_is_copied_once_however_often_a_process_opens_it(tmp_path: Path) 
     with path.open("rb") as file:  # nothing of it is read through the file object
         assert begun[0] is not None
         begun[0].finish(file)
+    copies.flush()
     assert os.fstat(copies.fd).st_size == PAGE_NBYTES
     assert copies.begin(str(path), path.stat(), later()) is not None
 
@@ -111,6 +114,7 @@ def test_a_file_that_may_still_change_unseen_is_not_kept(tmp_path: Path) -> None
         copy = FileCopy(copies, str(path), os.fstat(file.fileno()), now)
         copy.add(0, file.read())
         copy.finish(file)
+    copies.flush()
     assert not copies.done
 
 
@@ -128,6 +132,7 @@ def test_no_more_is_kept_than_the_limit_also_by_many_threads(tmp_path: Path) -> 
         thread.start()
     for thread in threads:
         thread.join()
+    copies.flush()
     assert resident_nbytes(copies.fd) <= 24 * PAGE_NBYTES  # one that was begun by each
     assert len(copies.done) >= 15
     taken = given(copies, paths)
