@@ -64,7 +64,8 @@ class FileCopies:
                     self._thread.start()
                 except RuntimeError:  # no more threads
                     self._thread = None
-                    self._work.get()()
+                    with suppress(Exception):
+                        self._work.get()()
 
     def _run(self) -> None:
         while True:
@@ -76,7 +77,8 @@ class FileCopies:
                         self._thread = None
                         return
                 continue
-            work()
+            with suppress(Exception):  # a copy that is not complete is none
+                work()
 
     def flush(self) -> None:
         """Wait until all is done that was `put`."""
@@ -157,12 +159,12 @@ class FileCopy:
 
     def _written(self, at: int, end: int, pieces: list[bytes]) -> None:
         """Write a stretch, in the thread; without room or memory the copy fails."""
-        first = self._place()
+        whole = False
         try:
+            first = self._place()
             whole = first >= 0 and os.pwritev(self._copies.fd, pieces, first + at) == end - at
-        except OSError:
-            whole = False
-        self._failed |= not whole
+        finally:
+            self._failed |= not whole
 
     def _place(self) -> int:
         """Where the copy begins in the memfd, from its first use on; -1: nowhere."""
