@@ -137,8 +137,8 @@ class Core:
         self._handlers[type(event)](event, now)
         self._serving.advance(now, every=isinstance(event, Tick))
         for session in self._sessions.values():
-            self._prefetcher.settle(session)
-        self._out += self._prefetcher.pump(self._sessions.values(), now)
+            self._prefetcher.advance_ready(session)
+        self._out += self._prefetcher.advance_all(self._sessions.values(), now)
         for session in self._sessions.values():
             self._out += self._checks.ask(session, now)
         for residency in self._residencies.values():
@@ -151,7 +151,7 @@ class Core:
         lacking = self._prefetcher.lacking.values()
         if self._spilling.start(lacking, self._serving.short, self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
-            self._out += self._prefetcher.pump(self._sessions.values(), now)
+            self._out += self._prefetcher.advance_all(self._sessions.values(), now)
         self._prefetcher.lacking.clear()
         for session in self._sessions.values():
             self._announce(session)
@@ -254,7 +254,7 @@ class Core:
             s.wanted = wanted
             s.pace.asked(wanted - s.done, stalls=s.stalling)
             s.stalls += s.stalling
-        self._prefetcher.look(s, len(self._sessions))
+        self._prefetcher.set_reach(s, len(self._sessions))
 
     def _closed(self, e: SessionClosed) -> None:
         s = self._sessions.pop(e.session, None)
@@ -370,7 +370,7 @@ class Core:
     def _survey(self) -> None:
         """Recompute all windows after sessions or plans changed."""
         for session in self._sessions.values():
-            self._prefetcher.look(session, len(self._sessions))
+            self._prefetcher.set_reach(session, len(self._sessions))
         for residency in self._residencies.values():
             if residency.policy is not None:
                 residency.policy.resized()

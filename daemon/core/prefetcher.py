@@ -22,13 +22,15 @@ _CHUNK = 512
 _GRAIN_S = 0.01
 #: Most of the memory that is held for coming steps of all sessions together.
 _PINNED_SHARE = 0.5
-#: Share of an epoch's objects fetched across its turn, or ahead of use in streams with repeats;
-#: each costs a read, as it takes room from what is kept.
+#: Share of an epoch's objects fetched before the epoch begins, or ahead of use in streams with
+#: repeats; each costs a read, as it takes room from what is kept.
 _LEND_SHARE = 0.005
 
 
 class Prefetcher:
-    """Advances each session's `front` (pinned, and fetched where absent) and `ready`.
+    """Advances each session's `front`, a position, and `ready`, a step.
+
+    All objects before `front` are pinned, and fetched where absent.
 
     Args:
         admission: makes room; inflight: starts the fetches; window: the limits.
@@ -41,7 +43,7 @@ class Prefetcher:
         self.stuck: set[int] = set()  # sessions that wait for room; cleared when some may be free
         self.lacking: dict[int, Residency] = {}  # those of them for which no room can be made now
 
-    def look(self, s: RankStream, sessions: int) -> None:
+    def set_reach(self, s: RankStream, sessions: int) -> None:
         """Set how far a session may read ahead, in positions, where `sessions` share the memory."""
         stream, h, window = s.stream, s.residency, self._window
         end = stream.end
@@ -64,10 +66,11 @@ class Prefetcher:
         s.reach = max(reach, stream.start(min(least, end)))
 
     def overtaken(self, s: RankStream) -> None:
-        """Handle that a reader has read steps before they were ready.
+        """Handle that a reader has read steps directly, before they were ready.
 
-        Where it reads more quickly than the source delivers, it keeps the next steps, too: what is
-        fetched now is for steps that it will not have reached by then.
+        If it is faster than the source, do not fetch the next steps: it would read them before the
+        fetches land. It reads these itself (what is absent becomes SKIPPED, what is in flight
+        OVERDUE), and finds the steps after them in memory.
         """
         h, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
@@ -85,7 +88,7 @@ class Prefetcher:
             h.count(s, life, int(np.count_nonzero(life < FETCHING)))
             s.front = stop
 
-    def settle(self, s: RankStream) -> None:
+    def advance_ready(self, s: RankStream) -> None:
         """Move `ready` over all steps whose objects are resident and current, or failed."""
         limit = s.limit
         if s.checked < limit and s.blocked >= 0 and self._still_blocked(s):
@@ -124,7 +127,7 @@ class Prefetcher:
             coming |= (life == RESIDENT) & ~s.current(ids)
         return coming
 
-    def pump(self, sessions: Iterable[RankStream], now: float) -> list[FetchObjects]:
+    def advance_all(self, sessions: Iterable[RankStream], now: float) -> list[FetchObjects]:
         """Advance the most urgent session until none can advance; return the fetches to start."""
         out: list[FetchObjects] = []
         todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
@@ -159,7 +162,7 @@ class Prefetcher:
                 h.release(ids[taken:])
         s.front += taken
         h.count(s, life[:taken], len(absent))
-        self.settle(s)
+        self.advance_ready(s)
         return taken > 0
 
     def _stretch(self, s: RankStream) -> tuple[bool, int]:

@@ -79,9 +79,12 @@ def check(replicate: Any) -> None:
 
 
 def joined(loader: DataLoader[Any], *, plain: bool) -> Role:
-    """Agree with the ranks of the loader's group; waits until all of them begin its first epoch.
+    """Whether this rank leads its group on its node, or follows; waits for the group's ranks.
 
-    plain: batches are bytes that each rank copies for itself, which is as quick as taking them.
+    The group's first rank of each node leads. All begin the loader's first epoch together.
+
+    plain: batches need no code but a copy from the arena. Then each rank makes its own, as mapping
+        a leader's would take as long: no role.
 
     Raises:
         ConfigError: a job without a process group, ranks that differ, or one that does not come.

@@ -1,4 +1,4 @@
-"""EpochPlan: what an epoch will read, computed on request."""
+"""EpochPlan: what an epoch will read, computed on request (by `orders.predict`)."""
 
 from __future__ import annotations
 
