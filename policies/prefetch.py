@@ -263,7 +263,7 @@ _LEAD_MARGIN = 3
 def lead(pace: Pace, fetch_step_s: float, landed_s: float, window: Window) -> int:
     """Steps to leave to a reader that overtakes the fetches, so that later ones land in time.
 
-    None where it was only for once that it read more quickly than the source delivers.
+    0 where the reader was faster than the source only for once.
 
     Args:
         fetch_step_s: time in which the source delivers the objects of a step.

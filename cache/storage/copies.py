@@ -40,7 +40,7 @@ class Copies:
 
     @staticmethod
     def parsed(data: bytes, rows: int) -> NDArray[np.int64]:
-        """The entries whose bytes these are, of a manifest with so many rows.
+        """The entries whose bytes these are, of a manifest with `rows` rows.
 
         Raises:
             MalformedError: no such entries.

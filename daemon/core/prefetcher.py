@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.daemon.core.admission import Admission
-from creel.daemon.core.events import FetchObjects
+from creel.daemon.core.events import SOURCE, FetchObjects
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
@@ -70,17 +70,21 @@ class Prefetcher:
 
         If it is faster than the source, do not fetch the next steps: it would read them before the
         fetches land. It reads these itself (what is absent becomes SKIPPED, what is in flight
-        OVERDUE), and finds the steps after them in memory.
+        OVERDUE), and finds the steps after them in memory. Not where disk or peers have some of
+        them: the reader would ask the source.
         """
         h, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
         landed_s = rate.seconds(self._inflight.number(h) + _CHUNK)
         steps = lead(s.pace, step_s, landed_s, self._window)
         stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
-        coming = stream.objects(s.checked, min(s.front, stop)).astype(np.intp)
-        h.life[coming[h.life[coming] == FETCHING]] = OVERDUE
+        ids = stream.objects(s.checked, stop).astype(np.intp)
+        epoch = stream.epoch(s.done)[0] + s.epoch_shift
+        left = ids[h.life[ids] <= FETCHING]
+        if any(origin != SOURCE for origin, _ in h.origins(left, epoch)):
+            return
+        h.life[left[h.life[left] == FETCHING]] = OVERDUE
         if s.front < stop:
-            epoch = stream.epoch(s.done)[0] + s.epoch_shift
             ids = stream.objects(s.front, stop).astype(np.intp)
             life = h.life[ids]
             h.pin(ids, distinct=s.group.uses.distinct(epoch))

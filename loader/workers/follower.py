@@ -81,9 +81,8 @@ class Follower:
             self._channel.flush()
         try:
             got = self._channel.get(timeout_s)
-        except (
-            EOFError
-        ):  # where a leader ends with words unread, a reset comes before its last ones
+        except EOFError:
+            # Where a leader ends with words unread, a reset comes before its last ones.
             got = self._channel.get(0)
         match got:
             case (("batch", int(iterator), SentBatch() as sent), list(fds)):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from core_rig import Rig
 
 from creel.cache.memory.allocator import Allocator, Lengths
 from creel.daemon.core.core import Core
@@ -101,6 +102,26 @@ def test_who_overtakes_the_fetches_finds_part_of_what_comes_later_ready(slower: 
     assert 1 / slower > first > 0.15 / slower
     assert second > 0.4 / slower
     assert third > 0.8 / slower
+
+
+def test_what_the_disk_has_is_not_left_to_the_reader() -> None:
+    """It would read the source; and what comes from disk too late for it stays on disk."""
+    rig = Rig(3_000)
+    rig.register("d", [100] * 60)
+    rig.disk["d"] = dict.fromkeys(range(20, 60), 100)
+    rig.open_disk(100_000)
+    rig.open(1, "d")
+    rig.extend(1, 0, [[i, i + 1] for i in range(0, 60, 2)])
+    while rig.core.snapshot()["sessions"]["1"]["ready"] < 10:  # slowly, from the source
+        rig.now += 1
+        rig.land(min(rig.fetches))
+        rig.progress(1, rig.readers[1].ready)
+    reads = rig.reads
+    for step in range(10, 25):  # quickly: none of them is ready
+        rig.progress(1, step + 1, step + 2)
+    rig.settle()
+    assert rig.reads == reads
+    assert rig.core.snapshot()["datasets"]["d"]["disk_misses"] == 0
 
 
 def test_what_is_left_to_the_reader_does_not_count_as_failed() -> None:
