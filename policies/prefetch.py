@@ -269,7 +269,7 @@ def lead(pace: Pace, fetch_step_s: float, landed_s: float, window: Window) -> in
         fetch_step_s: time in which the source delivers the objects of a step.
         landed_s: time until objects requested now have landed.
     """
-    if pace.latest_s >= fetch_step_s:
+    if not pace.step_s or pace.latest_s >= fetch_step_s:
         return 0
     return min(math.ceil(_LEAD_MARGIN * landed_s / pace.step_s), window.max_steps)
 

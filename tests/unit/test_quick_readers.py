@@ -112,7 +112,7 @@ def test_what_the_disk_has_is_not_left_to_the_reader() -> None:
     rig.open_disk(100_000)
     rig.open(1, "d")
     rig.extend(1, 0, [[i, i + 1] for i in range(0, 60, 2)])
-    while rig.core.snapshot()["sessions"]["1"]["ready"] < 10:  # slowly, from the source
+    while rig.readers[1].ready < 10:  # slowly, from the source
         rig.now += 1
         rig.land(min(rig.fetches))
         rig.progress(1, rig.readers[1].ready)
