@@ -184,6 +184,10 @@ class AccessRecorder:
             if self._over() and not self._sealed:
                 self._append(_SEAL)
 
+    def drop(self) -> None:
+        """Forget what was read since the last `write`."""
+        self._observed.clear()
+
     def _write_copies(self) -> None:
         if self.copies is None:
             return

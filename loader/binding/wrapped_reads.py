@@ -40,7 +40,8 @@ from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.reading.file_copies import FileCopies
 from creel.loader.reading.intercept import Intercepted
-from creel.loader.reading.observer import Lease, leased, observing
+from creel.loader.reading.observer import Lease, leased, observing, passes_on, thread_use
+from creel.policies.bypass import Bypass
 from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
@@ -224,6 +225,7 @@ class WrappedReads:
         self._lock = threading.RLock()
         self._link: DaemonLink | None = None
         self._not_before = 0.0
+        self._bypass: Bypass | None = None  # made at the first read that is recorded
 
     def __reduce__(self) -> tuple[object, ...]:
         """A worker that is spawned goes on recording for its trainer; a mere copy begins anew."""
@@ -239,26 +241,49 @@ class WrappedReads:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
         if observing():  # inside another proxy, which records what is read here
             return fetch(self._dataset)
+        bypass = self._bypass
+        if bypass is not None and bypass.active and self._binding is None and passes_on():
+            return self._read_past(bypass, indices, fetch)
         return self._read(indices, lambda dataset: _intercepted(fetch, dataset))
+
+    def _read_past(
+        self, bypass: Bypass, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]
+    ) -> T:
+        """Call `fetch(dataset)` as without creel, and see now and then whether it has to wait."""
+        if not bypass.measures(len(indices)):
+            return fetch(self._dataset)
+        began = thread_use()
+        sample = fetch(self._dataset)
+        bypass.saw(len(indices), thread_use() - began)
+        return sample
 
     def _read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         if leased():  # inside creel's own loader, or another proxy, which decides
-            return self._fetch_recorded(fetch)
+            return self._fetch_recorded(indices, fetch)
         link = self._usable_link()
         if link is not None and not _still(link.binding, indices):
             self._unbind(link)
             link = self._usable_link()
-        return self._fetch_recorded(fetch) if link is None else link.read(indices, fetch)
+        if link is None:
+            return self._fetch_recorded(indices, fetch)
+        return link.read(indices, fetch)
 
-    def _fetch_recorded(self, fetch: Callable[[Dataset[Sample]], T]) -> T:
+    def _fetch_recorded(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, recording its reads while there is a recorder."""
         recorder = self._recorder
         if recorder is None:
             return fetch(self._dataset)
+        if self._bypass is None:
+            self._bypass = Bypass(allowed=self._settings().loader.direct == "auto")
+        began = thread_use()
         try:
             return fetch(cast("Dataset[Sample]", recorder))
         finally:
-            recorder.write()
+            self._bypass.saw(len(indices), thread_use() - began)
+            if self._bypass.active:
+                recorder.drop()
+            elif not self._bypass.undecided:
+                recorder.write()
 
     def trace(self) -> AccessTrace | None:
         """The trace of the dataset once it is complete (see `access_recorder`), else None.

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.bypass import ThreadUse
+
 if TYPE_CHECKING:
     from creel.loader.reading.file_copies import FileCopies
 
@@ -261,6 +263,15 @@ def _sleeps() -> int:
     import resource  # there is none on Windows, where this module is imported, too
 
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def thread_use() -> ThreadUse:
+    """What this thread has used so far."""
+    import resource  # there is none on Windows, where this module is imported, too
+
+    counts = resource.getrusage(resource.RUSAGE_THREAD)
+    reads = counts.ru_inblock + counts.ru_majflt
+    return ThreadUse(time.monotonic_ns(), time.thread_time_ns(), counts.ru_nvcsw, reads)
 
 
 #: An opened file is worth caching if at least 1/4 of it was read ...

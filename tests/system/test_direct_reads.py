@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import numpy as np
@@ -173,17 +174,56 @@ def test_below_torchs_loader_nobody_asks_the_daemon_for_what_is_read_as_quickly(
         assert words.counters()["stall_daemon_ns"] == 0
 
 
-@pytest.mark.parametrize("kind", [Reads, Silent])
 def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
-    embedded: str, paths: list[str], monkeypatch: pytest.MonkeyPatch, kind: type[Reads]
+    embedded: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
-    wrapped = creel.wrap(kind(paths))
+    wrapped = creel.wrap(Reads(paths))
     for epoch in range(3):
-        theirs = list(batches(DataLoader, kind(paths)))
+        theirs = list(batches(DataLoader, Reads(paths)))
         assert all(map(torch.equal, batches(DataLoader, wrapped), theirs)), epoch
     until(lambda: bool(wrapped[0].numel()) and linked(embedded), what="the daemon is there")
     assert daemon_of(embedded).is_running()
+
+
+class Opens(Silent):
+    """It opens its files itself, and says whether that was by a function of creel's."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        seen = not isinstance(open, BuiltinFunctionType)
+        with open(self.paths[index], "rb") as file:  # noqa: PTH123  as people do
+            return torch.cat([decode(file.read()), torch.tensor([seen], dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize("kind", [creel.DataLoader, DataLoader])
+def test_files_that_nobody_waits_for_are_opened_as_without_creel(
+    served: str, paths: list[str], monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    wrapped = creel.wrap(Opens(paths))
+    for _ in range(4):
+        theirs = torch.cat(list(batches(DataLoader, Opens(paths))))
+        mine = torch.cat(list(batches(kind, wrapped)))
+        assert torch.equal(mine[:, :-1], theirs[:, :-1])
+        # The first few are looked at; one thread alone waits for nobody, however busy the machine.
+        assert int(mine[:, -1].sum()) <= 64 + BATCH
+    assert not linked(served) or kind is creel.DataLoader
+
+
+def test_what_is_waited_for_is_learnt_and_read_once(
+    served: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    with Server(Path(paths[0]).parent, latency_s=0.002) as server:
+        wrapped = creel.wrap(Silent([f"{server.url}/{Path(path).name}" for path in paths]))
+        gets = []
+        for _ in range(3):
+            theirs = list(batches(DataLoader, Silent(paths)))
+            mine = batches(creel.DataLoader, wrapped, num_workers=2)
+            assert all(map(torch.equal, mine, theirs))
+            gets.append(server.stats(reset=True)["gets"])
+    assert served
+    assert gets == [FILES, FILES, 0]  # read by the samples, by the daemon, and by nobody
 
 
 def linked(name: str) -> bool:
