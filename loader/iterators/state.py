@@ -190,6 +190,7 @@ class EpochRun:
         self.order: EpochOrder | None = None
         self.epoch = 0
         self._published_ahead = False
+        self._alone = False  # see `_left_alone`
         self._search: StreamSearch | None = None  # since the daemon has ended in mid-epoch
 
     def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> EpochOrder:
@@ -207,7 +208,7 @@ class EpochRun:
                 self.stream = stream
             elif stream is not None:  # persistent workers have the old dataset
                 loader_state.leave_stream(stream)
-        if loader_state.order is not None and self.stream is not None:
+        if loader_state.order is not None and self.stream is not None and not self._alone:
             loader_state.order.record_outcome(wrong=self.stream.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
         begun = IteratorStart(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
@@ -231,7 +232,8 @@ class EpochRun:
         self._counted = self.skipped
         self._unpublished.clear()
         self._many = loader._auto_collation  # noqa: SLF001  torch's
-        if self.stream is not None:
+        self._alone = self.stream is not None and self._may_leave(self.stream)
+        if self.stream is not None and not self._alone:
             start = time.monotonic_ns()
             try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
             loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
@@ -248,10 +250,29 @@ class EpochRun:
             return -1
         if self._search is not None:
             self._reattach(self.stream, self.skipped + i)
-        step = self.stream.give(self.skipped + i, index)
+        alone = self._left_alone(self.stream, self.skipped + i)
+        step = -1 if alone else self.stream.give(self.skipped + i, index)
         if step < 0:
             self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
         return step
+
+    def _may_leave(self, stream: BatchStream) -> bool:
+        """Whether the reader needs no daemon, nor other nodes what this one reads."""
+        return self._loader_state.direct.alone and not stream.client.cluster
+
+    def _left_alone(self, stream: BatchStream, batch: int) -> bool:
+        """Whether this batch is read without the daemon, as its reader is quicker than it.
+
+        Nothing is published meanwhile: what the daemon does takes processors from the reader.
+        """
+        alone = self._may_leave(stream)
+        if alone != self._alone and self.order is not None:
+            self._alone, self._published_ahead = alone, False
+            if alone:
+                stream.leave()
+            else:
+                stream.begin(self.order, batch)
+        return alone
 
     def _reattach(self, stream: BatchStream, batch: int) -> None:
         """Have another daemon serve from this batch on, once one is found.
@@ -268,7 +289,7 @@ class EpochRun:
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
-        if self.stream is not None:
+        if self.stream is not None and not self._alone:
             self.stream.done(self.skipped + i)
             self._publish_ahead(self.stream)
 

@@ -126,6 +126,32 @@ def test_a_daemon_without_processors_is_not_waited_for_where_reading_is_quick(
         del it, ours
 
 
+def test_a_reader_that_outruns_the_daemon_is_left_alone_until_it_has_to_wait(
+    daemon_name: str, paths: list[str]
+) -> None:
+    half = FILES // 2
+    with (
+        Server(Path(paths[0]).parent, latency_s=0.005) as server,
+        Running(daemon_name, env={"CREEL_WINDOW__MAX_STEPS": "4"}) as daemon,
+    ):
+        far = [f"{server.url}/{Path(path).name}" for path in paths[half:]]
+        theirs = list(DataLoader(Reads(paths), BATCH))
+        ours = creel.DataLoader(Reads([*paths[:half], *far]), BATCH, creel=DIRECT)
+        it = iter(ours)
+        mine = [next(it)]
+        daemon.signal(signal.SIGSTOP)
+        until(lambda: stopped(daemon.pid), what="the daemon stands still")
+        session_of(daemon_name).words[OBJECT_NS] = 20_000  # however busy the machine was
+        mine += [next(it) for _ in range(half // BATCH - 1)]
+        daemon.signal(signal.SIGCONT)
+        mine += list(it)
+        assert all(map(torch.equal, mine, theirs))
+        assert ours.stats()["direct_reads"] < half + 4 * BATCH  # two batches told that it waits
+        assert sum(map(len, ours)) == FILES
+        assert server.stats()["gets"] <= half + 4 * BATCH
+        del it, ours
+
+
 @pytest.mark.parametrize("stop", [False, True])
 def test_what_is_changed_in_mid_epoch_is_seen_by_who_reads_directly(
     daemon_name: str, paths: list[str], stop: bool
