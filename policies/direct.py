@@ -28,8 +28,8 @@ _REMEMBERED_BATCHES = (
 #: warm by then.
 _PAUSE_BATCHES = 256
 _PAUSE_FACTOR = 4  # factor for each further time
-#: Batches read directly in a row, none of which had to wait, after which a reader is left alone: the
-#: daemon is slower, and what it does takes processors from this reader.
+#: Batches read directly in a row, none of which had to wait, after which a reader is left alone:
+#: the daemon is slower, and what it does takes processors from this reader.
 _ALONE_BATCHES = 16
 #: Batches read directly without a wait after a wait in vain: the daemon lacks processors.
 _VAIN_BATCHES = 16
@@ -85,7 +85,7 @@ class DirectReads:
         self._quick_batches = 0
 
     def saw(self, reads: int, nbytes: int, ns: int, blocked: int) -> None:
-        """Enter a batch's direct reads, done in sequence in `ns`; the thread slept `blocked` times."""
+        """Enter a batch's direct reads, in sequence in `ns`; the thread slept `blocked` times."""
         if not reads:
             self.served()
             return

@@ -212,8 +212,8 @@ class LoaderSettings(_Section, frozen=True):
         str,
         _text(
             '"auto": with num_workers=0 a training process reads directly what is not in '
-            "memory yet, if the source is as fast as the page cache, and what creel.wrap "
-            'finds in the page cache is left alone; "never": the daemon reads all',
+            "memory yet, if the source is as fast as the page cache, and a reader that "
+            'never waits there is left alone; "never": the daemon reads all',
             like="auto or never",
             pattern="^(auto|never)$",
         ),
