@@ -136,7 +136,7 @@ def test_a_reader_that_outruns_the_daemon_is_left_alone_until_it_has_to_wait(
     ):
         far = [f"{server.url}/{Path(path).name}" for path in paths[half:]]
         theirs = list(DataLoader(Reads(paths), BATCH))
-        ours = creel.DataLoader(Reads([*paths[:half], *far]), BATCH, creel=DIRECT)
+        ours: Any = creel.DataLoader(Reads([*paths[:half], *far]), BATCH, creel=DIRECT)
         it = iter(ours)
         mine = [next(it)]
         daemon.signal(signal.SIGSTOP)
