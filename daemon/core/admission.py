@@ -159,11 +159,9 @@ class Admission:
             return NONE, ""
         if not self.disk:
             return policy.victims(k, need), "due_later"
-        sources = [(policy.victims, "due_later"), (h.disk.clean, "on_disk")]
-        if not policy.selective:  # whatever the policy gives is lost
-            sources.reverse()
-            if self.waits(h):
-                del sources[1:]
+        sources = [(policy.idle, "due_later"), (h.disk.clean, "on_disk")]
+        if not self.waits(h):
+            sources.append((policy.victims, "due_later"))  # which are lost
         for victims, why in sources:
             ids = victims(k, need)
             if len(ids):
@@ -174,7 +172,10 @@ class Admission:
 
     def waits(self, h: Residency) -> bool:
         """Whether to wait until objects are on disk that may leave memory then."""
-        return bool(self.disk) and not self.disk.slow and not h.disk.hopeless
+        if not self.disk or self.disk.slow or h.disk.hopeless:
+            return False
+        replaces = h.policy is not None and h.policy.replaces
+        return replaces or h.disk.storing > 0 or self.disk.free >= h.mean
 
     def _claim(self, h: Residency, nbytes: int) -> int:
         """Evict from datasets above their share if this one stays within its own; bytes freed."""

@@ -151,6 +151,7 @@ class Core:
         lacking = self._prefetcher.lacking.values()
         if self._spilling.start(lacking, self._serving.short, self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
+            self._serving.advance(now, every=True)
             self._out += self._prefetcher.advance_all(self._sessions.values(), now)
         self._prefetcher.lacking.clear()
         for session in self._sessions.values():

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.candidates import Index
-from creel.policies.eviction.policy import RESIDENT, joined
-from creel.policies.eviction.recent import MostRecentFirst
+from creel.policies.eviction.policy import RESIDENT, STORED, joined
+from creel.policies.eviction.recent import MostRecentFirst, ReleaseLog
 from creel.policies.next_use import NEVER, NextUses
 
 #: `step` of `victims` for what is read for a peer: nothing that is kept leaves for that.
@@ -71,7 +71,11 @@ class Homes:
 
 
 class HomesEviction(MostRecentFirst):
-    """Keeps what this node is home of; of all else, what was read last leaves first."""
+    """Keeps what this node is home of, in memory and on disk; of all else, the latest leaves first.
+
+    Where that is more than there is room for, what is kept stays the same (law L1), and what is at
+    home here beyond it comes and goes.
+    """
 
     name = "homes"
     short_prefetch = True
@@ -89,6 +93,7 @@ class HomesEviction(MostRecentFirst):
         self._kept = np.zeros(len(life), np.bool_)
         self._count = 0  # of these
         self._limit = len(life)  # most objects kept: there was no room for more
+        self._excess = ReleaseLog(len(life))  # at home here, and not kept; the other log: guests
         self._hand = 0
 
     def lends(self, room: float) -> float:
@@ -107,12 +112,19 @@ class HomesEviction(MostRecentFirst):
 
     def relist(self) -> None:
         """Sort all residents anew into those that are kept and the others."""
-        kept = np.flatnonzero(self._kept & (self._life == RESIDENT))
+        here = self._life == RESIDENT
+        if self.stored is not None:
+            here |= self.stored == STORED
+        kept = np.flatnonzero(self._kept & here)
         kept = kept[self.homes.mine(kept)]
         self._kept[:] = False
         self._kept[kept] = True
         self._count = len(kept)
         self._recover()
+        logged = self._log.all()
+        self._log.clear()
+        self._excess.clear()
+        self._enter(logged[self._leaving(logged)])
         super().relist()
 
     def _recover(self) -> None:
@@ -127,18 +139,27 @@ class HomesEviction(MostRecentFirst):
 
     def _enter(self, ids: Index) -> None:
         loose = ids[~self._kept[ids]]
-        mine = loose[self.homes.mine(loose)][: max(self._limit - self._count, 0)]
-        self._kept[mine], self._at[mine] = True, -1
-        self._count += len(mine)
-        super()._enter(loose[~self._kept[loose]])
+        mine = self.homes.mine(loose)
+        self._log.add(loose[~mine])
+        loose = loose[mine]
+        k = max(self._limit - self._count, 0)
+        self._kept[loose[:k]] = True
+        self._count += len(loose[:k])
+        self._excess.remove(loose[:k])
+        self._excess.add(loose[k:])
 
     def keeps(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each is worth a place on this node's disk: what it is home of."""
         return self.homes.mine(ids)
 
+    def idle(self, k: int, step: int) -> Index:
+        """Up to k distinct objects that are at home elsewhere."""
+        return super().victims(k, step)
+
     def victims(self, k: int, step: int) -> Index:
         """Up to k distinct objects to evict: those kept for peers last, and for no peer's sake."""
-        found = super().victims(k, step)
+        found = self.idle(k, step)
+        found = joined([found, self._excess.take(k - len(found), self._leaving)])
         if len(found) >= k or step == FOR_PEERS:
             return found
         more = self._scan(k - len(found))

@@ -248,10 +248,10 @@ class PlannedEviction(EvictionPolicy):
             idle &= ~self._stays[ids]
         return idle
 
-    @property
-    def selective(self) -> bool:
-        """Whether `victims` are only what nobody keeps."""
-        return self._stays is not None or self._all_fits
+    def idle(self, k: int, step: int) -> Index:
+        """All that may leave, once there is a plan."""
+        planned = self._stays is not None or self._all_fits
+        return self.victims(k, step) if planned else NONE
 
     def keeps(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each is worth a place on disk; all are while nothing is planned."""

@@ -117,10 +117,9 @@ class EvictionPolicy:
 
     # --- memory and disk -------------------------------------------------------------------------
 
-    @property
-    def selective(self) -> bool:
-        """Whether `victims` are only what nobody keeps: they leave before what is on disk, too."""
-        return False
+    def idle(self, k: int, step: int) -> Index:  # noqa: ARG002
+        """Up to k distinct objects that nobody keeps: they leave before what is on disk, too."""
+        return NONE
 
     def keeps(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each is worth a place on disk."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,6 +13,67 @@ from creel.policies.masks import unique
 from creel.policies.next_use import NextUses
 
 _PIECE = 256  # least number of entries processed together, as most may be invalid
+
+
+class ReleaseLog:
+    """Objects in the order of their latest releases.
+
+    >>> log = ReleaseLog(4)
+    >>> log.add(np.array([0, 1, 2]))
+    >>> log.add(np.array([1]))
+    >>> log.take(2, lambda ids: ids >= 0).tolist()
+    [1, 2]
+    """
+
+    def __init__(self, objects: int) -> None:
+        self._log = np.empty(_PIECE, np.int32)
+        self._end = 0
+        self._at = np.full(objects, -1, np.int32)  # index of each object's valid entry, the latest
+
+    def add(self, ids: Index) -> None:
+        """Add distinct objects as the latest."""
+        if self._end + len(ids) > len(self._log):
+            self._squeeze(len(ids))
+        start, self._end = self._end, self._end + len(ids)
+        self._log[start : self._end] = ids
+        self._at[ids] = np.arange(start, self._end)
+
+    def remove(self, ids: Index) -> None:
+        """Remove objects; those that are not in the log are left alone."""
+        self._at[ids] = -1
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._end = 0
+        self._at[:] = -1
+
+    def all(self) -> Index:
+        """(k,) what is in the log, the latest last."""
+        ids = self._log[: self._end].astype(np.intp)
+        valid: NDArray[np.bool_] = self._at[ids] == np.arange(self._end)
+        return ids[valid]
+
+    def take(self, k: int, leaving: Callable[[Index], NDArray[np.bool_]]) -> Index:
+        """Remove and return up to k objects, the latest first; those not `leaving` are removed."""
+        out = []
+        while k > 0 and self._end:
+            start = max(self._end - 2 * k - _PIECE, 0)
+            ids = self._log[start : self._end].astype(np.intp)
+            good = (self._at[ids] == np.arange(start, self._end)) & leaving(ids)
+            found = good.nonzero()[0][-k:]
+            self._end = start + int(found[0]) if len(found) == k else start
+            out.append(ids[found[::-1]])
+            k -= len(found)
+        return joined(out)
+
+    def _squeeze(self, more: int) -> None:
+        """Remove invalid entries, and make room for so many more: at most half of it is taken."""
+        ids = self.all()
+        self._end = len(ids)
+        if len(self._log) < 2 * (len(ids) + more):
+            self._log = np.empty(2 * (len(ids) + more), np.int32)
+        self._log[: self._end] = ids
+        self._at[ids] = np.arange(self._end)
 
 
 class MostRecentFirst(EvictionPolicy):
@@ -27,9 +90,7 @@ class MostRecentFirst(EvictionPolicy):
     ) -> None:
         super().__init__(life, pins, uses)
         self.stale = True  # evictable residents may be missing from the log
-        self._log = np.empty(2 * len(life), np.int32)  # objects in the order of their releases
-        self._end = 0
-        self._at = np.full(len(life), -1, np.intp)  # index of each object's valid entry, the latest
+        self._log = ReleaseLog(len(life))
 
     def replanned(self) -> None:
         """Plans were rebuilt, or a job ended."""
@@ -38,9 +99,8 @@ class MostRecentFirst(EvictionPolicy):
     def relist(self) -> None:
         """Add residents that are missing from the log, whose release time is unknown."""
         self.stale = False
-        self._squeeze()
         absent = (self._life == RESIDENT) & (self._pins == 0)
-        absent[self._log[: self._end]] = False
+        absent[self._log.all()] = False
         self._enter(np.flatnonzero(absent))
 
     def released(self, ids: Index) -> None:
@@ -48,31 +108,10 @@ class MostRecentFirst(EvictionPolicy):
         self._enter(unique(ids))
 
     def _enter(self, ids: Index) -> None:
-        if self._end + len(ids) > len(self._log):
-            self._squeeze()
-        start, self._end = self._end, self._end + len(ids)
-        self._log[start : self._end] = ids
-        self._at[ids] = np.arange(start, self._end)
-
-    def _squeeze(self) -> None:
-        """Remove invalid entries; at most half of the log remains."""
-        ids = self._log[: self._end]
-        ids = ids[self._at[ids] == np.arange(self._end)]
-        self._end = len(ids)
-        self._log[: self._end] = ids
-        self._at[ids] = np.arange(self._end)
+        self._log.add(ids)
 
     def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (what is due is unknown)
         """Remove and return up to k distinct objects to evict, those read last first."""
         if self.stale:
             self.relist()
-        out = []
-        while k > 0 and self._end:
-            start = max(self._end - 2 * k - _PIECE, 0)
-            ids = self._log[start : self._end].astype(np.intp)
-            good = (self._at[ids] == np.arange(start, self._end)) & self._leaving(ids)
-            found = good.nonzero()[0][-k:]
-            self._end = start + int(found[0]) if len(found) == k else start
-            out.append(ids[found[::-1]])
-            k -= len(found)
-        return joined(out)
+        return self._log.take(k, self._leaving)

@@ -69,6 +69,7 @@ class Nodes:
         self.gone: set[int] = set()  # nodes that answer nobody
         self.late: set[int] = set()  # nodes that are told nothing of the others
         self.dead: set[int] = set()  # nodes that do nothing at all
+        self.chance: np.random.Generator | None = None  # what happens next; None: in turn
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
         self._asked: dict[int, tuple[int, FetchObjects]] = {}  # by request: who waits
@@ -237,7 +238,7 @@ class Nodes:
     def _settle(self) -> None:
         """Until nothing is under way."""
         while self._queue:
-            node, action = self._queue.popleft()
+            node, action = self._next()
             if node in self.dead:
                 continue
             if isinstance(action, PlanRetention):
@@ -255,6 +256,15 @@ class Nodes:
                 self._feed(node, Fetched(action.fetch, action.length.copy(), version))
             elif isinstance(action, FetchObjects):
                 self._from_peer(node, action)
+
+    def _next(self) -> tuple[int, Action]:
+        """What happens next: in order, or whatever `chance` says."""
+        first = self._queue[0][1]
+        if self.chance is not None and not isinstance(first, ServeObjects):
+            self._queue.rotate(-int(self.chance.integers(len(self._queue))))
+            while isinstance(self._queue[0][1], ServeObjects):
+                self._queue.rotate(-1)
+        return self._queue.popleft()
 
     def _ask_plan(self, node: int, action: AskPlan) -> None:
         self._requests += 1

@@ -56,11 +56,31 @@ def test_what_they_hold_of_it_is_not_read_again(held: float, *, shares: bool) ->
         assert counts["source"] <= reads * (1 - held + 0.05) * SAMPLES
 
 
-def test_memories_and_disks_hold_what_is_at_home_there() -> None:
+@pytest.mark.parametrize("nodes, held, disk", [(2, 0.5, 0.4), (3, 0.2, 0.3)])
+@pytest.mark.parametrize("shares", [False, True])
+def test_memories_and_disks_hold_what_is_at_home_there(
+    nodes: int, held: float, disk: float, *, shares: bool
+) -> None:
     """A disk has what its node is home of: each object once, not what each node came across."""
-    _, *later = Followers(2, 0.5, shares=False, disk=0.4).run(4)
-    assert sum(counts["source"] for counts in later) <= 0.01 * SAMPLES
+    first, *later = runs = Followers(nodes, held, shares=shares, disk=disk).run(4)
+    assert first["source"] <= 1.005 * SAMPLES
+    assert sum(counts["source"] for counts in later) <= 0.002 * SAMPLES
+    assert sum(counts["refused"] for counts in runs) <= 0.002 * SAMPLES
     assert all(counts["disk"] > 0.5 * SAMPLES for counts in later)
+
+
+@pytest.mark.parametrize("held, disk", [(0.3, 0.3), (0.5, 0.4)])
+@pytest.mark.parametrize("shares", [False, True])
+def test_no_node_waits_for_what_only_another_reader_could_end(
+    held: float, disk: float, *, shares: bool
+) -> None:
+    """Whatever comes first: a node awaits reads, writes and what is being sent, nothing else.
+
+    `_step` finds each step ready once all of these are done, without a look at the clock.
+    """
+    nodes = Followers(2, held, shares=shares, disk=disk)
+    nodes.chance = np.random.default_rng(3)
+    nodes.run(3)
 
 
 @pytest.mark.parametrize("held", [0.3, 0.7, 1.2])

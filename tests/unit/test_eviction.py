@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.cluster.homes import Homes, HomesEviction
+from creel.policies.cluster.homes import FOR_PEERS, Homes, HomesEviction
 from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.farthest import FarthestNextUse
@@ -320,3 +320,19 @@ def test_homes_that_a_shortage_cost_are_kept_again_in_the_next_epoch() -> None:
     read(others[:2])
     read(lost)
     assert sorted(policy.victims(2, 2)) == others[:2].tolist()
+
+
+def test_what_is_at_home_elsewhere_leaves_before_what_is_on_disk() -> None:
+    view = ClusterView(
+        0, np.arange(2), np.full(2, 4000), np.array([-1, 7]), np.array([(0, 1)] * 2, np.int64)
+    )
+    homes, n = Homes(view), 40
+    life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
+    policy = HomesEviction(life, pins, [NextUses(n)], homes)
+    others = np.flatnonzero(~homes.mine(np.arange(n)))
+    policy.released(np.arange(n))
+    assert sorted(policy.idle(n, 0)) == others.tolist()
+    assert not len(policy.idle(n, 0))
+    life[others] = ABSENT
+    assert not len(policy.victims(n, FOR_PEERS)), "what is kept left for a peer's sake"
+    assert len(policy.victims(n, 0)) == n - len(others)

@@ -13,6 +13,7 @@ from creel.cache.disk.records import room_nbytes
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.disk.search import Kind, Walk
 from creel.daemon.core.events import DropFromDisk
+from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import (
     FETCHING,
     NONE,
@@ -168,7 +169,10 @@ class DiskCopies:
     # --- who may leave memory --------------------------------------------------------------------
 
     def clean(self, k: int, step: int) -> Index:
-        """Up to k residents that are on disk, too, due after `step`, those due last first."""
+        """Up to k residents that are on disk, too, due after `step`, those due last first.
+
+        For peers whatever no reader needs now: it comes back from disk.
+        """
         h = self._h
 
         def kind(at: Index | slice) -> NDArray[np.bool_]:
@@ -176,7 +180,7 @@ class DiskCopies:
             found &= h.pins[at] == 0
             return found
 
-        return self._clean.take(k, kind, self._due, step)
+        return self._clean.take(k, kind, self._due, None if step == FOR_PEERS else step)
 
     def _due(self, ids: Index) -> NDArray[np.int64]:
         """(k,) each object's next use, on the policy's clock."""

@@ -112,13 +112,11 @@ class Spilling:
                 if not len(ids):
                     break
                 self._write(h, ids)
-        for h in lacking:
+        short_of_room = {*lacking, *short}
+        for h in short_of_room:
             if not h.disk.storing:
                 h.disk.hopeless = not self._make_writable_room(h, reading)
-        for h in short:
-            if not h.disk.storing:
-                self._make_writable_room(h, reading)
-        return any(h.disk.hopeless for h in lacking)
+        return any(h.disk.hopeless for h in short_of_room)
 
     def _left(self) -> int:
         """Bytes that may be written in one go now."""
