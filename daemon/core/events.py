@@ -14,8 +14,8 @@ from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.turn import ClusterTurn, ClusterView, Placed
-from creel.policies.eviction.retention import Kept, Turn
+from creel.policies.cluster.jobs import Answer, Question
+from creel.policies.cluster.turn import ClusterView
 
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
@@ -180,8 +180,8 @@ class RetentionPlanned:
     """The answer to a `PlanRetention`: which objects are kept over the turn of an epoch."""
 
     dataset: str
-    turn: Turn | ClusterTurn
-    kept: Kept | Placed
+    turn: Question
+    kept: Answer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -398,7 +398,7 @@ class PlanRetention:
     """
 
     dataset: str
-    turn: Turn | ClusterTurn
+    turn: Question
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes
-from creel.policies.cluster.turn import ClusterTurn, ClusterView
+from creel.policies.cluster.jobs import DealtJob, Question
+from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.choice import Readers, choose
 from creel.policies.eviction.policy import (
     ABSENT,
@@ -36,7 +37,6 @@ from creel.policies.eviction.policy import (
     STORED,
     EvictionPolicy,
 )
-from creel.policies.eviction.retention import Turn
 from creel.policies.masks import every, some
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Latency, SourceRate, Window
@@ -405,6 +405,7 @@ class Residency:
             deals=groups[0].deals,
             homes=self._homes(groups),
             together=self._together(groups),
+            dealt=_dealt(groups),
         )
         self.policy = choose(self.policy, readers, self.life, self.pins)
         self.policy.stored = self.disk.column
@@ -423,7 +424,7 @@ class Residency:
         view = _view(groups)
         return view is not None and self.nbytes <= float(view.capacity.sum())
 
-    def question(self, admission: Admission, window: Window) -> Turn | ClusterTurn | None:
+    def question(self, admission: Admission, window: Window) -> Question | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
         if self.policy is None or not self.groups:
             return None
@@ -485,6 +486,13 @@ class Residency:
 def _view(groups: list[JobGroup]) -> ClusterView | None:
     """The nodes of the first job that runs on several."""
     return next((g.deals.view for g in groups if g.deals.view is not None), None)
+
+
+def _dealt(groups: list[JobGroup]) -> list[DealtJob] | None:
+    """How each job deals its epochs to all ranks, if all do on the same nodes as the first one."""
+    if any(g.deals.followed or not g.deals.orders or g.deals.view is None for g in groups):
+        return None
+    return [DealtJob(g.uses, g.deals, g.clock) for g in groups]
 
 
 def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:

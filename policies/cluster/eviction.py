@@ -8,6 +8,7 @@ What a plan gets wrong costs a read of the source.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +21,11 @@ from creel.policies.cluster.turn import PARTS, ClusterTurn, ClusterView, Deals, 
 from creel.policies.eviction.candidates import Index
 from creel.policies.eviction.planned import PlannedEviction, PlanningContext
 from creel.policies.eviction.policy import joined
-from creel.policies.eviction.retention import Kept, Turn
 from creel.policies.eviction.selection import Ids, Nodes
 from creel.policies.next_use import NextUses
+
+if TYPE_CHECKING:  # circular import
+    from creel.policies.cluster.jobs import Answer, Question
 
 #: Share of an epoch that is kept first, as it is read ahead, the least number of steps, and the
 #: largest share.
@@ -104,7 +107,7 @@ class ClusterEviction(PlannedEviction):
         """This policy."""
         return self
 
-    def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:
+    def question(self, context: PlanningContext) -> Question | None:
         """Return what to plan now, if anything: once for each epoch and each change."""
         view = self.deals.view
         if self._asking is not None or view is None or not self.deals.known(self.epoch):
@@ -146,7 +149,7 @@ class ClusterEviction(PlannedEviction):
         counted = self._agreement.members, self._agreement.since
         return ClusterTurn(epoch, view, orders, *columns, lead, *counted)
 
-    def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
+    def answer(self, turn: Question, kept: Answer) -> None:
         """Take a plan, if it answers the latest question."""
         if turn is not self._asking or not isinstance(kept, Placed):
             return

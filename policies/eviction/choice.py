@@ -11,7 +11,8 @@ The plans decide between three cases (laws L1 to L3, docs/architecture.md):
   `MostRecentFirst`.
 
 Where nodes serve each other but none knows the order of all, `HomesEviction` takes the place of the
-first and the last case, and of the second where the memories together hold everything.
+first and the last case, and of the second where the memories together hold everything. Where they
+do not, `HomesFarthest` takes the second for several jobs whose orders all nodes know.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes, HomesEviction
+from creel.policies.cluster.jobs import DealtJob, HomesFarthest
 from creel.policies.cluster.turn import Deals
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.planned import PlannedEviction
@@ -47,6 +49,7 @@ class Readers:
         deals: what is known of the first job on other nodes.
         homes: where to ask, if the nodes serve each other without a plan for all; together: their
             memories hold all objects.
+        dealt: how each job deals its epochs to all ranks; None: some job's deals are not known.
     """
 
     uses: list[NextUses]
@@ -57,6 +60,7 @@ class Readers:
     deals: Deals
     homes: Homes | None = None
     together: bool = False
+    dealt: list[DealtJob] | None = None
 
 
 def choose(
@@ -72,6 +76,9 @@ def choose(
         if not isinstance(present, HomesEviction):
             present = HomesEviction(life, pins, uses, homes)
         present.all_uses = uses
+    elif homes is not None and len(uses) > 1 and readers.dealt is not None:
+        if not isinstance(present, HomesFarthest) or present.all_uses != uses:
+            present = HomesFarthest(life, pins, readers.dealt, readers.clock, homes)
     else:
         present = _alone(present, readers, life, pins)
     present.rehome(homes)
@@ -102,6 +109,6 @@ def _alone(
         if not alone:
             return ClusterEviction(life, pins, uses[0], readers.epoch, readers.deals)
         return PlannedEviction(life, pins, uses[0], readers.epoch)
-    if isinstance(present, FarthestNextUse) and present.all_uses == uses:
+    if type(present) is FarthestNextUse and present.all_uses == uses:
         return present
     return FarthestNextUse(life, pins, uses, readers.clock)

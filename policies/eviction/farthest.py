@@ -63,7 +63,7 @@ class FarthestNextUse(EvictionPolicy):
             for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
         ]
         self._pool = self._sorted(len(self._life))
-        self._pool.add(self._unpinned())
+        self._list(self._unpinned())
 
     def due(self, ids: Index) -> NDArray[np.int64]:
         """(k,) common time of each object's next use."""
@@ -85,7 +85,11 @@ class FarthestNextUse(EvictionPolicy):
     def released(self, ids: Index) -> None:
         """Add residents that are no longer pinned (an object may come twice)."""
         if not self.stale:
-            self._pool.add(unique(ids))
+            self._list(unique(ids))
+
+    def _list(self, ids: Index) -> None:
+        """Add distinct residents that may leave."""
+        self._pool.add(ids)
 
     def victims(self, k: int, step: int) -> Index:
         """Up to k distinct objects to evict for `step`, all due later than that."""

@@ -28,7 +28,8 @@ from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.turn import ClusterTurn, ClusterView, Placed
+    from creel.policies.cluster.jobs import Answer, Question
+    from creel.policies.cluster.turn import ClusterView
 
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
 _WAIT_PART = 8
@@ -121,7 +122,7 @@ class PlannedEviction(EvictionPolicy):
 
     # --- the plan --------------------------------------------------------------------------------
 
-    def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:
+    def question(self, context: PlanningContext) -> Question | None:
         """Return what to plan now, if anything; the next question comes after its `answer`."""
         if self._pending is not None or (self._asked == 2 and not self.stale):
             return None
@@ -172,7 +173,7 @@ class PlannedEviction(EvictionPolicy):
         first, end = uses.span(e)
         return int(_WAIT_PART * (context.clock - first) >= end - first)
 
-    def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
+    def answer(self, turn: Question, kept: Answer) -> None:
         """Take a plan, if it answers the latest question."""
         if turn is not self._pending or not isinstance(kept, Kept):
             return

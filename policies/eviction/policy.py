@@ -13,9 +13,8 @@ from creel.policies.next_use import NEVER, NextUses
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.eviction import ClusterEviction
     from creel.policies.cluster.homes import Homes
-    from creel.policies.cluster.turn import ClusterTurn, Placed
+    from creel.policies.cluster.jobs import Answer, Question
     from creel.policies.eviction.planned import PlanningContext
-    from creel.policies.eviction.retention import Kept, Turn
 
 # States of an object. Below FETCHING it is not in flight; SKIPPED is left to a quicker reader;
 # OVERDUE is in flight, but no reader waits for it any more.
@@ -108,11 +107,11 @@ class EvictionPolicy:
         """(k,) whether the peer that holds each object then will have it only later; None: none."""
         return None
 
-    def question(self, context: PlanningContext) -> Turn | ClusterTurn | None:  # noqa: ARG002
+    def question(self, context: PlanningContext) -> Question | None:  # noqa: ARG002
         """Return what retention should plan outside the loop, or None."""
         return None
 
-    def answer(self, turn: Turn | ClusterTurn, kept: Kept | Placed) -> None:
+    def answer(self, turn: Question, kept: Answer) -> None:
         """Take the plan for an earlier `question`."""
 
     # --- memory and disk -------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 
@@ -66,6 +67,40 @@ def chance(
             del place[held[at]]
             held[at], place[x] = x, at
     return hit
+
+
+def min_reads(trace: list[int], capacity: int, epoch: int) -> NDArray[np.int64]:
+    """Reads per epoch of offline MIN with bypass that sees its epoch and the next, no more."""
+    never = 1 << 60
+    after, last = [never] * len(trace), dict[int, int]()
+    for t in range(len(trace) - 1, -1, -1):
+        after[t] = last.get(trace[t], never)
+        last[trace[t]] = t
+    held: dict[int, int] = {}
+    unseen: dict[int, None] = {}
+    heap: list[tuple[int, int]] = []
+    reads = np.zeros(len(trace) // epoch, np.int64)
+    for t, x in enumerate(trace):
+        horizon = (t // epoch + 2) * epoch
+        if t % epoch == 0:
+            for y in [y for y in unseen if held[y] < horizon]:
+                heapq.heappush(heap, (-held[y], y))
+                del unseen[y]
+        unseen.pop(x, None)
+        reads[t // epoch] += held.pop(x, None) is None
+        held[x] = after[t]
+        if after[t] >= horizon:
+            unseen[x] = None
+        else:
+            heapq.heappush(heap, (-after[t], x))
+        while len(held) > capacity:
+            if unseen:
+                del held[unseen.popitem()[0]]
+                continue
+            use, y = heapq.heappop(heap)
+            if held.get(y) == -use and y not in unseen:
+                del held[y]
+    return reads
 
 
 def lru_hits(f: float) -> float:

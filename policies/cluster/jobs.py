@@ -1,0 +1,272 @@
+"""Several jobs on one dataset over the same nodes: their plans are one (law L4). Pure.
+
+Each object has a home among the nodes, as in `homes`; what stays there is what any rank of any job
+reads soonest. Every node knows how each job's epochs are dealt to all ranks, so a home needs nobody
+to tell it who will ask for what, and when: together the memories do what one memory would by
+farthest next use over the merged plans (MIN, Belady 1966), each for the objects at home there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.policies.cluster.homes import FOR_PEERS, Homes
+from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.turn import ClusterTurn, Deals, Placed
+from creel.policies.eviction.candidates import Index, Sorted
+from creel.policies.eviction.farthest import FarthestNextUse
+from creel.policies.eviction.policy import joined
+from creel.policies.eviction.recent import ReleaseLog
+from creel.policies.eviction.retention import Kept, Turn
+from creel.policies.next_use import NEVER, NextUses, Steps
+
+if TYPE_CHECKING:  # circular import
+    from creel.policies.eviction.planned import PlanningContext
+
+#: All residents are sorted again after this part (1/n) of an epoch: reads on other nodes show in
+#: nothing but the time.
+_SORT_AGAIN_PART = 16
+#: This part (1/n) of the memory may hold what is read ahead.
+_LENT_PART = 32
+#: Epochs of each job that are looked at: the present one, and the next.
+_EPOCHS = 2
+
+
+class DealtJob(NamedTuple):
+    """What a node knows of one job; live views.
+
+    Args:
+        uses: of the ranks here, for the steps with which epochs begin.
+        deals: how epochs are dealt to all ranks.
+        clock: steps that the ranks here have done.
+    """
+
+    uses: NextUses
+    deals: Deals
+    clock: Callable[[], int]
+
+    @property
+    def orders(self) -> dict[int, tuple[int, JobOrder]]:
+        """First step and order of the present epoch and the next, as far as they are known."""
+        known = sorted(e for e in self.deals.orders if self.uses.knows(e))[:_EPOCHS]
+        return {e: (self.uses.span(e)[0], self.deals.orders[e]) for e in known}
+
+
+class FirstReads(NamedTuple):
+    """An epoch: its first step, and (n,) after how many steps some rank reads each object."""
+
+    base: int
+    after: Steps
+
+
+class JobsReads(NamedTuple):
+    """The answer to a `JobsTurn`: the epochs of each job."""
+
+    jobs: list[dict[int, FirstReads]]
+
+
+@dataclass(frozen=True, eq=False)
+class JobsTurn:
+    """What is asked outside the loop: when an epoch of each job reads each object.
+
+    Args:
+        objects: of the dataset; nodes: (ranks,) the node of each rank, for each job.
+        orders: for each job, its epochs as in `DealtJob.orders`.
+    """
+
+    objects: int
+    nodes: list[list[int]]
+    orders: list[dict[int, tuple[int, JobOrder]]]
+
+    def plan(self) -> JobsReads:
+        """When each epoch reads what; takes some 0.1 s for a million objects and epoch."""
+        jobs = zip(self.nodes, self.orders, strict=True)
+        return JobsReads(
+            [
+                {e: FirstReads(base, self._first(order, on)) for e, (base, order) in known.items()}
+                for on, known in jobs
+            ]
+        )
+
+    def _first(self, order: JobOrder, nodes: list[int]) -> Steps:
+        first = Steps(self.objects)
+        steps = np.arange(order.each, dtype=np.int32) // order.batch
+        for ids in order.by_rank(nodes):
+            # backwards: where an object comes twice, its first read is written last
+            first[ids[::-1]] = np.minimum(first[ids], steps)[::-1]
+        return first
+
+
+#: What policies ask outside the loop, and what comes back.
+Question: TypeAlias = Turn | ClusterTurn | JobsTurn
+Answer: TypeAlias = Kept | Placed | JobsReads
+
+
+class MergedUses:
+    """When any rank of any job reads each object next, on a common clock."""
+
+    def __init__(self, objects: int) -> None:
+        self.jobs: list[list[FirstReads]] = []
+        self.clocks: list[tuple[float, float]] = []  # (a, b): step s is at common time a * s + b
+        self.done: list[int] = []  # steps of each job
+        self._read = np.zeros(objects, np.int32)  # reads before this common time are over
+
+    def due(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) common time of the next read; far away where none is known."""
+        out, read = np.full(len(ids), np.inf), self._read[ids]
+        for epochs, (a, b), done in zip(self.jobs, self.clocks, self.done, strict=True):
+            since = np.maximum(np.floor((read - b) / a), done)
+            due = np.full(len(ids), a * self._beyond(epochs) + b)
+            for base, after in reversed(epochs):
+                first = after[ids].astype(np.int64) + base
+                due = np.where((first < NEVER) & (first >= since), a * first + b, due)
+            np.minimum(out, due, out=out)
+        keys: NDArray[np.int64] = np.clip(out, 0, NEVER).astype(np.int64)
+        return keys
+
+    @staticmethod
+    def _beyond(epochs: list[FirstReads]) -> float:
+        """The middle of the epoch after those that are known."""
+        if len(epochs) < _EPOCHS:
+            return float(NEVER)
+        return epochs[-1].base + 1.5 * (epochs[-1].base - epochs[-2].base)
+
+    def was_read(self, ids: Index) -> None:
+        """Note that the next read of each object is over."""
+        self._read[ids] = np.minimum(self.due(ids) + 1, NEVER)
+
+    def forget(self) -> None:
+        """The common clock is another one."""
+        self._read[:] = 0
+
+
+class HomesFarthest(FarthestNextUse):
+    """Keeps what this node is home of and any job reads soonest; all else leaves before that.
+
+    Args:
+        jobs: what is known of each; clock: see `FarthestNextUse`.
+    """
+
+    name = "homes-far"
+    reads_for_peers = True
+
+    def __init__(
+        self,
+        life: NDArray[np.uint8],
+        pins: NDArray[np.int32],
+        jobs: list[DealtJob],
+        clock: Callable[[], list[tuple[float, float]]],
+        homes: Homes,
+    ) -> None:
+        self._merged = MergedUses(len(life))
+        super().__init__(life, pins, [job.uses for job in jobs], clock)
+        self.homes: Homes = homes
+        self._jobs = jobs
+        self._guests = ReleaseLog(len(life))  # at home elsewhere
+        self._known: list[dict[int, FirstReads]] = [{} for _ in jobs]
+        self._asking: JobsTurn | None = None
+        self._again = 0  # time of the first job at which all are sorted again
+
+    def lends(self, room: float) -> float:
+        """A small part."""
+        return room / _LENT_PART
+
+    def rehome(self, homes: Homes | None) -> None:
+        """Nodes left or came back."""
+        if homes is not None and homes is not self.homes:
+            self.homes, self.stale = homes, True
+
+    # --- the jobs' orders ------------------------------------------------------------------------
+
+    def question(self, context: PlanningContext) -> JobsTurn | None:  # noqa: ARG002
+        """Ask for the orders that are not known yet."""
+        wanted = [job.orders for job in self._jobs]
+        new = [
+            {e: order for e, order in orders.items() if e not in known}
+            for orders, known in zip(wanted, self._known, strict=True)
+        ]
+        if self._asking is not None or not any(new):
+            return None
+        views = [job.deals.view for job in self._jobs]
+        nodes = [[] if view is None else view.nodes.tolist() for view in views]
+        self._asking = JobsTurn(len(self._life), nodes, new)
+        return self._asking
+
+    def answer(self, turn: Question, kept: Answer) -> None:
+        """Take the orders, if they answer the latest question."""
+        if turn is not self._asking or not isinstance(kept, JobsReads):
+            return
+        self._asking = None
+        for known, new in zip(self._known, kept.jobs, strict=True):
+            known.update(new)
+        self.stale = True
+
+    def turn(self, uses: NextUses, epoch: int) -> None:
+        """A job has begun an epoch."""
+        for job, known in zip(self._jobs, self._known, strict=True):
+            if job.uses is uses:
+                job.deals.forget(epoch)
+                for old in [e for e in known if e < epoch]:
+                    del known[old]
+        self.stale = True
+
+    def replanned(self) -> None:
+        """Plans were rebuilt, or a job ended."""
+        super().replanned()
+        self._merged.forget()
+        self._known = [{} for _ in self._jobs]
+
+    # --- who stays -------------------------------------------------------------------------------
+
+    def relist(self) -> None:
+        """Sort all residents again: plans or the jobs' speeds have changed."""
+        self._merged.jobs = [[known[e] for e in sorted(known)] for known in self._known]
+        self._merged.clocks = self._clock()
+        self._merged.done = [job.clock() for job in self._jobs]
+        spans = [job.uses.end - job.clock() for job in self._jobs]
+        self._again = self._jobs[0].clock() + max(max(spans) // _SORT_AGAIN_PART // _EPOCHS, 1)
+        self._guests.clear()
+        super().relist()
+
+    def _sorted(self, objects: int) -> Sorted:
+        return Sorted(objects, partial(MergedUses.due, self._merged))
+
+    def due(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) common time of each object's next use."""
+        if self.stale:
+            self.relist()
+        return self._merged.due(ids)
+
+    def sent(self, ids: Index) -> None:
+        """Objects were sent to the peer that reads them."""
+        if not self.stale:
+            self._merged.was_read(ids)
+
+    def _list(self, ids: Index) -> None:
+        mine = self.homes.mine(ids)
+        self._pool.add(ids[mine])
+        self._guests.add(ids[~mine])
+
+    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each is worth a place on this node's disk: what it is home of."""
+        return self.homes.mine(ids)
+
+    def idle(self, k: int, step: int) -> Index:  # noqa: ARG002
+        """Up to k distinct objects that are at home elsewhere."""
+        if self.stale or self._jobs[0].clock() >= self._again:
+            self.relist()
+        return self._guests.take(k, self._leaving)
+
+    def victims(self, k: int, step: int) -> Index:
+        """Up to k distinct objects to evict for `step`, all due later than that."""
+        found = self.idle(k, step)
+        if len(found) >= k:
+            return found
+        step = self._jobs[0].clock() if step == FOR_PEERS else step
+        return joined([found, super().victims(k - len(found), step)])

@@ -1,0 +1,102 @@
+"""Several jobs on one dataset over several nodes: their plans are one (law L4)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from classics import min_reads
+from nodes import Nodes
+from numpy.typing import NDArray
+
+from creel.daemon.core.events import (
+    Action,
+    EpochDealt,
+    PlanExtended,
+    Progressed,
+    SessionOpened,
+    SetReady,
+)
+from creel.policies.cluster.job_order import JobOrder
+
+SAMPLES, BATCH = 960, 4
+STEP_S = 0.1
+
+
+class Jobs(Nodes):
+    """On each node a rank of each of two jobs; the second takes a step in every `pace`-th alone."""
+
+    def __init__(self, nodes: int, held: float, pace: int = 1, disk: float = 0.0) -> None:
+        self.jobs, self.pace = (1, 2), pace
+        self.ready_of: dict[tuple[int, int], int] = {}
+        order = JobOrder(SAMPLES, nodes, SAMPLES // nodes, BATCH, 0)
+        super().__init__(nodes, order, held, disk=disk)
+
+    def job_order(self, job: int, epoch: int) -> JobOrder:
+        return self.order._replace(seed=1000 * job + epoch)
+
+    def _begin(self, node: int) -> None:
+        super()._begin(node)
+        self._feed(node, SessionOpened(2, "d", "another", node, len(self.cores)))
+
+    def _tell(self, node: int, epoch: int) -> None:
+        ends = np.arange(1, self.order.steps + 1) * BATCH
+        first = epoch * self.order.steps
+        for job in self.jobs:
+            order = self.job_order(job, epoch)
+            ids = order.by_rank(range(len(self.cores)))[node]
+            for other in self.alive:
+                self.members[node].heard(other, self._now)
+            self._feed(node, PlanExtended(job, epoch, first, ids.copy(), ends))
+            self._feed(node, EpochDealt(job, epoch, order, self._view(node)))
+
+    def _do(self, node: int, action: Action) -> None:
+        if isinstance(action, SetReady):
+            self.ready_of[node, action.session] = action.ready
+        else:
+            super()._do(node, action)
+
+    def _step(self, epoch: int, step: int) -> None:
+        self._now += STEP_S
+        due = dict(self.steps(epoch * self.order.steps + step))
+        for job, at in due.items():
+            for node in self.alive:
+                self._feed(node, Progressed(job, at, at + 1))
+        self._settle()
+        for node in self.alive:
+            for job, at in due.items():
+                assert self.ready_of[node, job] > at, "not ready, and nothing is awaited"
+
+    def steps(self, tick: int) -> list[tuple[int, int]]:
+        """The jobs that take a step at this tick, and which."""
+        return [(1, tick), (2, tick // self.pace)][: 1 if tick % self.pace else 2]
+
+    def least_reads(self, capacity: int, epochs: int) -> NDArray[np.int64]:
+        """What one memory would read in each epoch of the first job, by MIN over both plans."""
+        steps, width = self.order.steps, self.order.world * BATCH
+        orders = {(j, e): self.job_order(j, e).permutation() for j in self.jobs for e in range(9)}
+        trace: list[int] = []
+        for tick in range((epochs + 1) * steps):
+            for job, at in self.steps(tick):
+                first = at % steps * width
+                trace += orders[job, at // steps][first : first + width].tolist()
+        return min_reads(trace, capacity, len(trace) // (epochs + 1))[:epochs]
+
+
+@pytest.mark.parametrize("nodes, held, pace", [(2, 0.3, 1), (2, 0.6, 1), (3, 0.9, 1), (2, 0.6, 3)])
+def test_two_jobs_read_hardly_more_than_one_memory_would_that_knew_both_plans(
+    nodes: int, held: float, pace: int
+) -> None:
+    """.02 N of what is held is on its way, and .01 N from node to node, of 960 objects."""
+    jobs, epochs = Jobs(nodes, held, pace), 3
+    jobs.chance = np.random.default_rng(nodes)
+    runs = jobs.run(epochs)
+    best = jobs.least_reads(int((held - 0.06) * SAMPLES), epochs)
+    for counts, least in zip(runs[1:], best[1:].tolist(), strict=True):
+        assert counts["source"] <= least + 0.03 * SAMPLES
+        assert counts["refused"] <= 0.005 * SAMPLES
+
+
+def test_memories_and_disks_that_hold_all_read_it_once_for_both_jobs() -> None:
+    runs = Jobs(2, 0.3, disk=0.5).run(4)
+    assert runs[0]["source"] <= 1.02 * SAMPLES
+    assert sum(counts["source"] for counts in runs[1:]) <= 0.005 * SAMPLES
