@@ -28,9 +28,6 @@ _REMEMBERED_BATCHES = (
 #: warm by then.
 _PAUSE_BATCHES = 256
 _PAUSE_FACTOR = 4  # factor for each further time
-#: Batches read directly in a row, none of which had to wait, after which a reader is left alone:
-#: the daemon is slower, and what it does takes processors from this reader.
-_ALONE_BATCHES = 16
 #: Batches read directly without a wait after a wait in vain: the daemon lacks processors.
 _VAIN_BATCHES = 16
 
@@ -45,12 +42,6 @@ class DirectReads:
         self._pause = _PAUSE_BATCHES
         self._own_ns = 0.0  # per read of the last batch; 0 where its reads had to be waited for
         self._vain_left = 0
-        self._quick_batches = 0  # read directly in a row, without having to wait
-
-    @property
-    def alone(self) -> bool:
-        """Whether the reader needs no daemon: it outruns it, and its source makes nobody wait."""
-        return self._allowed and self._quick_batches >= _ALONE_BATCHES
 
     def wait_s(self, reads: int, nbytes: int, object_ns: int) -> float:
         """Seconds to wait for a batch that is not ready; after them it is read directly.
@@ -80,18 +71,12 @@ class DirectReads:
         """Enter that the batch was not ready after `wait_s`."""
         self._vain_left = _VAIN_BATCHES
 
-    def served(self) -> None:
-        """Enter that the daemon is of use to this reader."""
-        self._quick_batches = 0
-
     def saw(self, reads: int, nbytes: int, ns: int, blocked: int) -> None:
         """Enter a batch's direct reads, in sequence in `ns`; the thread slept `blocked` times."""
         if not reads:
-            self.served()
             return
         slow = ns > reads * _OWN_NS + nbytes * _OWN_BYTE_NS
         slept = slow and blocked * _MIN_SLEEPS_PART > reads
-        self._quick_batches = 0 if slept else self._quick_batches + 1
         self._own_ns = 0.0 if slept else ns / reads
         self._slow.append(slept)
         if sum(self._slow) > 1:

@@ -50,6 +50,7 @@ class Addressed(CreelDataset):
     """Whole-file objects, found by address when user code reads them."""
 
     volatile = (*CreelDataset.volatile, "_index", "_copies")
+    whole_files = True
     _copies: Copies | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:

@@ -26,11 +26,12 @@ from creel.loader.binding.tree import Tree, TreeNode, bindable
 from creel.loader.datasets.base import CreelDataset, Ids, Indices, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, stacked
 from creel.loader.reading.observer import Lease, ReadableSession
+from creel.loader.reading.page_cache import in_page_cache
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
 
-#: Samples by which `Binding.one_to_one` judges.
+#: Samples or files by which `Binding.one_to_one` and `in_page_cache` judge.
 _PROBED = 64
 
 
@@ -144,6 +145,13 @@ class Binding:
         some = np.unique(np.linspace(0, samples - 1, _PROBED).astype(np.int64))
         ids, counts = self.objects(some)
         return len(self.manifest) == samples and np.array_equal(ids, some) and bool(counts.all())
+
+    def in_page_cache(self) -> bool:
+        """Whether all objects are whole local files in the page cache, judged by some of them."""
+        if not all(leaf.whole_files for leaf in self.leaves):
+            return False
+        some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
+        return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))
 
     def reading(self, session: ReadableSession, ids: NDArray[np.integer], stamp: int) -> Lease:
         """A lease: inside its `with`, this thread's reads of a step's objects are copies.

@@ -18,6 +18,7 @@ from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
 from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
+from creel.loader.reading.observer import Lease
 from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
 from creel.loader.workers.follower import ReplicaReader
 from creel.loader.workers.leader import Leader, LendingReader
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from creel.loader.datasets.base import Ids
     from creel.loader.iterators.meter import Meter
     from creel.loader.plan.batch_stream import BatchStream
-    from creel.loader.reading.observer import Lease
 
 
 _log = logging.getLogger("creel.loader")
@@ -73,14 +73,13 @@ class BatchReader(StepReader):
         self._gather: Gather | None = None
         self._labels: list[object] = []  # the binding's labels when `_gather` was made
         self._binding: Binding | None = None
-        stream = run.stream
         self._copying = 0  # when rows began to be copied, monotonic ns
         self._collating = [0]  # when the batch's collation began, monotonic ns
         fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
         self._plainly = collates_plainly(loader)
         self._tolerance = loader_state.tolerance
-        if stream is not None:
-            self._binding = frozen or stream.binding
+        if run.binding is not None:
+            self._binding = frozen or run.binding
             fetcher.dataset = self._binding.dataset  # the frozen one, if any
             self._look(self._binding)
         if self._tolerance.wanted:
@@ -104,8 +103,10 @@ class BatchReader(StepReader):
             ids: (k,) its objects, from `BatchStream.ids`; None if unknown.
         """
         stream, binding = self._run.stream, self._binding
-        if stream is None or binding is None:
+        if binding is None:
             return self.fetch(index, None)
+        if stream is None:
+            return self.fetch(index, Lease())
         changed = (
             step >= 0
             and not self._as_worker
@@ -210,8 +211,6 @@ class BatchReader(StepReader):
                 self._meter.direct(lease.direct_reads, lease.direct_nbytes)
                 seen = lease.direct_reads, lease.direct_nbytes, direct_ns
                 self._direct.saw(*seen, lease.blocked)
-                if self._gather is not None:  # rows of the arena are quicker than any source
-                    self._direct.served()
 
     def _plain(self, index: Any) -> Any:
         """Return the index as torch has it: an array of the order becomes a list of ints."""

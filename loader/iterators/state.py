@@ -21,6 +21,7 @@ from creel.loader.binding.tree import maybe_bindable
 from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
+from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, still
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
@@ -37,6 +38,7 @@ from creel.loader.order.samplers import (
 )
 from creel.loader.plan.batch_stream import (
     BatchStream,
+    Ticket,
     open_stream,
     samples_in,
     try_predict,
@@ -142,18 +144,35 @@ class LoaderState:
         if loader.creel is not False and maybe_bindable(loader.dataset):
             start_daemon_early(self.config)
 
-    def take_stream(self, loader: DataLoader[Any]) -> BatchStream | None:
-        """Return a free or a new session for an iterator; None without a daemon."""
+    def take_stream(self, loader: DataLoader[Any], *, wait: bool = True) -> BatchStream | None:
+        """Return a free or a new session for an iterator; None without a daemon.
+
+        `wait`: whether to open a new one, which waits for the daemon.
+        """
         binding = self.binding(loader)
         while self._streams:
             stream = self._streams.pop()
             if stream.alive and stream.binding is binding:
                 return stream
             stream.close()
-        opened = None if binding is None else open_stream(binding, self.config)
+        opened = None if binding is None or not wait else open_stream(binding, self.config)
         if opened is not None:
             warn_of_unmet(opened.client, self.config, self._origins)
         return opened
+
+    def near(self, loader: DataLoader[Any], binding: Binding, stream: BatchStream | None) -> bool:
+        """Whether the dataset's files lie in the page cache, and code of the person's reads them.
+
+        Then a copy in the arena would cost more than it gives: each file is copied twice, and the
+        daemon takes processors from whoever reads. Rows of the arena are quicker than any file.
+        """
+        if self.config.loader.direct != "auto" or loader.replicate is not None:
+            return False
+        if rank_and_world()[1] > 1:  # other nodes may count on what this one reads
+            alone = stream is not None and not (stream.joining or stream.client.cluster)
+        else:
+            alone = True
+        return alone and binding.in_page_cache() and not only_copies(loader, binding)
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""
@@ -176,9 +195,12 @@ class EpochRun:
 
     def __init__(self, loader_state: LoaderState, loader: DataLoader[Any]) -> None:
         self._loader_state = loader_state
-        self.stream = loader_state.take_stream(loader)
-        #: The binding its readers were made with; None: they read without creel.
-        self._binding = None if self.stream is None else self.stream.binding
+        binding = loader_state.binding(loader)
+        #: Whether this epoch's files lie in the page cache: then nothing is published.
+        self._near = binding is not None and loader_state.near(loader, binding, None)
+        self.stream = loader_state.take_stream(loader, wait=not self._near)
+        #: What its readers are made with; None: they read without creel.
+        self.binding = None if self.stream is None and not self._near else binding
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # batches of these that the daemon's statistics include
@@ -190,7 +212,6 @@ class EpochRun:
         self.order: EpochOrder | None = None
         self.epoch = 0
         self._published_ahead = False
-        self._alone = False  # see `_left_alone`
         self._search: StreamSearch | None = None  # since the daemon has ended in mid-epoch
 
     def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> EpochOrder:
@@ -202,13 +223,8 @@ class EpochRun:
         if self.stream is not None and not self.stream.alive:
             self.stream.close()
             self.stream = None
-        if self.stream is None and self._binding is not None:
-            stream = loader_state.take_stream(loader)
-            if stream is not None and stream.binding is self._binding:
-                self.stream = stream
-            elif stream is not None:  # persistent workers have the old dataset
-                loader_state.leave_stream(stream)
-        if loader_state.order is not None and self.stream is not None and not self._alone:
+        self._attach(loader)
+        if loader_state.order is not None and self.stream is not None and not self._near:
             loader_state.order.record_outcome(wrong=self.stream.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
         begun = IteratorStart(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
@@ -232,8 +248,7 @@ class EpochRun:
         self._counted = self.skipped
         self._unpublished.clear()
         self._many = loader._auto_collation  # noqa: SLF001  torch's
-        self._alone = self.stream is not None and self._may_leave(self.stream)
-        if self.stream is not None and not self._alone:
+        if self.stream is not None and not self._near:
             start = time.monotonic_ns()
             try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
             loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
@@ -246,50 +261,52 @@ class EpochRun:
 
     def give(self, i: int, index: object) -> int:
         """Return the session's step of the i-th batch after those skipped; -1: read directly."""
+        if self._search is not None:
+            self._reattach(self.skipped + i)
         if self.stream is None:
             return -1
-        if self._search is not None:
-            self._reattach(self.stream, self.skipped + i)
-        alone = self._left_alone(self.stream, self.skipped + i)
-        step = -1 if alone else self.stream.give(self.skipped + i, index)
+        step = -1 if self._near else self.stream.give(self.skipped + i, index)
         if step < 0:
             self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
         return step
 
-    def _may_leave(self, stream: BatchStream) -> bool:
-        """Whether the reader needs no daemon, nor other nodes what this one reads."""
-        return self._loader_state.direct.alone and not stream.client.cluster
+    def _attach(self, loader: DataLoader[Any]) -> None:
+        """Find a session for this epoch; where it only counts, without waiting for a daemon."""
+        loader_state, binding = self._loader_state, self.binding
+        self._near = binding is not None and loader_state.near(loader, binding, self.stream)
+        if self.stream is not None or binding is None:
+            return
+        stream = loader_state.take_stream(loader, wait=not self._near)
+        if stream is not None and stream.binding is binding:
+            self.stream = stream
+        elif stream is not None:  # persistent workers have the old dataset
+            loader_state.leave_stream(stream)
+        elif self._near:
+            self._search = StreamSearch(binding, loader_state.config)
 
-    def _left_alone(self, stream: BatchStream, batch: int) -> bool:
-        """Whether this batch is read without the daemon, as its reader is quicker than it.
-
-        Nothing is published meanwhile: what the daemon does takes processors from the reader.
-        """
-        alone = self._may_leave(stream)
-        if alone != self._alone and self.order is not None:
-            self._alone, self._published_ahead = alone, False
-            if alone:
-                stream.leave()
-            else:
-                stream.begin(self.order, batch)
-        return alone
-
-    def _reattach(self, stream: BatchStream, batch: int) -> None:
+    def _reattach(self, batch: int) -> None:
         """Have another daemon serve from this batch on, once one is found.
 
-        Batches that were given before are read directly: their steps are of `stream`, now lost.
+        Batches that were given before are read directly: their steps are of the session now lost.
         """
         found = None if self._search is None else self._search.take()
         if found is None or self.order is None:
             return
         self._search = None
-        stream.close()
+        if self.stream is not None:
+            self.stream.close()
         self.stream, self._published_ahead = found, False
-        found.begin(self.order, batch)
+        if not self._near:
+            found.begin(self.order, batch)
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """What workers need to read through the session; None if they need none in this epoch."""
+        return None if self.stream is None or self._near else self.stream.ticket
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
-        if self.stream is not None and not self._alone:
+        if self.stream is not None and not self._near:
             self.stream.done(self.skipped + i)
             self._publish_ahead(self.stream)
 
@@ -314,9 +331,9 @@ class EpochRun:
     def _address(self, index: int) -> str:
         """Where the first object of a sample lies; "" where that is not known."""
         try:
-            assert self._binding is not None  # noqa: S101
-            found = self._binding.objects(np.array([index]))[0]
-            address, _, _ = self._binding.manifest.location(int(found[0]))
+            assert self.binding is not None  # noqa: S101
+            found = self.binding.objects(np.array([index]))[0]
+            address, _, _ = self.binding.manifest.location(int(found[0]))
         except Exception:  # noqa: BLE001  the person's code may run here
             return ""
         return plain(public(address))

@@ -98,7 +98,6 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
         """Return what workers start with; as in torch, they see no later changes."""
         options = self._loader_state.config.loader
-        stream = self._run.stream
         return WorkerArgs(
             dataset=self._dataset,
             collate_fn=cast(Any, self._collate_fn),
@@ -108,7 +107,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             init_fn=self._worker_init_fn,
             worker_id=0,
             num_workers=self._num_workers,
-            binding=None if stream is None else stream.binding,
+            binding=self._run.binding,
             tolerance=self._loader_state.tolerance,
             plain=collates_plainly(loader),
             wait_s=options.wait_s,
@@ -137,8 +136,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         if not first_iter:
             self._tag = self._pool.again(self._loader_state.tolerance.known)
             self._raise_if_dead()
-        if self._run.stream is not None:
-            self._pool.join(self._run.stream.ticket)
+        if self._run.ticket is not None:
+            self._pool.join(self._run.ticket)
         for _ in range(self._prefetch_factor * self._num_workers):
             self._try_put_index()
 
@@ -205,8 +204,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         if worker is None:
             return
         step = self._run.give(self._send_idx, index)
-        if step >= 0 and self._run.stream is not None:
-            self._pool.join(self._run.stream.ticket)  # another one, since the daemon was restarted
+        if step >= 0 and self._run.ticket is not None:
+            self._pool.join(self._run.ticket)  # another one, since the daemon was restarted
         many = self._run.slices and isinstance(index, np.ndarray)
         self._pool.task(worker, self._tag, self._send_idx, index, step, many=many)
         self._task_info[self._send_idx] = (worker,)

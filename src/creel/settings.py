@@ -211,9 +211,9 @@ class LoaderSettings(_Section, frozen=True):
     direct: Annotated[
         str,
         _text(
-            '"auto": with num_workers=0 a training process reads directly what is not in '
-            "memory yet, if the source is as fast as the page cache, and a reader that "
-            'never waits there is left alone; "never": the daemon reads all',
+            '"auto": files in the page cache are read by whoever needs them, and with '
+            "num_workers=0 a training process reads directly what is not in memory yet, if "
+            'that is as fast; "never": the daemon reads all',
             like="auto or never",
             pattern="^(auto|never)$",
         ),

@@ -99,30 +99,3 @@ def test_a_source_that_the_reader_itself_had_to_wait_for_is_left_to_the_daemon()
     reader = DirectReads(allowed=True)
     reader.saw(READS, NBYTES, READS * SLOW_NS, READS)
     assert not direct(reader, NBYTES, SLOW_NS)
-
-
-def quick(reader: DirectReads, batches: int) -> DirectReads:
-    for _ in range(batches):
-        reader.saw(READS, NBYTES, READS * QUICK_NS, 0)
-    return reader
-
-
-def test_a_reader_that_outruns_the_daemon_and_never_waits_is_left_alone() -> None:
-    assert not quick(DirectReads(allowed=True), 15).alone
-    assert quick(DirectReads(allowed=True), 16).alone
-    assert not quick(DirectReads(allowed=False), 100).alone
-
-
-def test_it_is_no_longer_once_its_source_makes_it_wait() -> None:
-    reader = quick(DirectReads(allowed=True), 100)
-    reader.saw(READS, NBYTES, READS * SLOW_NS, READS)
-    assert not reader.alone
-
-
-def test_whom_the_daemon_serves_now_and_then_is_not_left_alone() -> None:
-    reader = quick(DirectReads(allowed=True), 15)
-    reader.saw(0, 0, 0, 0)  # all of a batch was in memory
-    assert not quick(reader, 15).alone
-    reader.served()
-    assert not quick(reader, 15).alone
-    assert quick(reader, 1).alone

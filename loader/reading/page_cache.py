@@ -1,0 +1,93 @@
+"""Whether files lie in the page cache, where reading them costs no more than a cache of creel's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+#: File systems of this machine alone. The first keep their files in the page cache, and say whether
+#: a read would have to wait; the others are memory. Any other is slow until it is read.
+_ON_DISK = frozenset({"ext2", "ext3", "ext4", "f2fs", "xfs"})
+_IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+
+
+class _Mount(NamedTuple):
+    at: str  # where, with a slash at its end
+    kind: str
+    device: int
+
+
+_NOWHERE = _Mount("", "", -1)
+
+
+def in_page_cache(paths: Iterable[str]) -> bool:
+    """Whether the beginning and end of each of these files can be read without a wait.
+
+    False for what is not on a file system of this machine, which is not even looked at: to open a
+    file there costs its server something.
+    """
+    mounts = _mounts()
+    return bool(mounts) and all(_cached(path, mounts) for path in paths)
+
+
+def _cached(path: str, mounts: list[_Mount]) -> bool:
+    mount = _mount_of(path, mounts)
+    if mount.kind not in _ON_DISK | _IN_MEMORY:
+        return False
+    try:
+        name = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens nothing
+        try:
+            status = os.fstat(name)
+            if status.st_dev != mount.device:  # a link led elsewhere
+                return False
+            return mount.kind in _IN_MEMORY or _readable_now(name, status.st_size)
+        finally:
+            os.close(name)
+    except OSError:
+        return False
+
+
+def _readable_now(name: int, nbytes: int) -> bool:
+    """Whether the first and last byte of a file are in memory.
+
+    Raises:
+        OSError: they are not; or the file system does not say.
+    """
+    fd = os.open(f"/proc/self/fd/{name}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        places = {0, nbytes - 1} if nbytes else ()
+        return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1 for at in places)
+    finally:
+        os.close(fd)
+
+
+def _mount_of(path: str, mounts: list[_Mount]) -> _Mount:
+    """The latest mount that a path's name lies below."""
+    return next((mount for mount in reversed(mounts) if path.startswith(mount.at)), _NOWHERE)
+
+
+def _mounts() -> list[_Mount]:
+    """This process's mounts in the order they were made; [] where the system does not tell."""
+    try:
+        lines = os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines()
+    except OSError:
+        return []
+    mounts = []
+    for line in lines:
+        before, _, after = line.partition(" - ")
+        _, _, device, _, at, *_ = before.split(" ")
+        number = os.makedev(*map(int, device.split(":")))
+        mounts.append(_Mount(_plain(at).rstrip("/") + "/", after.split(" ")[0], number))
+    return mounts
+
+
+def _plain(name: str) -> str:
+    """A name as /proc writes it, with blanks and backslashes in octal.
+
+    >>> _plain("/mnt/a\\040b")
+    '/mnt/a b'
+    """
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), name)

@@ -1,0 +1,69 @@
+"""What lies in the page cache of a local file system."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from creel.loader.reading.page_cache import in_page_cache
+
+NBYTES = 20_000
+
+
+def dropped(path: Path) -> bool:
+    """Whether the kernel took the file's pages back."""
+    with path.open("rb") as file:
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as error:
+            return error.errno == 11  # EAGAIN
+    return False
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / name for name in ("a", "b", "blank name", "empty")]
+    for path in paths:
+        path.write_bytes(b"" if path.name == "empty" else os.urandom(NBYTES))
+    if not in_page_cache(map(str, paths)):
+        pytest.skip("this file system does not say what is in the page cache")
+    return paths
+
+
+def test_what_was_just_written_is_there_and_what_was_dropped_is_not(paths: list[Path]) -> None:
+    if not dropped(paths[1]):
+        pytest.skip("this file system keeps its pages")
+    assert in_page_cache([str(paths[0])])
+    assert not in_page_cache(map(str, paths))  # asking may make the kernel read it
+    paths[1].read_bytes()
+    assert in_page_cache(map(str, paths))
+
+
+def test_links_are_followed(paths: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(paths[0])
+    (tmp_path / "folder").symlink_to(tmp_path)
+    assert in_page_cache([f"{tmp_path}/link", f"{tmp_path}/folder/a"])
+    (tmp_path / "away").symlink_to("/proc/self")
+    assert not in_page_cache([f"{tmp_path}/away/status"])
+
+
+def test_what_is_no_local_file_is_not_there(paths: list[Path]) -> None:
+    nowhere = "http://127.0.0.1:9/a", "s3://bucket/a", f"{paths[0]}.none", "/proc/self/status", ""
+    for path in nowhere:
+        assert not in_page_cache([str(paths[0]), path])
+
+
+def test_memory_file_systems_are_memory() -> None:
+    path = Path(f"/dev/shm/creel-test-{os.getpid()}")
+    try:
+        path.write_bytes(b"1")
+    except OSError:
+        pytest.skip("no /dev/shm to write to")
+    try:
+        assert in_page_cache([str(path)])
+    finally:
+        path.unlink()
