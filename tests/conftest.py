@@ -59,15 +59,16 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+#: Files of tests lie in the page cache, where no daemon would be asked for them. Here it reads all,
+#: but in tests that say otherwise.
+os.environ["CREEL_LOADER__DIRECT"] = "never"
+
+
 @pytest.fixture
 def daemon_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Loaders and clients of this test meet at a daemon of their own, and it reads everything.
-
-    Files of tests lie in the page cache: a trainer that is quicker would read some of them itself.
-    """
+    """Loaders and clients of this test meet at a daemon of their own."""
     name = unique_name()
     monkeypatch.setenv("CREEL_SOCKET", name)
-    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
     return name
 
 

@@ -26,8 +26,8 @@ from stress.userland import *
 SETTINGS = ["settings.OFFSET = {k}", "settings.Settings.factor = {k}"]
 HOW = ("in place", "times put back", "renamed")
 OPTIONS = (
-    *(None,) * 6,
-    *({"loader.direct": "never"},) * 2,
+    *({"loader.direct": "never"},) * 5,  # the files lie in the page cache
+    *(None,) * 3,
     {"loader.slots": 1},
     {"loader.max_leased": 1},
     {"loader.wait_s": 0.05},
