@@ -57,7 +57,8 @@ _log = logging.getLogger("creel.loader")
 #: Longest wait for a step. Only the source can take this long (a dead or stopped daemon is noticed
 #: within 3 s), and a direct read costs no more than the daemon's own read.
 _WAIT_S = 10.0
-#: Seconds until the daemon is tried again after a failure.
+#: Seconds until the daemon is tried again after a failure, or files are looked at again that were
+#: in the page cache.
 _RETRY_S = 30.0
 
 
@@ -359,12 +360,20 @@ class WrappedReads:
                 return link if link.session.alive else None
             self._link = None
             binding = None if time.monotonic() < self._not_before else self._bind()
-            if binding is None or self._starting():
+            if binding is None:
                 return None
-            self._link = self._connected(binding)
+            near = self._near(binding)
+            if not near and self._starting():
+                return None
+            self._link = None if near else self._connected(binding)
             if self._link is None:
                 self._not_before = time.monotonic() + _RETRY_S
             return self._link
+
+    def _near(self, binding: Binding) -> bool:
+        """Whether files lie in the page cache, and no other rank may count on this one's reads."""
+        auto = self._settings().loader.direct == "auto"
+        return auto and rank_and_world()[1] == 1 and binding.in_page_cache()
 
     def _starting(self) -> bool:
         """Whether a daemon is starting, or has to be, for which a direct read does not wait."""

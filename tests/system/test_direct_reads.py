@@ -194,6 +194,7 @@ def test_what_is_changed_in_mid_epoch_is_seen_by_who_reads_directly(
         del ours
 
 
+@pytest.mark.usefixtures("unsaid")
 def test_below_torchs_loader_nobody_asks_the_daemon_for_what_is_read_as_quickly(
     daemon_name: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +214,7 @@ def test_below_torchs_loader_nobody_asks_the_daemon_for_what_is_read_as_quickly(
         assert words.counters()["stall_daemon_ns"] == 0
 
 
+@pytest.mark.usefixtures("unsaid")
 def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
     embedded: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +225,17 @@ def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
         assert all(map(torch.equal, batches(DataLoader, wrapped), theirs)), epoch
     until(lambda: bool(wrapped[0].numel()) and linked(embedded), what="the daemon is there")
     assert daemon_of(embedded).is_running()
+
+
+def test_below_torchs_loader_no_daemon_is_asked_for_what_is_in_the_page_cache(
+    served: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    wrapped = creel.wrap(Reads(paths))
+    for _ in range(2):
+        theirs = list(batches(DataLoader, Reads(paths)))
+        assert all(map(torch.equal, batches(DataLoader, wrapped), theirs))
+    assert not linked(served)
 
 
 class Opens(Silent):
