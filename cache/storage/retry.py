@@ -136,6 +136,8 @@ def _reason(error: Exception) -> tuple[int, str]:
     absent = os.strerror(errno.ENOENT)
     if number == errno.ENOENT or isinstance(error, FileNotFoundError) or text.startswith(absent):
         return errno.ENOENT, absent
+    if not text and _timed_out(type(error)):
+        return errno.ETIMEDOUT, "no answer in time (fetch.deadline_s)"
     return number, getattr(error, "strerror", None) or text or type(error).__name__
 
 

@@ -17,9 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-#: (device, inode) of mount namespace, user namespace and root directory. None: this kernel has no
-#: such file, for any process.
-View: TypeAlias = tuple[tuple[int, int] | None, ...]
+#: (device, inode) of mount namespace, user namespace and root directory (None: this kernel has no
+#: such file, for any process), and the number of the mount that the root directory is on.
+View: TypeAlias = tuple[tuple[int, int] | None | str, ...]
 
 _SEEN = ("ns/mnt", "ns/user", "root")
 _SO_PEERPIDFD = 77  # Linux 6.5 (asm-generic/socket.h); Python has no name for it
@@ -52,7 +52,7 @@ def view_of(pid: int | str = "self") -> View:
     Raises:
         OSError: the process cannot be inspected, or is gone; or there is no /proc.
     """
-    seen = tuple(_identity(f"/proc/{pid}/{name}") for name in _SEEN)
+    seen = *(_identity(f"/proc/{pid}/{name}") for name in _SEEN), _mount(f"/proc/{pid}/root")
     Path(f"/proc/{pid}").stat()  # the files are also missing once the process is gone
     return seen
 
@@ -63,6 +63,19 @@ def _identity(path: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
+
+
+def _mount(path: str) -> str:
+    """The mount that a path leads to: the same directory, bound elsewhere, is on another.
+
+    What is mounted below it need not be the same there.
+    """
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    finally:
+        os.close(fd)
+    return next((line for line in lines if line.startswith("mnt_id:")), "")
 
 
 def known_apart(pid: int) -> bool:

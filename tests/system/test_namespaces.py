@@ -159,6 +159,32 @@ print(s.recv(1000))
     assert "or root directory" in told.stdout
 
 
+@private
+def test_a_root_directory_that_is_the_same_bound_elsewhere_is_another(tmp_path: Path) -> None:
+    """Other file systems may be mounted below it."""
+    code = f"""
+import os, signal, subprocess
+from creel.peers import view_of
+subprocess.run(["mount", "--bind", "/", {str(tmp_path)!r}], check=True)
+for root in ("/", {str(tmp_path)!r}):
+    ready, says = os.pipe()
+    child = os.fork()
+    if not child:
+        os.chroot(root)
+        os.write(says, b"1")
+        signal.pause()
+    os.read(ready, 1)
+    print(view_of(child) == view_of())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+"""
+    told = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", code],
+        stdout=subprocess.PIPE, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    assert told.split() == ["True", "False"]
+
+
 def test_the_services_sandbox_leaves_it_in_its_users_namespaces() -> None:
     """What of systemd.exec(5) makes a mount or user namespace would lock all clients out."""
     unit = (Path(__file__).parents[2] / "deploy/creeld.service").read_text()

@@ -32,6 +32,8 @@ def main(args: list[str] | None = None) -> int:
         code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=state)
     except click.ClickException as e:
         e.show()
+        # an unknown option ends the parsing before --json is seen
+        state["json"] = state.get("json") or "--json" in (sys.argv if args is None else args)
         _print_error(state, e.format_message())
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
