@@ -372,7 +372,9 @@ class Node:
         self._check_serving()
         dataset = self.registry.datasets.get(request.dataset)
         if dataset is not None:
-            self.quota.check(4 * len(dataset.manifest), f"the plans of {len(dataset.manifest)} objects")
+            self.quota.check(
+                4 * len(dataset.manifest), f"the plans of {len(dataset.manifest)} objects"
+            )
         session = self.registry.open(token, request)
         fields = (session.id, request.dataset, request.job, request.rank, request.world)
         if not self.handle_event(events.SessionOpened(*fields, request.recheck)):
