@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 #: (device, inode) of mount namespace, user namespace and root directory (None: this kernel has no
 #: such file, for any process), and the number of the mount that the root directory is on.
-View: TypeAlias = tuple[tuple[int, int] | None | str, ...]
+View: TypeAlias = tuple[tuple[int, int] | str | None, ...]
 
 _SEEN = ("ns/mnt", "ns/user", "root")
 _SO_PEERPIDFD = 77  # Linux 6.5 (asm-generic/socket.h); Python has no name for it
