@@ -52,7 +52,7 @@ class Filling:
     @contextmanager
     def fetcher(self) -> Iterator[Fetcher]:
         arena = Arena.create(self.count * self.nbytes)
-        fetcher = Fetcher(arena, self._answer, threads=1, per_source=1)
+        fetcher = Fetcher(arena, self._answer, threads=1)
         fetcher.add(NAME, self.source)
         try:
             yield fetcher

@@ -20,24 +20,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import zmq
 
 from creel.addresses import first_address, second_address, taken
-from creel.config import Config
-from creel.daemon.reporting import prometheus
+from creel.config import Config, from_flat
 from creel.daemon.reporting.logs import set_up_logging
 from creel.daemon.reporting.notify import Notify
 from creel.daemon.service import commands
-from creel.daemon.service.control_socket import ControlSocket
+from creel.daemon.service.control_socket import ControlSocket, released
 from creel.daemon.service.node import BEAT_S, Node
 from creel.daemon.service.request_socket import RequestSocket
-from creel.daemon.service.takeover import released
 from creel.errors import ConfigError, CreelError, UnavailableError
 from creel.peers import holder
+
+if TYPE_CHECKING:
+    from creel.daemon.reporting.page import PageServer
 
 log = logging.getLogger("creel.main")
 
@@ -83,7 +84,7 @@ class Daemon:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._context: zmq.Context[Any] = zmq.Context()
         self._notify = Notify()
-        self._page: prometheus.Page | None = None
+        self._page: PageServer | None = None
         self._drain_by = float("inf")
         self._leaving = False
         self._reload = False
@@ -110,7 +111,11 @@ class Daemon:
             raise
 
     def _bind(self, name: str) -> ControlSocket:
-        """Listen at the first address, or at the second where another user holds the first."""
+        """Listen at the first address, or at the second where another user holds the first.
+
+        Raises:
+            UnavailableError: a daemon of this user holds it, or other users hold both.
+        """
         first = first_address(name)
         control_socket = self._listen(name, first)
         if control_socket is not None:
@@ -124,20 +129,16 @@ class Daemon:
         return control_socket
 
     def _listen(self, name: str, address: str) -> ControlSocket | None:
-        """Return a control socket at this address; None where another user holds it.
-
-        Raises:
-            UnavailableError: a daemon of this user holds it.
-        """
+        """Return a control socket at this address; None where another user holds it."""
         if not self._embedded and released(address):
-            log.info(
-                "an embedded daemon named %r released the address; it ends with its last client",
-                name,
-            )
+            log.info("an embedded daemon released the address; it ends with its last client")
         for _ in range(_TRIES):
-            control_socket = self._control_at(address)
-            if control_socket is not None:
-                return control_socket
+            try:
+                limit = self._config.daemon.max_connections
+                return ControlSocket(address, self.node, self._epoll, limit=limit)
+            except OSError as e:
+                if e.errno != errno.EADDRINUSE:
+                    raise
             uid = holder(address)
             if uid == os.getuid():
                 raise UnavailableError(f"your daemon named {name!r} is already running")
@@ -145,16 +146,6 @@ class Daemon:
                 return None
             time.sleep(_TRY_S)  # the holder may have just ended
         return None
-
-    def _control_at(self, address: str) -> ControlSocket | None:
-        try:
-            return ControlSocket(
-                address, self.node, self._epoll, limit=self._config.daemon.max_connections
-            )
-        except OSError as e:
-            if e.errno == errno.EADDRINUSE:
-                return None
-            raise
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run `call` on the loop thread; callable from any thread."""
@@ -299,14 +290,15 @@ class Daemon:
     def _serve_metrics(self) -> None:
         if not self._config.daemon.metrics:
             return
+        from creel.daemon.reporting.prometheus import serve_page, take_by  # 15 ms
 
         def status_and_stats() -> dict[str, Any]:
-            answer: dict[str, Any] = prometheus.take_by(
+            answer: dict[str, Any] = take_by(
                 self.call_soon, lambda: commands.status_and_stats(self.node)
             )
             return answer
 
-        self._page = prometheus.Page(self._config.daemon.metrics, status_and_stats)
+        self._page = serve_page(self._config.daemon.metrics, status_and_stats)
 
     def install_signals(self) -> None:
         """SIGTERM and SIGINT drain, SIGHUP reloads the settings, SIGUSR2 prints all stacks."""
@@ -337,18 +329,10 @@ class Daemon:
                 effect = "in effect now" if key in _AT_ONCE else "takes effect at the next start"
                 log.info("%s = %r (was %r), %s", key, new[key], old[key], effect)
             self._config = self.node.config = loaded
-            self.node.effective = _with(self.node.effective, loaded, _AT_ONCE)
+            at_once = {key: new[key] for key in _AT_ONCE}
+            self.node.effective = from_flat(self.node.effective.flat() | at_once)
             set_up_logging(loaded.daemon.log_level, as_json=loaded.daemon.log_json)
         self._notify.ready(self._status())
-
-
-def _with(config: Config, loaded: Config, keys: frozenset[str]) -> Config:
-    """Return `config` with the values of `keys` from `loaded`."""
-    parts: dict[str, dict[str, object]] = {}
-    for key, value in config.flat().items():
-        section, _, name = key.partition(".")
-        parts.setdefault(section, {})[name] = loaded.flat()[key] if key in keys else value
-    return msgspec.convert(parts, Config)
 
 
 _AT_ONCE = frozenset(

@@ -79,4 +79,4 @@ def buffer_class(size: int) -> Any:
             free.append(self.memory)
 
     # Ctrl-C may come before a lease has its memory: then the default `back` returns None.
-    return type("Lent", (ctypes.c_char * size,), {"__del__": ended, "back": lambda _: None})
+    return type("Leased", (ctypes.c_char * size,), {"__del__": ended, "back": lambda _: None})

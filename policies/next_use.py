@@ -16,7 +16,7 @@ from creel.policies.masks import every, some, unique
 NEVER = int(np.iinfo(np.int32).max)
 _LOW = (1 << 32) - 1
 #: Epochs with a table, 4 bytes per object each: the current one and two ahead are in use, and
-#: one more while ranks are on both sides of a turn.
+#: one more while ranks are on both sides of an epoch's end.
 MAX_EPOCHS = 4
 _MAX_INCOMPLETE = 64  # epochs remembered as partly unknown
 
@@ -58,7 +58,7 @@ class Steps:
 _LAST = np.int32(NEVER)
 
 
-class _Epoch:
+class _EpochUses:
     """First reads of one epoch: `first` (n,) steps or NEVER; `repeats` object << 32 | step."""
 
     __slots__ = ("accesses", "base", "end", "first", "repeats", "twice")
@@ -129,7 +129,7 @@ class NextUses:
 
     def __init__(self, objects: int) -> None:
         self.due = Steps(objects)
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, _EpochUses] = {}
         self._incomplete: set[int] = set()
         self._many_incomplete = False  # whether more epochs are blurred than are remembered
         self._forgotten = 0
@@ -143,7 +143,7 @@ class NextUses:
             return
         table = self._epochs.get(epoch)
         if table is None and len(self._epochs) < MAX_EPOCHS:
-            table = _Epoch(len(self.due), int(steps[0]))
+            table = _EpochUses(len(self.due), int(steps[0]))
             table.twice = epoch < self._forgotten  # the epoch was known before, with unknown reads
             self._epochs[epoch] = table
             self._epochs = dict(sorted(self._epochs.items()))

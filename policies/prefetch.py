@@ -14,6 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.settings import FetchSettings, WindowSettings
+
 Item = TypeVar("Item", bound=np.generic)
 
 
@@ -36,6 +38,12 @@ class Window:
     inflight_objects: int = 4096
     fetch_nbytes: int = 8 << 20
     fetch_objects: int = 512
+
+    @classmethod
+    def of(cls, window: WindowSettings, fetch: FetchSettings) -> Window:
+        """Return the limits that a user has set."""
+        steps = window.min_steps, window.max_steps
+        return cls(*steps, window.bytes, fetch.inflight_bytes)
 
 
 _NONE = np.empty(0, np.int32)

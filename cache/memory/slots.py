@@ -322,7 +322,7 @@ class SlotReader:
         self._free: deque[int] = deque()
         self._maps: dict[int, mmap.mmap | bytearray] = dict(enumerate(inherited))
         self._copies: set[int] = set()  # slots copied here instead of mapped: good for one batch
-        self._live: dict[int, _Lease] = {}
+        self._live: dict[int, _SlotLease] = {}
         self._shared: set[int] = set()
         self._pid = os.getpid()
         self._self = weakref.ref(self, _readers.discard)
@@ -369,7 +369,7 @@ class SlotReader:
         if slot_id in self._live:
             raise IllegalEventError(f"slot {slot_id} is leased already")
         buffer = _buffer(self._map(slot_id))
-        self._live[slot_id] = lease = _Lease(buffer, _ended)
+        self._live[slot_id] = lease = _SlotLease(buffer, _ended)
         lease.reader, lease.slot_id, lease.once = self._self, slot_id, once
         return buffer
 
@@ -445,7 +445,7 @@ def _copy_of(fd: int, nbytes: int) -> bytearray:
     return copy
 
 
-class _Lease(weakref.ref[Buffer]):
+class _SlotLease(weakref.ref[Buffer]):
     """Calls back at the end of a leased buffer; costs a third of `weakref.finalize`."""
 
     __slots__ = ("once", "reader", "slot_id")
@@ -455,7 +455,7 @@ class _Lease(weakref.ref[Buffer]):
 
 
 def _ended(lease: weakref.ref[Buffer], finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-    if finalizing() or not isinstance(lease, _Lease):  # an exiting process gives nothing back
+    if finalizing() or not isinstance(lease, _SlotLease):  # an exiting process gives nothing back
         return
     owner = lease.reader()
     if owner is not None:

@@ -100,6 +100,13 @@ class Counters:
             )
 
 
+def parts_in(buffer: memoryview, length: NDArray[np.int64]) -> list[Part]:
+    """Cut a buffer into (k,) objects of these lengths, one after the other."""
+    ends = length.cumsum()
+    ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
+    return [[buffer[start:stop]] for start, stop in ranges]
+
+
 class Read(NamedTuple):
     """Results of a read, by object in the order requested.
 
@@ -241,14 +248,6 @@ class Source:
         return self._with_retries(
             stored, lambda store: store.read(stored, 0, UNKNOWN, versioned=True)
         )
-
-    def read_into(
-        self, ids: NDArray[np.integer], length: NDArray[np.int64], buffer: memoryview
-    ) -> Read:
-        """`read_parts` into one buffer that holds all objects, one after the other."""
-        ends = length.cumsum()
-        ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
-        return self.read_parts(ids, length, [[buffer[start:stop]] for start, stop in ranges])
 
     def read_parts(
         self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: Sequence[Part]

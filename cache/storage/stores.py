@@ -156,7 +156,7 @@ class LocalStore:
     """
 
     def __init__(self, files: int) -> None:
-        self._kept = _Kept(files)
+        self._kept = _OpenFiles(files)
 
     def close(self) -> None:
         """Close kept descriptors."""
@@ -313,7 +313,7 @@ class _Idle(NamedTuple):
     file: tuple[int, int]
 
 
-class _Kept:
+class _OpenFiles:
     """Open descriptors, at most `limit` idle ones, least recently used out first.
 
     They are closed with this object, so a dropped dataset needs no close. A descriptor whose path

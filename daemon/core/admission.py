@@ -42,7 +42,7 @@ class Admission:
         """Bytes that this dataset may claim."""
         if not residency.active:
             return 0.0
-        total = sum(h.nbytes for h in self.residencies.values() if h.active)
+        total = sum(residency.nbytes for residency in self.residencies.values() if residency.active)
         return self.space.nbytes * residency.nbytes / max(total, 1.0)
 
     def part(self, residency: Residency) -> float:
@@ -59,23 +59,23 @@ class Admission:
         return self.space.free_bytes - self.expected
 
     def place(
-        self, h: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool = True
+        self, residency: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool = True
     ) -> Sizes:
         """(k,) places for objects of these sizes; ABSENT (-1) where no room can be made.
 
         Evicts as far as retention allows; where `stalled`, also whatever is not pinned. Where not
         `patient`, also what is kept and not on disk yet, rather than wait for the disk.
         """
-        if h.pool.same_size:
-            return self._swap(h, sizes, need, stalled=stalled, patient=patient)
+        if residency.pool.same_size:
+            return self._swap(residency, sizes, need, stalled=stalled, patient=patient)
         out = np.full(len(sizes), NOWHERE, np.int64)
         lack = np.arange(len(sizes))
         free = self.free_nbytes
         for _ in range(_ROUNDS):
-            short = int(h.pool.rounded(sizes[lack]).sum()) - free
+            short = int(residency.pool.rounded(sizes[lack]).sum()) - free
             hurry = {"stalled": stalled, "patient": patient}
-            freed = self._make_room(h, short, need, **hurry) if short > 0 else 0
-            out[lack] = h.pool.alloc(sizes[lack])
+            freed = self._make_room(residency, short, need, **hurry) if short > 0 else 0
+            out[lack] = residency.pool.alloc(sizes[lack])
             lack = lack[out[lack] == NOWHERE]
             if not len(lack) or (short > 0 and not freed):
                 break
@@ -83,107 +83,115 @@ class Admission:
         return out
 
     def _swap(
-        self, h: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool
+        self, residency: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool
     ) -> Sizes:
         """`place` for equal records: new objects take the places of evicted ones."""
         out = np.full(len(sizes), NOWHERE, np.int64)
-        k = min(len(sizes), max(self.free_nbytes, 0) // h.pool.record)
+        k = min(len(sizes), max(self.free_nbytes, 0) // residency.pool.record)
         if k:
-            out[:k] = h.pool.alloc(sizes[:k])
+            out[:k] = residency.pool.alloc(sizes[:k])
             k = int(np.count_nonzero(out != NOWHERE))
-        if k < len(sizes) and self._claim(h, (len(sizes) - k) * h.pool.record):
-            out[k:] = h.pool.alloc(sizes[k:])
+        if k < len(sizes) and self._claim(residency, (len(sizes) - k) * residency.pool.record):
+            out[k:] = residency.pool.alloc(sizes[k:])
             k = int(np.count_nonzero(out != NOWHERE))
-        while k < len(sizes) and h.policy is not None:
-            ids, why = self._victims(h, len(sizes) - k, need, patient=patient)
-            if stalled and not len(ids) and not self.waits(h):
-                ids, why = h.policy.forced_victims(len(sizes) - k, need), "stalled"
+        while k < len(sizes) and residency.policy is not None:
+            ids, why = self._victims(residency, len(sizes) - k, need, patient=patient)
+            if stalled and not len(ids) and not self.waits(residency):
+                ids, why = residency.policy.forced_victims(len(sizes) - k, need), "stalled"
             if not len(ids):
                 break
-            out[k : k + len(ids)] = h.vacate(ids, why)
+            out[k : k + len(ids)] = residency.vacate(ids, why)
             k += len(ids)
         return out
 
     def reserve(
-        self, h: Residency, k: int, need: int, *, stalled: bool, patient: bool = True
+        self, residency: Residency, k: int, need: int, *, stalled: bool, patient: bool = True
     ) -> int:
         """How many of k objects of unknown length there is room for, judged by the mean length."""
-        each = int(h.mean)
+        each = int(residency.mean)
         short = k * each - self.free_nbytes
         if short > 0:
-            self._make_room(h, short, need, stalled=stalled, patient=patient)
+            self._make_room(residency, short, need, stalled=stalled, patient=patient)
         return min(k, max(self.free_nbytes, 0) // each)
 
     def room(
-        self, h: Residency, length: Sizes, need: int, *, stalled: bool, patient: bool = True
+        self, residency: Residency, length: Sizes, need: int, *, stalled: bool, patient: bool = True
     ) -> tuple[Sizes, NDArray[np.bool_]]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
         strange, hurry = length < 0, {"stalled": stalled, "patient": patient}
         if not some(strange):
-            offset = self.place(h, length, need, **hurry)
+            offset = self.place(residency, length, need, **hurry)
             return offset, offset == NOWHERE
         offset = np.full(len(length), NOWHERE, np.int64)
-        offset[~strange] = self.place(h, length[~strange], need, **hurry)
+        offset[~strange] = self.place(residency, length[~strange], need, **hurry)
         lack = offset == NOWHERE
         where = np.flatnonzero(strange)
-        lack[where[: self.reserve(h, len(where), need, **hurry)]] = False
+        lack[where[: self.reserve(residency, len(where), need, **hurry)]] = False
         return offset, lack
 
     def _make_room(
-        self, h: Residency, nbytes: int, need: int, *, stalled: bool, patient: bool
+        self, residency: Residency, nbytes: int, need: int, *, stalled: bool, patient: bool
     ) -> int:
         """Evict about `nbytes`; return the bytes freed."""
-        freed = self._claim(h, nbytes)
+        freed = self._claim(residency, nbytes)
         if freed < nbytes:
-            freed += self._evict(h, nbytes - freed, need, patient=patient)
-        if freed < nbytes and stalled and h.policy is not None and not self.waits(h):
-            k = math.ceil((nbytes - freed) / h.mean)
-            freed += h.evict(h.policy.forced_victims(k, need), "stalled")
+            freed += self._evict(residency, nbytes - freed, need, patient=patient)
+        if (
+            freed < nbytes
+            and stalled
+            and residency.policy is not None
+            and not self.waits(residency)
+        ):
+            k = math.ceil((nbytes - freed) / residency.mean)
+            freed += residency.evict(residency.policy.forced_victims(k, need), "stalled")
         return freed
 
-    def _evict(self, h: Residency, nbytes: int, need: int, *, patient: bool) -> int:
+    def _evict(self, residency: Residency, nbytes: int, need: int, *, patient: bool) -> int:
         """Evict what the dataset's own eviction policy allows; return the bytes freed."""
         freed = 0
-        while freed < nbytes and h.policy is not None:
-            k = math.ceil((nbytes - freed) / h.mean)
-            ids, why = self._victims(h, k, need, patient=patient)
+        while freed < nbytes and residency.policy is not None:
+            k = math.ceil((nbytes - freed) / residency.mean)
+            ids, why = self._victims(residency, k, need, patient=patient)
             if not len(ids):
                 break
-            freed += h.evict(ids, why)
+            freed += residency.evict(ids, why)
         return freed
 
-    def _victims(self, h: Residency, k: int, need: int, *, patient: bool) -> tuple[Index, str]:
+    def _victims(
+        self, residency: Residency, k: int, need: int, *, patient: bool
+    ) -> tuple[Index, str]:
         """Up to k objects that may leave memory, and why; none: no more."""
-        policy = h.policy
+        policy = residency.policy
         if policy is None:
             return NONE, ""
         if not self.disk:
             return policy.victims(k, need), "due_later"
-        sources = [(policy.idle, "due_later"), (h.disk.clean, "on_disk")]
-        if not self.waits(h):
+        sources = [(policy.idle, "due_later"), (residency.disk.clean, "on_disk")]
+        if not self.waits(residency):
             sources.append((policy.victims, "due_later"))  # which are lost
         for victims, why in sources:
             ids = victims(k, need)
             if len(ids):
                 return ids, why
-        if not self.waits(h) and not patient:
+        if not self.waits(residency) and not patient:
             return policy.forced_victims(k, need), "stalled"
         return NONE, ""
 
-    def waits(self, h: Residency) -> bool:
+    def waits(self, residency: Residency) -> bool:
         """Whether to wait until objects are on disk that may leave memory then."""
-        if not self.disk or self.disk.slow or h.disk.hopeless:
+        if not self.disk or self.disk.slow or residency.disk.hopeless:
             return False
-        replaces = h.policy is not None and h.policy.replaces
-        return replaces or h.disk.storing > 0 or self.disk.free >= h.mean
+        replaces = residency.policy is not None and residency.policy.replaces
+        return replaces or residency.disk.storing > 0 or self.disk.free >= residency.mean
 
-    def _claim(self, h: Residency, nbytes: int) -> int:
+    def _claim(self, residency: Residency, nbytes: int) -> int:
         """Evict from datasets above their share if this one stays within its own; bytes freed."""
-        if len(self.residencies) == 1 or h.pool.used + nbytes > self.share(h):
+        if len(self.residencies) == 1 or residency.pool.used + nbytes > self.share(residency):
             return 0
         freed = 0
-        others = [(g.pool.used - self.share(g), g) for g in self.residencies.values() if g is not h]
-        for excess, other in sorted(others, key=lambda x: -x[0]):
+        others = [x for x in self.residencies.values() if x is not residency]
+        above = [(other.pool.used - self.share(other), other) for other in others]
+        for excess, other in sorted(above, key=lambda x: -x[0]):
             taken = 0
             while freed + taken < nbytes and taken < excess:
                 got = other.evict_region(nbytes - freed, self.busy(other)[0], "other_dataset")

@@ -18,7 +18,7 @@ _CHUNK, _FIRST_CHUNK = 512, 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class InflightCheck:
     """One check in flight."""
 
     residency: Residency
@@ -36,7 +36,7 @@ class Checks:
 
     def __init__(self, inflight: Inflight) -> None:
         self._inflight = inflight
-        self._under_way: dict[int, _Asked] = {}
+        self._under_way: dict[int, InflightCheck] = {}
         self._last = 0
 
     def ask(self, s: RankStream, now: float) -> list[CheckVersions]:
@@ -55,26 +55,28 @@ class Checks:
         return out
 
     def _about(self, s: RankStream, ids: Index, now: float, due: float) -> list[CheckVersions]:
-        h = s.residency
-        files = h.versions.unasked(ids, s.since, s.since_remote)
+        residency = s.residency
+        files = residency.versions.unasked(ids, s.since, s.since_remote)
         if not len(files):
             return []
         generation = self._inflight.generation
-        h.versions.asked[files] = generation
+        residency.versions.asked[files] = generation
         self._last += 1
-        self._under_way[self._last] = _Asked(h, files, generation, now)
-        return [CheckVersions(self._last, h.name, files, due)]
+        self._under_way[self._last] = InflightCheck(residency, files, generation, now)
+        return [CheckVersions(self._last, residency.name, files, due)]
 
-    def land(self, check: int) -> _Asked | None:
+    def land(self, check: int) -> InflightCheck | None:
         """Remove a check that ended and return it; None when it is unknown."""
         return self._under_way.pop(check, None)
 
-    def hung(self, h: Residency, object_id: int, before: float) -> list[_Asked]:
+    def hung(self, residency: Residency, object_id: int, before: float) -> list[InflightCheck]:
         """Return checks of an object's file that began before the time `before`."""
-        file = int(h.versions.files(np.array([object_id]))[0])
-        asked = (a for a in self._under_way.values() if a.residency is h and a.begun < before)
+        file = int(residency.versions.files(np.array([object_id]))[0])
+        asked = (
+            a for a in self._under_way.values() if a.residency is residency and a.begun < before
+        )
         return [a for a in asked if file in a.files]
 
-    def forget(self, h: Residency) -> None:
+    def forget(self, residency: Residency) -> None:
         """Forget a removed dataset's checks; their answers will be ignored."""
-        self._under_way = {n: a for n, a in self._under_way.items() if a.residency is not h}
+        self._under_way = {n: a for n, a in self._under_way.items() if a.residency is not residency}

@@ -144,9 +144,9 @@ class Core:
         for residency in self._residencies.values():
             if residency.warming >= 0:
                 self._out += self._inflight.warm(residency, now)
-            turn = residency.question(self._admission, self._window)
-            if turn is not None:
-                self._out.append(PlanRetention(residency.name, turn))
+            boundary = residency.question(self._admission, self._window)
+            if boundary is not None:
+                self._out.append(PlanRetention(residency.name, boundary))
             self._plans.ask(residency, now)
         lacking = self._prefetcher.lacking.values()
         if self._spilling.start(lacking, self._serving.short, self._inflight.from_disk):
@@ -164,8 +164,8 @@ class Core:
 
     def _forget_fresh(self) -> None:
         """All actions of this event are decided: the table will be as they say."""
-        for h in self._residencies.values():
-            h.fresh.clear()
+        for residency in self._residencies.values():
+            residency.fresh.clear()
 
     def _announce(self, s: RankStream) -> None:
         if s.ready != s.published:
@@ -270,7 +270,7 @@ class Core:
     def _planned(self, e: RetentionPlanned) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None and residency.policy is not None:
-            residency.policy.answer(e.turn, e.kept)
+            residency.policy.answer(e.boundary, e.kept)
             residency.disk.changed(len(residency))
 
     def _disk_opened(self, e: DiskOpened) -> None:
@@ -316,30 +316,30 @@ class Core:
                 s.starved = True
                 self._prefetcher.stuck.discard(s.id)
             if s.stalling and s.blocked >= 0:
-                h = s.residency
-                retry_s = _OVERDUE_S + _OVERDUE_LATENCIES * h.latency.seconds
+                residency = s.residency
+                retry_s = _OVERDUE_S + _OVERDUE_LATENCIES * residency.latency.seconds
                 self._landing.give_up(s, now - min(retry_s, _MAX_OVERDUE_S))
 
     # --- plans and cursors ---------------------------------------------------------------------
 
     def _replanned(self, s: RankStream, ids: Index, epoch: int) -> None:
         """Tell the eviction policy that a session's plan continues with these reads of `epoch`."""
-        h = s.residency
-        h.choose_policy()
-        if h.policy is not None:
-            h.policy.plan_extended(ids, epoch)
+        residency = s.residency
+        residency.choose_policy()
+        if residency.policy is not None:
+            residency.policy.plan_extended(ids, epoch)
 
-    def _unplanned(self, h: Residency, unpinned: Index) -> None:
+    def _unplanned(self, residency: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that were pinned for it."""
-        h.choose_policy()
-        if h.policy is not None:
-            h.policy.replanned()
-        h.release(unpinned)
+        residency.choose_policy()
+        if residency.policy is not None:
+            residency.policy.replanned()
+        residency.release(unpinned)
         self._survey()
 
     def _consume(self, s: RankStream, done: int) -> None:
         """Release the bytes of all steps before `done`."""
-        h, stream = s.residency, s.stream
+        residency, stream = s.residency, s.stream
         start, stop = s.at, stream.start(done)
         s.done, s.at = done, stop
         for epoch, a, b in s.stretches(start, stop):
@@ -347,10 +347,10 @@ class Core:
             uses = s.group.uses
             repeated = uses.repeated(epoch)
             pinned = ids if b <= s.front else ids[: max(s.front - a, 0)]
-            h.unpin(pinned, distinct=uses.distinct(epoch))
+            residency.unpin(pinned, distinct=uses.distinct(epoch))
             uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
-            self._turn(s, epoch)
-            h.release(ids)
+            self._epoch_began(s, epoch)
+            residency.release(ids)
         if s.front < stop:  # read directly before they could be fetched
             s.front = stop
         s.verified = max(s.verified, stop)
@@ -359,14 +359,14 @@ class Core:
         s.ready = max(s.ready, done)
         stream.forget(done)
 
-    def _turn(self, s: RankStream, epoch: int) -> None:
+    def _epoch_began(self, s: RankStream, epoch: int) -> None:
         """Record that a session now reads in `epoch`."""
         if epoch == s.epoch:
             return
         s.epoch = epoch
         s.group.uses.forget(min(x.epoch for x in s.group.sessions.values()))
         if s.residency.policy is not None:
-            s.residency.policy.turn(s.group.uses, epoch)
+            s.residency.policy.epoch_began(s.group.uses, epoch)
 
     def _survey(self) -> None:
         """Recompute all windows after sessions or plans changed."""
@@ -390,8 +390,8 @@ class Core:
         if stream is not None:
             stream.residency.leave(stream)
         self._inflight.abort()
-        for h in self._residencies.values():
-            h.rebuild(self._inflight.ids(h), self._spilling.ids(h))
+        for residency in self._residencies.values():
+            residency.rebuild(self._inflight.ids(residency), self._spilling.ids(residency))
         self._survey()
         decided, self._out = self._out, []
         return [action for action in decided if not isinstance(action, FetchObjects)]
@@ -409,9 +409,13 @@ class Core:
 
     def busy(self, dataset: str) -> bool:
         """Whether the dataset has readers, is being warmed or has fetches in flight."""
-        h = self._residencies[dataset]
-        under_way = len(self._inflight.ids(h)) > 0 or len(h.served) > 0 or h.disk.storing > 0
-        return h.active or h.warming >= 0 or under_way
+        residency = self._residencies[dataset]
+        under_way = (
+            len(self._inflight.ids(residency)) > 0
+            or len(residency.served) > 0
+            or residency.disk.storing > 0
+        )
+        return residency.active or residency.warming >= 0 or under_way
 
     def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
         """From when on nodes of a cluster can follow a change of its members; see `EpochMoment`."""
@@ -428,7 +432,9 @@ class Core:
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
-        return streams + sum(g.uses.nbytes for h in self._residencies.values() for g in h.groups)
+        return streams + sum(
+            g.uses.nbytes for residency in self._residencies.values() for g in residency.groups
+        )
 
     def snapshot(self) -> dict[str, dict[str, dict[str, float | str]]]:
         """Return the counters of all datasets and sessions, for `creel stats`."""
@@ -444,7 +450,7 @@ class Core:
         return {
             "memory": {"node": node},
             "disk": {"node": on_disk},
-            "datasets": {n: h.snapshot() for n, h in self._residencies.items()},
+            "datasets": {n: residency.snapshot() for n, residency in self._residencies.items()},
             "sessions": {str(n): s.snapshot() for n, s in self._sessions.items()},
             "past": {"datasets": dict(self._past)},
         }
@@ -455,18 +461,20 @@ class Core:
         space.check()
         self._inflight.check()
         self._spilling.check()
-        under_way = sum(len(self._inflight.ids(h)) for h in self._residencies.values())
+        under_way = sum(
+            len(self._inflight.ids(residency)) for residency in self._residencies.values()
+        )
         must(under_way == self._inflight.objects, "something is under way for nobody")
         must(space.pools == len(self._residencies), "a pool without a dataset")
         at, end = [], []
-        for h in self._residencies.values():
-            h.check(self._inflight.ids(h), self._spilling.ids(h))
-            resident = np.flatnonzero(h.offset[:] != NOWHERE)
-            coming, going = self._inflight.offsets(h), h.departed.rooms()
-            place = np.concatenate([h.offset[resident], coming[0], going[0]])
-            length = np.concatenate([h.length[resident], coming[1], going[1]])
-            start, size = h.pool.rooms(place, length)
-            must(int(size.sum()) == h.pool.used or h.pool.same_size, "lost room")
+        for residency in self._residencies.values():
+            residency.check(self._inflight.ids(residency), self._spilling.ids(residency))
+            resident = np.flatnonzero(residency.offset[:] != NOWHERE)
+            coming, going = self._inflight.offsets(residency), residency.departed.rooms()
+            place = np.concatenate([residency.offset[resident], coming[0], going[0]])
+            length = np.concatenate([residency.length[resident], coming[1], going[1]])
+            start, size = residency.pool.rooms(place, length)
+            must(int(size.sum()) == residency.pool.used or residency.pool.same_size, "lost room")
             at.append(start)
             end.append(start + size)
         if at:

@@ -13,9 +13,9 @@ from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
 from creel.policies.cluster.agreement import SharedPlan
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.jobs import Answer, Question
-from creel.policies.cluster.turn import ClusterView
 
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
@@ -177,10 +177,10 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RetentionPlanned:
-    """The answer to a `PlanRetention`: which objects are kept over the turn of an epoch."""
+    """The answer to a `PlanRetention`: which objects are kept over the end of an epoch."""
 
     dataset: str
-    turn: Question
+    boundary: Question
     kept: Answer
 
 
@@ -392,13 +392,13 @@ class CheckVersions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanRetention:
-    """Compute `turn.plan()` outside the loop; `RetentionPlanned` brings the result.
+    """Compute `boundary.plan()` outside the loop; `RetentionPlanned` brings the result.
 
     It may read the dataset's columns, which keep changing.
     """
 
     dataset: str
-    turn: Question
+    boundary: Question
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class Inflight:
 
     def start(
         self,
-        h: Residency,
+        residency: Residency,
         ids: Index,
         offset: Sizes,
         length: Sizes,
@@ -100,12 +100,12 @@ class Inflight:
         since = self.generation if generation is None else generation
         if not len(ids):
             return []
-        h.life[ids] = FETCHING
+        residency.life[ids] = FETCHING
         order = ids.argsort()
         ids, length = ids[order], length[order]
         # Rooms of one size are interchangeable: sorted, neighbours are written in one go.
-        offset = np.sort(offset) if h.pool.same_size else offset[order]
-        nbytes, small = h.expected(length), ids.astype(np.int32)
+        offset = np.sort(offset) if residency.pool.same_size else offset[order]
+        nbytes, small = residency.expected(length), ids.astype(np.int32)
         strange = nbytes is not length
         out = []
         for part in portions(nbytes, self._window):
@@ -114,7 +114,7 @@ class Inflight:
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
             pending = InflightFetch(
-                *(h, ids[part], *room, need, now, total, guessed, since, due, origin)
+                *(residency, ids[part], *room, need, now, total, guessed, since, due, origin)
             )
             self._inflight[self._last] = pending
             self.objects += len(pending.ids)
@@ -122,7 +122,15 @@ class Inflight:
             self._admission.expected += guessed
             out.append(
                 FetchObjects(
-                    *(self._last, h.name, small[part], *room, due, h.pool.runs(room[0]), origin)
+                    *(
+                        self._last,
+                        residency.name,
+                        small[part],
+                        *room,
+                        due,
+                        residency.pool.runs(room[0]),
+                        origin,
+                    )
                 )
             )
         return out
@@ -157,61 +165,63 @@ class Inflight:
             pending.residency.life[pending.ids] = ABSENT
             self.land(number, len(pending.ids))
 
-    def warm(self, h: Residency, now: float) -> list[FetchObjects]:
+    def warm(self, residency: Residency, now: float) -> list[FetchObjects]:
         """Load the dataset in order of ids, into free room only, while little else is in flight."""
         out: list[FetchObjects] = []
-        while 0 <= h.warming < len(h):
-            stop = min(h.warming + _CHUNK, len(h))
-            ids = h.warming + np.flatnonzero(h.life[h.warming : stop] <= SKIPPED)
-            guess = h.expected(h.length[ids])
+        while 0 <= residency.warming < len(residency):
+            stop = min(residency.warming + _CHUNK, len(residency))
+            ids = residency.warming + np.flatnonzero(
+                residency.life[residency.warming : stop] <= SKIPPED
+            )
+            guess = residency.expected(residency.length[ids])
             k = self.leave(2 * guess, urgent=False)  # half of what sessions may have
             fit = min(k, affordable(guess, self._admission.free_nbytes))
-            length = h.length[ids[:fit]]
+            length = residency.length[ids[:fit]]
             offset = np.full(fit, NOWHERE, np.int64)
             known = length >= 0
-            offset[known] = h.pool.alloc(length[known])
+            offset[known] = residency.pool.alloc(length[known])
             placed = (offset != NOWHERE) | (length < 0)
             chosen = ids[:fit][placed], offset[placed], length[placed]
             whole, offset, length = chosen
-            for origin, which in h.origins(whole, 0):
+            for origin, which in residency.origins(whole, 0):
                 room = whole[which], offset[which], length[which]
-                out += self.start(h, *room, 0, now, now + _WHENEVER_S, origin)
+                out += self.start(residency, *room, 0, now, now + _WHENEVER_S, origin)
             if fit < k or not every(placed):
                 if self._admission.expected:  # a guess may hold more room than needed
                     return out
                 break  # no room
             if k < len(ids):
                 return out  # enough in flight
-            h.warming = stop
-        h.warming = -1
+            residency.warming = stop
+        residency.warming = -1
         return out
 
-    def of(self, h: Residency, object_id: int) -> InflightFetch | None:
+    def of(self, residency: Residency, object_id: int) -> InflightFetch | None:
         """Return the fetch in flight that brings an object, or None."""
-        inflight = (f for f in self._inflight.values() if f.residency is h)
+        inflight = (f for f in self._inflight.values() if f.residency is residency)
         return next((f for f in inflight if object_id in f.ids), None)
 
-    def number(self, h: Residency) -> int:
+    def number(self, residency: Residency) -> int:
         """How many objects of a dataset are in flight."""
-        return sum(len(f.ids) for f in self._inflight.values() if f.residency is h)
+        return sum(len(f.ids) for f in self._inflight.values() if f.residency is residency)
 
-    def from_disk(self, h: Residency) -> bool:
+    def from_disk(self, residency: Residency) -> bool:
         """Whether objects of a dataset are being read from disk."""
-        return any(f.residency is h and f.origin == DISK for f in self._inflight.values())
+        return any(f.residency is residency and f.origin == DISK for f in self._inflight.values())
 
-    def from_peers(self, h: Residency) -> Index:
+    def from_peers(self, residency: Residency) -> Index:
         """(k,) objects of a dataset that peers were asked for and have not answered yet."""
-        own = [f.ids for f in self._inflight.values() if f.residency is h and f.origin >= 0]
+        own = [f.ids for f in self._inflight.values() if f.residency is residency and f.origin >= 0]
         return np.concatenate([np.empty(0, np.intp), *own])
 
-    def ids(self, h: Residency) -> Index:
+    def ids(self, residency: Residency) -> Index:
         """(k,) objects of a dataset that are in flight."""
-        own = [f.ids for f in self._inflight.values() if f.residency is h]
+        own = [f.ids for f in self._inflight.values() if f.residency is residency]
         return np.concatenate([np.empty(0, np.intp), *own])
 
-    def offsets(self, h: Residency) -> tuple[Sizes, Sizes]:
+    def offsets(self, residency: Residency) -> tuple[Sizes, Sizes]:
         """(k,) offsets and (k,) lengths that fetches of a dataset write to."""
-        own = [f for f in self._inflight.values() if f.residency is h]
+        own = [f for f in self._inflight.values() if f.residency is residency]
         none = np.empty(0, np.int64)
         offset = np.concatenate([none, *(f.offset for f in own)])
         length = np.concatenate([none, *(f.length for f in own)])

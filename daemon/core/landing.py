@@ -54,15 +54,15 @@ class Landing:
         pending = self._inflight.land(e.fetch, len(e.nbytes))
         if pending is None:
             return  # forgotten meanwhile
-        h = pending.residency
+        residency = pending.residency
         known = pending.offset != NOWHERE
         good = (e.nbytes >= 0) & ((e.nbytes == pending.length) | ~known)
         if pending.origin == SOURCE:
-            h.latency.saw(max(now - pending.begun, 0.0))
-            h.source_rate.saw(len(pending.ids), pending.begun, now)
+            residency.latency.saw(max(now - pending.begun, 0.0))
+            residency.source_rate.saw(len(pending.ids), pending.begun, now)
             good[good] = self._current(pending, good, e.version)
-            h.counts["reads"] += int(np.count_nonzero(good))
-            h.counts["read_nbytes"] += int(e.nbytes[good].sum())
+            residency.counts["reads"] += int(np.count_nonzero(good))
+            residency.counts["read_nbytes"] += int(e.nbytes[good].sum())
         elif pending.origin == HELD:
             of_peer = not pending.generation
             current = self._still_current if of_peer else self._current
@@ -70,11 +70,11 @@ class Landing:
         else:
             if pending.origin == DISK:  # its room there may be another's now
                 self._prefetcher.stuck.clear()
-                h.disk.changed(len(pending.ids))
+                residency.disk.changed(len(pending.ids))
             e, pending = self._received(e, pending, good, now)
             good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
         if every(good) and every(known):
-            if h.landed(pending.ids, pending.offset):
+            if residency.landed(pending.ids, pending.offset):
                 self._prefetcher.stuck.clear()
         else:
             self._prefetcher.stuck.clear()
@@ -87,20 +87,20 @@ class Landing:
 
         Returns the rest: what it had.
         """
-        h = pending.residency
+        residency = pending.residency
         version = np.zeros(len(good), np.int64) if e.version is None else e.version
         good[good] = self._still_current(pending, good, version)
         who = "disk" if pending.origin == DISK else "peer"
-        h.counts[f"{who}_reads"] += int(np.count_nonzero(good))
-        h.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
+        residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
+        residency.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
         if every(good):
             return e, pending
-        h.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
+        residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
         rest = pending.only(~good)
         if pending.origin == DISK:
-            h.disk.lost(rest.ids)
+            residency.disk.lost(rest.ids)
         again = rest.ids, rest.offset, rest.length
-        for action in self._inflight.start(h, *again, rest.need, now, rest.due):
+        for action in self._inflight.start(residency, *again, rest.need, now, rest.due):
             self._emit(action)
         return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
 
@@ -108,52 +108,56 @@ class Landing:
         self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
     ) -> NDArray[np.bool_]:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
-        h = pending.residency
+        residency = pending.residency
         found = None if version is None else version[good]
-        late, changed = h.versions.read(pending.ids[good], found, pending.generation)
-        self._changed(h, changed)
-        newest = max((s.since for s in self._sessions.values() if s.residency is h), default=0)
+        late, changed = residency.versions.read(pending.ids[good], found, pending.generation)
+        self._changed(residency, changed)
+        newest = max(
+            (s.since for s in self._sessions.values() if s.residency is residency), default=0
+        )
         if pending.generation < newest:  # steps are ready without these: leave them failed
-            late |= h.life[pending.ids[good]] == OVERDUE
+            late |= residency.life[pending.ids[good]] == OVERDUE
         return ~late
 
     def _still_current(
         self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
     ) -> NDArray[np.bool_]:
         """(k,) whether each object, read by somebody some time ago, is of the version known now."""
-        h, ids = pending.residency, pending.ids[good]
+        residency, ids = pending.residency, pending.ids[good]
         found = np.zeros(len(good), np.int64) if version is None else version
-        late = h.versions.received(ids, found[good])
-        late |= h.life[ids] == OVERDUE  # whose steps may be ready without it
+        late = residency.versions.received(ids, found[good])
+        late |= residency.life[ids] == OVERDUE  # whose steps may be ready without it
         return ~late
 
     def checked(self, e: Checked) -> None:
         """A check of versions ended."""
         asked = self._checks.land(e.check)
         if asked is not None:
-            h = asked.residency
-            self._changed(h, h.versions.answered(asked.files, e.version, asked.generation))
+            residency = asked.residency
+            self._changed(
+                residency, residency.versions.answered(asked.files, e.version, asked.generation)
+            )
 
-    def _changed(self, h: Residency, files: NDArray[np.int32]) -> None:
+    def _changed(self, residency: Residency, files: NDArray[np.int32]) -> None:
         """Forget all objects of changed files."""
-        h.disk.lost_files(files)
-        self._outdate(h, h.residents_of(files))
+        residency.disk.lost_files(files)
+        self._outdate(residency, residency.residents_of(files))
 
-    def _outdate(self, h: Residency, ids: Index) -> None:
+    def _outdate(self, residency: Residency, ids: Index) -> None:
         """Evict residents of changed files; sessions that need them fetch them again."""
         if not len(ids):
             return
         self._prefetcher.stuck.clear()
-        removed = np.zeros(len(h), np.bool_)
+        removed = np.zeros(len(residency), np.bool_)
         removed[ids] = True
-        for s in (s for s in self._sessions.values() if s.residency is h):
+        for s in (s for s in self._sessions.values() if s.residency is residency):
             hit = removed[s.stream.objects(s.at, s.front)]
             if some(hit):
                 unpinned = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
                 self._announce(s)
-                h.release(unpinned[~removed[unpinned]])
-        self._spilling.cancel(h, ids)
-        h.outdate(ids)
+                residency.release(unpinned[~removed[unpinned]])
+        self._spilling.cancel(residency, ids)
+        residency.outdate(ids)
 
     def _partly(
         self,
@@ -164,43 +168,43 @@ class Landing:
         now: float,
     ) -> None:
         """Handle a fetch in which objects failed or had an unknown length."""
-        h = pending.residency
-        h.life[pending.ids] = FAILED
-        h.landed(pending.ids[good & known], pending.offset[good & known])
+        residency = pending.residency
+        residency.life[pending.ids] = FAILED
+        residency.landed(pending.ids[good & known], pending.offset[good & known])
         bad = known & ~good
-        h.give_back(pending.ids[bad], pending.offset[bad])
+        residency.give_back(pending.ids[bad], pending.offset[bad])
         wrong = bad & (e.nbytes >= 0)
-        if h.listed is not None:  # a length learned from a read may be the cause
-            wrong |= bad & ~h.listed[pending.ids]
-        h.clear_lengths(pending.ids[wrong])
+        if residency.listed is not None:  # a length learned from a read may be the cause
+            wrong |= bad & ~residency.listed[pending.ids]
+        residency.clear_lengths(pending.ids[wrong])
         if not every(known):
             self._take_held(pending, good & ~known, e.nbytes, now)
-        h.counts["failed"] += int((h.life[pending.ids] == FAILED).sum())
+        residency.counts["failed"] += int((residency.life[pending.ids] == FAILED).sum())
 
     def _take_held(
         self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes, now: float
     ) -> None:
         """Make room for objects whose lengths are known only after reading, and copy them there."""
-        h, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
-        h.set_lengths(ids, nbytes)
-        stalled = any(s.stalling for s in self._sessions.values() if s.residency is h)
-        place = self._admission.place(h, nbytes, pending.need, stalled=stalled)
+        residency, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
+        residency.set_lengths(ids, nbytes)
+        stalled = any(s.stalling for s in self._sessions.values() if s.residency is residency)
+        place = self._admission.place(residency, nbytes, pending.need, stalled=stalled)
         placed = place != NOWHERE
         room = ids[placed], place[placed], nbytes[placed]
         since = pending.generation if pending.origin == SOURCE else 0
         need, due = pending.need, pending.due
-        for action in self._inflight.start(h, *room, need, now, due, HELD, since):
+        for action in self._inflight.start(residency, *room, need, now, due, HELD, since):
             self._emit(action)
 
     def give_up(self, s: RankStream, before: float) -> None:
         """Stop waiting for what blocks a session, if it was requested before the time `before`."""
-        h, blocked = s.residency, s.blocked
-        if h.life[blocked] == FETCHING:
-            pending = self._inflight.of(h, blocked)
+        residency, blocked = s.residency, s.blocked
+        if residency.life[blocked] == FETCHING:
+            pending = self._inflight.of(residency, blocked)
             if pending is not None and pending.begun < before:
-                h.life[pending.ids] = OVERDUE  # until it lands
+                residency.life[pending.ids] = OVERDUE  # until it lands
                 s.failed += len(pending.ids)
-        elif h.life[blocked] == RESIDENT:
-            for asked in self._checks.hung(h, blocked, before):
+        elif residency.life[blocked] == RESIDENT:
+            for asked in self._checks.hung(residency, blocked, before):
                 # Their objects are fetched again; a fetch that hangs becomes overdue.
-                self._changed(h, asked.files)
+                self._changed(residency, asked.files)

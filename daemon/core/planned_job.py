@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from creel.daemon.core.disk.copies import most_writing, object_nbytes
 from creel.daemon.core.sessions import JobGroup
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.placement import dataset_nbytes
-from creel.policies.cluster.turn import ClusterView
 from creel.policies.prefetch import Window
 
 if TYPE_CHECKING:  # circular import
@@ -45,9 +45,9 @@ class PlannedJob:
     @property
     def capacity(self) -> int:
         """Bytes of this dataset's share of memory and disk."""
-        h = self.residency
-        share = min(int(self.admission.share(h)), h.space.nbytes)
-        share += self.admission.disk.capacity(self.admission.part(h), h.mean)
+        residency = self.residency
+        share = min(int(self.admission.share(residency)), residency.space.nbytes)
+        share += self.admission.disk.capacity(self.admission.part(residency), residency.mean)
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
 
@@ -71,10 +71,14 @@ class PlannedJob:
 
     @property
     def agreed_size(self) -> Sizes:
-        h = self.residency
-        if h.pool.same_size:
-            return np.array([h.pool.record])
-        return h.length if h.listed is None else np.array([_rounded_up(h.mean)])
+        residency = self.residency
+        if residency.pool.same_size:
+            return np.array([residency.pool.record])
+        return (
+            residency.length
+            if residency.listed is None
+            else np.array([_rounded_up(residency.mean)])
+        )
 
     @property
     def page(self) -> int:

@@ -24,7 +24,7 @@ _GRAIN_S = 0.01
 _PINNED_SHARE = 0.5
 #: Share of an epoch's objects fetched before the epoch begins, or ahead of use in streams with
 #: repeats; each costs a read, as it takes room from what is kept.
-_LEND_SHARE = 0.005
+_AHEAD_SHARE = 0.005
 
 
 class Prefetcher:
@@ -45,22 +45,33 @@ class Prefetcher:
 
     def set_reach(self, s: RankStream, sessions: int) -> None:
         """Set how far a session may read ahead, in positions, where `sessions` share the memory."""
-        stream, h, window = s.stream, s.residency, self._window
+        stream, residency, window = s.stream, s.residency, self._window
         end = stream.end
-        steps = s.pace.horizon(h.latency.seconds, window)
+        steps = s.pace.horizon(residency.latency.seconds, window)
         share = min(_PINNED_SHARE * self._admission.space.nbytes / sessions, window.nbytes)
-        reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / h.mean))
+        reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / residency.mean))
         least = s.done + 1
-        if h.policy is not None and h.policy.short_prefetch and self._admission.missing(h) > 0:
-            ranks = sum(len(g.sessions) for g in h.groups)
-            lent = max(_LEND_SHARE * len(h), h.policy.lends(self._admission.share(h) / h.mean))
-            reach = min(reach, s.at + int(lent / ranks))
+        if (
+            residency.policy is not None
+            and residency.policy.short_prefetch
+            and self._admission.missing(residency) > 0
+        ):
+            ranks = sum(len(g.sessions) for g in residency.groups)
+            ahead = max(
+                _AHEAD_SHARE * len(residency),
+                residency.policy.read_ahead_room(self._admission.share(residency) / residency.mean),
+            )
+            reach = min(reach, s.at + int(ahead / ranks))
             least = s.done + 2
-        elif h.disk.completes(h.resident) and self._admission.missing(h) > 0:
+        elif (
+            residency.disk.completes(residency.resident) and self._admission.missing(residency) > 0
+        ):
             # The disk is quick, and what is read ahead takes the room of what is read again.
             steps = min(s.done + s.pace.min_ahead, end)
-            lent = s.at + int(_LEND_SHARE * len(h) / sum(len(g.sessions) for g in h.groups))
-            reach = min(reach, max(lent, stream.start(steps)))
+            ahead = s.at + int(
+                _AHEAD_SHARE * len(residency) / sum(len(g.sessions) for g in residency.groups)
+            )
+            reach = min(reach, max(ahead, stream.start(steps)))
         if s.stalling:
             least = max(least, s.ready + 1)
         s.reach = max(reach, stream.start(min(least, end)))
@@ -73,23 +84,23 @@ class Prefetcher:
         OVERDUE), and finds the steps after them in memory. Not where disk or peers have some of
         them: the reader would ask the source.
         """
-        h, stream, rate = s.residency, s.stream, s.residency.source_rate
+        residency, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
-        landed_s = rate.seconds(self._inflight.number(h) + _CHUNK)
+        landed_s = rate.seconds(self._inflight.number(residency) + _CHUNK)
         steps = lead(s.pace, step_s, landed_s, self._window)
         stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
         ids = stream.objects(s.checked, stop).astype(np.intp)
         epoch = stream.epoch(s.done)[0] + s.epoch_shift
-        left = ids[h.life[ids] <= FETCHING]
-        if any(origin != SOURCE for origin, _ in h.origins(left, epoch)):
+        left = ids[residency.life[ids] <= FETCHING]
+        if any(origin != SOURCE for origin, _ in residency.origins(left, epoch)):
             return
-        h.life[left[h.life[left] == FETCHING]] = OVERDUE
+        residency.life[left[residency.life[left] == FETCHING]] = OVERDUE
         if s.front < stop:
             ids = stream.objects(s.front, stop).astype(np.intp)
-            life = h.life[ids]
-            h.pin(ids, distinct=s.group.uses.distinct(epoch))
-            h.life[ids[life < FETCHING]] = SKIPPED
-            h.count(s, life, int(np.count_nonzero(life < FETCHING)))
+            life = residency.life[ids]
+            residency.pin(ids, distinct=s.group.uses.distinct(epoch))
+            residency.life[ids[life < FETCHING]] = SKIPPED
+            residency.count(s, life, int(np.count_nonzero(life < FETCHING)))
             s.front = stop
 
     def advance_ready(self, s: RankStream) -> None:
@@ -143,29 +154,29 @@ class Prefetcher:
 
     def _advance(self, s: RankStream, now: float, out: list[FetchObjects]) -> bool:
         """Pin and fetch a session's next objects; False when room or limits do not allow it."""
-        h, start = s.residency, s.front
+        residency, start = s.residency, s.front
         urgent, stop = self._stretch(s)
         ids = s.stream.objects(start, stop).astype(np.intp)
         # all of one epoch
         epoch = s.stream.epoch(s.stream.step_at(start))[0] + s.epoch_shift
         distinct = s.group.uses.distinct(epoch)
-        life = h.life[ids]
+        life = residency.life[ids]
         absent = (life <= FAILED).nonzero()[0]
         if len(absent):
-            absent = self._worth(h, ids, life, absent, distinct=distinct)
+            absent = self._worth(residency, ids, life, absent, distinct=distinct)
             taken = self._at_once(s, absent, stop)
             ids, life, absent = ids[:taken], life[:taken], absent[absent < taken]
-        h.pin(ids, distinct=distinct)
+        residency.pin(ids, distinct=distinct)
         taken = len(ids)
         if len(absent):
             k = self._fetch(s, ids[absent], now, out, urgent=urgent)
             if k < len(absent):
                 taken = int(absent[k])
                 absent = absent[:k]
-                h.unpin(ids[taken:], distinct=distinct)
-                h.release(ids[taken:])
+                residency.unpin(ids[taken:], distinct=distinct)
+                residency.release(ids[taken:])
         s.front += taken
-        h.count(s, life[:taken], len(absent))
+        residency.count(s, life[:taken], len(absent))
         self.advance_ready(s)
         return taken > 0
 
@@ -194,11 +205,17 @@ class Prefetcher:
         return stop - s.front
 
     def _worth(
-        self, h: Residency, ids: Index, life: NDArray[np.uint8], absent: Index, *, distinct: bool
+        self,
+        residency: Residency,
+        ids: Index,
+        life: NDArray[np.uint8],
+        absent: Index,
+        *,
+        distinct: bool,
     ) -> Index:
         """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
         if life[absent].any():
-            absent = absent[(life[absent] <= SKIPPED) | (h.pins[ids[absent]] == 0)]
+            absent = absent[(life[absent] <= SKIPPED) | (residency.pins[ids[absent]] == 0)]
         if distinct:
             return absent
         wanted = np.sort(ids[absent])
@@ -214,43 +231,50 @@ class Prefetcher:
         Objects after one without room are fetched all the same: their turn comes soon. Where a
         reader has nothing else to read, objects without room are given up: it reads them directly.
         """
-        h = s.residency
+        residency = s.residency
         starving = urgent and s.starving
-        if h.policy is not None and h.policy.by_epoch and s.hurries and not starving:
+        if (
+            residency.policy is not None
+            and residency.policy.by_epoch
+            and s.hurries
+            and not starving
+        ):
             self.stuck.add(s.id)
             return 0
-        length = h.length[ids]
-        k = self._inflight.leave(h.expected(length), urgent=urgent)
+        length = residency.length[ids]
+        k = self._inflight.leave(residency.expected(length), urgent=urgent)
         if not k:
             return 0  # not for lack of room: later
         if k < len(ids):
             ids, length = ids[:k], length[:k]
         step = s.stream.step_at(s.front)
         epoch = s.stream.epoch(step)[0] + s.epoch_shift
-        awaited = None if urgent else h.awaited(ids, epoch, s.group.clock())
+        awaited = None if urgent else residency.awaited(ids, epoch, s.group.clock())
         if awaited is not None and some(awaited):
             k = int(awaited.argmax())
             self.stuck.add(s.id)
             ids, length = ids[~awaited], length[~awaited]
         need = s.need(step)
-        patient = not h.disk.hopeless and not urgent and step - s.done > s.pace.min_ahead
-        offset, lack = self._admission.room(h, length, need, stalled=starving, patient=patient)
+        patient = not residency.disk.hopeless and not urgent and step - s.done > s.pace.min_ahead
+        offset, lack = self._admission.room(
+            residency, length, need, stalled=starving, patient=patient
+        )
         if some(lack):
-            if starving and not self._admission.waits(h):
-                h.fail(ids[lack])
+            if starving and not self._admission.waits(residency):
+                residency.fail(ids[lack])
             else:
                 k = min(k, int(lack.argmax()))
                 self.stuck.add(s.id)
                 if self._admission.disk:
-                    self.lacking[s.id] = h
+                    self.lacking[s.id] = residency
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         # The queue of a quick source is short. Ordered by due time, it would wake the reader for
         # every
         # step: small records from the page cache are slower then.
-        due = s.due(step, now, in_turn=h.source_rate.deliverable(_GRAIN_S) < _CHUNK)
-        for origin, which in h.origins(ids, epoch):
+        due = s.due(step, now, in_turn=residency.source_rate.deliverable(_GRAIN_S) < _CHUNK)
+        for origin, which in residency.origins(ids, epoch):
             fetch = ids[which], offset[which], length[which]
-            out += self._inflight.start(h, *fetch, need, now, due, origin)
+            out += self._inflight.start(residency, *fetch, need, now, due, origin)
         return k
 
 

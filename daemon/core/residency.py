@@ -23,10 +23,10 @@ from creel.daemon.core.events import DISK, SOURCE, Action, Publish
 from creel.daemon.core.planned_job import PlannedJob, clocks
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.jobs import DealtJob, Question
-from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.choice import Readers, choose
 from creel.policies.eviction.policy import (
     ABSENT,

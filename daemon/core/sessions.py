@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.cluster.turn import Deals
+from creel.policies.cluster.boundary import Deals
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Pace, SessionPlan
 

@@ -90,17 +90,6 @@ class PeerSource:
                 link.shut()
         self._close_idle()
 
-    def read_into(
-        self,
-        ids: NDArray[np.integer],
-        length: Numbers,
-        buffer: memoryview,
-    ) -> Read:
-        """`read_parts` into one buffer that holds all objects, one after the other."""
-        ends = length.cumsum()
-        ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
-        return self.read_parts(ids, length, [[buffer[a:b]] for a, b in ranges])
-
     def read_parts(
         self,
         ids: NDArray[np.integer],

@@ -13,7 +13,7 @@ _MAX_NBYTES = 1 << 20
 _PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 
 
-class _Handler(logging.Handler):
+class _LogHandler(logging.Handler):
     """Writes lines to a descriptor; to a file, at most _MAX_NBYTES bytes."""
 
     def __init__(self, fd: int, *, as_json: bool) -> None:
@@ -62,6 +62,8 @@ def set_up_logging(level: str, *, as_json: bool = False) -> None:
     logger = logging.getLogger("creel")
     for old in list(logger.handlers):
         logger.removeHandler(old)
-    logger.addHandler(_Handler(sys.__stderr__.fileno() if sys.__stderr__ else 2, as_json=as_json))
+    logger.addHandler(
+        _LogHandler(sys.__stderr__.fileno() if sys.__stderr__ else 2, as_json=as_json)
+    )
     logger.setLevel(level.upper())
     logger.propagate = False

@@ -1,171 +1,118 @@
-"""An HTTP server for one page and a few readers: one thread, few connections, each with a deadline.
+"""The HTTP server of one page: few connections at once, each with a thread and a deadline.
 
 Anybody who reaches the address may connect, send half a request, or never read the answer. That
-costs only their own connection: it is closed at its deadline, or earlier, as the oldest one, when
-there are too many. A reader that sends its request at once is always answered.
+costs only their own connection: the oldest one ends where there are too many.
 """
 
 from __future__ import annotations
 
 import logging
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any
 
 log = logging.getLogger("creel.page")
 
-_MAX_CONNECTIONS = 32  # connections at once; Prometheus needs one
-_LIFE_S = 10.0  # of a connection, first byte to last; also Prometheus' default timeout
-_MAX_REQUEST_NBYTES = 16 << 10  # of a request
-_PIECE_NBYTES = 64 << 10
-_BACKLOG = 128
-_ACCEPTS = 64  # a turn
-_SHORT_S = 0.2  # pause where descriptors are short
+_MAX_CONNECTIONS = 32  # Prometheus needs one
+_SILENT_S = 10.0  # a client that sends or takes nothing is left; also Prometheus' default timeout
+_SHORT_S = 0.2  # pause where descriptors or threads are short
+_LOOK_S = 0.1  # between two looks at whether to stop
 
 #: Content type and body, for the value of a request's Accept header.
 Render = Callable[[str], tuple[str, bytes]]
 
 
-@dataclass(eq=False)
-class _PageConnection:
-    socket: socket.socket
-    until: float
-    request: bytearray = field(default_factory=bytearray)
-    answer: memoryview | None = None
+class _PageHandler(BaseHTTPRequestHandler):
+    timeout = _SILENT_S
+    server: PageServer
+
+    def do_GET(self) -> None:
+        """Answer with the page, whatever the path."""
+        try:
+            kind, body = self.server.render(self.headers.get("accept", ""))
+        except Exception:  # the daemon's loop may be busy; the next scrape comes soon
+            log.exception("the metrics page could not be rendered")
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE)
+            return
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Requests are not logged."""
 
 
-class PageServer:
-    """Serves the page that `render` makes."""
+class PageServer(ThreadingHTTPServer):
+    """Serves the page that `render` makes, until `close`."""
+
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, render: Render) -> None:
-        """Listen, and serve in a thread.
+        """Listen, and serve in threads.
 
         Raises:
             OSError: the address is not available.
             OverflowError: no such port.
         """
-        self._render = render
-        family, _, _, _, where = socket.getaddrinfo(
+        self.render = render
+        self.address_family, _, _, _, where = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        self._listener = socket.create_server((where[0], port), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)
-        self.port = int(self._listener.getsockname()[1])
-        self._close_receiver, self._close_sender = socket.socketpair()
-        self._connections: dict[int, _PageConnection] = {}  # the oldest first
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._close_receiver, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._run, name="creel-page", daemon=True)
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+        super().__init__((str(where[0]), port), _PageHandler)
+        self.port = int(self.socket.getsockname()[1])
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(_LOOK_S,), name="creel-page", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
         """Stop serving."""
-        self._close_sender.close()
-        self._thread.join(5.0)
+        self.shutdown()
+        self.server_close()
+        while self._open:
+            self._end_oldest()
 
-    def _run(self) -> None:
+    def _end_oldest(self) -> None:
+        """Have the thread of the oldest connection end."""
+        with suppress(KeyError, OSError, StopIteration):  # it has ended meanwhile
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    # --- as `socketserver` calls them -------------------------------------------------------------
+
+    def server_bind(self) -> None:
+        """Bind, without asking for this machine's name."""
+        TCPServer.server_bind(self)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection."""
         try:
-            while self._turn():
-                pass
-        finally:
-            for connection in list(self._connections.values()):
-                self._end(connection)
-            self._selector.close()
-            self._close_receiver.close()
-            self._listener.close()
-
-    def _turn(self) -> bool:
-        """Serve what is ready; False once closed."""
-        now = time.monotonic()
-        next_end = min((v.until for v in self._connections.values()), default=None)
-        ready = self._selector.select(None if next_end is None else max(next_end - now, 0))
-        now = time.monotonic()
-        for connection in [v for v in self._connections.values() if v.until <= now]:
-            self._end(connection)
-        for key, _ in ready:
-            if key.fileobj is self._close_receiver:
-                return False
-            if key.fileobj is self._listener:
-                self._accept(now)
-            elif key.fd in self._connections:
-                self._serve(self._connections[key.fd])
-        return True
-
-    def _accept(self, now: float) -> None:
-        try:
-            for _ in range(_ACCEPTS):
-                self._welcome(self._listener.accept()[0], now)
-        except BlockingIOError:
-            pass
-        except OSError:  # the peer left again; or descriptors are short, which would repeat at once
-            time.sleep(_SHORT_S)
-
-    def _welcome(self, sock: socket.socket, now: float) -> None:
-        sock.setblocking(False)
-        if len(self._connections) >= _MAX_CONNECTIONS:  # those without a request are closed first
-            asking = (v for v in self._connections.values() if v.answer is None)
-            self._end(next(asking, next(iter(self._connections.values()))))
-        connection = self._connections[sock.fileno()] = _PageConnection(sock, now + _LIFE_S)
-        self._selector.register(sock, selectors.EVENT_READ)
-        self._serve(connection)  # its request may have arrived already
-
-    def _serve(self, connection: _PageConnection) -> None:
-        try:
-            if connection.answer is None:
-                self._read(connection)
-            if connection.answer is not None:
-                connection.answer = connection.answer[connection.socket.send(connection.answer) :]
-                if not connection.answer:
-                    connection.socket.shutdown(socket.SHUT_WR)
-                    self._end(connection)
-        except BlockingIOError:
-            pass
+            return super().get_request()
         except OSError:
-            self._end(connection)
+            time.sleep(_SHORT_S)
+            raise
 
-    def _read(self, connection: _PageConnection) -> None:
-        piece = connection.socket.recv(_PIECE_NBYTES)
-        connection.request += piece
-        if b"\r\n\r\n" in connection.request:
-            connection.answer = memoryview(respond(bytes(connection.request), self._render))
-            self._selector.modify(connection.socket, selectors.EVENT_WRITE)
-        elif not piece or len(connection.request) > _MAX_REQUEST_NBYTES:
-            self._end(connection)
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread."""
+        while len(self._open) >= _MAX_CONNECTIONS:
+            self._end_oldest()
+        self._open[request] = None
+        super().process_request(request, client_address)
 
-    def _end(self, connection: _PageConnection) -> None:
-        if self._connections.pop(connection.socket.fileno(), None) is not None:
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection."""
+        self._open.pop(request, None)
+        super().shutdown_request(request)
 
-
-def respond(request: bytes, render: Render) -> bytes:
-    """Return the whole answer to a whole request: the page, whatever its path, or an error.
-
-    >>> respond(b"GET / HTTP/1.1\\r\\n\\r\\n", lambda _: ("text/plain", b"hi")).splitlines()[::5]
-    [b'HTTP/1.1 200 OK', b'hi']
-    """
-    first, *lines = request.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
-    method = first.partition(" ")[0]
-    fields = dict(line.lower().partition(":")[::2] for line in lines)
-    if method not in {"GET", "HEAD"}:
-        return _answer(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"")
-    try:
-        kind, body = render(fields.get("accept", "").strip())
-    except Exception:  # the daemon's loop may be busy; the next scrape comes soon
-        log.exception("the metrics page could not be rendered")
-        return _answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"")
-    whole = _answer(HTTPStatus.OK, kind, body)
-    return whole if method == "GET" else whole[: len(whole) - len(body)]
-
-
-def _answer(status: HTTPStatus, kind: str, body: bytes) -> bytes:
-    head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + body
+    def handle_error(self, *_: Any) -> None:
+        """A client has left, or is left."""

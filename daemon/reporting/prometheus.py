@@ -19,38 +19,34 @@ if TYPE_CHECKING:
 _PAGE_S = 2.0  # how long a scrape waits for the loop
 
 
-class Page:
-    """A Prometheus page on its own address.
+def serve_page(address: str, take: Callable[[], dict[str, Any]]) -> PageServer:
+    """Serve a Prometheus page on its own address.
 
     Args:
         address: "127.0.0.1:9464".
         take: returns status and stats, or raises TimeoutError.
+
+    Raises:
+        ConfigError: the address cannot be had, or prometheus_client is not installed.
     """
+    try:
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import choose_encoder
+    except ImportError as e:
+        raise ConfigError("daemon.metrics needs `pip install creel[prometheus]`") from e
+    host, _, port = address.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(_Collector(take))
 
-    def __init__(self, address: str, take: Callable[[], dict[str, Any]]) -> None:
-        try:
-            from prometheus_client import CollectorRegistry
-            from prometheus_client.exposition import choose_encoder
-        except ImportError as e:
-            raise ConfigError("daemon.metrics needs `pip install creel[prometheus]`") from e
-        host, _, port = address.rpartition(":")
-        registry = CollectorRegistry()
-        registry.register(_Collector(take))
+    def render(accept: str) -> tuple[str, bytes]:
+        encode, kind = choose_encoder(accept)
+        return kind, encode(registry)
 
-        def render(accept: str) -> tuple[str, bytes]:
-            encode, kind = choose_encoder(accept)
-            return kind, encode(registry)
-
-        try:
-            self._server = PageServer(host.strip("[]"), int(port), render)
-        except (OSError, OverflowError) as e:  # the latter: no such port
-            why = getattr(e, "strerror", None) or e
-            raise ConfigError(f"daemon.metrics = {address}: {why}") from e
-        self.port = self._server.port
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.close()
+    try:
+        return PageServer(host.strip("[]"), int(port), render)
+    except (OSError, OverflowError) as e:  # the latter: no such port
+        why = getattr(e, "strerror", None) or e
+        raise ConfigError(f"daemon.metrics = {address}: {why}") from e
 
 
 class _Collector:

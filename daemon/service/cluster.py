@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from creel.daemon.core.cluster.members import Members, Patience
 from creel.daemon.core.events import SOURCE
 from creel.messages import Join, Member
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import PlanDigest, authority, latest
-from creel.policies.cluster.turn import ClusterView
 
 
 class Cluster:

@@ -36,8 +36,8 @@ from creel.daemon.service.cluster import Cluster
 from creel.errors import MalformedError, UnavailableError
 from creel.messages import Join, Member
 from creel.policies.cluster.agreement import SharedPlan
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import EpochMoment, PlanDigest, authority, differing, latest
-from creel.policies.cluster.turn import ClusterView
 
 log = logging.getLogger("creel.clusters")
 

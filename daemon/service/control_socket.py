@@ -30,6 +30,7 @@ from creel.messages import (
     PROTOCOL,
     Attach,
     Close,
+    ControlReply,
     ControlRequest,
     Hello,
     Host,
@@ -40,6 +41,7 @@ from creel.messages import (
     Opened,
     Refused,
     Register,
+    Welcome,
     decode,
     encode,
 )
@@ -48,11 +50,12 @@ from creel.peers import peer_of, why_apart
 log = logging.getLogger("creel.control_socket")
 
 _MAX_FDS = 4
-_ROLES = frozenset({"trainer", "worker", "cli"})
+_ROLES = frozenset({"trainer", "worker", "cli", "service"})
 _ACCEPTS = 32  # new connections a turn
 _REFUSALS = 32  # refused connections that get a reason; further ones are just closed
 _HELLO_S = 5.0  # a connection that sends nothing is closed after this
 _MAX_MANIFEST = 16 << 30
+_RELEASE_S = 2.0  # a daemon that does not answer by then keeps its address
 
 
 @dataclass(eq=False)
@@ -209,7 +212,7 @@ class ControlSocket:
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
         connection.socket.close()
-        if connection.role in {"trainer", "cli"}:
+        if connection.role not in {"", "worker"}:
             del self._by_token[connection.token]
             self._node.client_left(connection.token)
 
@@ -293,10 +296,18 @@ class ControlSocket:
             connection.token = secrets.token_hex(16)
             self._by_token[connection.token] = connection
         connection.role = hello.role
+        if hello.role == "service":
+            self._make_way()
         if fds:
             self.keep_alive.take(fds.pop())
         welcome, arena = self._node.welcome(connection.token)
         self._send(connection, Answer(welcome, (arena,)))
+
+    def _make_way(self) -> None:
+        """Free the address for a service; an embedded daemon then ends with its last client."""
+        if not self._node.embedded:
+            raise UnavailableError("this daemon is a service, too")
+        self._node.stop(False)
 
     def _close(self, connection: _Connection, request: Close) -> None:
         with contextlib.suppress(UnavailableError):  # a session may have ended by itself
@@ -322,6 +333,25 @@ class ControlSocket:
         self._node.register(
             connection.token, lambda: read_manifest(fd, request.nbytes, *copies), reply
         )
+
+
+def released(address: str) -> bool:
+    """Whether an embedded daemon of this user has freed its address for a service.
+
+    A training process starts a daemon where none listens, also in the second that a service needs
+    to restart. Without this the service could not come back before that training ends.
+    """
+    kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_UNIX, kind) as asking:
+        asking.settimeout(_RELEASE_S)
+        try:
+            asking.connect(address)
+            if peer_of(asking).uid != os.getuid():
+                return False
+            asking.send(encode(Hello(PROTOCOL, "service", os.getpid())))
+            return isinstance(decode(asking.recv(MAX_BODY), ControlReply), Welcome)
+        except (OSError, MalformedError):
+            return False
 
 
 def _whole(body: bytes, flags: int) -> Any:

@@ -1,7 +1,7 @@
 """The node: registry, core, arena and fetch threads put together, called by both sockets.
 
-Runs on the loop thread alone; other threads (fetch threads, the registrar) hand their results in
-through `call_soon`. Every event goes through `handle_event`, which executes the core's actions.
+Runs on the loop thread alone; other threads hand their results in through `call_soon`. Every event
+goes through `handle_event`, which executes the core's actions.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from creel.daemon.core.core import Core
 from creel.daemon.peers.lane import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
+from creel.daemon.service.background import BackgroundThread
 from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.daemon.service.quota import Quota
-from creel.daemon.service.registrar import Registrar
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
 from creel.daemon.service.storage.disk import Disk, DiskSource
 from creel.daemon.service.storage.fetcher import Fetcher
@@ -109,14 +109,15 @@ class Node:
             max_datasets=config.daemon.max_datasets, max_sessions=config.daemon.max_sessions
         )
         self.ranks = stats.Ranks()
-        self.core = Core(Allocator(self.arena.nbytes), config=_window(config))
+        self.core = Core(
+            Allocator(self.arena.nbytes), config=Window.of(config.window, config.fetch)
+        )
         self.disk = Disk(config.disk, self.arena, self._hand_in)
         self.fetcher = Fetcher(
             self.arena,
             lambda event: call_soon(lambda: self._fetched(event)),
             self._other_source,
             threads=config.fetch.threads,
-            per_source=config.fetch.per_source,
         )
         hooks = self.handle_event, call_soon, self.fetcher.remove_peer
         daemon = DaemonHooks(*hooks, self.core.moments, self.core.digests, self.core.disk_size)
@@ -127,8 +128,8 @@ class Node:
         self._send = send
         self._call_soon = call_soon
         self._prefault = Prefault(self.arena)
-        self._registrar = Registrar("creel-register")
-        self._planner = Registrar("creel-plan")
+        self._background = BackgroundThread("creel-register")
+        self._planner = BackgroundThread("creel-plan")
         self._do: dict[type[events.Action], Callable[[Any], None]] = {
             events.Publish: self._publish,
             events.SetReady: self._set_ready,
@@ -203,7 +204,9 @@ class Node:
     def _plan(self, action: events.PlanRetention) -> None:
         """Plan retention, in the planner's thread. Without an answer the core goes on as before."""
         try:
-            planned = events.RetentionPlanned(action.dataset, action.turn, action.turn.plan())
+            planned = events.RetentionPlanned(
+                action.dataset, action.boundary, action.boundary.plan()
+            )
         except Exception:
             log.exception("retention could not be planned for %s", action.dataset)
         else:
@@ -271,12 +274,12 @@ class Node:
 
                 del pa
 
-        self._registrar.put(load)
+        self._background.put(load)
 
     def register(
         self, token: str, read: Callable[[], Manifest], reply: Callable[[Answer], None]
     ) -> None:
-        """Read and check a manifest in the registrar's thread, then register it here."""
+        """Read and check a manifest in the background, then register it here."""
 
         def keyed() -> Manifest:
             manifest = read()
@@ -311,15 +314,15 @@ class Node:
     def _elsewhere(
         self, work: Callable[[], T], then: Callable[[T], None], reply: Callable[[Answer], None]
     ) -> None:
-        """Run `work` in the registrar's thread, then `then` on its result here; or refuse."""
+        """Run `work` in the background, then `then` on its result here; or refuse."""
 
         def refuse(why: str) -> None:
             reply(Answer(Refused(why)))
 
-        self._registrar.attempt(work, then, refuse, self._call_soon)
+        self._background.attempt(work, then, refuse, self._call_soon)
 
     def _prepare(self, manifest: Manifest) -> DatasetRecord:
-        """Do all work proportional to the number of objects; in the registrar's thread."""
+        """Do all work proportional to the number of objects; in the background."""
         source = Source(manifest, self.config.fetch, files=_KEPT_FILES, relative=False)
         with_disk = bool(self.config.disk.path)
         record = DatasetRecord.create(manifest, source, self.arena.nbytes, disk=with_disk)
@@ -347,7 +350,7 @@ class Node:
             if found is not None:
                 self.handle_event(found)
             total = sum(d.lengths.nbytes for d in self.registry.datasets.values())
-            if self.config.memory.prefault and total >= self.arena.nbytes:
+            if total >= self.arena.nbytes:
                 self._prefault.start()  # it is sure to be filled
         elif known is not dataset:  # two clients registered the same dataset at once
             dataset.close()
@@ -484,19 +487,10 @@ class Node:
         self._prefault.stop()
         self.fetcher.close()
         self._prefault.join(1.0)
-        self._registrar.close()
+        self._background.close()
         self._planner.close()
         self.clusters.close()
         self.fetcher.join(0.5)
         self.disk.close(self.core.end if self._sound else list)
         self.registry.close()
         self.arena.close()
-
-
-def _window(config: Config) -> Window:
-    return Window(
-        min_steps=config.window.min_steps,
-        max_steps=config.window.max_steps,
-        nbytes=config.window.bytes,
-        inflight_nbytes=config.fetch.inflight_bytes,
-    )

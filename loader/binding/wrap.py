@@ -1,7 +1,8 @@
 """creel.wrap: a proxy of a dataset, for loaders that are not creel's (accelerate, Trainer).
 
 The proxy reads through the node's daemon in any process that takes samples from it (see
-`creel.loader.binding.wrapped_reads`); inside creel's own loader it only delegates.
+`creel.loader.binding.wrapped_reads`); inside creel's own loader it only delegates. What a plain
+`open` of the dataset gets is up to `creel.loader.reading.intercept`.
 """
 
 from __future__ import annotations

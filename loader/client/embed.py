@@ -78,7 +78,10 @@ def _connect_or_start(config: Config, trainer_pid: int, start: DaemonStart | Non
             raise taken(name, uid) from e
     if start is not None:
         return _started(start, name, trainer_pid)
-    with _start_lock() as lock:
+    # Who binds this starts a daemon, which costs 0.3 s of a core; the kernel frees the address when
+    # its holder ends.
+    kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
+    with socket.socket(socket.AF_UNIX, kind) as lock:
         retry = time.monotonic() + _OTHER_START_S
         while not _may_start(lock, name) and time.monotonic() < retry:
             time.sleep(_RETRY_S)
@@ -109,14 +112,6 @@ def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
             time.sleep(_RETRY_S)
     finally:
         start.close()
-
-
-def _start_lock() -> socket.socket:
-    """Return the socket that a process binds before it starts a daemon, so that only one does.
-
-    A start costs 0.3 s of a core. The kernel frees the address when its holder ends.
-    """
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
 def _may_start(lock: socket.socket, name: str) -> bool:

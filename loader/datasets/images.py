@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, overload
-from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 import pyarrow as pa
@@ -101,7 +100,7 @@ class ImageFolder(CreelDataset):
 
     Args:
         root: a folder, a URI whose storage can list (s3://...), or an http(s) URL with listings or
-            an index (`from_index`).
+            an index in it.
         transform: from the RGB image to a sample.
         target_transform: from the label to a target.
         loader: takes a path and opens it by itself, so that nothing is cached; use `decode` to
@@ -109,6 +108,8 @@ class ImageFolder(CreelDataset):
         is_valid_file: whether a path is a sample; default: by its extension.
         allow_empty: whether classes without files are allowed.
         decode: from the file's bytes to an image, instead of Pillow.
+        index: a file that names the images below the root (`save_index`), so that nothing is
+            listed.
 
     Raises:
         NotFoundError: (a FileNotFoundError) no folder, no class, or a class without files.
@@ -129,7 +130,7 @@ class ImageFolder(CreelDataset):
         allow_empty: bool = False,
         *,
         decode: Callable[[bytes], Sample] | None = None,
-        listed: Listing | None = None,
+        index: str | os.PathLike[str] | None = None,
     ) -> None:
         if loader is not None and decode is not None:
             raise ConfigError("give loader= (takes a path) or decode= (takes bytes), not both")
@@ -143,36 +144,16 @@ class ImageFolder(CreelDataset):
         self.extensions = IMG_EXTENSIONS if is_valid_file is None else None
         self._base = absolute(root)
         self._shown = self._base if scheme_of(os.fspath(root)) else os.fspath(self.root)
-        if listed is None and scheme_of(self._base):
+        listed = None
+        if index is not None:
+            listed = load_index(absolute(index))
+        elif scheme_of(self._base):
             listed = files_below(self._base)
         self._listed = _by_class(listed) if listed is not None else None
         self.classes, self.class_to_idx = self.find_classes(self._shown)
         valid = is_valid_file or _has_extension
         self._names, self._labels, self._nbytes = self._collect(valid, allow_empty)
         self._listed = None
-
-    @classmethod
-    def from_index(
-        cls,
-        index: str | os.PathLike[str],
-        transform: Callable[[Sample], Sample] | None = None,
-        target_transform: Callable[[int], Sample] | None = None,
-        *,
-        is_valid_file: Callable[[str], bool] | None = None,
-        allow_empty: bool = False,
-        decode: Callable[[bytes], Sample] | None = None,
-    ) -> ImageFolder:
-        """The images that an index (`save_index`) in their root names; nothing is listed."""
-        address = absolute(index)
-        return cls(
-            _folder_of(address),
-            transform,
-            target_transform,
-            is_valid_file=is_valid_file,
-            allow_empty=allow_empty,
-            decode=decode,
-            listed=load_index(address),
-        )
 
     def save_index(self, path: str | os.PathLike[str]) -> None:
         """Write an index of all samples (.arrow or .json), to be placed in the root."""
@@ -327,11 +308,3 @@ def _by_class(listed: Listing) -> dict[str, Listing]:
         )
         for folder, rows in groups.items()
     }
-
-
-def _folder_of(address: str) -> str:
-    """The folder of an index."""
-    if not scheme_of(address):
-        return str(Path(address).parent)
-    parts = urlsplit(address)
-    return urlunsplit(parts._replace(path=parts.path.rpartition("/")[0]))

@@ -47,7 +47,7 @@ _HEADER_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class _Run:
+class _RecordRange:
     """`count` consecutive records in one file, from byte `offset` on."""
 
     path: str
@@ -118,7 +118,7 @@ class RecordDataset(Labelled):
         self.dtype = _same(paths, [_dtype_of(p, h, wanted) for p, h in both])
         self.shape = _same(paths, [_shape_of(p, h, want) for p, h in both])
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-        self._runs = in_threads(lambda ph: _run(*ph, offset, self.nbytes), both)
+        self._runs = in_threads(lambda ph: _range_of(*ph, offset, self.nbytes), both)
         self._ends = np.cumsum([run.count for run in self._runs])
         self._size = int(self._ends[-1])
         if not self._size:
@@ -228,7 +228,11 @@ class RecordDataset(Labelled):
 
 
 def _read_run(
-    run: _Run, nbytes: int, records: Indices, out: NDArray[np.uint8], where: NDArray[np.intp]
+    run: _RecordRange,
+    nbytes: int,
+    records: Indices,
+    out: NDArray[np.uint8],
+    where: NDArray[np.intp],
 ) -> bool:
     """Read records of a local file to rows of `out`, adjacent ones in one read; False on failure.
 
@@ -333,7 +337,7 @@ def _same(paths: list[str], found: list[T]) -> T:
     return found[0]
 
 
-def _run(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Run:
+def _range_of(path: str, header: _Npy | None, offset: int, nbytes: int) -> _RecordRange:
     size = nbytes_of(path)
     if header is not None:
         if offset:
@@ -345,7 +349,7 @@ def _run(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Run:
             raise ConfigError(
                 f"{path} ends {header.offset + used - size} bytes before its header says"
             )
-        return _Run(path, header.offset, used // nbytes)
+        return _RecordRange(path, header.offset, used // nbytes)
     if size < offset:
         raise ConfigError(f"{path} has {size} bytes, fewer than the offset {offset}")
     if (size - offset) % nbytes:
@@ -353,7 +357,7 @@ def _run(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Run:
             f"{path} has {size - offset} bytes from offset {offset} on: "
             f"no multiple of a record of {nbytes}"
         )
-    return _Run(path, offset, (size - offset) // nbytes)
+    return _RecordRange(path, offset, (size - offset) // nbytes)
 
 
 def _npy(path: str) -> _Npy:

@@ -30,7 +30,7 @@ class TarMember(NamedTuple):
     nbytes: int
 
 
-class _Window:
+class _TarBytes:
     """Reads at increasing offsets: from a buffered local file, or remotely 4 MiB at a time."""
 
     def __init__(self, path: str) -> None:
@@ -63,7 +63,7 @@ def members(path: str) -> Iterator[TarMember]:
         NotFoundError: there is no such file.
         ConfigError: compressed, damaged, truncated, or not a tar.
     """
-    with closing(_Window(path)) as read:
+    with closing(_TarBytes(path)) as read:
         _refuse_compressed(path, read(0, min(8, read.nbytes)))
         try:
             yield from _walk(path, read)
@@ -82,7 +82,7 @@ def _refuse_compressed(path: str, head: bytes) -> None:
             )
 
 
-def _walk(path: str, read: _Window) -> Iterator[TarMember]:
+def _walk(path: str, read: _TarBytes) -> Iterator[TarMember]:
     at = 0
     extended: dict[str, str] = {}  # from extended headers, for the next member
     common: dict[str, str] = {}  # from global pax headers, for all later members

@@ -28,7 +28,7 @@ from creel.loader.torch_private import (
     MultiProcessingDataLoaderIter,
     pin_memory,
 )
-from creel.loader.workers.stages import Times
+from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -55,7 +55,7 @@ class ReadBatch:
     """A batch or an ExceptionWrapper, its stage times, and counters for `Meter.workers`."""
 
     data: Any
-    times: Times
+    times: BatchTimes
     counts: tuple[int, int, int, int, int, int]
 
 
@@ -127,7 +127,7 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], An
         now - before for now, before in zip(_spent(meter), then, strict=True)
     )
     ready = began + source + lost
-    times = (began, ready, ready + decode, time.monotonic_ns(), 0, int(lost > 0))
+    times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
     return ReadBatch(data, times, (source, decode, collate, 0, reads, nbytes))
 
 

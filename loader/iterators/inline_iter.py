@@ -21,7 +21,7 @@ from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.observer import Lease
 from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
 from creel.loader.workers.follower import ReplicaReader
-from creel.loader.workers.leader import Leader, LendingReader
+from creel.loader.workers.leader import Leader, LeaderReader
 from creel.loader.workers.stages import StallWarning
 from creel.policies.direct import DirectReads
 
@@ -245,9 +245,9 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
         run = self._run = EpochRun(loader_state, loader)
         reader = BatchReader(loader, loader_state, run, self._dataset_fetcher)
         options, role = loader_state.config.loader, loader_state.role(loader)
-        self._reader: BatchReader | LendingReader | ReplicaReader = reader
+        self._reader: BatchReader | LeaderReader | ReplicaReader = reader
         if isinstance(role, Leader):
-            self._reader = LendingReader(reader, role, options.slots)
+            self._reader = LeaderReader(reader, role, options.slots)
         elif role is not None:
             self._reader = ReplicaReader(role, options.max_leased, options.hung_s)
         self._order = run.begin(loader, self, moment)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from creel.counters import OF_RANKS, STAGES, report
-from creel.loader.workers.stages import CAUSE_OF, Times, divide
+from creel.loader.workers.stages import CAUSE_OF, BatchTimes, divide
 
 _NAMES = ("batches", *(word for c in OF_RANKS if c.writer == "meter" for word in c.words))
 
@@ -18,9 +18,9 @@ class Meter(dict[str, int]):
         super().__init__(dict.fromkeys(_NAMES, 0))
         self._reported = dict(self)
 
-    def awaited(self, times: Times, since: int, until: int) -> None:
+    def awaited(self, times: BatchTimes, since: int, until: int) -> None:
         """Count a wait for a worker's batch, from `since` until `until` (monotonic ns)."""
-        if times[3] <= since:  # it was finished: only the transfer through the socket was left
+        if times.packed <= since:  # it was finished: only the transfer through the socket was left
             self["stall_daemon_ns"] += until - since
             return
         causes = ("source", "decode", "collate", "daemon")

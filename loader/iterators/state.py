@@ -26,11 +26,8 @@ from creel.loader.iterators.exchange import agreed, still
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, joined
-from creel.loader.order.orders import index_sampler
+from creel.loader.order.orders import EpochOrder, IteratorStart, Moment, index_sampler
 from creel.loader.order.samplers import (
-    EpochOrder,
-    IteratorStart,
-    Moment,
     adopt,
     dealt_anew,
     resume,
@@ -347,13 +344,10 @@ class EpochRun:
         self.delivered = self.skipped + i
         if self.due():
             self._count()
-            self._look_for_daemon()
-
-    def _look_for_daemon(self) -> None:
-        """Begin to look for another daemon, if this one has ended: a stopped one may go on."""
-        stream = self.stream
-        if self._search is None and stream is not None and not stream.client.alive:
-            self._search = StreamSearch(stream.binding, self._loader_state.config)
+            stream = self.stream
+            if self._search is None and stream is not None and not stream.client.alive:
+                # It has ended: a stopped one may go on.
+                self._search = StreamSearch(stream.binding, self._loader_state.config)
 
     def due(self) -> bool:
         """Whether to update the daemon's statistics now: often, but not for each batch."""

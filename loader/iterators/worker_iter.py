@@ -89,11 +89,11 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         role = loader_state.role(loader)
         if isinstance(role, Follower):
             return ReplicaPool(role, max_leased)
-        lent = None if role is None else role.open(self._prefetch_factor * self._num_workers)
+        followers = None if role is None else role.open(self._prefetch_factor * self._num_workers)
         context: Any = loader.multiprocessing_context or torch.multiprocessing
         args = self._worker_args(loader)
         spare, loader_state.spare = loader_state.spare, ()
-        return WorkerPool(context, args, self._num_workers, max_leased, spare, lent)
+        return WorkerPool(context, args, self._num_workers, max_leased, spare, followers)
 
     def _worker_args(self, loader: DataLoader[Any]) -> WorkerArgs:
         """Return what workers start with; as in torch, they see no later changes."""
@@ -151,7 +151,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
                 if not self._persistent_workers:
                     self._shutdown_workers()
                 raise StopIteration
-            self._pool.check_process()
+            self._check_process()
             info = self._task_info[self._rcvd_idx]
             if len(info) == 2:
                 del self._task_info[self._rcvd_idx]
@@ -174,6 +174,14 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             del self._task_info[idx]
             self._meter.awaited(event.times, since, time.monotonic_ns())
             return self._process_data(event, worker)
+
+    def _check_process(self) -> None:
+        """Raise RuntimeError in a forked child: workers and sockets are its parent's."""
+        if os.getpid() != self._pool.pid:
+            raise RuntimeError(
+                f"this iterator belongs to process {self._pool.pid} and cannot be used in the"
+                f" forked process {os.getpid()}: create a new one with iter(loader)"
+            )
 
     def _find_next(self) -> bool:
         """Advance to the next batch that has arrived or will; False at the end of the epoch."""

@@ -53,25 +53,11 @@ from creel.loader.order.orders import (
     index_sampler,
     kind_of,
 )
-from creel.loader.order.prediction import EpochPlan
 from creel.loader.order.recipes import is_sequence, opened, trusted
 from creel.loader.order.sampler_state import load_own, own_states
 from creel.loader.order.shares import each_of, in_whole
 from creel.loader.order.streams import Facts
 from creel.policies.cluster.remap import Exchange
-
-__all__ = [
-    "EpochOrder",
-    "EpochPlan",
-    "IteratorStart",
-    "Moment",
-    "State",
-    "adopt",
-    "before",
-    "dealt_anew",
-    "resume",
-    "without",
-]
 
 
 def before(loader: DataLoader[object]) -> Moment:

@@ -53,7 +53,7 @@ def files_below(root: str) -> Listing:
     if not len(found):
         raise NotFoundError(
             f"nothing is listed below {public(root)}; where a server lists no folders, put an "
-            "index there (ImageFolder.save_index) or name one (ImageFolder.from_index)"
+            "index there (ImageFolder.save_index) or name one (ImageFolder(..., index=...))"
         )
     return found
 

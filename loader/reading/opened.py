@@ -2,7 +2,8 @@
 
 For use in a dataset's own `__getitem__`. Addresses that the dataset declares, or that it was seen
 to read before (see `creel.loader.binding`), are served from the cache; every other address is read
-directly.
+directly. What a thread may read from the cache just now is covered by its *lease*
+(`observer.Lease`): the objects of the step that it reads.
 """
 
 from __future__ import annotations

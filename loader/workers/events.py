@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from creel.loader.workers.stages import Times
+from creel.loader.workers.stages import BatchTimes
 
 if TYPE_CHECKING:
     from creel.loader.workers.batch_message import Inbox
@@ -19,7 +19,7 @@ class BatchResult:
     tag: int
     index: int
     packed: Any
-    times: Times
+    times: BatchTimes
     #: The process that made the batch; it may have been replaced since.
     inbox: Inbox
 

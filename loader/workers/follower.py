@@ -18,7 +18,7 @@ from creel.loader.workers.batch_message import Inbox
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.events import BatchResult, Event, LeaderLoss
 from creel.loader.workers.leader import SentBatch, checksum
-from creel.loader.workers.stages import IDLE, StallWarning
+from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
 
 if TYPE_CHECKING:
     from creel.loader.workers.pinner import Pinner
@@ -167,14 +167,6 @@ class ReplicaPool:
         if taken:
             self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
 
-    def check_process(self) -> None:
-        """Raise RuntimeError in a forked child: the connection is its parent's."""
-        if os.getpid() != self.pid:
-            raise RuntimeError(
-                f"this iterator belongs to process {self.pid} and cannot be used in the forked"
-                f" process {os.getpid()}: create a new one with iter(loader)"
-            )
-
     def next_event(self, timeout_s: float) -> Event | None:
         """The next event, or None on timeout."""
         return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
@@ -196,7 +188,8 @@ class ReplicaPool:
             return self._loss(str(e), timeout_s)
         self._theirs[sent.tag, sent.batch] = sent.read
         self._bad.extend(sent.bad)
-        return BatchResult(sent.worker, sent.tag, sent.batch, packed, sent.times, inbox)
+        times = BatchTimes(*sent.times)
+        return BatchResult(sent.worker, sent.tag, sent.batch, packed, times, inbox)
 
     def _loss(self, why: str, timeout_s: float) -> Event | None:
         """The event; for a thread that reads ahead only one in each epoch."""

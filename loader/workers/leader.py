@@ -28,7 +28,6 @@ from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.batch_message import BatchMessage, Outbox
 from creel.loader.workers.channel import Channel
-from creel.loader.workers.stages import Times
 from creel.loader.workers.worker import portable
 
 _log = logging.getLogger("creel.loader")
@@ -45,14 +44,17 @@ WorkerSlot: TypeAlias = "tuple[int, int]"
 
 
 class SentBatch(NamedTuple):
-    """A batch as its worker has sent it, and `read`, the checksum of what it is made of."""
+    """A batch as its worker has sent it, and `read`, the checksum of what it is made of.
+
+    `times` are those of `BatchTimes`.
+    """
 
     tag: int
     batch: int
     read: int
     worker: int
     message: BatchMessage
-    times: Times
+    times: tuple[int, ...]
     bad: tuple[BadSample, ...]
 
 
@@ -77,16 +79,16 @@ class Leader:
 
     def __init__(self, followers: Sequence[Channel]) -> None:
         self._followers = dict(enumerate(followers, _LEADER + 1))
-        self._lent: dict[int, LentBatches] = {}
+        self._sent: dict[int, SentBatches] = {}
         self._count = 0
         self._closing = False
         forget_in_child(self)
 
-    def open(self, ahead: int) -> LentBatches:
+    def open(self, ahead: int) -> SentBatches:
         """Begin an iterator that makes up to `ahead` batches ahead of use."""
         self._count += 1
-        lent = self._lent[self._count] = LentBatches(self, self._count, ahead + _MAX_BEHIND)
-        return lent
+        sent = self._sent[self._count] = SentBatches(self, self._count, ahead + _MAX_BEHIND)
+        return sent
 
     def send(self, message: tuple[object, ...], fds: Sequence[int] = ()) -> list[int]:
         """Send to all followers without waiting; returns their numbers."""
@@ -101,8 +103,8 @@ class Leader:
         channel.flush()
         while (got := channel.get(0)) is not None:
             match got[0]:
-                case ("taken", int(it), int(taken), tuple(slots)) if it in self._lent:
-                    self._lent[it].took(number, taken, slots)
+                case ("taken", int(it), int(taken), tuple(slots)) if it in self._sent:
+                    self._sent[it].took(number, taken, slots)
 
     def _with_each(self, act: Callable[[int, Channel], object]) -> None:
         """Do something with each follower; one that is gone is left out from then on."""
@@ -118,12 +120,12 @@ class Leader:
         if channel is not None:
             _log.info("a rank gets no more of this rank's batches: %s", why)
             channel.close()
-        for lent in self._lent.values():
-            lent.forget(number)
+        for sent in self._sent.values():
+            sent.forget(number)
 
     def end(self, iterator: int) -> None:
         """End an iterator."""
-        if self._lent.pop(iterator, None) is None:
+        if self._sent.pop(iterator, None) is None:
             return
         self.send(("closed", iterator))
         until = time.monotonic() + _FLUSH_S
@@ -134,7 +136,7 @@ class Leader:
     def close(self) -> None:
         """Close all connections, now or with the last iterator."""
         self._closing = True
-        while self._followers and not self._lent:
+        while self._followers and not self._sent:
             self._followers.popitem()[1].close()
 
     def forget(self) -> None:
@@ -144,7 +146,7 @@ class Leader:
         self._followers.clear()
 
 
-class LentBatches:
+class SentBatches:
     """What the followers have of the batches of one iterator of their leader."""
 
     def __init__(self, leader: Leader, number: int, max_behind: int) -> None:
@@ -168,7 +170,7 @@ class LentBatches:
         worker: int,
         message: BatchMessage,
         fds: Sequence[int],
-        times: Times = (0, 0, 0, 0, 0, 0),
+        times: tuple[int, ...] = (),
         bad: tuple[BadSample, ...] = (),
     ) -> None:
         """Send a batch to the followers. The caller keeps the descriptors."""
@@ -226,17 +228,17 @@ class Reads(Protocol):
         """Read the i-th batch."""
 
 
-class LendingReader:
+class LeaderReader:
     """Reads batches in the leader itself (`num_workers=0`), and sends each to the followers."""
 
     def __init__(self, reader: Reads, leader: Leader, slots: int) -> None:
         self._reader = reader
         self._outbox = Outbox(slots)
-        self._lent = leader.open(0)
+        self._sent = leader.open(0)
 
     def read(self, i: int, step: int, index: Any) -> Any:
         """Read the i-th batch. Raises what the reader raises, as all followers do."""
-        self._lent.expect(0, i, index)
+        self._sent.expect(0, i, index)
         try:
             data = self._reader.read(i, step, index)
             packed = self._outbox.pack(data)
@@ -249,13 +251,13 @@ class LendingReader:
         return data
 
     def _send(self, i: int, message: BatchMessage, fds: list[int]) -> None:
-        self._lent.send(0, i, 0, message, fds)
+        self._sent.send(0, i, 0, message, fds)
         own = [slot for slot, once in message.packed.slots if not once]
-        self._outbox.take_back(self._lent.returned(0, own))
+        self._outbox.take_back(self._sent.returned(0, own))
 
     def close(self) -> None:
         """No more batches are read."""
-        self._lent.close()
+        self._sent.close()
         self._outbox.close()
 
 

@@ -36,11 +36,7 @@ from creel.loader.workers.unpacking import (
     arrived_array,
     arrived_storage,
     arrived_tensor,
-    discard,
-    unpack,
 )
-
-__all__ = ["Packed", "discard", "pack", "slot_collate", "unpack"]
 
 _INLINE = 2048  # bytes of pickle and storages that go in the message instead of a slot
 _SMALL = 16 << 10  # stacks up to this are made outside slots, as they are copied anyway

@@ -27,9 +27,9 @@ from creel.loader.reading.bad_samples import BadSample
 from creel.loader.workers.batch_message import BatchMessage, Inbox
 from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, Event, WorkerDeath
-from creel.loader.workers.leader import LentBatches
+from creel.loader.workers.leader import SentBatches
 from creel.loader.workers.pinner import Pinner
-from creel.loader.workers.stages import STAGES, STARTING
+from creel.loader.workers.stages import STAGES, STARTING, BatchTimes
 from creel.loader.workers.worker import (
     BATCH,
     DIRECT_NBYTES,
@@ -98,13 +98,14 @@ class WorkerPool:
         workers: int,
         max_leased: int,
         spare: Slots = (),
-        lent: LentBatches | None = None,
+        followers: SentBatches | None = None,
     ) -> None:
         """Start `workers` processes in `context`, each with `args` and its own worker_id.
 
-        spare: the slots of an ended pool, for each worker; lent: other ranks get the batches, too.
+        spare: the slots of an ended pool, for each worker.
+        followers: other ranks, which get the batches, too.
         """
-        self._lent = lent
+        self._followers = followers
         self.pid = os.getpid()
         self.tag = 0
         self.members: list[WorkerProcess] = []
@@ -113,12 +114,15 @@ class WorkerPool:
         self._workers = workers
         self._max_leased = max_leased
         # Other ranks cannot inherit slots.
-        self._forks = context.get_start_method() == "fork" and lent is None
+        self._forks = context.get_start_method() == "fork" and followers is None
         self._events: deque[Event] = deque()
         self._bad: deque[BadSample] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
-        self._open_words()
+        self._words_fd = os.memfd_create("creel-workers", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._words_fd).atexit = False
+        os.ftruncate(self._words_fd, words_nbytes(workers))
+        self.words = memoryview(mmap.mmap(self._words_fd, 0)).cast("q")
         self._last_counts = np.zeros(WORDS, np.int64)
         _pools.add(self)
         try:
@@ -128,12 +132,6 @@ class WorkerPool:
         except BaseException:
             self.close()  # stops those already started, which the caller cannot reach
             raise
-
-    def _open_words(self) -> None:
-        self._words_fd = os.memfd_create("creel-workers", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._words_fd).atexit = False
-        os.ftruncate(self._words_fd, words_nbytes(self._workers))
-        self.words = memoryview(mmap.mmap(self._words_fd, 0)).cast("q")
 
     # --- starting and stopping ------------------------------------------------------------
 
@@ -157,7 +155,7 @@ class WorkerPool:
         finally:
             theirs.close()
         channel.post(("words",), [self._words_fd])
-        inbox = Inbox(self._max_leased, args.inherited, private=self._lent is not None)
+        inbox = Inbox(self._max_leased, args.inherited, private=self._followers is not None)
         member = WorkerProcess(process, channel, inbox)
         for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
             self._watched[fd] = (member, worker, is_sentinel)
@@ -206,9 +204,9 @@ class WorkerPool:
         member = self.members[worker]
         kind = "tasks" if many else "task"
         freed = member.inbox.take_freed()
-        if self._lent is not None:
-            self._lent.expect(tag, batch, index)
-            freed = self._lent.returned(worker, freed)
+        if self._followers is not None:
+            self._followers.expect(tag, batch, index)
+            freed = self._followers.returned(worker, freed)
         self._post(member, (kind, tag, batch, index, freed, step))
 
     @staticmethod
@@ -226,14 +224,6 @@ class WorkerPool:
         self.words[VOID] = max(self.words[VOID], below)
 
     # --- receiving ------------------------------------------------------------------------
-
-    def check_process(self) -> None:
-        """Raise RuntimeError in a forked child: the sockets and the pids are its parent's."""
-        if os.getpid() != self.pid:
-            raise RuntimeError(
-                f"this iterator belongs to process {self.pid} and cannot be used in the forked"
-                f" process {os.getpid()}: create a new one with iter(loader)"
-            )
 
     def next_event(self, timeout_s: float) -> Event | None:
         """The next event, or None on timeout. A worker's death comes after all its results."""
@@ -308,10 +298,11 @@ class WorkerPool:
                 tuple() as times,
                 tuple() as bad,
             ):
-                if self._lent is not None:
-                    self._lent.send(tag, index, worker, sent, fds, times, bad)
+                if self._followers is not None:
+                    self._followers.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
-                self._events.append(BatchResult(worker, tag, index, packed, times, member.inbox))
+                told = BatchTimes(*times)
+                self._events.append(BatchResult(worker, tag, index, packed, told, member.inbox))
                 self._bad.extend(cast("tuple[BadSample, ...]", bad))
         return True
 
@@ -365,8 +356,8 @@ class WorkerPool:
         if self.closed or os.getpid() != self.pid:
             return ()
         self.closed = True
-        if self._lent is not None:
-            self._lent.close()
+        if self._followers is not None:
+            self._followers.close()
         self.void(self.tag + 1)
         if self.pinner is not None:
             self.pinner.stop()

@@ -7,7 +7,7 @@ clock, which all processes of a node share.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple
 
 #: A worker's stages, as numbers in its shared words.
 IDLE, READING, SENDING, STARTING, WAITING, COLLATING = range(6)
@@ -23,16 +23,26 @@ STAGES = (
 #: starting, count as daemon, since creel keeps both waiting.
 CAUSE_OF = {READING: "decode", SENDING: "collate", WAITING: "source", COLLATING: "collate"}
 
-#: Of one batch, the times it began, was ready to be read, began to collate and was packed; ns of
-#: direct reads while reading; whether the daemon was lost during the wait for it (0 or 1).
-Times: TypeAlias = tuple[int, int, int, int, int, int]
+
+class BatchTimes(NamedTuple):
+    """When a batch began, was ready to be read, began to collate, and was packed.
+
+    Also the ns of direct reads while reading, and whether (0 or 1) the daemon was lost meanwhile.
+    """
+
+    began: int = 0
+    ready: int = 0
+    collating: int = 0
+    packed: int = 0
+    direct_ns: int = 0
+    lost: int = 0
 
 
 class StallWarning(UserWarning):
     """A batch is overdue; the message says in which stage it hangs."""
 
 
-def divide(times: Times, since: int, until: int) -> tuple[int, int, int, int]:
+def divide(times: BatchTimes, since: int, until: int) -> tuple[int, int, int, int]:
     """Divide a wait for a batch by cause: ns of source, decode, collate, daemon.
 
     Direct reads alternate with decoding, sample by sample, so they get their share of the part of
@@ -43,21 +53,20 @@ def divide(times: Times, since: int, until: int) -> tuple[int, int, int, int]:
         times: of the batch that arrived.
         since, until: when the wait began and when the batch arrived, ns.
 
-    >>> divide((10, 20, 60, 70, 30, 0), since=0, until=75)
+    >>> divide(BatchTimes(10, 20, 60, 70, direct_ns=30), since=0, until=75)
     (40, 10, 10, 15)
-    >>> divide((10, 20, 60, 70, 30, 0), since=40, until=75)
+    >>> divide(BatchTimes(10, 20, 60, 70, direct_ns=30), since=40, until=75)
     (15, 5, 10, 5)
-    >>> divide((10, 20, 60, 70, 0, 1), since=0, until=75)
+    >>> divide(BatchTimes(10, 20, 60, 70, lost=1), since=0, until=75)
     (0, 40, 10, 25)
-    >>> divide((10, 20, 60, 70, 30, 0), since=80, until=90)
+    >>> divide(BatchTimes(10, 20, 60, 70, direct_ns=30), since=80, until=90)
     (0, 0, 0, 10)
     """
     began, ready, collating, packed = (max(time, since) for time in times[:4])
-    reading, direct, lost = collating - ready, times[4], times[5]
-    at_source = 0
-    if direct and reading:
-        whole = times[2] - times[1]
-        at_source = reading * min(direct, whole) // whole
-    source = at_source if lost else at_source + ready - began
+    reading, at_source = collating - ready, 0
+    if times.direct_ns and reading:
+        whole = times.collating - times.ready
+        at_source = reading * min(times.direct_ns, whole) // whole
+    source = at_source if times.lost else at_source + ready - began
     decode, collate = reading - at_source, packed - collating
     return source, decode, collate, until - since - source - decode - collate

@@ -1,8 +1,8 @@
 """What the nodes of a cluster tell each other of their plans, where these may differ. Pure.
 
-Each node plans alike from what all know (`turn`). A node that has missed a change of the members,
-or began in the middle of an epoch, cannot; it reads the source and takes a peer's plan. So does one
-that takes something else for granted than the others.
+Each node plans alike from what all know (`boundary`). A node that has missed a change of the
+members, or began in the middle of an epoch, cannot; it reads the source and takes a peer's plan. So
+does one that takes something else for granted than the others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.policies.cluster import placement
+from creel.policies.cluster.boundary import ClusterView, Deals
 from creel.policies.cluster.members import (
     ChangeId,
     EpochMoment,
@@ -23,7 +24,6 @@ from creel.policies.cluster.members import (
     latest,
     unpacked,
 )
-from creel.policies.cluster.turn import ClusterView, Deals
 from creel.policies.eviction.selection import Nodes
 
 #: A change of members spreads within a second: with less than these seconds of an epoch left, it
@@ -66,7 +66,7 @@ class Agreement:
         astray: whether what the others know is not known here; then the source is asked, and a
             peer.
         asks: whether a peer is asked although this node wrote the last change.
-        given: (n,) a peer's plan of this epoch's turn; None: it is made here.
+        given: (n,) a peer's plan of this epoch's end; None: it is made here.
     """
 
     def __init__(self, deals: Deals) -> None:
@@ -113,7 +113,7 @@ class Agreement:
     def share(
         self, epoch: int, seed: int, holder: Nodes | None, planned: Nodes | None
     ) -> SharedPlan | None:
-        """What this node knows of an epoch; None: nothing, or it is another epoch's turn.
+        """What this node knows of an epoch; None: nothing, or it is another epoch's end.
 
         holder, planned: (n,) who held each object when `epoch` began, and who does when it ends.
         """
@@ -127,7 +127,7 @@ class Agreement:
         return None
 
     def digest(self, epoch: int, holder: Nodes | None) -> PlanDigest | None:
-        """The inputs of this node's plan for `epoch`, once its turn is planned; None: it is not."""
+        """The inputs of this node's plan for `epoch`, once its end is planned; None: it is not."""
         order = self._deals.orders.get(epoch)
         if order is None or self.astray:
             return None

@@ -1,8 +1,8 @@
 """Eviction where the nodes of a job serve each other: what stays is planned for all alike. Pure.
 
-All nodes compute from the job's orders which of them holds each object when an epoch turns
-(`placement.turn`), so each knows where to ask and what the others will ask for, without a message.
-What a plan gets wrong costs a read of the source.
+All nodes compute from the job's orders which of them holds each object when an epoch ends
+(`placement.next_holders`), so each knows where to ask and what the others will ask for, without a
+message. What a plan gets wrong costs a read of the source.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 
 from creel.policies.cluster import placement
 from creel.policies.cluster.agreement import Agreement, SharedPlan
+from creel.policies.cluster.boundary import (
+    PARTS,
+    ClusterBoundary,
+    ClusterView,
+    Deals,
+    Placed,
+    without,
+)
 from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.placement import dataset_nbytes, nobody
-from creel.policies.cluster.turn import PARTS, ClusterTurn, ClusterView, Deals, Placed, without
 from creel.policies.eviction.candidates import Index
 from creel.policies.eviction.planned import PlannedEviction, PlanningContext
 from creel.policies.eviction.policy import joined
@@ -56,8 +63,8 @@ class ClusterEviction(PlannedEviction):
         self._spare: Ids = np.empty(0, np.int32)  # copies that yield to anything else
         self._next: Placed | None = None  # when this epoch ends
         # When the next one ends: planned ahead, as what its first steps read may not leave before.
-        self._later: tuple[ClusterTurn, Placed] | None = None
-        self._asking: ClusterTurn | None = None
+        self._later: tuple[ClusterBoundary, Placed] | None = None
+        self._asking: ClusterBoundary | None = None
         # Held for a peer that reads it in this epoch; sent already for the next one.
         self._lent = np.zeros(len(life), np.bool_)
         self._sent_early = np.zeros(len(life), np.bool_)
@@ -80,7 +87,7 @@ class ClusterEviction(PlannedEviction):
         self._agreement.doubt(self.epoch, seed)
 
     def share(self, seed: int) -> SharedPlan | None:
-        """What this node knows of an epoch; None: nothing, or it is another epoch's turn."""
+        """What this node knows of an epoch; None: nothing, or it is another epoch's end."""
         after = None if self._next is None else self._next.holder
         return self._agreement.share(self.epoch, seed, self._holder, after)
 
@@ -116,27 +123,29 @@ class ClusterEviction(PlannedEviction):
             return None
         self._agreement.insist(view)
         if self._next is None:
-            turn = self._turn_of(self.epoch, view, context, self._holder, self._copies)
-            self._asking = replace(turn, given=self._agreement.given)
+            boundary = self._boundary_of(self.epoch, view, context, self._holder, self._copies)
+            self._asking = replace(boundary, given=self._agreement.given)
         elif (change := self._agreement.due(self.epoch, view)) is not None:
             planned, (members, known, clock) = self._next.holder, change
             if self._holder is not None:  # who comes back has nothing
                 self._holder = without(self._holder, members)
-            turn = self._turn_of(self.epoch, view, context, self._holder, self._copies)
-            self._asking = replace(turn, members=members, known=known, clock=clock, planned=planned)
+            boundary = self._boundary_of(self.epoch, view, context, self._holder, self._copies)
+            self._asking = replace(
+                boundary, members=members, known=known, clock=clock, planned=planned
+            )
         elif self._later is None:
             held = self._next.holder, self._next.copies
-            self._asking = self._turn_of(self.epoch + 1, view, context, *held)
+            self._asking = self._boundary_of(self.epoch + 1, view, context, *held)
         return self._asking
 
-    def _turn_of(
+    def _boundary_of(
         self,
         epoch: int,
         view: ClusterView,
         context: PlanningContext,
         holder: Nodes | None,
         copies: NDArray[np.bool_] | None,
-    ) -> ClusterTurn:
+    ) -> ClusterBoundary:
         size = context.agreed_size
         whole = max(dataset_nbytes(size, len(self._life)), 1)
         capacity = context.capacities(view)
@@ -147,11 +156,11 @@ class ClusterEviction(PlannedEviction):
         lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
         columns = holder, copies, size, capacity, self._life, self.stored
         counted = self._agreement.members, self._agreement.since
-        return ClusterTurn(epoch, view, orders, *columns, lead, *counted)
+        return ClusterBoundary(epoch, view, orders, *columns, lead, *counted)
 
-    def answer(self, turn: Question, kept: Answer) -> None:
+    def answer(self, boundary: Question, kept: Answer) -> None:
         """Take a plan, if it answers the latest question."""
-        if turn is not self._asking or not isinstance(kept, Placed):
+        if boundary is not self._asking or not isinstance(kept, Placed):
             return
         asked, self._asking = self._asking, None
         if asked.epoch == self.epoch:
@@ -163,7 +172,7 @@ class ClusterEviction(PlannedEviction):
             self._later = asked, kept
 
     def _follow(self, placed: Placed) -> None:
-        """Keep what this plan says over the turn of this epoch."""
+        """Keep what this plan says over the end of this epoch."""
         assert self.deals.view is not None  # noqa: S101  or nothing was asked
         self._next = placed
         self._stays, self._surplus = placed.holder == self.deals.view.me, list(placed.surplus)
@@ -171,7 +180,7 @@ class ClusterEviction(PlannedEviction):
         if placed.copies is not None:
             self._stays |= placed.copies
 
-    def turn(self, uses: NextUses, epoch: int) -> None:
+    def epoch_began(self, uses: NextUses, epoch: int) -> None:
         """The first object of `epoch` was read."""
         if uses is not self.uses or epoch <= self.epoch:
             return
@@ -180,7 +189,7 @@ class ClusterEviction(PlannedEviction):
         # A plan that comes too late here may have come in time elsewhere.
         late = self._asking is not None and self._asking.epoch < epoch
         self._agreement.astray |= placed is None or late
-        super().turn(uses, epoch)
+        super().epoch_began(uses, epoch)
         self._agreement.asks = False
         self._asking = self._next = self._later = self._agreement.given = None
         self._holder = None if placed is None else placed.holder

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.cluster.turn import ClusterView
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.eviction.candidates import Index
 from creel.policies.eviction.policy import RESIDENT, STORED, joined
 from creel.policies.eviction.recent import MostRecentFirst, ReleaseLog
@@ -25,7 +25,7 @@ _SHIFT = np.uint64(33)
 #: A node is home of at most this many times its share.
 _UNEVEN = 1.02
 #: This part (1/n) of the memory may hold what is read ahead, though peers would need it.
-_LENT_PART = 32
+_AHEAD_PART = 32
 #: Up to this part (1/n) of what is here may be neither kept nor in use, before more is kept.
 _LOOSE_PART = 8
 #: Objects looked through at once for one to evict.
@@ -96,9 +96,9 @@ class HomesEviction(MostRecentFirst):
         self._excess = ReleaseLog(len(life))  # at home here, and not kept; the other log: guests
         self._hand = 0
 
-    def lends(self, room: float) -> float:
+    def read_ahead_room(self, room: float) -> float:
         """What is not needed for objects at home here, and in any case a small part."""
-        return max(room - _UNEVEN * self.homes.share * len(self._life), room / _LENT_PART)
+        return max(room - _UNEVEN * self.homes.share * len(self._life), room / _AHEAD_PART)
 
     def rehome(self, homes: Homes | None) -> None:
         """Nodes left or came back."""
@@ -106,8 +106,8 @@ class HomesEviction(MostRecentFirst):
             return
         self.homes, self.stale = homes, True
 
-    def turn(self, uses: NextUses, epoch: int) -> None:
-        super().turn(uses, epoch)
+    def epoch_began(self, uses: NextUses, epoch: int) -> None:
+        super().epoch_began(uses, epoch)
         self._recover()
 
     def relist(self) -> None:

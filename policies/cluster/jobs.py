@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.cluster.boundary import ClusterBoundary, Deals, Placed
 from creel.policies.cluster.homes import FOR_PEERS, Homes
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.turn import ClusterTurn, Deals, Placed
 from creel.policies.eviction.candidates import Index, Sorted
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.policy import joined
 from creel.policies.eviction.recent import ReleaseLog
-from creel.policies.eviction.retention import Kept, Turn
+from creel.policies.eviction.retention import EpochBoundary, Kept
 from creel.policies.next_use import NEVER, NextUses, Steps
 
 if TYPE_CHECKING:  # circular import
@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # circular import
 #: nothing but the time.
 _SORT_AGAIN_PART = 16
 #: This part (1/n) of the memory may hold what is read ahead.
-_LENT_PART = 32
+_AHEAD_PART = 32
 #: Epochs of each job that are looked at: the present one, and the next.
 _EPOCHS = 2
 
@@ -66,13 +66,13 @@ class FirstReads(NamedTuple):
 
 
 class JobsReads(NamedTuple):
-    """The answer to a `JobsTurn`: the epochs of each job."""
+    """The answer to a `JobsQuestion`: the epochs of each job."""
 
     jobs: list[dict[int, FirstReads]]
 
 
 @dataclass(frozen=True, eq=False)
-class JobsTurn:
+class JobsQuestion:
     """What is asked outside the loop: when an epoch of each job reads each object.
 
     Args:
@@ -104,7 +104,7 @@ class JobsTurn:
 
 
 #: What policies ask outside the loop, and what comes back.
-Question: TypeAlias = Turn | ClusterTurn | JobsTurn
+Question: TypeAlias = EpochBoundary | ClusterBoundary | JobsQuestion
 Answer: TypeAlias = Kept | Placed | JobsReads
 
 
@@ -170,12 +170,12 @@ class HomesFarthest(FarthestNextUse):
         self._jobs = jobs
         self._guests = ReleaseLog(len(life))  # at home elsewhere
         self._known: list[dict[int, FirstReads]] = [{} for _ in jobs]
-        self._asking: JobsTurn | None = None
+        self._asking: JobsQuestion | None = None
         self._again = 0  # time of the first job at which all are sorted again
 
-    def lends(self, room: float) -> float:
+    def read_ahead_room(self, room: float) -> float:
         """A small part."""
-        return room / _LENT_PART
+        return room / _AHEAD_PART
 
     def rehome(self, homes: Homes | None) -> None:
         """Nodes left or came back."""
@@ -184,7 +184,7 @@ class HomesFarthest(FarthestNextUse):
 
     # --- the jobs' orders ------------------------------------------------------------------------
 
-    def question(self, context: PlanningContext) -> JobsTurn | None:  # noqa: ARG002
+    def question(self, context: PlanningContext) -> JobsQuestion | None:  # noqa: ARG002
         """Ask for the orders that are not known yet."""
         wanted = [job.orders for job in self._jobs]
         new = [
@@ -195,19 +195,19 @@ class HomesFarthest(FarthestNextUse):
             return None
         views = [job.deals.view for job in self._jobs]
         nodes = [[] if view is None else view.nodes.tolist() for view in views]
-        self._asking = JobsTurn(len(self._life), nodes, new)
+        self._asking = JobsQuestion(len(self._life), nodes, new)
         return self._asking
 
-    def answer(self, turn: Question, kept: Answer) -> None:
+    def answer(self, boundary: Question, kept: Answer) -> None:
         """Take the orders, if they answer the latest question."""
-        if turn is not self._asking or not isinstance(kept, JobsReads):
+        if boundary is not self._asking or not isinstance(kept, JobsReads):
             return
         self._asking = None
         for known, new in zip(self._known, kept.jobs, strict=True):
             known.update(new)
         self.stale = True
 
-    def turn(self, uses: NextUses, epoch: int) -> None:
+    def epoch_began(self, uses: NextUses, epoch: int) -> None:
         """A job has begun an epoch."""
         for job, known in zip(self._jobs, self._known, strict=True):
             if job.uses is uses:

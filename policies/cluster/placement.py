@@ -1,4 +1,4 @@
-"""Placement: which node of a cluster holds each object when an epoch turns. Pure.
+"""Placement: which node of a cluster holds each object when an epoch ends. Pure.
 
 All nodes compute the same plan from what they all know (law L5): who holds what when an epoch
 begins, who reads what in it and in some epochs after it, sizes and capacities. No metadata crosses
@@ -106,7 +106,7 @@ def uses_of(
     return Uses(owner, when)
 
 
-def turn(
+def next_holders(
     holder: Nodes,
     now: Uses,
     owners: Sequence[Nodes],
@@ -117,7 +117,7 @@ def turn(
     lead: float,
     clock: int = 0,
 ) -> Nodes:
-    """Return (n,) holder of each object when this epoch turns; `nobody(holder)`: none.
+    """Return (n,) holder of each object when this epoch ends; `nobody(holder)`: none.
 
     The source reads of the next epoch are the objects without a holder. After a change of
     members, what lost nodes held has no holder, their capacity is 0, and the rest is planned anew.
@@ -138,7 +138,8 @@ def turn(
     >>> swapped = uses_of([np.array([3, 0]), np.array([1, 2])], [0, 1], 1, objects=4, nodes=2)
     >>> nowhere = np.full(4, 255, np.uint8)
     >>> last = [np.array([3, 0], np.int32), np.array([1, 2], np.int32)]
-    >>> turn(nowhere, uses, [swapped.owner], last, np.array([1]), np.array([1, 1]), lead=0.5)
+    >>> size, room = np.array([1]), np.array([1, 1])
+    >>> next_holders(nowhere, uses, [swapped.owner], last, size, room, lead=0.5)
     array([255,   0, 255,   1], dtype=uint8)
     """
     nodes, depth, n = len(capacity), len(owners), len(holder)
@@ -171,7 +172,7 @@ def replicas(
     size: Ints,
     capacity: int,
 ) -> NDArray[np.bool_]:
-    """Return (n,) whether this node keeps a second copy of each object when this epoch turns.
+    """Return (n,) whether this node keeps a second copy of each object when this epoch ends.
 
     Each node plans its own: what the plan for all leaves free is filled with what it has read or
     held, the soonest to be read by itself first. No other node needs to know, and a last copy
@@ -179,8 +180,8 @@ def replicas(
 
     Args:
         held: (n,) whether it holds a second copy of each object now.
-        planned: what `turn` returned.
-        holder, now, owners, size: as in `turn`.
+        planned: what `next_holders` returned.
+        holder, now, owners, size: as in `next_holders`.
         capacity: bytes of this node.
     """
     here = np.flatnonzero(planned == node).astype(np.int32)

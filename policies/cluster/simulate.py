@@ -84,7 +84,7 @@ class Scenario:
 
     @property
     def plan_nbytes(self) -> int:
-        """Bytes of placement that each node keeps: holders now and after two turns, when, marks."""
+        """Bytes of placement that each node keeps: holders now and two epochs on, when, marks."""
         each = placement.node_type(self.nodes).itemsize
         return (3 * each + 2 + 3) * self.objects
 
@@ -161,7 +161,7 @@ class _Replay:
     def epoch(self) -> Epoch:
         job, now, order = self.job, self._uses[0], self._orders[0]
         owners = [uses.owner for uses in list(self._uses)[1:]]
-        planned = placement.turn(
+        planned = placement.next_holders(
             self._holder,
             now,
             owners,
@@ -172,7 +172,7 @@ class _Replay:
         )
         nobody = placement.nobody(planned)
         second = self._second_copies(planned, owners)
-        steps = _Steps.of(job, self._holder[order], now.owner[order], nobody)
+        steps = _StepSamples.of(job, self._holder[order], now.owner[order], nobody)
         local, remote = steps.local.sum(), steps.remote.sum() * (1 - second)
         handed = (planned != nobody) & (planned != now.owner) & (planned != self._holder)
         out = Epoch(
@@ -219,7 +219,7 @@ class _Replay:
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _StepSamples:
     """Samples by step: (steps, ranks) or (steps, nodes)."""
 
     job: Scenario
@@ -229,7 +229,7 @@ class _Steps:
     served: NDArray[np.int64]  # by node that sends
 
     @classmethod
-    def of(cls, job: Scenario, holder: Nodes, owner: Nodes, nobody: int) -> _Steps:
+    def of(cls, job: Scenario, holder: Nodes, owner: Nodes, nobody: int) -> _StepSamples:
         """Count, from holder and reader of each sample in global order."""
         shape = (job.steps, job.batch, job.world)
         missed = (holder == nobody).reshape(shape).sum(1)

@@ -3,7 +3,7 @@
 The plans decide between three cases (laws L1 to L3, docs/architecture.md):
 
 - Every epoch reads each object at most once: `PlannedEviction`. What the epoch still has to read
-  stays (L1); of the rest, what retention planned for the epoch's turn (L2). Where nodes serve each
+  stays (L1); of the rest, what retention planned for the epoch's end (L2). Where nodes serve each
   other, `ClusterEviction`: planned for all of them alike (L3, L5).
 - All else (replacement, weights, several jobs on one dataset): `FarthestNextUse`, the farthest
   next use first, and never for something due later than the victim (MIN with bypass, Belady 1966).
@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes, HomesEviction
 from creel.policies.cluster.jobs import DealtJob, HomesFarthest
-from creel.policies.cluster.turn import Deals
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.planned import PlannedEviction
 from creel.policies.eviction.policy import (

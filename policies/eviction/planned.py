@@ -1,6 +1,6 @@
 """Eviction for epochs that read each object at most once, following a retention plan. Pure.
 
-`retention.plan` plans an epoch's turn outside the loop, between `question` and `answer`. Until then
+`retention.plan` plans an epoch's end outside the loop, between `question` and `answer`. Until then
 whatever was read may leave, and what the epoch has yet to read stays (law L1): that alone reaches
 the bound on reads; the plan adds an even pace, and epochs that begin with hits.
 """
@@ -22,14 +22,14 @@ from creel.policies.eviction.policy import (
     EvictionPolicy,
     joined,
 )
-from creel.policies.eviction.retention import Kept, Turn
+from creel.policies.eviction.retention import EpochBoundary, Kept
 from creel.policies.eviction.selection import Ids
 from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
+    from creel.policies.cluster.boundary import ClusterView
     from creel.policies.cluster.jobs import Answer, Question
-    from creel.policies.cluster.turn import ClusterView
 
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
 _WAIT_PART = 8
@@ -73,7 +73,7 @@ class PlanningContext(Protocol):
 
     @property
     def size(self) -> NDArray[np.int64]:
-        """As `Turn.size`."""
+        """As `EpochBoundary.size`."""
 
     @property
     def agreed_size(self) -> NDArray[np.int64]:
@@ -81,14 +81,14 @@ class PlanningContext(Protocol):
 
     @property
     def page(self) -> int:
-        """As `Turn.page`."""
+        """As `EpochBoundary.page`."""
 
     @property
     def lead(self) -> tuple[int, int]:
         """Steps that readers work ahead, and steps that should be read ahead."""
 
     def orders(self, epoch: int) -> Sequence[Sequence[Ids]]:
-        """As `Turn.orders`."""
+        """As `EpochBoundary.orders`."""
 
 
 class PlannedEviction(EvictionPolicy):
@@ -108,11 +108,11 @@ class PlannedEviction(EvictionPolicy):
         super().__init__(life, pins, [uses])
         self.uses = uses
         self.epoch = epoch  # the latest in which anything was read
-        self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's turn
+        self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's end
         self._listed = np.zeros(len(life), np.bool_)  # those in `_going`
         self._going: list[Ids] = []  # the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, and not needed
-        self._pending: Turn | None = None  # a question without an answer
+        self._pending: EpochBoundary | None = None  # a question without an answer
         self._released_since: list[Index] = []  # released since the question
         self._asked = 0  # what the latest answer used: 1 without the next order, 2 with it
         self._capacity = -1  # capacity of the latest plan
@@ -146,7 +146,7 @@ class PlannedEviction(EvictionPolicy):
         lead = max(
             min(_LEAD_MARGIN * steps / max(end - first, 1), _MAX_LEAD), least / max(end - first, 1)
         )
-        self._pending = Turn(
+        self._pending = EpochBoundary(
             context.orders(self.epoch + 1) if known else [],
             self.uses.due,
             self._life,
@@ -173,9 +173,9 @@ class PlannedEviction(EvictionPolicy):
         first, end = uses.span(e)
         return int(_WAIT_PART * (context.clock - first) >= end - first)
 
-    def answer(self, turn: Question, kept: Answer) -> None:
+    def answer(self, boundary: Question, kept: Answer) -> None:
         """Take a plan, if it answers the latest question."""
-        if turn is not self._pending or not isinstance(kept, Kept):
+        if boundary is not self._pending or not isinstance(kept, Kept):
             return
         again, self._released_since = self._released_since, []
         self._pending, self._stays, self._surplus = None, kept.stays, kept.surplus
@@ -194,7 +194,7 @@ class PlannedEviction(EvictionPolicy):
 
     # --- what may leave --------------------------------------------------------------------------
 
-    def turn(self, uses: NextUses, epoch: int) -> None:
+    def epoch_began(self, uses: NextUses, epoch: int) -> None:
         """The first object of `epoch` was read."""
         if uses is not self.uses or epoch <= self.epoch:
             return

@@ -79,7 +79,7 @@ class EvictionPolicy:
     def plan_extended(self, ids: Index, epoch: int) -> None:
         """A job's plan continues with these reads of `epoch`."""
 
-    def turn(self, uses: NextUses, epoch: int) -> None:
+    def epoch_began(self, uses: NextUses, epoch: int) -> None:
         """The job of `uses` read the first object of `epoch`."""
 
     def replanned(self) -> None:
@@ -91,7 +91,7 @@ class EvictionPolicy:
     def sent(self, ids: Index) -> None:
         """Objects were sent to the peer that reads them."""
 
-    def lends(self, room: float) -> float:  # noqa: ARG002
+    def read_ahead_room(self, room: float) -> float:  # noqa: ARG002
         """Least number of objects that may be read ahead, of a memory with room for `room`."""
         return 0.0
 
@@ -111,7 +111,7 @@ class EvictionPolicy:
         """Return what retention should plan outside the loop, or None."""
         return None
 
-    def answer(self, turn: Question, kept: Answer) -> None:
+    def answer(self, boundary: Question, kept: Answer) -> None:
         """Take the plan for an earlier `question`."""
 
     # --- memory and disk -------------------------------------------------------------------------

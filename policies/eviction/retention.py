@@ -1,4 +1,4 @@
-"""Retention: which objects stay over the turn of an epoch, from its two orders. Pure.
+"""Retention: which objects stay over the end of an epoch, from its two orders. Pure.
 
 For epochs that read each object once, the source reads of the next epoch are all objects except
 those held when it begins (law L1). These depend only on the two orders, so they are planned once
@@ -7,7 +7,7 @@ room goes to the next fetch that needs room. The plan has four properties:
 
 - *total*: what stays fills the memory exactly;
 - *lead*: it holds all that the next epoch begins with, so that epoch begins with hits, and its
-  first misses are fetched into the room that they leave: reading ahead needs no room at the turn;
+  first misses are fetched into the room that they leave: reading ahead needs no room then;
 - *outflow*: of the rest, an even share of each stretch of the next epoch and of each rank stays
   (law L2), so that the source is read at a steady pace;
 - *inflow*: along this epoch, no more stays than the room that earlier residents leave, less the
@@ -50,8 +50,8 @@ class StepsOf(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
-    """What is known about the turn of an epoch; all arrays may be live views.
+class EpochBoundary:
+    """What is known about the end of an epoch; all arrays may be live views.
 
     Args:
         orders: for each rank, its order in the next epoch, in pieces; empty where unknown: then
@@ -61,7 +61,7 @@ class Turn:
         clock, end: steps of this epoch yet to be read; objects due from `end` on are not.
         size: (n,) bytes of each object, or (1,) where all are equal; negative: `guess` bytes.
         page: rooms are multiples of it.
-        capacity: bytes to be held at the turn.
+        capacity: bytes to be held when the epoch ends.
         lead: share of the next epoch that is kept first, and of this one that is read ahead.
         stored: (n,) whether each is on disk, as in `eviction.policy`; None: there is no disk.
     """
@@ -98,43 +98,44 @@ class Kept(NamedTuple):
     surplus: list[Ids]
 
 
-def plan(turn: Turn) -> Kept:
-    """Return which objects stay when the epoch turns.
+def plan(boundary: EpochBoundary) -> Kept:
+    """Return which objects stay when the epoch ends.
 
     >>> due, life = np.array([0, 1, 2, 3], np.int32), np.zeros(4, np.uint8)
     >>> order = np.array([3, 2, 1, 0], np.int32)
-    >>> turn = Turn([[order]], due, life, 0, 4, np.array([10]), 10, 1, capacity=20, lead=0.5)
-    >>> plan(turn).stays.tolist()
+    >>> size = np.array([10])
+    >>> boundary = EpochBoundary([[order]], due, life, 0, 4, size, 10, 1, capacity=20, lead=0.5)
+    >>> plan(boundary).stays.tolist()
     [False, False, True, True]
     """
-    objects = len(turn.life)
-    whole = int(turn.size[0]) if len(turn.size) == 1 else 0
+    objects = len(boundary.life)
+    whole = int(boundary.size[0]) if len(boundary.size) == 1 else 0
     tally = Tally(objects, nodes=1, kinds=_KINDS, whole=whole)
-    pieces = in_order(turn.orders, objects, turn.lead)
-    parts = [part for part in (_sort_in(turn, p, tally) for p in pieces) if len(part.ids)]
+    pieces = in_order(boundary.orders, objects, boundary.lead)
+    parts = [part for part in (_sort_in(boundary, p, tally) for p in pieces) if len(part.ids)]
     keeper = np.full(objects, _NOBODY, np.uint8)
-    capacity = np.array([turn.capacity])
-    select(parts, tally, capacity, turn.lead, turn.nbytes, keeper)
+    capacity = np.array([boundary.capacity])
+    select(parts, tally, capacity, boundary.lead, boundary.nbytes, keeper)
     stays = keeper != _NOBODY
     read = [part.ids[part.cell % tally.width == 0] for part in parts]
     return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
 
 
-def _sort_in(turn: Turn, piece: Piece, tally: Tally) -> Candidates:
+def _sort_in(boundary: EpochBoundary, piece: Piece, tally: Tally) -> Candidates:
     """Kind and stretch of all objects that could stay: those held, and those yet to be read."""
-    due, life = turn.due[piece.ids], turn.life[piece.ids]
-    unread = due < turn.end
+    due, life = boundary.due[piece.ids], boundary.life[piece.ids]
+    unread = due < boundary.end
     held = (life == RESIDENT) | (life == FETCHING)
-    if turn.stored is not None:
-        held |= turn.stored[piece.ids] == STORED
+    if boundary.stored is not None:
+        held |= boundary.stored[piece.ids] == STORED
     could = np.flatnonzero(unread | held)
     ids, due, unread, held = piece.ids[could], due[could], unread[could], held[could]
-    when = np.maximum(due, turn.clock).astype(np.int64) - turn.clock
-    when = 1 + when * tally.stretches // max(turn.end - turn.clock, 1)
+    when = np.maximum(due, boundary.clock).astype(np.int64) - boundary.clock
+    when = 1 + when * tally.stretches // max(boundary.end - boundary.clock, 1)
     stretch = np.where(unread, np.minimum(when, tally.stretches), 0)
     kind = np.where(piece.early[could], LEAD, _EVEN if piece.read else _REST)
     cell = kind * tally.width + stretch
-    nbytes = turn.nbytes(ids)
+    nbytes = boundary.nbytes(ids)
     tally.add(cell, nbytes)
     tally.leave(stretch[held & unread], nbytes[held & unread])
     tally.miss(stretch[~held], nbytes[~held])

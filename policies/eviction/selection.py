@@ -1,4 +1,4 @@
-"""Which objects stay when an epoch turns: shares by kind and stretch, and an even choice. Pure.
+"""Which objects stay when an epoch ends: shares by kind and stretch, and an even choice. Pure.
 
 `retention` plans one node with it, `placement` all nodes of a cluster. Both sort their candidates
 into cells (node, kind, stretch of this epoch) in a `Tally`, which says what share of each cell may
@@ -117,7 +117,7 @@ class Tally:
         """Share of each cell that stays, in parts of `_ONE`.
 
         Args:
-            capacity: (nodes,) bytes held at the turn.
+            capacity: (nodes,) bytes held when the epoch ends.
             lead: share of this epoch that is read ahead.
         """
         out = np.empty((self.nodes, self.kinds, self.width), np.int64)

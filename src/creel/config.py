@@ -33,28 +33,9 @@ from creel.settings import (
     FetchSettings,
     LoaderSettings,
     MemorySettings,
-    Section,
     WindowSettings,
 )
 from creel.units import format_size, parse_seconds, parse_size
-
-__all__ = [
-    "ClusterSettings",
-    "Config",
-    "DaemonSettings",
-    "DiskSettings",
-    "FetchSettings",
-    "Field",
-    "LoaderSettings",
-    "MemorySettings",
-    "Section",
-    "WindowSettings",
-    "config_files",
-    "disk_budget",
-    "fields",
-    "memory_budget",
-]
-
 
 log = logging.getLogger("creel.config")
 _unreadable: set[Path] = set()  # files that a warning was given for
@@ -101,7 +82,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for given in _layers(flags or {}, env, cwd, origin):
             values[given.key] = _convert(given)
             origins[given.key] = given.origin
-        return _build(values), origins
+        return from_flat(values), origins
 
     def flat(self) -> dict[str, object]:
         """Dotted key to value, in the order of the sections.
@@ -180,20 +161,11 @@ def memory_budget(memory: MemorySettings, *, total: int, available: int) -> int:
     >>> memory_budget(MemorySettings(budget="50%"), total=8 << 30, available=2 << 30) >> 30
     4
     """
-    if memory.budget == "auto":
-        wanted = int(memory.share * available)
-    elif memory.budget.rstrip().endswith("%"):
-        wanted = int(float(memory.budget.rstrip()[:-1]) / 100 * total)
-    else:
-        wanted = parse_size(memory.budget)
+    wanted = _budget("memory", memory.budget, total, int(memory.share * available))
     if wanted > total:
         raise ConfigError(
             f"memory.budget = {memory.budget} is more than this node has"
             f' ({format_size(total)}): lower it, or write "auto"'
-        )
-    if wanted < 1 << 20:
-        raise ConfigError(
-            f"memory.budget = {memory.budget} comes to {format_size(wanted)}: creel needs 1 MiB"
         )
     return wanted
 
@@ -207,15 +179,24 @@ def disk_budget(disk: DiskSettings) -> int:
     """
     stats = os.statvfs(disk.path)
     total = stats.f_blocks * stats.f_frsize
-    if disk.budget == "auto":
-        wanted = total
-    elif disk.budget.rstrip().endswith("%"):
-        wanted = int(float(disk.budget.rstrip()[:-1]) / 100 * total)
+    return _budget("disk", disk.budget, total, total)
+
+
+def _budget(section: str, text: str, total: int, auto: int) -> int:
+    """Bytes of a budget: a size, a share of `total`, or `auto`.
+
+    Raises:
+        ConfigError: they are too few to be of use.
+    """
+    if text == "auto":
+        wanted = auto
+    elif text.rstrip().endswith("%"):
+        wanted = int(float(text.rstrip()[:-1]) / 100 * total)
     else:
-        wanted = parse_size(disk.budget)
+        wanted = parse_size(text)
     if wanted < 1 << 20:
         raise ConfigError(
-            f"disk.budget = {disk.budget} comes to {format_size(wanted)}: creel needs 1 MiB"
+            f"{section}.budget = {text} comes to {format_size(wanted)}: creel needs 1 MiB"
         )
     return wanted
 
@@ -405,7 +386,8 @@ def _bounds(meta: Meta) -> str:
     return " " + " and ".join(words) if words else ""
 
 
-def _build(values: Mapping[str, object]) -> Config:
+def from_flat(values: Mapping[str, object]) -> Config:
+    """Settings from dotted keys, as `Config.flat` gives them; the others have their defaults."""
     parts: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")

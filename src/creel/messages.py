@@ -57,7 +57,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 class Hello(Message, frozen=True):
     """First packet of every connection.
 
-    `role` is "trainer", "worker" (attaches to the trainer's sessions by its token) or "cli". A
+    `role` is "trainer", "worker" (attaches to the trainer's sessions by its token), "cli", or
+    "service": a daemon that is to stay, for which an embedded one frees its address. A
     descriptor may be attached: the pidfd of a process that this one works for, which keeps an
     embedded daemon alive.
     """

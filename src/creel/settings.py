@@ -6,7 +6,7 @@ defaults with docs/configuration.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -51,9 +51,6 @@ class MemorySettings(_Section, frozen=True):
     share: Annotated[
         float, _about('what "auto" takes of the memory that is free at the start', gt=0, le=0.95)
     ] = 0.5
-    prefault: Annotated[
-        bool, _about("touch all pages in the background, so that no step waits for one")
-    ] = True
 
 
 class DiskSettings(_Section, frozen=True):
@@ -79,14 +76,6 @@ class FetchSettings(_Section, frozen=True):
     """Reads from the source."""
 
     threads: Annotated[int, _about("maximum number of threads that read", ge=1, le=4096)] = 32
-    per_source: Annotated[
-        int,
-        _about(
-            "maximum number of threads that read from one source (host, bucket, disk)",
-            ge=1,
-            le=4096,
-        ),
-    ] = 32
     inflight_bytes: Annotated[int, _nbytes("maximum bytes in flight", ge=1 << 20)] = 256 << 20
     deadline_s: Annotated[
         float, _seconds("the read of an object fails after this time, retries included", gt=0)
@@ -227,14 +216,3 @@ class LoaderSettings(_Section, frozen=True):
     max_leased: Annotated[
         int, _about("maximum number of batches held in these buffers; others are copied", ge=1)
     ] = 64
-
-
-Section: TypeAlias = (
-    MemorySettings
-    | DiskSettings
-    | FetchSettings
-    | WindowSettings
-    | DaemonSettings
-    | ClusterSettings
-    | LoaderSettings
-)

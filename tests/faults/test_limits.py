@@ -83,7 +83,6 @@ sys.stdout.flush()
 CASES = [
     ("descriptors", 24, "own", 0),
     ("descriptors", 32, "own", 2),
-    ("descriptors", 24, "files", 2),
     ("descriptors", 32, "wrapped", 2),
     ("none left", 0, "own", 2),  # once the workers run; torch itself needs some
     ("none left", 0, "wrapped", 2),

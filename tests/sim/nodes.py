@@ -41,9 +41,9 @@ from creel.daemon.core.events import (
     SpillObjects,
 )
 from creel.daemon.core.versions import Versions
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import authority, differing
-from creel.policies.cluster.turn import ClusterView
 
 _VERSION = 5 << 40 | 1
 _CLUSTER = "c"
@@ -242,8 +242,8 @@ class Nodes:
             if node in self.dead:
                 continue
             if isinstance(action, PlanRetention):
-                kept = action.turn.plan()
-                self._feed(node, RetentionPlanned(action.dataset, action.turn, kept))
+                kept = action.boundary.plan()
+                self._feed(node, RetentionPlanned(action.dataset, action.boundary, kept))
             elif isinstance(action, AskPlan):
                 self._ask_plan(node, action)
             elif isinstance(action, ServeObjects):

@@ -95,8 +95,8 @@ class CoreNode:
             started += self._feed(self._answers.pop(0), now)
         while self._plans:
             asked = self._plans.pop()
-            kept = asked.turn.plan()
-            started += self._feed(events.RetentionPlanned(asked.dataset, asked.turn, kept), now)
+            kept = asked.boundary.plan()
+            started += self._feed(events.RetentionPlanned(asked.dataset, asked.boundary, kept), now)
         return started
 
     def _did(self, action: events.Action) -> list[Started]:

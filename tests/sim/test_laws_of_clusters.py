@@ -15,8 +15,7 @@ def job(nodes: int, samples: int = 1920, batch: int = 8) -> JobOrder:
     return JobOrder(samples, nodes, samples // nodes, batch, 100)
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
-@pytest.mark.parametrize("held", [0.5, 0.9])
+@pytest.mark.parametrize("nodes, held", [(2, 0.5), (4, 0.9)])
 def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: float) -> None:
     order = job(nodes, 3840)
     first, *later = Nodes(nodes, order, held).run(5)
@@ -78,8 +77,7 @@ def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
     assert sum(peers) / len(peers) <= 0.5
 
 
-@pytest.mark.parametrize("nodes", [2, 4])
-@pytest.mark.parametrize("held", [0.5, 0.9, 1.1])
+@pytest.mark.parametrize("nodes, held", [(2, 1.1), (4, 0.5), (4, 0.9)])
 def test_ranks_that_exchange_samples_move_few(nodes: int, held: float) -> None:
     """At most .03 of them, with 256 samples of a node in a step."""
     order = job(nodes, 16 * 256 * nodes, 256)._replace(remapped=True)
@@ -119,8 +117,7 @@ def test_what_a_lost_node_held_is_read_once_again() -> None:
     assert all(counts["peer"] > 0 for counts in runs)
 
 
-@pytest.mark.parametrize("held", [0.6, 1.4])
-@pytest.mark.parametrize("node", [0, 3])
+@pytest.mark.parametrize("held, node", [(0.6, 0), (1.4, 3)])
 def test_a_daemon_that_is_restarted_follows_the_others_again(held: float, node: int) -> None:
     """Also the one that writes the changes."""
     order = job(4)
@@ -138,11 +135,10 @@ def test_a_daemon_that_is_restarted_follows_the_others_again(held: float, node: 
         assert counts["peer"] > 0
 
 
-@pytest.mark.parametrize("node", [0, 3])
-def test_a_node_that_joins_an_epoch_later_takes_over_what_the_others_know(node: int) -> None:
+def test_a_node_that_joins_an_epoch_later_takes_over_what_the_others_know() -> None:
     order = job(4)
     nodes = Nodes(4, order, 0.9)
-    nodes.late.add(node)
+    nodes.late.add(0)
     nodes.run(2)
     nodes.late.clear()
     runs = nodes.run(6)

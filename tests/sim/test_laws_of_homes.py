@@ -8,9 +8,9 @@ from nodes import Nodes
 from numpy.typing import NDArray
 
 from creel.daemon.core.events import EpochFollowed, PlanExtended
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.turn import ClusterView
 
 SAMPLES, BATCH = 840, 4
 

@@ -182,7 +182,7 @@ BROKEN = """
 from creel.daemon.service import registry
 from creel.daemon.service import request_socket
 from creel.policies import next_use
-add, opened, checked = next_use._Epoch.add, registry.Registry.open, request_socket._checked
+add, opened, checked = next_use._EpochUses.add, registry.Registry.open, request_socket._checked
 def broken(self, steps, ids):
     if len(ids) == 13:
         self.first[ids] = 5  # not all that it should do
@@ -196,7 +196,7 @@ def unlucky(session, message, arrays):
     if len(arrays[0]) == 7:
         raise ZeroDivisionError("seven")
     return checked(session, message, arrays)
-next_use._Epoch.add, registry.Registry.open, request_socket._checked = broken, refused, unlucky
+next_use._EpochUses.add, registry.Registry.open, request_socket._checked = broken, refused, unlucky
 """
 
 

@@ -338,8 +338,9 @@ class Placed(Saved):
         self.state = dict(state)
 
 
-@pytest.mark.parametrize("workers, later", [(0, 0), (0, 2), (2, 0), (2, 3)])
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize(
+    "workers, later, batched", [(0, 0, False), (0, 2, True), (2, 0, False), (2, 3, True)]
+)
 @pytest.mark.parametrize("kind", [Told, Saved, Placed])
 @pytest.mark.parametrize("stop", [0, 3, 10])
 def test_a_sampler_of_ones_own_is_resumed_by_what_it_says_of_itself(

@@ -241,14 +241,14 @@ def config(name: str) -> Config:
     return Config.load(settings)[0]
 
 
-@root
-@pytest.mark.usefixtures("no_second")
 def doctors_view(name: str) -> doctor.Finding:
     """What `creel doctor` says of a daemon's address."""
     found = doctor.checks(config(name), lambda _: {"name": "", "pid": 0, "version": ""})
     return next(one for one in found if one.name == "address")
 
 
+@root
+@pytest.mark.usefixtures("no_second")
 @pytest.mark.parametrize("how", ["bound", "listens", "full"])
 def test_an_address_of_another_user_is_final_and_named(
     daemon_name: str, how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -667,17 +667,14 @@ def originals() -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
-def test_workers_that_are_spawned_are_served_too(
-    daemon: Running, tmp_path: Path, kind: Any
-) -> None:
+def test_workers_that_are_spawned_are_served_too(daemon: Running, tmp_path: Path) -> None:
     """What each has recorded is too little for itself: a half of the samples.
 
     (A fork server would keep this test's environment.)
     """
     bare = Plain(tmp_path)
     spawned: dict[str, Any] = {"multiprocessing_context": "spawn", "persistent_workers": True}
-    ours = loader(creel.wrap(bare), kind, 2, **spawned)
+    ours = loader(creel.wrap(bare), creel.DataLoader, 2, **spawned)
     theirs = loader(bare, DataLoader, 2, persistent_workers=True)
     for _ in range(5):
         assert list(ours) == list(theirs)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.runs import chained, headers
 from creel.cache.memory.shared_words import ABSENT
+from creel.cache.storage.source import parts_in
 from creel.daemon.peers import connections, lane, link, server, wire
 from creel.daemon.peers.connections import Asked
 from creel.daemon.peers.lane import PeerSource
@@ -200,7 +201,8 @@ def test_one_buffer_holds_all_objects(stack: ExitStack) -> None:
     objects = data_of(100, 0, 300)
     source = source_of(stack, node_of(stack, objects))
     buffer, ids = bytearray(400), np.array([2, 1, 0], np.int32)
-    read = source.read_into(ids, np.array([300, 0, 100]), memoryview(buffer))
+    length = np.array([300, 0, 100])
+    read = source.read_parts(ids, length, parts_in(memoryview(buffer), length))
     assert read.nbytes.tolist() == [300, 0, 100]
     assert bytes(buffer) == (objects[2] or b"") + (objects[0] or b"")
 
@@ -345,9 +347,9 @@ def test_a_peer_that_comes_back_is_asked_again(stack: ExitStack) -> None:
     port = node.server.address[1]
     node.close()
     buffer = memoryview(bytearray(1000))
-    assert source.read_into(ids, length, buffer).nbytes.tolist() == [-1]  # refused
+    assert source.read_parts(ids, length, [[buffer]]).nbytes.tolist() == [-1]  # refused
     until_s = source.lost_until
-    assert source.read_into(ids, length, buffer).nbytes.tolist() == [-1]
+    assert source.read_parts(ids, length, [[buffer]]).nbytes.tolist() == [-1]
     assert source.lost_until == until_s
     node = Node(objects, port=port)
     stack.callback(node.close)
@@ -376,7 +378,7 @@ def test_a_source_closed_while_it_waits_returns(stack: ExitStack) -> None:
 
     def read() -> None:
         buffer = memoryview(bytearray(1000))
-        got = source.read_into(np.zeros(1, np.int32), np.array([1000]), buffer)
+        got = source.read_parts(np.zeros(1, np.int32), np.array([1000]), [[buffer]])
         results.append(got.nbytes.tolist())
 
     thread = threading.Thread(target=read)

@@ -279,7 +279,7 @@ class Rig:
     def plan(self) -> None:
         """The planner answers the oldest question."""
         asked = self.plans.pop(0)
-        self.feed(RetentionPlanned(asked.dataset, asked.turn, asked.turn.plan()))
+        self.feed(RetentionPlanned(asked.dataset, asked.boundary, asked.boundary.plan()))
 
     def do(self, action: Action) -> None:
         if isinstance(action, FetchObjects):

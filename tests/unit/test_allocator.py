@@ -334,7 +334,7 @@ def test_all_memory_stays_usable_under_churn_of_image_sizes_in_few_runs(seed: in
     16 KB, and decoding it 1,000 or more.
     """
     rng = np.random.default_rng(seed)
-    n, batch = 1500, 64
+    n, batch = 800, 64
     lengths = lognormal(rng, 4000)
     space = Allocator(n * 110_000)
     pool = space.pool(Lengths.of(lengths))

@@ -220,12 +220,12 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
         feed(Progressed(1, step + 1, 0), step * 0.1)
         took.append(tracemalloc.get_traced_memory()[1] - before)
     tracemalloc.stop()
-    assert np.median(took[len(ends) :]) < n / 2  # an epoch's turn may take more
+    assert np.median(took[len(ends) :]) < n / 2  # an epoch's end may take more
 
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> None:
-    """State 1, pins 4, plan of the epoch's turn 2; candidates take one more (test_retain.py)."""
+    """State 1, pins 4, plan of the epoch's end 2; candidates take one more (test_retain.py)."""
     n, batch = 200_000, 250
     rng = np.random.default_rng(0)
     length = np.full(n, 1000) if alike else rng.integers(500, 1500, n)
@@ -242,7 +242,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
             told = PlanExtended(1, epoch, epoch * len(ends), ids.copy(), ends)
             asked = [a for a in core.handle(told, 0.0) if isinstance(a, PlanRetention)]
         (question,) = asked
-        core.handle(RetentionPlanned("d", question.turn, question.turn.plan()), 0.0)
+        core.handle(RetentionPlanned("d", question.boundary, question.boundary.plan()), 0.0)
         del question, asked, told
         taken = tracemalloc.get_traced_memory()[0] - core.plans_nbytes()
     finally:

@@ -13,7 +13,7 @@ import pytest
 from creel.cache.memory.shared_words import COUNTER, WORDS_NBYTES, SharedWords, sealed_memfd
 from creel.cli import view
 from creel.counters import CAUSES, COUNTERS, OF_RANKS, STAGES, Counter, report
-from creel.daemon.reporting.prometheus import Page
+from creel.daemon.reporting.prometheus import serve_page
 from creel.loader.iterators.meter import Meter
 from creel.loader.workers.stages import CAUSE_OF
 
@@ -53,7 +53,7 @@ def told(of: str) -> dict[str, Any]:
 @pytest.mark.parametrize("of", ["tier", "source", "node", "rank"])
 def test_the_prometheus_page_has_every_counter_with_its_kind_and_help(of: str) -> None:
     pytest.importorskip("prometheus_client")
-    page = Page("127.0.0.1:0", lambda: told(of))
+    page = serve_page("127.0.0.1:0", lambda: told(of))
     try:
         with urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()

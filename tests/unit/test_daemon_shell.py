@@ -179,7 +179,7 @@ def test_what_is_copied_behind_an_object_in_several_runs_goes_to_its_own_place(
 @pytest.mark.parametrize("draining", [True, False])
 def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -> None:
     """READY stays up for those who hang up then, and readers of theirs may still be copying."""
-    config = Config(memory=MemorySettings(budget="1MiB", prefault=False))
+    config = Config(memory=MemorySettings(budget="1MiB"))
     node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
     manifest = Manifest.of_files(["/a", "/b"])
     dataset = DatasetRecord.create(manifest, Source(manifest), 1 << 20)
@@ -200,7 +200,7 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
     """Limits on processes count threads, too. Readers wait for what is not fetched."""
     (tmp_path / "x").write_bytes(b"x" * 3000)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    config = Config(memory=MemorySettings(budget="1MiB", prefault=True))
+    config = Config(memory=MemorySettings(budget="1MiB"))
     node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
     answers: list[Any] = []
     refused = RuntimeError("can't start new thread")
@@ -233,11 +233,11 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
 
 def test_the_heart_beats_between_events_of_one_turn() -> None:
     """Many plans in one turn, or many clients that leave, are no reason to give a daemon up."""
-    config = Config(memory=MemorySettings(budget="1MiB", prefault=False))
+    config = Config(memory=MemorySettings(budget="1MiB"))
     node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
     manifest = Manifest.of_files(["/a"])
     node.register("token", lambda: manifest, lambda _: None)
-    until(lambda: manifest.key in node.registry.datasets, what="the registrar is through")
+    until(lambda: manifest.key in node.registry.datasets, what="it is registered")
     session = node.open("token", Open(manifest.key))
     slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
     with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
@@ -302,9 +302,6 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     class Quick:
         parts: ClassVar[list[int]] = []
 
-        def read_into(self, ids: Any, length: Any, buffer: memoryview) -> Any:
-            return self.read_parts(ids, length, [[buffer]])
-
         def read_parts(self, ids: Any, length: Any, parts: list[list[memoryview]]) -> Any:
             self.parts.append(len(ids))
             for part in parts:
@@ -365,9 +362,7 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
 
     source = mock.Mock()
     failed = np.full(201, -1, np.int64)
-    source.read_into = source.read_parts = lambda ids, *_: Read(
-        failed[: len(ids)], failed[: len(ids)]
-    )
+    source.read_parts = lambda ids, *_: Read(failed[: len(ids)], failed[: len(ids)])
     length = np.append(np.full(200, 4096), 1 << 28)
     with Arena.create(1 << 29) as arena:
         fetcher = Fetcher(arena, lambda _: None, no_peers)

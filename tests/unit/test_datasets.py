@@ -293,19 +293,17 @@ def web(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("index", ["none", "index.json", "index.arrow", "from_index", "list"])
+@pytest.mark.parametrize("index", ["none", "index.json", "index.arrow", "named", "list"])
 def test_a_folder_over_http_is_the_local_one(photos: Path, web: str, index: str) -> None:
     local = ImageFolder(photos)
-    if index in {"index.json", "index.arrow", "from_index"}:
-        name = "other.json" if index == "from_index" else index
+    if index in {"index.json", "index.arrow", "named"}:
+        name = "other.json" if index == "named" else index
         local.save_index(photos / name)
     elif index == "list":
         names = ", ".join(f'"{os.path.relpath(p, photos)}"' for p, _ in local.samples)
         (photos / "index.json").write_text(f"[{names}]")
-    if index == "from_index":
-        remote = ImageFolder.from_index(f"{web}/photos/other.json")
-    else:
-        remote = ImageFolder(f"{web}/photos")
+    other = f"{web}/photos/other.json" if index == "named" else None
+    remote = ImageFolder(f"{web}/photos", index=other)
     assert remote.classes == local.classes
     assert remote.targets == local.targets
     for i in range(len(local)):
@@ -332,7 +330,7 @@ def test_a_folder_by_file_uri_and_by_fsspec(photos: Path) -> None:
 def test_a_bad_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "index.json").write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"index\.json"):
-        ImageFolder.from_index(tmp_path / "index.json")
+        ImageFolder(tmp_path, index=tmp_path / "index.json")
 
 
 # --- FileDataset ------------------------------------------------------------------------------

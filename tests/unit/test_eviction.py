@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import FOR_PEERS, Homes, HomesEviction
-from creel.policies.cluster.turn import ClusterView
 from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.planned import PlannedEviction
@@ -143,7 +143,7 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
             now = epoch * steps + step
             if step == 5 and epoch < 3:
                 tell(epoch + 1)
-            turn = policy.question(
+            boundary = policy.question(
                 Facts(
                     uses,
                     now,
@@ -152,12 +152,12 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
                     n // 2,
                 )
             )
-            if turn is not None:
-                policy.answer(turn, turn.plan())
+            if boundary is not None:
+                policy.answer(boundary, boundary.plan())
             ids = plans[epoch][step]
             life[ids] = RESIDENT
             uses.consume(epoch, ids, np.full(batch, now, np.int32))
-            policy.turn(uses, epoch)
+            policy.epoch_began(uses, epoch)
             policy.released(ids)
             pins[:] = rng.random(n) < 0.1
             out = policy.victims(int(rng.integers(0, 8)), now)
@@ -281,10 +281,10 @@ def test_a_plan_and_its_keeper_take_few_bytes_per_object(*, alike: bool) -> None
     tracemalloc.start()
     try:
         policy = PlannedEviction(life, pins, uses)
-        turn = policy.question(facts)
-        assert turn is not None
-        policy.answer(turn, turn.plan())
-        del turn  # the session has its orders anyway
+        boundary = policy.question(facts)
+        assert boundary is not None
+        policy.answer(boundary, boundary.plan())
+        del boundary  # the session has its orders anyway
         for ids in orders[0].reshape(-1, batch):
             uses.consume(0, ids)
             policy.released(ids)
@@ -316,7 +316,7 @@ def test_homes_that_a_shortage_cost_are_kept_again_in_the_next_epoch() -> None:
     read(lost)
     assert sorted(policy.victims(4, 1)) == sorted(lost), "more than there was room for is kept"
     read(lost)
-    policy.turn(uses, 1)
+    policy.epoch_began(uses, 1)
     read(others[:2])
     read(lost)
     assert sorted(policy.victims(2, 2)) == others[:2].tolist()

@@ -26,7 +26,8 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.worker import WorkerInfo
 
 from creel.cache.memory.slots import SlotReader, SlotWriter
-from creel.loader.workers.packing import Packed, discard, pack, slot_collate, unpack
+from creel.loader.workers.packing import pack, slot_collate
+from creel.loader.workers.unpacking import Packed, discard, unpack
 
 pytestmark = pytest.mark.timeout(180)
 

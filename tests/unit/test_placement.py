@@ -1,4 +1,4 @@
-"""The plan of a cluster's turn, against plain loops written from the definitions."""
+"""The plan of a cluster's end, against plain loops written from the definitions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.cluster.placement import Uses, by_rank, nobody, replicas, turn, uses_of
+from creel.policies.cluster.placement import Uses, by_rank, next_holders, nobody, replicas, uses_of
 from creel.policies.eviction.selection import Nodes
 
 EQUAL = np.array([100])
@@ -39,7 +39,7 @@ class Job:
         owners = [uses.owner for uses in self.uses[epoch + 1 : epoch + 5]]
         orders = by_rank(self.orders[epoch + 1], self.world)
         now = self.uses[epoch]
-        return turn(holder, now, owners, orders, size, capacity, lead=0.01, clock=clock)
+        return next_holders(holder, now, owners, orders, size, capacity, lead=0.01, clock=clock)
 
 
 def held(holder: Nodes, size: NDArray[np.int64], nodes: int) -> NDArray[np.float64]:
@@ -183,5 +183,5 @@ def test_second_copies_take_only_what_first_copies_leave() -> None:
 
 def test_an_empty_dataset_has_an_empty_plan() -> None:
     none = Uses(np.empty(0, np.uint8), np.empty(0, np.uint16))
-    new = turn(none.owner, none, [none.owner], [], EQUAL, np.array([5, 5]), lead=0.1)
+    new = next_holders(none.owner, none, [none.owner], [], EQUAL, np.array([5, 5]), lead=0.1)
     assert len(new) == 0

@@ -19,8 +19,8 @@ import creel
 from creel.errors import ConfigError
 from creel.loader.iterators.exchange import REMAP, dealt_by, still
 from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
-from creel.loader.order.orders import EpochOrder
-from creel.loader.order.samplers import IteratorStart, adopt, before, dealt_anew, without
+from creel.loader.order.orders import EpochOrder, IteratorStart
+from creel.loader.order.samplers import adopt, before, dealt_anew, without
 from creel.policies.cluster.remap import Exchange
 from kit import seeds, until
 

@@ -30,9 +30,9 @@ from torch.utils.data import (
 
 from creel.errors import ConfigError
 from creel.loader.order import draws, samplers
-from creel.loader.order.orders import index_sampler
+from creel.loader.order.orders import EpochOrder, IteratorStart, index_sampler
 from creel.loader.order.prediction import same_batch
-from creel.loader.order.samplers import EpochOrder, IteratorStart, adopt, before
+from creel.loader.order.samplers import adopt, before
 from kit import seeds
 
 Loader = DataLoader[Any]
@@ -487,14 +487,14 @@ def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
     torch.manual_seed(1)
     moment = samplers.before(loader)
     it: Any = iter(loader)
-    begun = samplers.IteratorStart(it._sampler_iter, it._base_seed, moment)
+    begun = IteratorStart(it._sampler_iter, it._base_seed, moment)
     order = samplers.adopt(loader, begun)
     it._sampler_iter = map(plain, order)
     assert list(it) == want
     torch.manual_seed(3)
     seen, moment = torch.get_rng_state(), samplers.before(loader)
     it = iter(loader)
-    begun = samplers.IteratorStart(it._sampler_iter, it._base_seed, moment)
+    begun = IteratorStart(it._sampler_iter, it._base_seed, moment)
     order = samplers.adopt(loader, begun, state=order.state())
     assert torch.equal(torch.get_rng_state(), seen)
     order.skip(3)

@@ -26,9 +26,9 @@ from creel.daemon.core.events import (
     Tick,
 )
 from creel.daemon.core.versions import Versions
+from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.turn import ClusterView
 
 OLD, NEW = of_tag("old"), of_tag("new")
 NO_DISKS = np.array([(0, 1)] * 2, np.int64)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from creel.cache.storage import retry
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.retry import source_error, transient
-from creel.cache.storage.source import Source
+from creel.cache.storage.source import Source, parts_in
 from creel.cache.storage.stores import Filled, LocalStore, Run, StoredFile
 from creel.errors import SourceError
 from creel.policies.retry import pause_s
@@ -31,11 +31,11 @@ _QUICK = FetchSettings(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max
 
 
 def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
-    """What `read_into` fills into fresh buffers."""
+    """What `read_parts` fills into fresh buffers."""
     where = np.array(ids)
     lengths = source.manifest.ranges(where)[1]
     buffer = bytearray(int(lengths.sum()))
-    got = source.read_into(where, lengths, memoryview(buffer)).nbytes
+    got = source.read_parts(where, lengths, parts_in(memoryview(buffer), lengths)).nbytes
     ends = lengths.cumsum().tolist()
     return got, [bytes(buffer[b - n : b]) for b, n in zip(ends, lengths.tolist(), strict=True)]
 
@@ -348,7 +348,7 @@ def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
 
 def test_an_empty_manifest_has_nothing_to_read() -> None:
     source = Source(Manifest.of_files([]))
-    read = source.read_into(np.zeros(0, np.int32), np.zeros(0, np.int64), memoryview(b""))
+    read = source.read_parts(np.zeros(0, np.int32), np.zeros(0, np.int64), [])
     assert (len(read.nbytes), len(read.version)) == (0, 0)
 
 

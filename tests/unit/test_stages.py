@@ -7,7 +7,7 @@ import random
 import pytest
 
 from creel.loader.iterators.meter import Meter
-from creel.loader.workers.stages import READING, WAITING, divide
+from creel.loader.workers.stages import READING, WAITING, BatchTimes, divide
 from kit import seeds
 
 
@@ -27,11 +27,10 @@ def test_a_wait_is_divided_as_if_each_nanosecond_had_been_watched(seed: int) -> 
             watched[2] += 1
         else:
             watched[3] += 1
-    assert list(divide((began, ready, collating, packed, 0, lost), since, until)) == watched
+    times = BatchTimes(began, ready, collating, packed, lost=lost)
+    assert list(divide(times, since, until)) == watched
     direct = rng.randrange(60)
-    source, decode, collate, daemon = divide(
-        (began, ready, collating, packed, direct, lost), since, until
-    )
+    source, decode, collate, daemon = divide(times._replace(direct_ns=direct), since, until)
     assert min(source, decode) >= 0
     assert [source + decode, collate, daemon] == [
         watched[0] + watched[1],
@@ -43,7 +42,7 @@ def test_what_is_told_adds_up_to_what_was_counted() -> None:
     meter = Meter()
     said: dict[str, int] = {}
     for i in range(5):
-        meter.awaited((10, 20, 60, 70, 30, 0), i * 20, 75 + i * 20)
+        meter.awaited(BatchTimes(10, 20, 60, 70, 30), i * 20, 75 + i * 20)
         meter.gave_up(WAITING if i % 2 else READING, 7)
         meter.workers([1, 2, 3, 4, 5, 600])
         for name, value in meter.unreported().items():

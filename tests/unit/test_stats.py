@@ -14,7 +14,7 @@ from urllib.request import urlopen
 import pytest
 
 from creel.cache.memory.shared_words import WORDS_NBYTES, SharedWords, sealed_memfd
-from creel.daemon.reporting.prometheus import Page
+from creel.daemon.reporting.prometheus import serve_page
 from creel.daemon.reporting.stats import Ranks
 from creel.messages import Open
 
@@ -126,7 +126,7 @@ def test_the_ranks_that_are_told_of_are_bounded(session: Callable[..., Any]) -> 
 def page() -> Iterator[str]:
     """What a scraper gets of one rank."""
     pytest.importorskip("prometheus_client")
-    served = Page("127.0.0.1:0", lambda: TOLD)
+    served = serve_page("127.0.0.1:0", lambda: TOLD)
     try:
         with urlopen(f"http://127.0.0.1:{served.port}/metrics", timeout=10) as answer:
             yield answer.read().decode()

@@ -40,11 +40,11 @@ class ClusterPlans:
 
     def changed(self, e: ClusterChanged) -> None:
         """Nodes left or came back."""
-        for h in self._residencies.values():
-            for group in h.groups:
+        for residency in self._residencies.values():
+            for group in residency.groups:
                 if group.deals.view is not None and group.deals.view.cluster == e.cluster:
                     group.deals.view = e.view
-            h.choose_policy()
+            residency.choose_policy()
 
     def shared(self, e: PlanShared) -> None:
         """A peer has said where objects lie."""
@@ -63,15 +63,15 @@ class ClusterPlans:
         policy = self._policy(e.dataset)
         self._emit(SharePlan(e.request, None if policy is None else policy.share(e.seed)))
 
-    def ask(self, h: Residency, now: float) -> None:
+    def ask(self, residency: Residency, now: float) -> None:
         """Ask peers about the epoch, once a second, where what it began with was missed."""
-        policy = h.among_nodes
-        if policy is None or now < self._ask_again.get(h.name, 0.0):
+        policy = residency.among_nodes
+        if policy is None or now < self._ask_again.get(residency.name, 0.0):
             return
         seed, view = policy.lacks, policy.deals.view
         if seed is not None and view is not None:
-            self._ask_again[h.name] = now + _ASK_AGAIN_S
-            self._emit(AskPlan(h.name, view.cluster, seed))
+            self._ask_again[residency.name] = now + _ASK_AGAIN_S
+            self._emit(AskPlan(residency.name, view.cluster, seed))
 
     def forget(self, dataset: str) -> None:
         """A dataset is removed."""
@@ -80,9 +80,9 @@ class ClusterPlans:
     def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
         """From when on nodes of a cluster can follow a change of its members."""
         found = (
-            policy.moment(h.groups[0].clock(), h.groups[0].step_s())
-            for h, policy in self._within(cluster)
-            if h.groups
+            policy.moment(residency.groups[0].clock(), residency.groups[0].step_s())
+            for residency, policy in self._within(cluster)
+            if residency.groups
         )
         return tuple(moment for moment in found if moment is not None)
 
@@ -93,11 +93,11 @@ class ClusterPlans:
 
     def _within(self, cluster: str) -> Iterator[tuple[Residency, ClusterEviction]]:
         """The datasets that are planned in this cluster."""
-        for h in self._residencies.values():
-            view = None if h.among_nodes is None else h.among_nodes.deals.view
-            if h.among_nodes is not None and view is not None and view.cluster == cluster:
-                yield h, h.among_nodes
+        for residency in self._residencies.values():
+            view = None if residency.among_nodes is None else residency.among_nodes.deals.view
+            if residency.among_nodes is not None and view is not None and view.cluster == cluster:
+                yield residency, residency.among_nodes
 
     def _policy(self, dataset: str) -> ClusterEviction | None:
-        h = self._residencies.get(dataset)
-        return None if h is None else h.among_nodes
+        residency = self._residencies.get(dataset)
+        return None if residency is None else residency.among_nodes

@@ -31,7 +31,7 @@ _LOOKED_AT = 16
 
 
 @dataclass(eq=False, slots=True)
-class _Request:
+class _PeerWait:
     """A request of a peer. What of it is pinned is in `Residency.served`."""
 
     number: int
@@ -63,8 +63,8 @@ class Serving:
         self._inflight = inflight
         self._residencies: Mapping[str, Residency] = admission.residencies
         self._emit = emit
-        self._serving: dict[int, _Request] = {}
-        self._waiting: list[_Request] = []  # for the disk
+        self._serving: dict[int, _PeerWait] = {}
+        self._waiting: list[_PeerWait] = []  # for the disk
         self._nbytes = 0  # read from disk, and not sent yet
 
     def asked(self, e: PeerAsked, now: float) -> None:
@@ -75,46 +75,50 @@ class Serving:
         """
         if e.request in self._serving:
             raise IllegalEventError(f"request {e.request} is being answered")
-        h = self._residencies.get(e.dataset)
-        if h is None:
+        residency = self._residencies.get(e.dataset)
+        if residency is None:
             self._emit(_nothing(e.request, len(e.ids)))
             return
         ids = e.ids.astype(np.intp)
-        known = ids[(ids >= 0) & (ids < len(h))]
-        known = known[h.versions.version[h.versions.files(known)] != CHANGING]
-        here = known[h.life[known] == RESIDENT]
-        stored = known[(h.life[known] != RESIDENT) & (h.disk.state[known] == STORED)]
-        h.pin(here)
-        h.served[e.request] = here
-        request = _Request(e.request, h, ids, now + e.wait_s, np.unique(stored))
+        known = ids[(ids >= 0) & (ids < len(residency))]
+        known = known[residency.versions.version[residency.versions.files(known)] != CHANGING]
+        here = known[residency.life[known] == RESIDENT]
+        stored = known[
+            (residency.life[known] != RESIDENT) & (residency.disk.state[known] == STORED)
+        ]
+        residency.pin(here)
+        residency.served[e.request] = here
+        request = _PeerWait(e.request, residency, ids, now + e.wait_s, np.unique(stored))
         self._serving[e.request] = request
         if self._bring(request, known, now) or len(stored):
             self._waiting.append(request)
         else:
             self._answer(request)
 
-    def _bring(self, request: _Request, ids: Index, now: float) -> bool:
+    def _bring(self, request: _PeerWait, ids: Index, now: float) -> bool:
         """Await what is on its way, and what is read here for all; whether there is any.
 
         What comes from a peer is not awaited: that peer may be waiting for this answer.
         """
-        h = request.residency
-        policy = h.policy
+        residency = request.residency
+        policy = residency.policy
         if policy is None or policy.homes is None or not policy.reads_for_peers:
             return False
         ids = np.unique(ids)
-        absent = ids[(h.life[ids] <= SKIPPED) & (h.disk.state[ids] != STORED)]
+        absent = ids[(residency.life[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
         absent = absent[policy.homes.mine(absent)]
-        absent = absent[: self._inflight.leave_for_peers(h.expected(h.length[absent]))]
+        absent = absent[
+            : self._inflight.leave_for_peers(residency.expected(residency.length[absent]))
+        ]
         if len(absent):
-            length = h.length[absent]
-            place, lack = self._admission.room(h, length, FOR_PEERS, stalled=False)
+            length = residency.length[absent]
+            place, lack = self._admission.room(residency, length, FOR_PEERS, stalled=False)
             fetch = absent[~lack], place[~lack], length[~lack]
-            for action in self._inflight.start(h, *fetch, FOR_PEERS, now, now):
+            for action in self._inflight.start(residency, *fetch, FOR_PEERS, now, now):
                 self._emit(action)
-        coming = ids[h.life[ids] == FETCHING]
+        coming = ids[residency.life[ids] == FETCHING]
         if len(coming):
-            coming = coming[~np.isin(coming, self._inflight.from_peers(h))]
+            coming = coming[~np.isin(coming, self._inflight.from_peers(residency))]
         self._pin(request, coming)
         request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0
@@ -142,32 +146,32 @@ class Serving:
         self._waiting = [r for r in self._waiting if not r.answered]
 
     @staticmethod
-    def _still_waits(request: _Request) -> bool:
+    def _still_waits(request: _PeerWait) -> bool:
         """Whether a request waits for what it waited for before; takes a microsecond."""
         life = request.residency.life[request.awaited]
         return len(request.lacking) > 0 or bool(life == FETCHING)
 
-    def _end(self, request: _Request, now: float) -> None:
+    def _end(self, request: _PeerWait, now: float) -> None:
         """Answer a request if it waits for nothing more, or has waited for long enough."""
-        h = request.residency
-        pinned = h.served[request.number]
-        coming = pinned[h.life[pinned] == FETCHING]
+        residency = request.residency
+        pinned = residency.served[request.number]
+        coming = pinned[residency.life[pinned] == FETCHING]
         if now >= request.until or not (len(request.lacking) or len(coming)):
             self._answer(request)
         elif len(coming):
             request.awaited = int(coming[0])
 
-    def _look(self, request: _Request) -> None:
+    def _look(self, request: _PeerWait) -> None:
         """Pin what has come, or is coming, of a request, whoever requested the fetch."""
-        h, ids = request.residency, request.lacking
-        life = h.life[ids]
+        residency, ids = request.residency, request.lacking
+        life = residency.life[ids]
         self._pin(request, ids[(life == RESIDENT) | (life == FETCHING)])
-        request.lacking = ids[(life <= SKIPPED) & (h.disk.state[ids] == STORED)]
+        request.lacking = ids[(life <= SKIPPED) & (residency.disk.state[ids] == STORED)]
 
-    def _read(self, request: _Request, now: float) -> None:
+    def _read(self, request: _PeerWait, now: float) -> None:
         """Begin to read from disk what there is room for."""
-        h, ids = request.residency, request.lacking
-        length = h.length[ids]
+        residency, ids = request.residency, request.lacking
+        length = residency.length[ids]
         others = self._nbytes - request.nbytes
         room = max(self._admission.disk.most_writing - others, 0)
         k = min(self._inflight.leave(length, urgent=True), affordable(length, room))
@@ -175,14 +179,14 @@ class Serving:
             k = min(len(ids), 1)
         if not k:
             return
-        need = h.groups[0].clock() if h.groups else 0
+        need = residency.groups[0].clock() if residency.groups else 0
         ids, length, left = ids[:k], length[:k], ids[k:]
-        place = self._admission.place(h, length, need, stalled=False)
+        place = self._admission.place(residency, length, need, stalled=False)
         good = place != NOWHERE
         if not every(good):
-            self.short.add(h)
+            self.short.add(residency)
         rest = need, now, request.until, DISK
-        for action in self._inflight.start(h, ids[good], place[good], length[good], *rest):
+        for action in self._inflight.start(residency, ids[good], place[good], length[good], *rest):
             self._emit(action)
         self._pin(request, ids[good])
         request.nbytes += int(length[good].sum())
@@ -190,25 +194,25 @@ class Serving:
         request.lacking = np.append(ids[~good], left)
 
     @staticmethod
-    def _pin(request: _Request, ids: Index) -> None:
-        h = request.residency
-        h.pin(ids, distinct=True)
-        h.served[request.number] = np.append(h.served[request.number], ids)
+    def _pin(request: _PeerWait, ids: Index) -> None:
+        residency = request.residency
+        residency.pin(ids, distinct=True)
+        residency.served[request.number] = np.append(residency.served[request.number], ids)
 
-    def _answer(self, request: _Request) -> None:
+    def _answer(self, request: _PeerWait) -> None:
         """Send what is here; what is not stays unpinned."""
-        h, ids = request.residency, request.ids
-        pinned = h.served[request.number]
-        here: NDArray[np.bool_] = h.life[pinned] == RESIDENT
-        h.unpin(pinned[~here])
-        found = h.served[request.number] = pinned[here]
+        residency, ids = request.residency, request.ids
+        pinned = residency.served[request.number]
+        here: NDArray[np.bool_] = residency.life[pinned] == RESIDENT
+        residency.unpin(pinned[~here])
+        found = residency.served[request.number] = pinned[here]
         answer = _nothing(request.number, len(ids))
         at = np.flatnonzero(np.isin(ids, found))
-        answer.place[at], answer.nbytes[at] = h.places(ids[at]), h.length[ids[at]]
-        answer.version[at] = h.versions.version[h.versions.files(ids[at])]
-        h.counts["served"] += len(at)
-        h.counts["served_nbytes"] += int(h.length[ids[at]].sum())
-        h.counts["refused"] += len(ids) - len(at)
+        answer.place[at], answer.nbytes[at] = residency.places(ids[at]), residency.length[ids[at]]
+        answer.version[at] = residency.versions.version[residency.versions.files(ids[at])]
+        residency.counts["served"] += len(at)
+        residency.counts["served_nbytes"] += int(residency.length[ids[at]].sum())
+        residency.counts["refused"] += len(ids) - len(at)
         request.answered = True
         self._emit(answer)
 
@@ -217,14 +221,14 @@ class Serving:
         request = self._serving.pop(e.request, None)
         if request is None:
             return
-        h = request.residency
+        residency = request.residency
         self._nbytes -= request.nbytes
-        ids = h.served.pop(e.request)
-        h.unpin(ids)
-        if h.policy is not None:
-            h.policy.sent(ids)
-        h.release(ids)
-        h.departed.answered(e.request)
+        ids = residency.served.pop(e.request)
+        residency.unpin(ids)
+        if residency.policy is not None:
+            residency.policy.sent(ids)
+        residency.release(ids)
+        residency.departed.answered(e.request)
 
 
 def _nothing(request: int, objects: int) -> ServeObjects:

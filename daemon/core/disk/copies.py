@@ -101,7 +101,7 @@ class DiskCopies:
         self.nbytes = 0  # of rooms
         self.storing = 0  # objects being written
         self.hopeless = False
-        self._h = residency
+        self._residency = residency
         self._tier = tier
         self._loose: deque[Index] = deque()  # released, and not looked at yet
         self._waiting = 0  # objects in there
@@ -133,7 +133,7 @@ class DiskCopies:
         """Objects that are on disk, as far as known, are not, or are of no use there."""
         ids = ids[self.state[ids] == STORED]
         if len(ids):
-            self._h.emit(DropFromDisk(self._h.name, ids.astype(np.int32)))
+            self._residency.emit(DropFromDisk(self._residency.name, ids.astype(np.int32)))
             self.state[ids] = NOT_STORED
             self._count(ids, -1)
             self.changed(len(ids))
@@ -145,7 +145,7 @@ class DiskCopies:
 
     def lost_files(self, files: NDArray[np.int32]) -> None:
         """These files have changed."""
-        for first, last in map(self._h.versions.objects, files.tolist()):
+        for first, last in map(self._residency.versions.objects, files.tolist()):
             self.lost(first + np.flatnonzero(self.state[first:last] == STORED))
 
     def lost_all(self) -> None:
@@ -161,7 +161,7 @@ class DiskCopies:
         self._tier.used -= self.nbytes
 
     def _count(self, ids: Index, sign: int) -> None:
-        nbytes = int(self._tier.rooms(self._h.length[ids]).sum())
+        nbytes = int(self._tier.rooms(self._residency.length[ids]).sum())
         self.objects += sign * len(ids)
         self.nbytes += sign * nbytes
         self._tier.used += sign * nbytes
@@ -173,18 +173,18 @@ class DiskCopies:
 
         For peers whatever no reader needs now: it comes back from disk.
         """
-        h = self._h
+        residency = self._residency
 
         def kind(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (h.life[at] == RESIDENT) & (self.state[at] == STORED)
-            found &= h.pins[at] == 0
+            found: NDArray[np.bool_] = (residency.life[at] == RESIDENT) & (self.state[at] == STORED)
+            found &= residency.pins[at] == 0
             return found
 
         return self._clean.take(k, kind, self._due, None if step == FOR_PEERS else step)
 
     def _due(self, ids: Index) -> NDArray[np.int64]:
         """(k,) each object's next use, on the policy's clock."""
-        policy = self._h.policy
+        policy = self._residency.policy
         return np.zeros(len(ids), np.int64) if policy is None else policy.due(ids)
 
     def released(self, ids: Index) -> None:
@@ -201,7 +201,7 @@ class DiskCopies:
 
     def next_released(self, nbytes: int, room: int) -> Index:
         """Objects to write while the disk has `room`, `nbytes` at most: those read first."""
-        policy = self._h.policy
+        policy = self._residency.policy
         while self._loose:
             ids = self._loose.popleft()
             self._waiting -= len(ids)
@@ -218,7 +218,7 @@ class DiskCopies:
 
     def next_due_last(self, nbytes: int) -> Index:
         """Objects to write so that they may leave memory, `nbytes` at most: those due last."""
-        policy = self._h.policy
+        policy = self._residency.policy
         ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._due)
         if policy is not None and len(ids):
             ids = ids[policy.keeps(ids)]
@@ -229,17 +229,17 @@ class DiskCopies:
 
         What a storage without versions gave would be served after a restart whatever became of it.
         """
-        h = self._h
-        found: NDArray[np.bool_] = (h.life[at] == RESIDENT) & (self.state[at] == NOT_STORED)
-        found &= h.pins[at] == 0
-        ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(h)))
+        residency = self._residency
+        found: NDArray[np.bool_] = (residency.life[at] == RESIDENT) & (self.state[at] == NOT_STORED)
+        found &= residency.pins[at] == 0
+        ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(residency)))
         where = np.flatnonzero(found)
-        found[where] = h.versions.version[h.versions.files(ids[where])] > 0
+        found[where] = residency.versions.version[residency.versions.files(ids[where])] > 0
         return found
 
     def _fitting(self, ids: Index, nbytes: int, room: int) -> int:
         """How many objects, from the first on, are `nbytes` at most and fit into `room`."""
-        length = self._h.length[ids]
+        length = self._residency.length[ids]
         k = affordable(length, nbytes)
         if not k and not self._tier.writing:
             k = 1
@@ -249,12 +249,12 @@ class DiskCopies:
 
     def make_room(self, nbytes: int) -> None:
         """Remove what nobody keeps, then what memory holds and is due soonest, from the disk."""
-        h, policy = self._h, self._h.policy
+        residency, policy = self._residency, self._residency.policy
         if policy is None or not policy.replaces:
             return
 
         def twice(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (self.state[at] == STORED) & (h.life[at] == RESIDENT)
+            found: NDArray[np.bool_] = (self.state[at] == STORED) & (residency.life[at] == RESIDENT)
             return found
 
         freed = self.drop_idle(nbytes)
@@ -262,13 +262,13 @@ class DiskCopies:
 
     def drop_idle(self, nbytes: int) -> int:
         """Remove up to about `nbytes` that nobody keeps from the disk; bytes freed."""
-        policy = self._h.policy
+        policy = self._residency.policy
         if policy is None or not policy.replaces:
             return 0
 
         def idle(at: Index | slice) -> NDArray[np.bool_]:
             found = self._settled(at)
-            ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(self._h)))
+            ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(self._residency)))
             where = np.flatnonzero(found)
             found[where] = ~policy.keeps(ids[where])
             return found
@@ -280,13 +280,13 @@ class DiskCopies:
 
         Also pinned ones: for the daemon's end, when nothing leaves memory any more.
         """
-        h = self._h
-        ids = np.flatnonzero((h.life == RESIDENT) & (self.state == NOT_STORED))
-        ids = ids[h.versions.version[h.versions.files(ids)] > 0]
+        residency = self._residency
+        ids = np.flatnonzero((residency.life == RESIDENT) & (self.state == NOT_STORED))
+        ids = ids[residency.versions.version[residency.versions.files(ids)] > 0]
         ids = ids[self._due(ids).argsort(kind="stable")]
-        if h.policy is None:
+        if residency.policy is None:
             return ids, NONE
-        kept = h.policy.keeps(ids)
+        kept = residency.policy.keeps(ids)
         return ids[kept], ids[~kept]
 
     def give(self, nbytes: int) -> None:
@@ -295,7 +295,7 @@ class DiskCopies:
 
     def _settled(self, at: Index | slice) -> NDArray[np.bool_]:
         """(k,) whether each is on disk, and not being read from there."""
-        life = self._h.life[at]
+        life = self._residency.life[at]
         coming = (life == FETCHING) | (life == OVERDUE)
         found: NDArray[np.bool_] = (self.state[at] == STORED) & ~coming
         return found
@@ -306,18 +306,23 @@ class DiskCopies:
         """Remove objects of a kind from the disk; bytes freed."""
         if nbytes <= 0:
             return 0
-        before, room = self._tier.free, int(self._tier.rooms(np.array([int(self._h.mean)]))[0])
+        before, room = (
+            self._tier.free,
+            int(self._tier.rooms(np.array([int(self._residency.mean)]))[0]),
+        )
         self.lost(walk.take(-(-nbytes // max(room, 1)) + 1, kind, due))
         return self._tier.free - before
 
     def check(self, storing: Index) -> None:
         """Raise IllegalEventError unless states and sums are right; `storing`: being written."""
-        h = self._h
+        residency = self._residency
         stored = np.flatnonzero(self.state == STORED)
         must(len(stored) == self.objects, "objects on disk are miscounted")
-        must(bool((h.length[stored] >= 0).all()), "an object of unknown length is on disk")
-        must(int(self._tier.rooms(h.length[stored]).sum()) == self.nbytes, "bytes on disk")
+        must(bool((residency.length[stored] >= 0).all()), "an object of unknown length is on disk")
+        must(int(self._tier.rooms(residency.length[stored]).sum()) == self.nbytes, "bytes on disk")
         here = np.flatnonzero(self.state == STORING)
         must(np.array_equal(here, np.sort(storing)), "being written, and not, or twice")
         must(len(here) == self.storing, "what is being written is miscounted")
-        must(bool((h.life[here] == RESIDENT).all()), "what is being written is not in memory")
+        must(
+            bool((residency.life[here] == RESIDENT).all()), "what is being written is not in memory"
+        )

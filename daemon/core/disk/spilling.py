@@ -78,13 +78,13 @@ class Spilling:
     def opened(self, nbytes: int, unit: int) -> None:
         """The disk's size is known or has changed; 0: it is lost with all that was there."""
         if not nbytes:
-            for h in self._residencies.values():
-                h.disk.lost_all()
+            for residency in self._residencies.values():
+                residency.disk.lost_all()
         if not self._tier.used:
             self._tier.unit = unit
         self._tier.nbytes = nbytes
-        for h in self._residencies.values():
-            h.disk.opened()
+        for residency in self._residencies.values():
+            residency.disk.opened()
 
     def start(
         self,
@@ -105,78 +105,80 @@ class Spilling:
         """
         if not self._tier:
             return False
-        for h in self._residencies.values():
-            h.disk.hopeless = False
+        for residency in self._residencies.values():
+            residency.disk.hopeless = False
             while (left := self._left()) and self._tier.free > 0:
-                ids = h.disk.next_released(left, self._tier.free)
+                ids = residency.disk.next_released(left, self._tier.free)
                 if not len(ids):
                     break
-                self._write(h, ids)
+                self._write(residency, ids)
         short_of_room = {*lacking, *short}
-        for h in short_of_room:
-            if not h.disk.storing:
-                h.disk.hopeless = not self._make_writable_room(h, reading)
-        return any(h.disk.hopeless for h in short_of_room)
+        for residency in short_of_room:
+            if not residency.disk.storing:
+                residency.disk.hopeless = not self._make_writable_room(residency, reading)
+        return any(residency.disk.hopeless for residency in short_of_room)
 
     def _left(self) -> int:
         """Bytes that may be written in one go now."""
         return min(self._tier.most_writing - self._tier.writing, BATCH_NBYTES)
 
-    def _make_writable_room(self, h: Residency, reading: Callable[[Residency], bool]) -> bool:
+    def _make_writable_room(
+        self, residency: Residency, reading: Callable[[Residency], bool]
+    ) -> bool:
         """Write what is due last, so that it may leave; False where nothing can be, or soon."""
         left = self._left()
         if left <= 0:
             return True
-        ids = h.disk.next_due_last(left)
+        ids = residency.disk.next_due_last(left)
         if not len(ids):
             return False
-        lack = int(self._tier.rooms(h.length[ids]).sum()) - self._tier.free
+        lack = int(self._tier.rooms(residency.length[ids]).sum()) - self._tier.free
         if lack > 0:
-            self._make_room(h, lack)
-        rooms = self._tier.rooms(h.length[ids])
+            self._make_room(residency, lack)
+        rooms = self._tier.rooms(residency.length[ids])
         ids = ids[: affordable(rooms, max(self._tier.free, 0))]
         if len(ids):
-            self._write(h, ids)
+            self._write(residency, ids)
             return True
-        return h.policy is not None and h.policy.replaces and reading(h)
+        return residency.policy is not None and residency.policy.replaces and reading(residency)
 
-    def _make_room(self, h: Residency, nbytes: int) -> None:
+    def _make_room(self, residency: Residency, nbytes: int) -> None:
         """Free about `nbytes` on disk.
 
         First of datasets that nobody reads, then, where this one has less than its part, of those
         that have more than theirs, last of this one's own.
         """
         enough = self._tier.free + nbytes
-        others = [other for other in self._residencies.values() if other is not h]
+        others = [other for other in self._residencies.values() if other is not residency]
         for other in others:
             if not other.active and self._tier.free < enough:
                 other.disk.lost_all()
-        if self._excess(h) < 0:
+        if self._excess(residency) < 0:
             for other in others:
                 lack = min(enough - self._tier.free, self._excess(other))
                 if other.active and lack > 0:
                     other.disk.give(lack)
         if self._tier.free < enough:
-            h.disk.make_room(enough - self._tier.free)
+            residency.disk.make_room(enough - self._tier.free)
 
-    def _excess(self, h: Residency) -> int:
+    def _excess(self, residency: Residency) -> int:
         """Bytes on disk beyond what a dataset may claim."""
-        return h.disk.nbytes - int(self._part(h) * self._tier.nbytes)
+        return residency.disk.nbytes - int(self._part(residency) * self._tier.nbytes)
 
-    def _write(self, h: Residency, ids: Index) -> None:
-        length = h.length[ids]
+    def _write(self, residency: Residency, ids: Index) -> None:
+        length = residency.length[ids]
         room, nbytes = int(self._tier.rooms(length).sum()), int(length.sum())
-        spill = _Spill(h, ids, room, nbytes, self._now, set())
-        h.disk.state[ids] = STORING
-        h.disk.storing += len(ids)
-        h.pin(ids, distinct=True)
+        spill = _Spill(residency, ids, room, nbytes, self._now, set())
+        residency.disk.state[ids] = STORING
+        residency.disk.storing += len(ids)
+        residency.pin(ids, distinct=True)
         self._tier.used += spill.room
         self._tier.writing += spill.nbytes
         self._last += 1
         self._spills[self._last] = spill
-        version = h.versions.version[h.versions.files(ids)]
-        what = ids.astype(np.int32), h.places(ids), length, version
-        h.emit(SpillObjects(self._last, h.name, *what))
+        version = residency.versions.version[residency.versions.files(ids)]
+        what = ids.astype(np.int32), residency.places(ids), length, version
+        residency.emit(SpillObjects(self._last, residency.name, *what))
 
     def write_rest(self) -> None:
         """Begin to write all that is in memory and not on disk, as far as there is room for it.
@@ -185,35 +187,39 @@ class Spilling:
         """
         if not self._tier:
             return
-        for h in sorted(self._residencies.values(), key=lambda h: not h.active):
-            kept, others = h.disk.unwritten()
-            lack = int(self._tier.rooms(h.length[kept]).sum()) - self._tier.free
+        for residency in sorted(
+            self._residencies.values(), key=lambda residency: not residency.active
+        ):
+            kept, others = residency.disk.unwritten()
+            lack = int(self._tier.rooms(residency.length[kept]).sum()) - self._tier.free
             if lack > 0:
-                h.disk.drop_idle(lack)
+                residency.disk.drop_idle(lack)
             ids = np.append(kept, others)
-            ids = ids[: affordable(self._tier.rooms(h.length[ids]), max(self._tier.free, 0))]
+            ids = ids[
+                : affordable(self._tier.rooms(residency.length[ids]), max(self._tier.free, 0))
+            ]
             while len(ids):
-                k = max(min(affordable(h.length[ids], BATCH_NBYTES), BATCH_OBJECTS), 1)
-                self._write(h, ids[:k])
+                k = max(min(affordable(residency.length[ids], BATCH_NBYTES), BATCH_OBJECTS), 1)
+                self._write(residency, ids[:k])
                 ids = ids[k:]
 
-    def cancel(self, h: Residency, ids: Index) -> None:
+    def cancel(self, residency: Residency, ids: Index) -> None:
         """These objects leave memory although some may be being written: that will be of no use."""
-        if not h.disk.storing:
+        if not residency.disk.storing:
             return
-        for spill in (s for s in self._spills.values() if s.residency is h):
+        for spill in (s for s in self._spills.values() if s.residency is residency):
             gone = np.isin(spill.ids, ids)
-            gone[gone] = h.disk.state[spill.ids[gone]] == STORING
+            gone[gone] = residency.disk.state[spill.ids[gone]] == STORING
             if gone.any():
                 spill.void.update(spill.ids[gone].tolist())
-                self._release(h, spill.ids[gone])
+                self._release(residency, spill.ids[gone])
                 # Carried out after this spill, and before another one of these objects.
-                h.emit(DropFromDisk(h.name, spill.ids[gone].astype(np.int32)))
+                residency.emit(DropFromDisk(residency.name, spill.ids[gone].astype(np.int32)))
 
-    def _release(self, h: Residency, ids: Index) -> None:
-        h.disk.state[ids] = NOT_STORED
-        h.disk.storing -= len(ids)
-        h.unpin(ids, distinct=True)
+    def _release(self, residency: Residency, ids: Index) -> None:
+        residency.disk.state[ids] = NOT_STORED
+        residency.disk.storing -= len(ids)
+        residency.unpin(ids, distinct=True)
 
     def landed(self, e: Spilled) -> None:
         """A spill ended."""
@@ -221,27 +227,27 @@ class Spilling:
         if spill is None:
             return
         self._landed = self._now
-        h = spill.residency
+        residency = spill.residency
         self._tier.used -= spill.room
         self._tier.writing -= spill.nbytes
         void = np.array([i in spill.void for i in spill.ids.tolist()], np.bool_)
         ids, stored = spill.ids[~void], e.stored[~void]
-        self._release(h, ids)
-        h.disk.found(ids[stored])
+        self._release(residency, ids)
+        residency.disk.found(ids[stored])
         if not stored.all():  # it is full, however large it was said to be
             self._tier.nbytes = min(self._tier.nbytes, self._tier.used)
-        h.counts["spilled"] += int(np.count_nonzero(stored))
-        h.counts["spilled_nbytes"] += int(h.length[ids[stored]].sum())
-        ids = ids[h.pins[ids] == 0]
-        if h.policy is not None and len(ids):
-            h.policy.released(ids)
+        residency.counts["spilled"] += int(np.count_nonzero(stored))
+        residency.counts["spilled_nbytes"] += int(residency.length[ids[stored]].sum())
+        ids = ids[residency.pins[ids] == 0]
+        if residency.policy is not None and len(ids):
+            residency.policy.released(ids)
 
-    def ids(self, h: Residency) -> Index:
+    def ids(self, residency: Residency) -> Index:
         """(k,) objects of a dataset that are being written."""
         own = [
             s.ids[[i not in s.void for i in s.ids.tolist()]]
             for s in self._spills.values()
-            if s.residency is h
+            if s.residency is residency
         ]
         return joined([NONE, *own])
 
@@ -249,7 +255,7 @@ class Spilling:
         """Raise IllegalEventError unless the sums are right."""
         spills = self._spills.values()
         must(self._tier.writing == sum(s.nbytes for s in spills), "bytes being written")
-        held = sum(h.disk.nbytes for h in self._residencies.values())
+        held = sum(residency.disk.nbytes for residency in self._residencies.values())
         must(self._tier.used == held + sum(s.room for s in spills), "rooms on disk")
-        for h in self._residencies.values():
-            h.disk.check(self.ids(h))
+        for residency in self._residencies.values():
+            residency.disk.check(self.ids(residency))

@@ -20,7 +20,7 @@ from creel.cache.disk.store import DiskStore
 from creel.cache.memory.arena import Arena
 from creel.cache.storage.source import Part, Read
 from creel.cache.storage.version import UNKNOWN
-from creel.config import DiskSettings, disk_budget
+from creel.config import disk_budget
 from creel.daemon.core.events import (
     Action,
     DiskOpened,
@@ -30,8 +30,9 @@ from creel.daemon.core.events import (
     Spilled,
     SpillObjects,
 )
-from creel.daemon.service.registrar import Registrar
+from creel.daemon.service.background import BackgroundThread
 from creel.errors import ConfigError
+from creel.settings import DiskSettings
 
 #: The daemon's end is put off for so long, in seconds, to write what is in memory alone: Slurm
 #: kills 30 s after SIGTERM, systemd after 90.
@@ -64,11 +65,11 @@ class Disk:
         self._opened = not settings.path
         self._lost = False  # whether the core knows that it is off
         self._found: dict[str, FoundOnDisk] = {}
-        self._writer = Registrar("creel-disk")
+        self._writer = BackgroundThread("creel-disk")
         self._until = float("inf")  # when nothing more is written
         self._late = 0  # objects that were to be written then
 
-    # --- in the registrar's thread ---------------------------------------------------------------
+    # --- in the node's background thread ---------------------------------------------------------
 
     def attach(self, dataset: str, objects: int) -> None:
         """Look for a dataset that is about to be added."""
@@ -211,12 +212,6 @@ class DiskSource:
             if found:
                 read.nbytes[i], read.version[i] = found
         return read
-
-    def read_into(self, ids: NDArray[np.integer], length: Sizes, buffer: memoryview) -> Read:
-        """`read_parts` into one buffer that holds all objects, one after the other."""
-        ends = length.cumsum()
-        ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
-        return self.read_parts(ids, length, [[buffer[start:stop]] for start, stop in ranges])
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
         """None for each: of what is on disk the length is known."""

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.runs import HEADER, Runs, headers
 from creel.cache.memory.shared_words import ABSENT
-from creel.cache.storage.source import Read, Source
+from creel.cache.storage.source import Read, Source, parts_in
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     DISK,
@@ -70,8 +70,7 @@ class Fetcher:
         arena: where objects are written.
         post: called with each `Fetched` and `Checked`, from any thread.
         other: makes what reads a dataset from a peer or from disk, by origin and dataset.
-        threads: most threads over all lanes (a lane always gets one).
-        per_source: most threads of one lane.
+        threads: most threads over all lanes, and of one (a lane always gets one).
     """
 
     def __init__(
@@ -81,13 +80,12 @@ class Fetcher:
         other: Callable[[int, str], PeerSource | DiskSource],
         *,
         threads: int = 32,
-        per_source: int = 32,
     ) -> None:
         self._arena = arena
         self._scratch = _Scratch()
         self._post = post
         self._free_threads = FreeThreads(threads)
-        self._per_source = per_source
+        self._threads = threads
         self._other = other
         self._lanes: dict[str, FetchLane] = {}
         self._more_lanes: dict[tuple[str, int], FetchLane] = {}  # by origin, other than SOURCE
@@ -99,7 +97,7 @@ class Fetcher:
 
     def add(self, dataset: str, source: Source) -> None:
         """Add a lane: fetches of `dataset` read from `source`, whom the caller closes."""
-        threads = self._per_source, self._free_threads
+        threads = self._threads, self._free_threads
         self._lanes[dataset] = FetchLane(dataset, source, partial(self._run, source), *threads)
         self._checks[dataset] = FetchLane(
             f"check-{dataset}", source, partial(self._look, source), *threads
@@ -323,7 +321,7 @@ class Fetcher:
     ) -> Read:
         ends = length.cumsum()
         scratch = self._scratch.view(int(ends[-1]))
-        read = source.read_into(ids, length, scratch[: int(ends[-1])])
+        read = source.read_parts(ids, length, parts_in(scratch, length))
         self._put(scratch, ends - length, offset, np.where(read.nbytes < 0, 0, length))
         return read
 

@@ -44,7 +44,9 @@ def main(args: list[str] | None = None) -> int:
     except CreelError as e:
         click.secho(f"creel: {e}", err=True, fg="red", color=color)
         _print_error(state, str(e))
-        return _exit_code(e)
+        if isinstance(e, NoDaemonError):
+            return _NO_DAEMON
+        return _USAGE if isinstance(e, ConfigError) else _FAILED
     return code if isinstance(code, int) else 0
 
 
@@ -54,12 +56,6 @@ def _print_error(state: dict[str, Any], why: str) -> None:
         from creel.cli import view
 
         view.print_json({"error": why}, line=True)
-
-
-def _exit_code(error: CreelError) -> int:
-    if isinstance(error, NoDaemonError):
-        return _NO_DAEMON
-    return _USAGE if isinstance(error, ConfigError) else _FAILED
 
 
 @click.group(context_settings=_WORDS)

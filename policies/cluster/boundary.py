@@ -1,4 +1,4 @@
-"""The turn of an epoch of a whole job: what a node knows of it, and the plan. Pure."""
+"""The end of an epoch of a whole job: what a node knows of it, and the plan. Pure."""
 
 from __future__ import annotations
 
@@ -91,10 +91,10 @@ class Deals:
 
 
 class Placed(NamedTuple):
-    """The answer to a `ClusterTurn`.
+    """The answer to a `ClusterBoundary`.
 
     Args:
-        holder: (n,) node that holds each object when the epoch turns; `placement.nobody`: none.
+        holder: (n,) node that holds each object when the epoch ends; `placement.nobody`: none.
         when: (n,) after what part of this epoch, in 256ths, its holder gets each object; 0 where
             it has it. Of what this node itself is to hold: 1 where a peer reads it next, else 0.
         copies: (n,) whether this node, which is not the holder, is to have a second copy; None:
@@ -113,8 +113,8 @@ class Placed(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class ClusterTurn:
-    """What is known about the turn of an epoch of a whole job; arrays may be live views.
+class ClusterBoundary:
+    """What is known about The end of an epoch of a whole job; arrays may be live views.
 
     Args:
         epoch: the one that ends.
@@ -149,7 +149,7 @@ class ClusterTurn:
     given: Nodes | None = None
 
     def plan(self) -> Placed:
-        """Return who holds what when the epoch turns; takes a second for a million objects."""
+        """Return who holds what when the epoch ends; takes a second for a million objects."""
         node_of = self.view.nodes.tolist()
         now = self._uses(self.orders[0].by_rank(node_of), self.orders[0])
         following = self.orders[1].by_rank(node_of)
@@ -158,7 +158,7 @@ class ClusterTurn:
         holder, after = self._held(now), self.given
         if after is None:
             rest = owners, following, self.size, self.capacity * self.members
-            after = placement.turn(holder, now, *rest, lead=self.lead, clock=self.clock)
+            after = placement.next_holders(holder, now, *rest, lead=self.lead, clock=self.clock)
         here = self.life == RESIDENT
         vain = here & (after != self.view.me)
         copies, spare = self._copies(holder, after, now, owners)

@@ -1,4 +1,4 @@
-"""The registrar: a thread for work proportional to a dataset, for which the loop must not wait."""
+"""A thread for work that takes the loop too long, such as all that is proportional to a dataset."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ T = TypeVar("T")
 log = logging.getLogger("creel.node")
 
 
-class Registrar:
-    """One thread, started on first use: a manifest of 10 million files takes seconds."""
+class BackgroundThread:
+    """One thread, started on first use, that does its work in order.
+
+    Not an executor of Python's: that would wait for its thread at exit, however long a disk hangs.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
