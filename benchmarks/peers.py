@@ -3,10 +3,10 @@
     python benchmarks/peers.py [--sizes 150528 3072] [--threads 1 2] [--limits none 2gbit] [--json]
 
 Two processes have an arena each. `creel` reads with `PeerSource` from a `PeerServer`, whose
-requests a thread answers as a daemon's loop does. The peer of the comparison, `raw`, has no
-protocol: as many threads `sendmsg` the same objects and `recvmsg_into` the same places, two
-requests ahead. Loopback; as root also a veth pair between two network namespaces, with each of the
-`limits` (tbf). On a machine that others use: `chrt -r 50`.
+requests a thread answers as a daemon's loop does; `encrypted` does so with `cluster.encrypt`. The
+peer of the comparison, `raw`, has no protocol: as many threads `sendmsg` the same objects and
+`recvmsg_into` the same places, two requests ahead. Loopback; as root also a veth pair between two
+network namespaces, with each of the `limits` (tbf). On a machine that others use: `chrt -r 50`.
 """
 
 from __future__ import annotations
@@ -63,14 +63,23 @@ def serve(host: str, nbytes: int) -> None:
         threading.Thread(target=accept_raw, args=(raw, arena, place, nbytes), daemon=True).start()
         asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
         server = PeerServer(host, 0, "server", arena, asked.put, lambda number: None)  # noqa: ARG005
-        server.admit("cluster", KEY)
-        loop = threading.Thread(target=answer, args=(server, asked, place, nbytes))
-        loop.start()
-        print(json.dumps([server.address[1], raw.getsockname()[1]]), flush=True)
+        secret_asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        secret = PeerServer(
+            *(host, 0, "server", arena, secret_asked.put, lambda number: None),  # noqa: ARG005
+            encrypt=True,
+        )
+        servers = [(server, asked), (secret, secret_asked)]
+        loops = [threading.Thread(target=answer, args=(*one, place, nbytes)) for one in servers]
+        for (one, _), loop in zip(servers, loops, strict=True):
+            one.admit("cluster", KEY)
+            loop.start()
+        ports = [server.address[1], raw.getsockname()[1], secret.address[1]]
+        print(json.dumps(ports), flush=True)
         sys.stdin.read()
-        asked.put(None)
-        loop.join()
-        server.close()
+        for (one, questions), loop in zip(servers, loops, strict=True):
+            questions.put(None)
+            loop.join()
+            one.close()
         os._exit(0)
 
 
@@ -123,9 +132,10 @@ class Reading:
         self.place = places(nbytes)
         self.arena = filled()
         self.host, self.ports = host, ports
-        self.source = PeerSource(
-            (host, ports[0]), "server", "dataset", Credentials("client", "cluster", KEY)
-        )
+        who = Credentials("client", "cluster", KEY)
+        self.source = PeerSource((host, ports[0]), "server", "dataset", who)
+        secret = who._replace(encrypt=True)
+        self.secret = PeerSource((host, ports[2]), "server", "dataset", secret)
 
     def run(self, read: Callable[[Iterator[slice]], None], passes: int, into: Round) -> None:
         """Read every object `passes` times."""
@@ -141,11 +151,17 @@ class Reading:
         into.batches += passes * len(self.place)
 
     def creel(self, parts: Iterator[slice]) -> None:
+        self.read(self.source, parts)
+
+    def encrypted(self, parts: Iterator[slice]) -> None:
+        self.read(self.secret, parts)
+
+    def read(self, source: PeerSource, parts: Iterator[slice]) -> None:
         for part in parts:
             ids = np.arange(len(self.place), dtype=np.int32)[part]
             length = np.full(len(ids), self.nbytes)
             views = self.arena.parts(self.place[part], length)
-            read = self.source.read_parts(ids, length, views)
+            read = source.read_parts(ids, length, views)
             if (read.nbytes != self.nbytes).any():
                 os._exit(3)  # a figure would lie
 
@@ -164,11 +180,12 @@ class Reading:
 
     def close(self) -> None:
         self.source.close()
+        self.secret.close()
         self.arena.close()
 
 
 def compare(name: str, reading: Reading, rounds: int, passes: int) -> dict[str, object]:
-    ways = {"raw": reading.raw, "creel": reading.creel}
+    ways = {"raw": reading.raw, "creel": reading.creel, "encrypted": reading.encrypted}
     took: dict[str, list[Round]] = {way: [] for way in ways}
     for i in range(rounds + 1):
         for way, read in ways.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import secrets
 import select
 import socket
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from creel.daemon.peers import wire
+from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.wire import Ids, Numbers
 from creel.errors import MalformedError
 from creel.messages import Message
@@ -113,6 +114,7 @@ class Request:
     arrays: tuple[Numbers, Numbers] | None = None  # of the answer's frame
     answer: Message | None = None  # None: a PeerAnswer
     left: list[memoryview] = field(default_factory=list)
+    plain: list[memoryview] = field(default_factory=list)  # to be encrypted before it is sent
 
     def __lt__(self, other: Request) -> bool:
         return (self.deadline, self.number) < (other.deadline, other.number)
@@ -128,6 +130,7 @@ class PeerConnection:
     greeting: wire.Greeting | None = None
     key: bytes = b""
     session: wire.PeerSession | None = None
+    sealer: sealing.Sealer | None = None  # None: payload travels as it is
     account: Account | None = None  # set once the peer proved that it has the key
     asked: set[int] = field(default_factory=set)  # requests that are not served yet
     answers: list[Request] = field(default_factory=list)  # a heap
@@ -155,6 +158,25 @@ class PeerConnection:
         allowed = _BLOCKED_S + self.current.nbytes / _SLOWEST_BPS
         return self.blocked_s + now - self.blocked_since > allowed
 
+    def greeted(
+        self, greeting: wire.Greeting, key: bytes, name: str, *, encrypt: bool
+    ) -> wire.Challenge:
+        """The answer to a greeting; `key` is empty where the cluster is unknown.
+
+        Raises:
+            MalformedError: of another protocol, or with an impossible key.
+        """
+        self.greeting, self.key = greeting, key
+        agreement = sealing.KeyAgreement() if encrypt else None
+        public = agreement.public if agreement is not None else b""
+        challenge = wire.Challenge(name, secrets.token_bytes(wire.NONCE_NBYTES), public)
+        # A key that nobody has: whether the cluster is known shows in nothing.
+        key = key or secrets.token_bytes(wire.KEY_NBYTES)
+        self.session = wire.PeerSession(key, greeting, challenge)
+        if agreement is not None and greeting.public:
+            self.sealer = sealing.Sealer(agreement.cipher(self.session, greeting.public))
+        return challenge
+
     def begin(self, traffic: Traffic) -> Request:
         """Begin the most urgent answer. Its frame is made here: frames are numbered."""
         assert self.session is not None  # noqa: S101
@@ -164,8 +186,26 @@ class PeerConnection:
         frame = wire.pack(answer, request.arrays or (), self.session.answers)
         columns = sum(map(len, request.left)) if request.answer else 0  # else they are payload
         traffic.count(answer, len(frame) + columns)
+        if self.sealer is not None:
+            request.left, request.plain = [], request.left
         request.left.insert(0, memoryview(frame))
         return request
+
+    def send(self, request: Request, nbytes: int) -> bool:
+        """Send about so many bytes of the current answer; whether the socket took them all."""
+        ready = sum(map(len, request.left[: wire.MAX_BUFFERS])) if self.sealer else nbytes
+        while self.sealer is not None and request.plain and ready < nbytes:
+            record, request.plain = self.sealer.record(request.plain)
+            request.left.append(record)
+            ready += len(record)
+        portion, _ = wire.cut(request.left[: wire.MAX_BUFFERS], nbytes)
+        wanted = sum(map(len, portion))
+        try:
+            sent = self.socket.sendmsg(portion, [], socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        request.left = wire.cut(request.left, sent)[1]
+        return sent == wanted
 
 
 def send_whole(sock: socket.socket, frame: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.daemon.peers import wire
+from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import watch
 from creel.daemon.peers.wire import Credentials
 from creel.errors import MalformedError, ProtocolError
@@ -50,6 +50,9 @@ class PeerLink:
         """`connected` is called with this link before the handshake."""
         until = time.monotonic() + _CONNECT_S
         self._limit_s = 0.0
+        self._opener: sealing.Opener | None = None  # None: payload comes as it is
+        self._plain = memoryview(b"")  # of the latest record, not given out yet
+        self._sealed = bytearray()  # the latest record
         self.socket = socket.create_connection(address, _CONNECT_S)
         try:
             self.socket.settimeout(None)  # the kernel's limits cost no system call each time
@@ -64,12 +67,19 @@ class PeerLink:
     def _shake_hands(self, peer: str, credentials: Credentials, until: float) -> None:
         nonce = secrets.token_bytes(wire.NONCE_NBYTES)
         who = credentials.cluster, credentials.name
-        greeting = wire.Greeting(wire.PEER_PROTOCOL, *who, nonce)
+        agreement = sealing.KeyAgreement() if credentials.encrypt else None
+        public = agreement.public if agreement is not None else b""
+        greeting = wire.Greeting(wire.PEER_PROTOCOL, *who, nonce, public)
         self.socket.sendall(wire.pack(greeting))
         challenge, _ = self._message(wire.Challenge, until)
         if challenge.name != peer:
             raise MalformedError(f"this is node {challenge.name!r}, not {peer!r}")
+        if bool(challenge.public) != credentials.encrypt:
+            differs = "does not encrypt payload" if credentials.encrypt else "encrypts payload"
+            raise MalformedError(f"node {peer!r} {differs} (cluster.encrypt), unlike this one")
         self._session = wire.PeerSession(credentials.key, greeting, challenge)
+        if agreement is not None:
+            self._opener = sealing.Opener(agreement.cipher(self._session, challenge.public))
         self.socket.sendall(wire.pack(self._session.proof("client")))
         proof, _ = self._message(wire.Proof, until)
         if not self._session.proves("server", proof):
@@ -117,6 +127,29 @@ class PeerLink:
 
     def fill(self, buffers: list[memoryview]) -> None:
         """Receive payload; none of the buffers is empty."""
+        if self._opener is None:
+            self._receive(buffers)
+            return
+        for buffer in buffers:
+            at = 0
+            while at < len(buffer):
+                self._plain = self._plain or self._next_record(self._opener)
+                n = min(len(buffer) - at, len(self._plain))
+                buffer[at : at + n] = self._plain[:n]
+                self._plain, at = self._plain[n:], at + n
+
+    def _next_record(self, opener: sealing.Opener) -> memoryview:
+        """The payload of the next record."""
+        header = bytearray(sealing.HEADER.size)
+        self._receive([memoryview(header)])
+        nbytes = opener.following(header)
+        if len(self._sealed) < nbytes:
+            self._sealed = bytearray(nbytes)
+        sealed = memoryview(self._sealed)[:nbytes]
+        self._receive([sealed])
+        return memoryview(opener.opened(header, sealed))
+
+    def _receive(self, buffers: list[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
         if nbytes >= 2 * _WAKE_NBYTES:
             first, buffers = wire.cut(buffers, nbytes - _WAKE_NBYTES)  # as many bytes follow it

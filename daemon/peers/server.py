@@ -15,7 +15,6 @@ import errno
 import heapq
 import logging
 import os
-import secrets
 import select
 import socket
 import threading
@@ -73,6 +72,7 @@ class PeerServer:
         heard: called with the cluster and the beat of each node that asks whether this one is
             there; `say` has the answer.
             All are called in the server's thread and must neither wait nor raise.
+        encrypt: whether payload leaves encrypted alone.
 
     Raises:
         OSError: it cannot listen there.
@@ -88,6 +88,8 @@ class PeerServer:
         served: Callable[[int], None],
         plan_wanted: Callable[[PlanWanted], None] = lambda wanted: None,  # noqa: ARG005
         heard: Callable[[str, wire.PeerBeat], None] = lambda cluster, beat: None,  # noqa: ARG005
+        *,
+        encrypt: bool = False,
     ) -> None:
         self.nbytes = 0  # payload sent
         self.traffic = Traffic()
@@ -98,6 +100,7 @@ class PeerServer:
         self._served = served
         self._plan_wanted = plan_wanted
         self._heard = heard
+        self._encrypt = encrypt
         self._beats: dict[str, wire.PeerBeat] = {}
         self._keys: dict[str, bytes] = {}
         self._names: dict[str, str] = {}  # of this node, by cluster
@@ -353,14 +356,9 @@ class PeerServer:
         self, connection: PeerConnection, message: Message, arrays: bytes, now: float
     ) -> None:
         if isinstance(message, wire.Greeting):
-            connection.greeting = message
             known = self._keys.get(message.cluster, b"")
-            connection.key = known
             name = self._names.get(message.cluster, self._name)
-            challenge = wire.Challenge(name, secrets.token_bytes(wire.NONCE_NBYTES))
-            # A key that nobody has: whether the cluster is known shows in nothing.
-            key = known or secrets.token_bytes(wire.KEY_NBYTES)
-            connection.session = wire.PeerSession(key, message, challenge)
+            challenge = connection.greeted(message, known, name, encrypt=self._encrypt)
             self._say_at_once(connection, challenge)
         elif isinstance(message, wire.Proof):
             self._admit(connection, message)
@@ -421,6 +419,8 @@ class PeerServer:
     ) -> int:
         """Note a request that is to be answered; its number."""
         assert connection.account is not None  # noqa: S101
+        if self._encrypt and connection.sealer is None:
+            raise MalformedError("it does not encrypt payload")
         self._number += 1
         request = Request(self._number, connection, call, objects, deadline)
         self._requests[self._number] = request
@@ -469,18 +469,11 @@ class PeerServer:
     def _send(self, connection: PeerConnection, now: float) -> None:
         """Send one quantum of the most urgent answer."""
         request = connection.current or connection.begin(self.traffic)
-        portion, _ = wire.cut(request.left[: wire.MAX_BUFFERS], _QUANTUM)
-        wanted = sum(map(len, portion))
-        try:
-            sent = connection.socket.sendmsg(portion, [], socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            sent = 0
-        request.left = wire.cut(request.left, sent)[1]
-        if sent < wanted:
+        if not connection.send(request, _QUANTUM):
             connection.blocked_since = now
             self._sendable.discard(connection)
             self._watch(connection, select.EPOLLOUT, on=True)
-        elif not request.left:
+        elif not (request.left or request.plain):
             connection.current = None
             if not connection.answers:
                 self._sendable.discard(connection)
@@ -491,7 +484,7 @@ class PeerServer:
 
     def _done(self, request: Request) -> None:
         """Give up the bytes of a request that was served."""
-        request.left = []
+        request.left = request.plain = []
         account = request.connection.account
         if account is not None:
             account.nbytes -= request.nbytes

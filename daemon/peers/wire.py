@@ -15,7 +15,7 @@ Other connections carry a PeerBeat each way from time to time, or a PlanRequest 
 A *frame* is a header, a body (msgspec, as `creel.messages`) and arrays (raw, little endian). After
 the handshake each frame has a MAC over its number and its bytes, by a key that only this connection
 has: a recorded frame is worth nothing anywhere, not even in the same connection. The payload after
-an answer is neither encrypted nor under a MAC: several times the cost of sending it.
+an answer is as it lies in the arena, neither encrypted nor under a MAC, or both: see `sealing`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 
 #: Increased whenever two versions could misread each other.
-PEER_PROTOCOL = 2
+PEER_PROTOCOL = 3
 
 #: Bytes of a body, and of a whole frame in the handshake: names are of some 100 bytes.
 _MAX_BODY = 1024
@@ -70,28 +70,39 @@ Numbers = NDArray[np.int64]
 class Credentials(NamedTuple):
     """What a daemon proves: that it is `name` (a node) and has the `key` (32 bytes) of `cluster`.
 
-    All nodes of a cluster have one key: among them a name is a claim, not a proof.
+    All nodes of a cluster have one key: among them a name is a claim, not a proof. `encrypt`:
+    whether payload is encrypted.
     """
 
     name: str
     cluster: str
     key: bytes
+    encrypt: bool = False
 
 
 class Greeting(Message, frozen=True):
-    """First frame of a connection: who connects, to which cluster."""
+    """First frame of a connection: who connects, to which cluster.
+
+    `public`: of a `sealing.KeyAgreement`, for encrypted payload; empty: there is to be none, or it
+    travels as it is.
+    """
 
     protocol: int
     cluster: str
     name: str
     nonce: bytes
+    public: bytes = b""
 
 
 class Challenge(Message, frozen=True):
-    """The answer, also where the cluster is unknown: without proof one learns the name alone."""
+    """The answer, also where the cluster is unknown: without proof one learns the name alone.
+
+    `public`: empty where this node does not encrypt payload.
+    """
 
     name: str
     nonce: bytes
+    public: bytes = b""
 
 
 class Proof(Message, frozen=True):
@@ -173,15 +184,17 @@ _MAX_BODIES: dict[Kind, int] = {CLIENT_SAYS: MAX_BEAT, PeerBeat: MAX_BEAT}
 class PeerSession:
     """What both sides know after `Greeting` and `Challenge`: proofs, and the keys of this session.
 
-    Names, cluster, protocol and both nonces are under every MAC.
+    Names, cluster, protocol, both nonces and both public keys are under every MAC.
     """
 
     def __init__(self, key: bytes, greeting: Greeting, challenge: Challenge) -> None:
-        """Raises MalformedError for another protocol, or nonces of another size."""
+        """Raises MalformedError for another protocol, or nonces or keys of another size."""
         if greeting.protocol != PEER_PROTOCOL:
             raise MalformedError(f"peer protocol {greeting.protocol}, not {PEER_PROTOCOL}")
         if {len(greeting.nonce), len(challenge.nonce)} != {NONCE_NBYTES}:
             raise MalformedError(f"a nonce has {NONCE_NBYTES} bytes")
+        if not {len(greeting.public), len(challenge.public)} <= {0, KEY_NBYTES}:
+            raise MalformedError(f"a public key has {KEY_NBYTES} bytes")
         self._key = key
         self._said = encode(greeting) + encode(challenge)
         self.requests = Seal(self._mac("requests"))
@@ -194,6 +207,11 @@ class PeerSession:
     def proves(self, side: str, proof: Proof) -> bool:
         """Whether the other side, `side`, has the key."""
         return hmac.compare_digest(proof.mac, self._mac(side))
+
+    @property
+    def payload_salt(self) -> bytes:
+        """What the key of the payload comes from beside the sides' agreement."""
+        return self._mac("payload")
 
     def _mac(self, purpose: str) -> bytes:
         return hmac.digest(self._key, f"creel peer {purpose}:".encode() + self._said, "sha256")

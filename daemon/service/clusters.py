@@ -25,7 +25,7 @@ from creel.daemon.core.events import (
     ServeObjects,
     SharePlan,
 )
-from creel.daemon.peers import wire
+from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import Asked, PlanWanted
 from creel.daemon.peers.heartbeats import Heartbeats
 from creel.daemon.peers.lane import PeerSource
@@ -38,6 +38,7 @@ from creel.messages import Join, Member
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import EpochMoment, PlanDigest, authority, differing, latest
+from creel.settings import ClusterSettings
 
 log = logging.getLogger("creel.clusters")
 
@@ -73,15 +74,15 @@ class Clusters:
 
     Args:
         arena: what peers are served from.
-        lost_s: after what silence a node counts as lost, in s.
+        settings: after what silence a node counts as lost, and whether payload is encrypted.
     """
 
-    def __init__(self, arena: Arena, daemon: DaemonHooks, lost_s: float) -> None:
+    def __init__(self, arena: Arena, daemon: DaemonHooks, settings: ClusterSettings) -> None:
         self.node = secrets.token_hex(16)
         self._born = time.time()
         self._arena = arena
         self._daemon = daemon
-        self._lost_s = lost_s
+        self._lost_s, self._encrypt = settings.lost_s, settings.encrypt
         self._server: PeerServer | None = None
         self._beats: Heartbeats | None = None
         self._clusters: dict[str, Cluster] = {}
@@ -98,8 +99,11 @@ class Clusters:
         Nobody gets anything before a cluster and its key are known. Port 0: any.
 
         Raises:
-            UnavailableError: the system does not allow that, or they are served at another port.
+            UnavailableError: the system does not allow that, they are served at another port, or
+                payload is to be encrypted and cannot be.
         """
+        if self._encrypt and (why := sealing.why_not()):
+            raise UnavailableError(why)
         if self._server is None:
             self._disk = self._daemon.disk()
             try:
@@ -111,6 +115,7 @@ class Clusters:
                     heard=lambda name, beat: self._daemon.call_soon(
                         partial(self._heard, name, beat, answer=False)
                     ),
+                    encrypt=self._encrypt,
                 )
             except (OSError, RuntimeError) as e:
                 raise UnavailableError(f"peers cannot be served at {address}: {e}") from e
@@ -190,7 +195,7 @@ class Clusters:
         assert self._server is not None  # noqa: S101  `_check` has seen to that
         nodes = [one.node for one in request.members]
         me = request.me if request.me >= 0 else nodes.index(self.node)
-        who = Credentials(nodes[me], request.cluster, request.key)
+        who = Credentials(nodes[me], request.cluster, request.key, self._encrypt)
         origins = [
             SOURCE if node == me else self._number(one, who)
             for node, one in enumerate(request.members)
@@ -333,7 +338,8 @@ class Clusters:
         if not before.arena_nbytes and member.node == before.node:
             cluster.found(node, member)  # for the first time, where the list said
             return
-        who = Credentials(cluster.joined[cluster.me].node, cluster.name, cluster.key)
+        mine = cluster.joined[cluster.me].node
+        who = Credentials(mine, cluster.name, cluster.key, self._encrypt)
         number, now = cluster.origins[node], time.monotonic()
         cluster.replaced(node, member, self._number(member, who), now)
         self._see(cluster, now)

@@ -121,7 +121,7 @@ class Node:
         )
         hooks = self.handle_event, call_soon, self.fetcher.remove_peer
         daemon = DaemonHooks(*hooks, self.core.moments, self.core.digests, self.core.disk_size)
-        self.clusters = Clusters(self.arena, daemon, config.cluster.lost_s)
+        self.clusters = Clusters(self.arena, daemon, config.cluster)
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
         self._sound = True  # whether what the core says of the arena can be relied on

@@ -166,6 +166,13 @@ class ClusterSettings(_Section, frozen=True):
             "a node that is silent for this long counts as lost: what it held is planned anew", ge=3
         ),
     ] = 30.0
+    encrypt: Annotated[
+        bool,
+        _about(
+            "encrypt what nodes send each other (AES-256-GCM, needs creel[encryption]); the same"
+            " on all nodes of a job"
+        ),
+    ] = False
 
 
 class LoaderSettings(_Section, frozen=True):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +26,15 @@ from creel.daemon.peers.lane import PeerSource
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import Credentials
+from creel.errors import MalformedError
+from creel.messages import Message
 from kit import until
 
 pytestmark = pytest.mark.usefixtures("clean")
 
 KEY = bytes(range(32))
 WHO = Credentials("reader", "cluster", KEY)
+SECRET = WHO._replace(encrypt=True)
 ARENA_NBYTES = 48 << 20
 I64 = NDArray[np.int64]
 
@@ -38,7 +42,14 @@ I64 = NDArray[np.int64]
 class Node:
     """A node that serves `objects`; a thread answers as a daemon's loop does."""
 
-    def __init__(self, objects: list[bytes | None], *, runs: bool = False, port: int = 0) -> None:
+    def __init__(
+        self,
+        objects: list[bytes | None],
+        *,
+        runs: bool = False,
+        port: int = 0,
+        encrypt: bool = False,
+    ) -> None:
         self.objects = objects
         self.arena = Arena.create(ARENA_NBYTES)
         self.place = np.full(len(objects), ABSENT, np.int64)
@@ -50,8 +61,10 @@ class Node:
         self.held: list[Asked] | None = None  # requests, where the test answers them itself
         self._queue: SimpleQueue[Asked | None] = SimpleQueue()
         self.server = PeerServer(
-            "127.0.0.1", port, "node", self.arena, self._queue.put, self._count_served
+            *("127.0.0.1", port, "node", self.arena, self._queue.put, self._count_served),
+            encrypt=encrypt,
         )
+        self.credentials = WHO._replace(encrypt=encrypt)
         self.server.admit("cluster", KEY)
         self._loop = threading.Thread(target=self._answer)
         self._loop.start()
@@ -97,7 +110,8 @@ class Node:
         self.server.serve(asked.number, self.place[ids], self.nbytes[ids], ids.astype(np.int64) + 7)
 
     def source(self, **kwargs: float) -> PeerSource:
-        return PeerSource(self.server.address, "node", "data", WHO, **kwargs)  # type: ignore[arg-type]
+        who = self.credentials
+        return PeerSource(self.server.address, "node", "data", who, **kwargs)  # type: ignore[arg-type]
 
     def link(self, credentials: Credentials = WHO) -> PeerLink:
         return PeerLink(self.server.address, "node", credentials)
@@ -117,8 +131,12 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def node_of(stack: ExitStack, objects: list[bytes | None], *, runs: bool = False) -> Node:
-    node = Node(objects, runs=runs)
+def node_of(
+    stack: ExitStack, objects: list[bytes | None], *, runs: bool = False, encrypt: bool = False
+) -> Node:
+    if encrypt:
+        pytest.importorskip("cryptography")
+    node = Node(objects, runs=runs, encrypt=encrypt)
     stack.callback(node.close)
     return node
 
@@ -157,10 +175,11 @@ def check_read(source: PeerSource, objects: list[bytes | None], ids: NDArray[np.
 SIZES = [0, 1, 63, 64, 3000, 150_528, 4096, 0, 65_537, 1 << 20, 5_000_000, 17, 3000, 3000]
 
 
+@pytest.mark.parametrize("encrypt", [False, True])
 @pytest.mark.parametrize("runs", [False, True])
-def test_objects_of_all_sizes_arrive(stack: ExitStack, runs: bool) -> None:
+def test_objects_of_all_sizes_arrive(stack: ExitStack, runs: bool, encrypt: bool) -> None:
     objects = [*data_of(*SIZES), None]
-    node = node_of(stack, objects, runs=runs)
+    node = node_of(stack, objects, runs=runs, encrypt=encrypt)
     source = source_of(stack, node)
     for seed in range(5):
         order = np.random.default_rng(seed).permutation(len(objects)).astype(np.int32)
@@ -256,13 +275,17 @@ def test_threads_read_at_once(stack: ExitStack) -> None:
 
 
 class Proxy:
-    """Forwards one connection at a time to a server; `limit` bytes of its answers, then `then`."""
+    """Forwards one connection at a time to a server; `limit` bytes of its answers, then `then`.
+
+    "flip": changes one bit of the next byte, and forwards the rest as it is.
+    """
 
     def __init__(self, target: tuple[str, int], limit: int, then: str) -> None:
         self._target, self._limit, self._then = target, limit, then
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listener.getsockname()
         self.said = b""  # by clients
+        self.heard = b""  # by them
         self.connections = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -289,14 +312,19 @@ class Proxy:
             while data := client.recv(1 << 16):
                 self.said += data
                 upstream.sendall(data)
+        with suppress(OSError):  # also where the client has reset its connection
             upstream.shutdown(socket.SHUT_RDWR)
 
     def _forward_down(self, upstream: socket.socket, client: socket.socket) -> None:
         left = self._limit
         with suppress(OSError):
             while left and (data := upstream.recv(min(left, 1 << 16))):
+                self.heard += data
                 client.sendall(data)
                 left -= len(data)
+            while self._then == "flip" and (data := upstream.recv(1 << 16)):
+                client.sendall(data if left else bytes([data[0] ^ 1]) + data[1:])
+                left = -1
             if self._then == "stall" and not left:
                 self._end.wait()
             if self._then == "garbage" and not left:
@@ -336,6 +364,77 @@ def test_a_peer_that_fails_costs_only_time(
     assert read.nbytes.tolist() == [-1, -1, -1]
     assert source.read_whole(np.arange(3, dtype=np.int32)) == [None] * 3
     assert (lost, proxy.connections) == ([1], 1)
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_who_records_the_wire_sees_payload_only_where_it_is_not_encrypted(
+    stack: ExitStack, encrypt: bool
+) -> None:
+    objects = data_of(1000, 300_000, 5)
+    node = node_of(stack, objects, encrypt=encrypt)
+    proxy = Proxy(node.server.address, 1 << 30, "close")
+    stack.callback(proxy.close)
+    source = PeerSource(proxy.address, "node", "data", node.credentials)
+    check_read(source, objects, np.arange(3, dtype=np.int32))
+    source.close()
+    pieces = [data[a : a + 16] for data in objects if data for a in range(0, len(data) - 15, 999)]
+    seen = sum(piece in proxy.heard for piece in pieces)
+    assert seen == (0 if encrypt else len(pieces))
+
+
+@pytest.mark.parametrize("at", [400, 500, 1500, 200_000, 262_700, 500_000])
+def test_a_bit_that_flips_on_the_way_never_becomes_a_wrong_byte(stack: ExitStack, at: int) -> None:
+    """In an answer, its payload or between two records: what is not vouched for is not there."""
+    objects = data_of(100, 200_000, 300_000, 200_000)
+    node = node_of(stack, objects, encrypt=True)
+    proxy = Proxy(node.server.address, at, "flip")
+    stack.callback(proxy.close)
+    ids = np.arange(4, dtype=np.int32)
+    length = np.array([len(data or b"") for data in objects])
+    for whole in False, True:
+        source = PeerSource(proxy.address, "node", "data", SECRET)
+        stack.callback(source.close)
+        if whole:
+            found = [one and one[0] for one in source.read_whole(ids)]
+        else:
+            parts = [bytearray(n) for n in length.tolist()]
+            read = source.read_parts(ids, length, [[memoryview(part)] for part in parts])
+            there = zip(parts, read.nbytes.tolist(), strict=True)
+            found = [bytes(part) if nbytes >= 0 else None for part, nbytes in there]
+        assert None in found
+        assert all(got in (None, data) for got, data in zip(found, objects, strict=True))
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_of_two_nodes_that_disagree_on_encryption_none_gets_anything(
+    stack: ExitStack, encrypt: bool
+) -> None:
+    pytest.importorskip("cryptography")
+    node = node_of(stack, data_of(100), encrypt=encrypt)
+    with pytest.raises(MalformedError, match=r"cluster\.encrypt"):
+        node.link(WHO._replace(encrypt=not encrypt))
+    assert not node.asked
+
+
+def test_who_does_not_encrypt_is_sent_nothing_whatever_it_says(stack: ExitStack) -> None:
+    """A daemon of ours does not ask; this client with the key does."""
+    node = node_of(stack, data_of(100), encrypt=True)
+    sock = stack.enter_context(socket.create_connection(node.server.address))
+
+    def hear(kind: type[Message]) -> Any:
+        header = sock.recv(wire.HEADER.size, socket.MSG_WAITALL)
+        rest = sock.recv(wire.following(header, kind), socket.MSG_WAITALL)
+        return wire.unpack(header, rest, kind)[0]
+
+    greeting = wire.Greeting(wire.PEER_PROTOCOL, "cluster", "reader", bytes(wire.NONCE_NBYTES))
+    sock.sendall(wire.pack(greeting))
+    session = wire.PeerSession(KEY, greeting, hear(wire.Challenge))
+    sock.sendall(wire.pack(session.proof("client")))
+    assert session.proves("server", hear(wire.Proof))
+    ids = np.zeros(1, "<i4")
+    sock.sendall(wire.pack(wire.PeerRequest(1, "data", 1.0), [ids], session.requests))
+    assert sock.recv(1) == b""
+    assert not node.asked
 
 
 def test_a_peer_that_comes_back_is_asked_again(stack: ExitStack) -> None:

@@ -8,10 +8,12 @@ import pytest
 
 from creel.cache.memory.arena import Arena
 from creel.daemon.core.events import SOURCE, ClusterChanged, Event
+from creel.daemon.peers import sealing
 from creel.daemon.service.clusters import Clusters, DaemonHooks
 from creel.errors import CreelError
 from creel.loader.cluster.join import on_one_node
 from creel.messages import Join, Member
+from creel.settings import ClusterSettings
 
 KEY = bytes(range(32))
 #: What the core was told, and the peers whose fetches were ended.
@@ -38,7 +40,7 @@ def clusters() -> Iterator[Clusters]:
 
     with Arena.create(1 << 20) as arena:
         hooks = DaemonHooks(handled, never, ENDED.append, nothing, nothing, lambda: (0, 1))
-        one = Clusters(arena, hooks, 30.0)
+        one = Clusters(arena, hooks, ClusterSettings())
         yield one
         one.close()
     EVENTS.clear()
@@ -128,6 +130,18 @@ def test_one_name_is_one_cluster(clusters: Clusters) -> None:
 def test_an_address_of_another_node_is_refused(clusters: Clusters) -> None:
     with pytest.raises(CreelError):
         clusters.host("203.0.113.1")
+
+
+def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sealing, "find_spec", lambda _: None)
+    hooks = DaemonHooks(lambda _: True, never, ENDED.append, nothing, nothing, lambda: (0, 1))
+    with Arena.create(1 << 20) as arena:
+        secret = Clusters(arena, hooks, ClusterSettings(encrypt=True))
+        with pytest.raises(CreelError, match="cryptography"):
+            secret.host("127.0.0.1")
+        secret.close()
 
 
 def test_ranks_of_one_node_join_nobody() -> None:

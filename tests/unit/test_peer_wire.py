@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from creel.daemon.peers import wire
+from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.wire import (
     HEADER,
     Challenge,
@@ -207,3 +207,91 @@ def test_a_plan_of_nodes_that_do_not_exist_is_malformed(nodes: int, holder: byte
     answer = wire.PlanAnswer(1, 2, ChangeId(1, 0), b"\xff", nodes, len(holder))
     with pytest.raises(MalformedError):
         wire.shared_plan(answer, holder, None)
+
+
+# --- encrypted payload --------------------------------------------------------------------------
+
+
+def agreed(key: bytes = KEY) -> tuple[sealing.Sealer, sealing.Opener]:
+    """Both ends of one connection."""
+    pytest.importorskip("cryptography")
+    ours, theirs = sealing.KeyAgreement(), sealing.KeyAgreement()
+    session = PeerSession(key, GREETING, CHALLENGE)
+    sealer = sealing.Sealer(ours.cipher(session, theirs.public))
+    return sealer, sealing.Opener(theirs.cipher(session, ours.public))
+
+
+def record(sealer: sealing.Sealer, payload: bytes) -> bytes:
+    sealed, rest = sealer.record([memoryview(payload)])
+    assert not rest
+    return bytes(sealed)
+
+
+def opened(opener: sealing.Opener, sealed: bytes) -> bytes:
+    header, rest = sealed[: sealing.HEADER.size], sealed[sealing.HEADER.size :]
+    if opener.following(header) != len(rest):
+        raise MalformedError("cut")
+    return opener.opened(header, memoryview(rest))
+
+
+def test_payload_arrives_as_it_was_sent_in_order() -> None:
+    sealer, opener = agreed()
+    for payload in b"x", b"y" * 1000, b"z" * sealing.RECORD_NBYTES:
+        assert opened(opener, record(sealer, payload)) == payload
+    buffers = [memoryview(bytes([i % 256]) * 5000) for i in range(200)]
+    whole, rest = b"".join(buffers), buffers
+    got = b""
+    while rest:
+        sealed, rest = sealer.record(rest)
+        got += opened(opener, bytes(sealed))
+    assert got == whole
+
+
+@given(st.integers(0), st.integers(1, 255))
+def test_no_byte_of_a_record_can_be_changed(at: int, change: int) -> None:
+    sealer, opener = agreed()
+    sealed = bytearray(record(sealer, b"payload"))
+    sealed[at % len(sealed)] ^= change
+    with pytest.raises(MalformedError):
+        opened(opener, bytes(sealed))
+
+
+@pytest.mark.parametrize("taken", [[1], [1, 0], [0, 0]])
+def test_no_record_can_be_left_out_moved_or_repeated(taken: list[int]) -> None:
+    sealer, opener = agreed()
+    records = [record(sealer, b"first"), record(sealer, b"second")]
+    *before, last = taken
+    for i in before:
+        with contextlib.suppress(MalformedError):
+            opened(opener, records[i])
+    with pytest.raises(MalformedError):
+        opened(opener, records[last])
+
+
+def test_each_connection_has_a_key_of_its_own_even_where_all_else_is_the_same() -> None:
+    (sealer, _), (_, other) = agreed(), agreed()
+    with pytest.raises(MalformedError):
+        opened(other, record(sealer, b"payload"))
+
+
+def test_who_meddles_with_the_agreement_but_lacks_the_cluster_s_key_reads_nothing() -> None:
+    pytest.importorskip("cryptography")
+    ours, theirs = sealing.KeyAgreement(), sealing.KeyAgreement()
+    sealer = sealing.Sealer(ours.cipher(PeerSession(KEY, GREETING, CHALLENGE), theirs.public))
+    guess = PeerSession(KEY[::-1], GREETING, CHALLENGE)
+    with pytest.raises(MalformedError):
+        opened(sealing.Opener(theirs.cipher(guess, ours.public)), record(sealer, b"payload"))
+
+
+@pytest.mark.parametrize("public", [b"", b"short", bytes(32)])
+def test_an_impossible_public_key_is_malformed(public: bytes) -> None:
+    pytest.importorskip("cryptography")
+    with pytest.raises(MalformedError):
+        sealing.KeyAgreement().cipher(PeerSession(KEY, GREETING, CHALLENGE), public)
+
+
+def test_public_keys_are_under_the_proofs() -> None:
+    said = GREETING, CHALLENGE
+    with_key = Greeting(wire.PEER_PROTOCOL, "cluster", "client", b"c" * 32, b"k" * 32)
+    plain, keyed = PeerSession(KEY, *said), PeerSession(KEY, with_key, CHALLENGE)
+    assert not plain.proves("client", keyed.proof("client"))
