@@ -55,7 +55,13 @@ class DealtJob(NamedTuple):
     def orders(self) -> dict[int, tuple[int, JobOrder]]:
         """First step and order of the present epoch and the next, as far as they are known."""
         known = sorted(e for e in self.deals.orders if self.uses.knows(e))[:_EPOCHS]
-        return {e: (self.uses.span(e)[0], self.deals.orders[e]) for e in known}
+        return {e: (self._begins(e), self.deals.orders[e]) for e in known}
+
+    def _begins(self, epoch: int) -> int:
+        """First step of an epoch; of a plan that was cut, `uses` has only what is left of it."""
+        if self.uses.knows(epoch + 1):
+            return self.uses.span(epoch + 1)[0] - self.deals.orders[epoch].steps
+        return self.uses.span(epoch)[0]
 
 
 class FirstReads(NamedTuple):

@@ -16,7 +16,10 @@ from creel.daemon.core.events import (
     SessionOpened,
     SetReady,
 )
+from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.job_order import JobOrder
+from creel.policies.cluster.jobs import DealtJob
+from creel.policies.next_use import NextUses
 
 SAMPLES, BATCH = 960, 4
 STEP_S = 0.1
@@ -100,3 +103,13 @@ def test_memories_and_disks_that_hold_all_read_it_once_for_both_jobs() -> None:
     runs = Jobs(2, 0.3, disk=0.5).run(4)
     assert runs[0]["source"] <= 1.02 * SAMPLES
     assert sum(counts["source"] for counts in runs[1:]) <= 0.005 * SAMPLES
+
+
+def test_an_epoch_begins_where_the_next_one_says_also_when_its_plan_is_made_anew() -> None:
+    order = JobOrder(40, 2, 20, 4, 7)
+    uses, deals = NextUses(40), Deals(orders={0: order, 1: order})
+    steps = np.arange(5, dtype=np.int32)
+    uses.extend(0, steps[2:], np.arange(3))  # two steps are done
+    uses.extend(1, steps + 5, np.arange(5))
+    job = DealtJob(uses, deals, lambda: 2)
+    assert {epoch: base for epoch, (base, _) in job.orders.items()} == {0: 0, 1: 5}
