@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -139,6 +140,14 @@ class Binding:
             IndexError: outside the dataset.
         """
         return self._root.objects(np.asarray(indices, np.int64))
+
+    def digest(self) -> str:
+        """Equal for bindings of which each sample has the same objects."""
+        samples = np.arange(len(self.dataset))  # type: ignore[arg-type]  # map-style datasets have a length
+        digest = xxhash.xxh3_128(self.manifest.key.encode())
+        for column in self.objects(samples):
+            digest.update(np.ascontiguousarray(column).view(np.uint8).data)
+        return digest.hexdigest()
 
     def one_to_one(self, samples: int) -> bool:
         """Whether sample i is object i of the manifest, judged by some of them."""

@@ -211,6 +211,22 @@ class EpochRun:
         self._published_ahead = False
         self._search: StreamSearch | None = None  # since the daemon has ended in mid-epoch
 
+    def bind_late(self, loader: DataLoader[Any]) -> str | None:
+        """Open a session between two epochs, if there was none as no objects were known.
+
+        Returns the `digest` of the binding, where the workers, which live on, are to find it
+        themselves.
+        """
+        loader_state = self._loader_state
+        binding = loader_state.binding(loader) if self.binding is None else None
+        # What is in the page cache is left there; and only creel's code may say in another process
+        # which objects a sample has.
+        if binding is None or not binding.thread_safe or loader_state.near(loader, binding, None):
+            return None
+        self.stream = loader_state.take_stream(loader)
+        self.binding = None if self.stream is None else binding
+        return None if self.binding is None else binding.digest()
+
     def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> EpochOrder:
         """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
         loader_state = self._loader_state

@@ -124,6 +124,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
             self._moment = before(loader)
             self._drop_held()
         BaseDataLoaderIter._reset(self, loader, first_iter)  # noqa: SLF001  torch's
+        late = None if first_iter else self._run.bind_late(loader)
         self._run.begin(loader, self, self._moment)
         self._send_idx = 0
         self._rcvd_idx = 0
@@ -136,6 +137,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         if not first_iter:
             self._tag = self._pool.again(self._loader_state.tolerance.known)
             self._raise_if_dead()
+        if late is not None:
+            self._pool.bind(late)
         if self._run.ticket is not None:
             self._pool.join(self._run.ticket)
         for _ in range(self._prefetch_factor * self._num_workers):

@@ -153,6 +153,9 @@ class ReplicaPool:
         self._ours.clear()
         return self.tag
 
+    def bind(self, digest: str) -> None:
+        """Nothing is read here."""
+
     def join(self, ticket: tuple[str, str, int]) -> None:
         """Nothing is read here."""
 

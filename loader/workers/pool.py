@@ -185,6 +185,11 @@ class WorkerPool:
             self._post(member, ("again", self.tag, dict(bad)))
         return self.tag
 
+    def bind(self, digest: str) -> None:
+        """Have all workers find the objects of their dataset, which have this `Binding.digest`."""
+        for member in self.members:
+            self._post(member, ("bind", digest))
+
     def join(self, ticket: tuple[str, str, int]) -> None:
         """Have all workers read through a session: (daemon's name, token, session id)."""
         for member in self.members:

@@ -4,6 +4,7 @@ Messages (tuples over a `Channel`; T from the trainer, W from the worker):
     T "words" + fd               memfd of the shared words below; always first
     T "again", tag, samples known to be bad
                                  another epoch, keeping all state (persistent workers)
+    T "bind", digest             the dataset's objects are known by now, and have this `digest`
     T "join", daemon's name, token, session
                                  read through the daemon from now on
     T "task", tag, index of batch, sampler's index, freed slots, session's step or -1
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 
 from creel.errors import UnavailableError
+from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.observer import Lease
@@ -50,7 +52,6 @@ from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITI
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from creel.loader.binding.bind import Binding
     from creel.loader.client.client import Client
     from creel.loader.client.session import Session
 
@@ -224,6 +225,8 @@ class _Worker(StepReader):
                     self._outbox.take_back(freed)
                     if tag >= self._words[VOID]:
                         self._task(tag, batch, index, step)
+                case ("bind", str(digest)):
+                    self._bind(digest)
                 case ("join", str(name), str(token), int(session)):
                     self._join(name, token, session)
                 case ("again", _, dict(bad)):
@@ -231,6 +234,15 @@ class _Worker(StepReader):
                     self._new_fetcher()
                 case ("quit",):
                     return
+
+    def _bind(self, digest: str) -> None:
+        """Take the objects of the dataset from its trace, if they are those of the trainer."""
+        try:
+            binding = bind(self._dataset)
+            if binding is not None and binding.digest() == digest:
+                self._binding = binding
+        except Exception:  # noqa: BLE001  the person's code may run here; then reads are direct
+            _log.debug("worker %d does not bind its dataset", self._id, exc_info=True)
 
     def _join(self, name: str, token: str, session: int) -> None:
         """Attach to the trainer's session; if that fails, reads are direct."""

@@ -191,9 +191,8 @@ def test_creels_loader_tells_epochs_ahead_once_they_are_learnt(
     for _ in range(EPOCHS):
         assert list(ours) == list(theirs)
     assert reads(daemon) == [N]
-    if how != "fork, persistent":  # whose workers were made when nothing was known
-        epoch = -(-(N - 1) // BATCH)
-        assert told(daemon)[-1] >= 3 * epoch
+    epoch = -(-(N - 1) // BATCH)
+    assert told(daemon)[-1] >= 3 * epoch
     for path in tmp_path.glob("data/*.raw"):
         path.write_bytes(b"never read again")
     assert len(next(iter(ours))[0]) > 16 * 2
