@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from creel.cache.storage import version
 from creel.errors import MalformedError
 
+COPIES = "creel-copies"  # the name of a memfd for them
 #: Copies begin at multiples of this, so that the memory of each can be freed by itself. The first
 #: page says in one byte whether they were given to a daemon, and from the next word on its salt.
 PAGE_NBYTES = mmap.PAGESIZE
@@ -68,10 +71,11 @@ class Copies:
 
     def give(self) -> bool:
         """Whether they may go to a daemon: once, as it frees what it has taken."""
-        if os.pread(self.fd, 1, 0) == b"\1":
-            return False
-        os.pwrite(self.fd, b"\1", 0)
-        return True
+        with locked(self.fd):
+            if os.pread(self.fd, 1, 0) == b"\1":
+                return False
+            os.pwrite(self.fd, b"\1", 0)
+            return True
 
     def take(self, row: int, path: str, now_ns: int) -> tuple[bytes, int] | None:
         """Bytes and version of a row's file, whose copy is freed; None without a current copy.
@@ -92,9 +96,21 @@ class Copies:
         return (data, of) if same and len(data) == nbytes else None
 
 
-def new_copies() -> int:
-    """The descriptor of a memfd for copies; there is none so far."""
-    fd = os.memfd_create("creel-copies", os.MFD_CLOEXEC)
+@contextmanager
+def locked(fd: int) -> Iterator[None]:
+    """Hold the lock of a memfd for copies, which other processes use, too."""
+    import fcntl  # there is none on Windows, where this module is imported, too
+
+    fcntl.lockf(fd, fcntl.LOCK_EX, 1)
+    try:
+        yield
+    finally:
+        fcntl.lockf(fd, fcntl.LOCK_UN, 1)
+
+
+def new_copies(suffix: str = "") -> int:
+    """The descriptor of a memfd for copies; there is none so far. `suffix`: of its name."""
+    fd = os.memfd_create(f"{COPIES}{suffix}", os.MFD_CLOEXEC)
     os.ftruncate(fd, PAGE_NBYTES)
     os.pwrite(fd, os.urandom(_SALT_NBYTES), _SALT_AT)
     return fd

@@ -343,7 +343,10 @@ class Manifest:
         if fd is None:
             return manifest
         entries = Copies.parsed(also.get(_COPIES, b""), table.num_rows)
-        return replace(manifest, copies=Copies(os.dup(fd), entries))
+        copies = Copies(os.dup(fd), entries)
+        if copies.salt != salt:  # else they would be believed in other jobs
+            raise MalformedError("copies that belong to no such manifest")
+        return replace(manifest, copies=copies)
 
     def check(self) -> None:
         """Raise MalformedError for impossible numbers, ConfigError for too many objects."""

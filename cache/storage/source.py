@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.storage import version
+from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
 from creel.cache.storage.remote import open_store
 from creel.cache.storage.retry import retried, source_error, transient
@@ -138,6 +139,8 @@ class Source:
         relative: bool = True,
     ) -> None:
         self.manifest = manifest
+        #: Copies of its files, of which each is to be taken in place of a read.
+        self.copies = manifest.copies
         self.counters = Counters()
         self._settings = settings or FetchSettings()
         self._relative = relative
@@ -145,6 +148,11 @@ class Source:
         self._remote: dict[tuple[int, str, str], Store] = {}
         self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
+
+    def adopt(self, copies: Copies | None) -> None:
+        """Take copies that came with an equal manifest, if there are none."""
+        if self.copies is None:
+            self.copies = copies
 
     def close(self) -> None:
         """Close kept descriptors. A later read opens files again."""

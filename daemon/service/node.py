@@ -293,6 +293,7 @@ class Node:
         def look(manifest: Manifest) -> None:
             known = self.registry.datasets.get(manifest.key)
             if known is not None:
+                known.source.adopt(manifest.copies)
                 enter(known)
                 return
             record = LocationTable.record_of(manifest.summed, self.arena.nbytes)
@@ -353,6 +354,7 @@ class Node:
             if total >= self.arena.nbytes:
                 self._prefault.start()  # it is sure to be filled
         elif known is not dataset:  # two clients registered the same dataset at once
+            known.source.adopt(dataset.source.copies)
             dataset.close()
             dataset = known
         dataset.claim(token)

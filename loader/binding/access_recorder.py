@@ -1,18 +1,20 @@
 """AccessRecorder: records what a dataset that declares nothing reads, during its first epoch.
 
 Below creel.wrap, the reads of a user's `__getitem__` through creel.open, creel.read or a creel
-dataset that it holds are recorded in a journal, a memfd that the trainer and its workers share. It
-has one line of JSON per batch, `[again, [sample, item, ...], ...]`, written by an atomic append;
-`again` counts samples that were already recorded. Before it comes a line for the files of which
-there are copies (`file_copies`), `{address: [first byte, bytes, version], ...}`. Once enough
-samples have come again, or the journal is too long, a process appends the line `[]`: the lines
-before the first `[]` are the trace, the same in all processes. Samples that are not traced, or read
-something else later, are direct reads.
+dataset that it holds are recorded in a journal, a memfd that the trainer and its workers share, and
+the ranks of a node (`joint_recording`). It has one line of JSON per batch,
+`[again, [sample, item, ...], ...]`, written by an atomic append; `again` counts samples that were
+already recorded. Before it comes a line for the files of which there are copies (`file_copies`),
+`{address: [first byte, bytes, version], ...}`. Once enough samples have come again, or the journal
+is too long, a process appends the line `[]`: the lines before the first `[]` are the trace, the
+same in all processes. Samples that are not traced, or read something else later, are direct reads.
+
+Where ranks share a journal and one reads nothing as a sample that another one did, their datasets
+are not the same: it appends `null`, and the journal is void for all of them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import weakref
@@ -20,9 +22,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
+import xxhash
 from torch.utils.data import Dataset, StackDataset, Subset
 
 from creel.forks import forget_in_child
@@ -49,7 +53,11 @@ _MAX_SAMPLES = 10_000_000
 #: Recording ends at this many bytes of journal; a sample that reads one file takes some 100.
 MAX_JOURNAL_NBYTES = 1 << 29
 _PIECE = 1 << 20  # bytes of the journal per read
-_SEAL = b"[]"
+_SEAL, _VOID = b"[]", b"null"
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+#: The name of the memfd.
+JOURNAL = "creel-trace"
 
 
 class AccessRecorder:
@@ -62,19 +70,21 @@ class AccessRecorder:
         *,
         whole: bool = False,
         copies: FileCopies | None = None,
+        joint: bool = False,
     ) -> None:
         """Begin to record.
 
         `journal`: descriptor, taken over, of another process's journal; None for a new one.
-        `whole`, `copies`: as for `ObservedReads`.
+        `whole`, `copies`: as for `ObservedReads`. `joint`: the journal is that of several ranks.
         """
         self.dataset = dataset
+        self.joint = joint
         self.copies = copies
         self._observing = partial(ObservedReads, whole=whole, copies=copies)
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
-        self.fd = _new_journal() if journal is None else journal
+        self.fd = new_journal() if journal is None else journal
         weakref.finalize(self, os.close, self.fd)
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
         self.forget()
@@ -84,13 +94,18 @@ class AccessRecorder:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
         self._known = np.zeros(self._size, np.bool_)
+        #: In a joint journal, the `_marks` of what each known sample read.
+        self._marks = np.zeros(self._size if self.joint else 0, np.uint32)
         self._count = 0  # known samples
         self._unwritten: list[list[int | Item]] = []  # since the last `write`
         self._repeated = 0  # samples since then that were known
+        self._differ = False  # whether one of these reads other items in another rank
         self._at = 0
         self._rest = b""
         self._again = 0  # samples since the last new one
         self._sealed = self._returned = False
+        #: Whether the journal is that of ranks with different datasets.
+        self.void = False
 
     @property
     def fds(self) -> list[int]:
@@ -131,6 +146,9 @@ class AccessRecorder:
             if not self._sealed or self._returned:
                 return None
             self._returned = True
+            self.void |= self._differ
+            if self.void:
+                return None
         copied: dict[str, list[int]] = {}
         trace = AccessTrace(self._size, self._all(copied), self._parts)
         if self.copies is not None:
@@ -147,16 +165,27 @@ class AccessRecorder:
             for line in lines:
                 if line == _SEAL:
                     return
-                read = json.loads(line)
+                read = _decode(line)
                 if isinstance(read, dict):
                     copied |= read
                     continue
                 for index, *items in read[1:]:
-                    yield index, items
+                    if not self.joint:
+                        yield index, items
+                    elif index < self._size:
+                        yield index, list(filter(self._is_here, items))
+
+    def _is_here(self, item: Item) -> bool:
+        """Whether this rank's dataset has the object that another rank has read."""
+        if isinstance(item, str) or len(item) == 3:
+            return True
+        part, number = item
+        return part < len(self._parts) and number < self._parts[part].object_count
 
     def _note(self, index: int, items: list[Item]) -> None:
         if self._known[index]:
             self._repeated += 1
+            self._compare(index, items)
         else:
             self._unwritten.append([index, *items])
 
@@ -167,22 +196,26 @@ class AccessRecorder:
         """
         if isinstance(read, str):
             return read if _is_utf8(read) else None
+        if len(read) == 3:
+            return read if _is_utf8(read[0]) else None
         part = self._number.get(read[0])
         return None if part is None else (part, read[1])
 
     def write(self) -> None:
         """Append the reads of a batch to the journal, and take in those of other processes."""
         with self._lock:
+            if self.joint:
+                self._catch_up()  # to compare with what others have read
             for index, reads in _drained(self._observed):  # also those of other threads
                 self._note_reads(index, reads)
             if not self._sealed:
                 self._write_copies()
             if (self._unwritten or self._repeated) and not self._sealed:
-                self._append(json.dumps([self._repeated, *self._unwritten]).encode())
+                self._append(_encode([self._repeated, *self._unwritten]))
             self._unwritten, self._repeated = [], 0
             self._catch_up()
-            if self._over() and not self._sealed:
-                self._append(_SEAL)
+            if not self._sealed and (self._differ or self._over()):
+                self._append(_VOID if self._differ else _SEAL)
 
     def drop(self) -> None:
         """Forget what was read since the last `write`."""
@@ -195,7 +228,7 @@ class AccessRecorder:
         done = _drained(self.copies.done)
         named = {address: place for address, *place in done if _is_utf8(address)}
         if named:
-            self._append(json.dumps(named).encode())
+            self._append(_encode(named))
 
     def _append(self, line: bytes) -> None:
         """Append a line; if there is no memory for all of it, recording ends without a trace."""
@@ -223,15 +256,37 @@ class AccessRecorder:
                     self._sealed = True
                     return
                 try:
-                    read = json.loads(line)
+                    read = _decode(line)
                     again, *new = (0,) if isinstance(read, dict) else read
-                except ValueError:  # a line cut short for lack of memory
+                except (ValueError, TypeError):  # void, or a line cut short for lack of memory
                     self._sealed = self._returned = True
+                    self.void = line == _VOID
                     return
                 self._again = 0 if new else self._again + again
-                for index, *_ in new:
-                    self._count += not self._known[index]
-                    self._known[index] = True
+                self._take_in(new)
+
+    def _take_in(self, new: list[Any]) -> None:
+        """Take in what samples were recorded to read: (sample, item, ...) of each."""
+        if not self.joint:
+            unknown = {one[0] for one in new if not self._known[one[0]]}
+            self._known[list(unknown)] = True
+            self._count += len(unknown)
+            return
+        for index, *items in new:
+            if not 0 <= index < self._size:  # of a dataset of another length
+                self._differ = True
+            elif self._known[index]:
+                self._compare(index, items)
+            else:
+                self._known[index] = True
+                self._count += 1
+                self._marks[index] = _marks(items)
+
+    def _compare(self, index: int, items: list[Item]) -> None:
+        """Note where a known sample is another one in the dataset of another rank."""
+        if self.joint:
+            marks = int(self._marks[index]), _marks(items)
+            self._differ |= all(marks) and not marks[0] & marks[1]
 
 
 def _drained(queue: deque[T]) -> Iterator[T]:
@@ -282,8 +337,18 @@ def _batch(
     ]
 
 
-def _new_journal() -> int:
-    memory = os.memfd_create("creel-trace", os.MFD_CLOEXEC)
+def _marks(items: list[Item]) -> int:
+    """A bit for each item, by its digest: where two have none in common, so have their items."""
+    marks = 0
+    for item in items:
+        text = item if isinstance(item, str) else f"{item[0]} {item[1] if len(item) == 2 else ''}"
+        marks |= 1 << xxhash.xxh32_intdigest(text.encode()) % 32
+    return marks
+
+
+def new_journal(suffix: str = "") -> int:
+    """The descriptor of a journal. `suffix`: of the name of its memfd."""
+    memory = os.memfd_create(f"{JOURNAL}{suffix}", os.MFD_CLOEXEC)
     # reopened: only open() makes O_APPEND atomic on every kernel
     journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     os.close(memory)
@@ -298,19 +363,10 @@ def _is_utf8(address: str) -> bool:
         return False
 
 
-def recorder_of(
-    dataset: Dataset[Sample],
-    journal: int | None = None,
-    *,
-    whole: bool = False,
-    copies: FileCopies | None = None,
-) -> AccessRecorder | None:
-    """A recorder; None for a dataset whose reads are not known by sample, or too large."""
+def recordable(dataset: Dataset[Sample]) -> bool:
+    """Whether the reads of a dataset are known by sample, and not of too many."""
     serve_torchvision()  # its folders may be inside
     try:
-        fits = by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
-        if not fits:
-            return None
-        return AccessRecorder(dataset, journal, whole=whole, copies=copies)
+        return by_sample(dataset) and len(dataset) <= _MAX_SAMPLES  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001  a user's __len__ may raise anything
-        return None
+        return False

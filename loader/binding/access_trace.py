@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +14,14 @@ from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
 from creel.loader.datasets.base import CreelDataset, positions
+from creel.loader.reading.observer import worth
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Indices, Sample
 
-#: An object: its address, or (number of the part, number of the object in it).
-Item = str | tuple[int, int]
+#: An object: its address, or (number of the part, number of the object in it); or a small part of a
+#: file as (address, bytes that were read, bytes of the file).
+Item = str | tuple[int, int] | tuple[str, int, int]
 Column = NDArray[np.int64]
 #: Most values examined in search of parts, and longest list or dict searched.
 _MAX_PARTS = 10_000
@@ -89,26 +90,45 @@ def _columns(
     """(n,) samples, (n,) item counts; (k,) leaf and (k,) object of each item; the addresses.
 
     Addresses are the objects of leaf `address_leaf`, numbered in sorted order, so that the result
-    does not depend on the order of recording.
+    does not depend on the order of recording. Files of which samples read small parts only are left
+    out, if all parts together are no large one.
     """
-    number: dict[str, int] = {}
-    samples, counts, leaf, place = array("q"), array("q"), array("q"), array("q")
-    for sample, items in recorded:
-        samples.append(sample)
-        counts.append(len(items))
-        for item in items:
-            if isinstance(item, str):
-                leaf.append(address_leaf)
-                place.append(number.setdefault(item, len(number)))
-            else:
-                leaf.append(item[0])
-                place.append(item[1])
-    addresses = sorted(number)
-    rank = np.empty(len(addresses), np.int64)
-    rank[[number[address] for address in addresses]] = np.arange(len(addresses))
-    leaves, objects = np.array(leaf), np.array(place)
-    objects[leaves == address_leaf] = rank[objects[leaves == address_leaf]]
-    return np.array(samples), np.array(counts), leaves, objects, addresses
+    entries = list(recorded)
+    samples = np.array([sample for sample, _ in entries], np.int64)
+    counts = np.array([len(items) for _, items in entries], np.int64)
+    read = [item for _, items in entries for item in items]
+    named = [
+        item if isinstance(item, str) else item[0] if isinstance(item[0], str) else None
+        for item in read
+    ]
+    addresses = sorted(set(filter(None, named)) - _little(read))
+    number = {address: i for i, address in enumerate(addresses)}
+    leaf, place = [address_leaf] * len(read), [number.get(name or "", -1) for name in named]
+    for i, name in enumerate(named):
+        if name is None:
+            leaf[i], place[i] = cast("tuple[int, int]", read[i])
+    objects = np.array(place, np.int64)
+    kept = objects >= 0
+    if not kept.all():
+        counts = np.bincount(
+            np.repeat(np.arange(len(samples)), counts)[kept], minlength=len(samples)
+        )
+    return samples, counts, np.array(leaf, np.int64)[kept], objects[kept], addresses
+
+
+def _little(read: Iterable[Item]) -> set[str]:
+    """Addresses of files of which all samples together read too little.
+
+    >>> sorted(_little([("/a", 10, 100), ("/b", 10, 100), ("/b", 20, 100), ("/c", 1, 100), "/c"]))
+    ['/a']
+    """
+    parts: dict[str, tuple[int, int]] = {}  # bytes that were read, and those of the file
+    for item in read:
+        if len(item) == 3 and not isinstance(item, str):
+            address, got, nbytes = item
+            parts[address] = parts.get(address, (0, 0))[0] + got, nbytes
+    little = {address for address, (got, nbytes) in parts.items() if not worth(got, nbytes)}
+    return little - {item for item in read if isinstance(item, str)} if little else little
 
 
 def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,6 +10,7 @@ reads; samples are the same.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import multiprocessing.context
@@ -25,20 +26,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from creel import limits
 from creel.addresses import startable
-from creel.config import Config, memory_budget
+from creel.config import Config
 from creel.errors import UnavailableError
 from creel.forks import at_fork, forget_in_child
-from creel.loader.binding.access_recorder import AccessRecorder, recorder_of
+from creel.loader.binding.access_recorder import AccessRecorder, recordable
 from creel.loader.binding.access_trace import AccessTrace
 from creel.loader.binding.bind import Binding, bind, bound
 from creel.loader.binding.gather import StepReader
+from creel.loader.binding.joint_recording import JointMemory
+from creel.loader.binding.recording import memory_of_ranks, recorder_on
 from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.cluster.ranks import job_name, rank_and_world
-from creel.loader.reading.file_copies import FileCopies
 from creel.loader.reading.intercept import Intercepted
 from creel.loader.reading.observer import Lease, leased, observing, passes_on, thread_use
 from creel.policies.bypass import Bypass
@@ -200,25 +201,33 @@ class WrappedReads:
     """A dataset and this process's `DaemonLink`, made at the first read."""
 
     def __init__(
-        self, dataset: Dataset[Sample], shared: Sequence[Handle] = (), *, whole: bool = False
+        self,
+        dataset: Dataset[Sample],
+        shared: Sequence[Handle] = (),
+        *,
+        whole: bool = False,
+        joint: bool = False,
     ) -> None:
         """`shared`: the journal, and the copies, of the process that spawned this one.
 
-        `whole`: see `creel.wrap`.
+        `whole`: see `creel.wrap`. `joint`: other ranks share the journal, too.
         """
         self._dataset = dataset
         self._whole = whole
         self._config: tuple[Config, dict[str, str]] | None = None
         self._shared = [handle.detach() for handle in shared]
+        self._joint = joint
         self._forget_binding()
         self.forget()
         forget_in_child(self)
+        self.number = next(_numbers)
         _alive.add(self)
 
     def _forget_binding(self) -> None:
         self._bound = False
         self._binding: Binding | None = None
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
+        self._memory: JointMemory | None = None  # of several ranks, meanwhile
         self._trace: AccessTrace | None = None
 
     def forget(self) -> None:
@@ -236,6 +245,7 @@ class WrappedReads:
         self.prepare()
         recorder = self._recorder
         fds = () if recorder is None else recorder.fds
+        made = partial(made, joint=recorder is not None and recorder.joint)
         return made, (self._dataset, [multiprocessing.reduction.DupFd(fd) for fd in fds])
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
@@ -302,34 +312,38 @@ class WrappedReads:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
-                journal, copies, *_ = [*self._shared, None, None]
-                self._shared = []
-                kept = self._new_copies(copies)
-                self._recorder = recorder_of(self._dataset, journal, whole=self._whole, copies=kept)
+                self._recorder = self._new_recorder()
         if self._binding is None and self._recorder is not None:
             self._trace = self._recorder.trace()
             if self._trace is not None:
                 self._binding = bound(self._dataset, self._trace)
-                self._recorder = None  # frees the memory of its journal
+                self._leave_recorder()  # frees the memory of its journal
+            elif self._recorder.void:
+                _log.info("ranks with different datasets do not learn from each other")
+                self._leave_recorder()
+                self._joint = False
+                self._recorder = recorder_on([], self._dataset, self._settings(), self._whole)
         return self._binding
 
-    def _new_copies(self, fd: int | None) -> FileCopies | None:
-        """Where to keep what is read of slow files, in memory that the daemon does not use yet.
+    def _leave_recorder(self) -> None:
+        self._recorder = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
-        None where others read the same dataset, or a disk remembers it: they would not find it.
+    def _new_recorder(self) -> AccessRecorder | None:
+        """A recorder on the memory of who spawned this process, of the node's ranks, or its own.
+
+        None where it is not known what each sample reads.
         """
-        config = self._settings()
-        if rank_and_world()[1] > 1 or config.disk.path:
+        if not recordable(self._dataset):
             return None
-        try:
-            memory = limits.memory()
-            counts = {"total": memory.total, "available": memory.available}
-            budget = memory_budget(config.memory, **counts)
-            # what others read fills the daemon's own memory meanwhile
-            return FileCopies(min(budget, memory.available // 4), fd)
-        except Exception:  # noqa: BLE001  no room; or somebody's own `open` stands for Python's
-            _log.debug("no copies are kept of what is read", exc_info=True)
-            return None
+        fds, self._shared = self._shared, []
+        if not fds and get_worker_info() is None:
+            self._memory = memory_of_ranks(self._dataset, self._settings())
+            if self._memory is not None:
+                fds, self._joint = self._memory.fds, True
+        return recorder_on(fds, self._dataset, self._settings(), self._whole, joint=self._joint)
 
     def prepare(self) -> None:
         """Bind before workers are made, so that each need not; does not contact a daemon."""
@@ -440,13 +454,14 @@ def _still(binding: Binding, indices: Sequence[int]) -> bool:
         return True
 
 
+_numbers = itertools.count()
 _alive: weakref.WeakSet[WrappedReads] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
     """Prepare all datasets: torch's loader forks workers without notifying them."""
     try:
-        for reads in list(_alive):
+        for reads in sorted(_alive, key=lambda one: one.number):  # alike in all ranks
             reads.prepare()
     except Exception:  # noqa: BLE001  a fork must go on; the first read raises the error
         _log.debug("cannot prepare for workers", exc_info=True)

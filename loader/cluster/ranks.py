@@ -19,6 +19,14 @@ _LAUNCHERS = (
     ("MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"),  # MVAPICH 3 and later
     ("PMI_RANK", "PMI_SIZE"),  # MPICH, Intel MPI, Cray
 )
+#: Variables of the number of ranks on this node, by launcher.
+_HERE = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MVP_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+)
 #: Step ids from here on are not of srun: a batch script, an interactive shell, external processes.
 _SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: SLURM_PENDING_STEP - 2 and the like
 
@@ -43,6 +51,17 @@ def launched(env: Mapping[str, str]) -> tuple[int, int]:
         if 0 <= rank < world:
             return rank, world
     return 0, 1
+
+
+def all_here(world: int, env: Mapping[str, str]) -> bool:
+    """Whether all ranks are known to run on this node.
+
+    >>> all_here(2, {"LOCAL_WORLD_SIZE": "2"}), all_here(4, {"LOCAL_WORLD_SIZE": "2"})
+    (True, False)
+    """
+    if world == 1 or any(_number(env, name) == world for name in _HERE):
+        return True
+    return bool(_slurm(env)) and _number(env, "SLURM_STEP_NUM_NODES") == 1
 
 
 def job_name(env: Mapping[str, str] | None = None) -> str:

@@ -17,17 +17,21 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from creel.cache.storage import version
-from creel.cache.storage.copies import PAGE_NBYTES, free, new_copies
+from creel.cache.storage.copies import PAGE_NBYTES, free, locked, new_copies
 from creel.forks import forget_in_child
+
+if TYPE_CHECKING:
+    from creel.loader.reading.observer import PartialRead
 
 #: What a sample left out of a file, at most this part of it, is read when the file is closed.
 _GAPS = 16
 _BLOCK_NBYTES = 512  # of st_blocks
-#: Pieces in sequence are written together, this many bytes at a time; Linux takes 1,024 of them.
-_PIECE_NBYTES, _PIECES = 1 << 17, 1000
+#: Pieces in sequence are written together, this many bytes at a time: a small file at once, as
+#: every time wakes up the thread. Linux takes 1,024 of them.
+_PIECE_NBYTES, _PIECES = 1 << 20, 1000
 _UNKNOWN = -2
 _IDLE_S = 0.5  # after which the thread ends: who forks rather has none
 _FLUSH_S = 10.0
@@ -43,6 +47,9 @@ class FileCopies:
         weakref.finalize(self, os.close, self.fd)
         #: Address, first byte, bytes and version of copies that this process has completed.
         self.done: deque[tuple[str, int, int, int]] = deque()
+        #: The file that C has opened last, and how many were read in its place since (`libraries`).
+        self.read_in_c: PartialRead | None = None
+        self.read_here = 0
         self._begun: set[str] = set()
         self.forget()
         forget_in_child(self)
@@ -77,8 +84,7 @@ class FileCopies:
                         self._thread = None
                         return
                 continue
-            with suppress(Exception):  # a copy that is not complete is none
-                work()
+            work()
 
     def flush(self) -> None:
         """Wait until all is done that was `put`."""
@@ -103,18 +109,12 @@ class FileCopies:
 
     def reserve(self, nbytes: int) -> int:
         """The first byte of room for a copy in the memfd; -1 where there is none."""
-        import fcntl  # there is none on Windows, where this module is imported, too
-
-        with self._lock, suppress(OSError):  # no locks, or no memory
-            fcntl.lockf(self.fd, fcntl.LOCK_EX, 1)
-            try:
-                status = os.fstat(self.fd)
-                if status.st_blocks * _BLOCK_NBYTES + nbytes <= self.limit:
-                    first = status.st_size
-                    os.ftruncate(self.fd, first + -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
-                    return first
-            finally:
-                fcntl.lockf(self.fd, fcntl.LOCK_UN, 1)
+        with self._lock, suppress(OSError), locked(self.fd):  # no locks, or no memory
+            status = os.fstat(self.fd)
+            if status.st_blocks * _BLOCK_NBYTES + nbytes <= self.limit:
+                first = status.st_size
+                os.ftruncate(self.fd, first + -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+                return first
         return -1
 
 
@@ -132,6 +132,7 @@ class FileCopy:
         self._first = _UNKNOWN
         self._at = self._end = 0  # first and last + 1 of the stretch that is not written yet
         self._pieces: list[bytes] = []  # its bytes
+        self._todo: list[Callable[[], None]] = []  # for the thread
         self._failed = False
         self._spans: list[tuple[int, int]] = []  # first and last + 1 of those that are
 
@@ -145,14 +146,15 @@ class FileCopy:
         self._end = at + len(data)
         if self._end - self._at >= _PIECE_NBYTES:
             self._write()
+            self._put()
 
     def _write(self) -> None:
-        """Have the stretch written that was read last."""
+        """Have the stretch written that was read last, at the next `_put`."""
         pieces, self._pieces = self._pieces, []
         at, end = self._at, self._end
         if not pieces or at == end or end > self._status.st_size:
             return
-        self._copies.put(partial(self._written, at, end, pieces))
+        self._todo.append(partial(self._written, at, end, pieces))
         if self._spans and self._spans[-1][1] == at:
             at = self._spans.pop()[0]
         self._spans.append((at, end))
@@ -184,7 +186,12 @@ class FileCopy:
             self._write()
         whole = not missing(self._spans, self._status.st_size)
         whole = whole and not version.torn(self._status, os.fstat(file.fileno()))
-        self._copies.put(partial(self._end_with, whole=whole))
+        self._todo.append(partial(self._end_with, whole=whole))
+        self._put()
+
+    def _put(self) -> None:
+        todo, self._todo = self._todo, []
+        self._copies.put(partial(_each, todo))
 
     def _end_with(self, *, whole: bool) -> None:
         """In the thread, when all is written."""
@@ -196,6 +203,13 @@ class FileCopy:
         if self._first >= 0:
             with suppress(OSError, ValueError):
                 free(self._copies.fd, self._first, nbytes)
+
+
+def _each(todo: list[Callable[[], None]]) -> None:
+    """Do all, whatever becomes of those before."""
+    for work in todo:
+        with suppress(Exception):  # a copy that is not complete is none
+            work()
 
 
 def missing(spans: list[tuple[int, int]], nbytes: int) -> list[tuple[int, int]]:

@@ -93,18 +93,18 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
     data = cached(address)
     if data is not None:
         return CachedFile(data, os.fspath(file))
-    real, waited = timed(lambda: open_source(original, file, "rb", buffering))
+    real, waited_ns = timed(lambda: open_source(original, file, "rb", buffering))
     # what somebody else's `open` gives stays as it is
-    return observed_file(real, address, waited=waited) if isinstance(real, _PYTHONS) else real
+    return observed_file(real, address, waited_ns=waited_ns) if isinstance(real, _PYTHONS) else real
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
     data = cached(address)
     if data is None:
-        real, waited = timed(lambda: open_source(original, file, mode, -1, *more))
+        real, waited_ns = timed(lambda: open_source(original, file, mode, -1, *more))
         if not isinstance(real, io.TextIOWrapper) or observing() is None:
             return real
-        binary: Any = observed_file(real.detach(), address, waited=waited)
+        binary: Any = observed_file(real.detach(), address, waited_ns=waited_ns)
     else:
         binary = CachedFile(data, os.fspath(file))
     text = io.TextIOWrapper(binary, *more)
@@ -127,8 +127,8 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
             if data is not None:
                 with suppress(OSError):  # no room
                     return memory_file(data)
-            fd, waited = timed(lambda: open_source(original, path, flags, mode))
-            read_in_c(os.fstat(fd), address, waited=waited)
+            fd, waited_ns = timed(lambda: open_source(original, path, flags, mode))
+            read_in_c(os.fstat(fd), address, waited_ns=waited_ns)
             return fd
         return original(path, flags, mode)
 

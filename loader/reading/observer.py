@@ -30,8 +30,9 @@ Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
 _os_open = os.open  # the system's, whatever it stands for while a dataset is read
-#: What a thread reads: an address, or an object of a leaf as (id(leaf), object number).
-Asked = str | tuple[int, int]
+#: What a thread reads: an address; an object of a leaf as (id(leaf), object number); a small part
+#: of a file as (address, bytes that were read, bytes of the file).
+Asked = str | tuple[int, int] | tuple[str, int, int]
 
 
 class ReadableSession(Protocol):
@@ -280,23 +281,42 @@ _WORTH = 4
 _SMALL = 1 << 16
 
 
+def worth(got: int, nbytes: int) -> bool:
+    """Whether a file is worth caching of which so many bytes were read."""
+    return got * _WORTH >= nbytes
+
+
 class PartialRead:
     """How much of a file one sample has read through file objects."""
 
     def __init__(self, nbytes: int) -> None:
         """`nbytes`: size of the file."""
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._since = -1  # what the thread had read when its reads began to count
-        self.got = 0
+        self._read = 0
+        #: How long the storage made the thread wait for the open, in ns.
+        self.waited_ns = 0
+        #: What `got` gave last.
+        self.got_last = 0
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were read through a file object."""
+        self._read += nbytes
 
     def count_thread(self) -> None:
         """Count all that this thread reads from now on: nobody sees what it reads of the file."""
         self._since = _thread_nbytes()
 
-    def wanted(self) -> bool:
-        """Whether the whole file is worth caching, at the end of the sample."""
+    def got(self) -> int:
+        """Bytes that were read, at the end of the sample."""
         unseen = _thread_nbytes() - self._since if self._since >= 0 else 0
-        return (self.got + unseen) * _WORTH >= self._nbytes
+        self.got_last = self._read + unseen
+        return self.got_last
+
+    @property
+    def copied_sooner(self) -> bool:
+        """Whether a copy of the file, at 1 GB/s, takes less time than its open."""
+        return self.nbytes <= self.waited_ns
 
 
 def _thread_nbytes() -> int:
@@ -327,16 +347,22 @@ class ObservedReads:
         self._outer: ObservedReads | None = None
 
     def wanted(self) -> list[Asked]:
-        """Each read once, in order, without files of which only a small part was read."""
-        asked = self._asked.items()
-        return [what for what, part in asked if self._whole or part is None or part.wanted()]
+        """Each read once, in order; small parts of files only where a copy saves time."""
+        found: list[Asked] = []
+        for what, part in self._asked.items():
+            got = -1 if self._whole or part is None else part.got()
+            if part is None or got < 0 or worth(got, part.nbytes):
+                found.append(what)
+            elif part.copied_sooner and isinstance(what, str):
+                found.append((what, got, part.nbytes))
+        return found
 
     def add(self, asked: Asked) -> None:
         """Record a read that succeeded: one that failed would be repeated by the daemon."""
         self._asked[asked] = None
 
-    def opened(self, path: str, nbytes: int) -> PartialRead | None:
-        """Record a file that was opened.
+    def opened(self, path: str, nbytes: int, waited_ns: int) -> PartialRead | None:
+        """Record a file that was opened, after the storage made the thread wait so long.
 
         Returns where its reads are to be counted, one place for all file objects of a path; None
         where the file is worth caching however little is read.
@@ -344,7 +370,10 @@ class ObservedReads:
         if nbytes <= _SMALL:
             self._asked[path] = None
             return None
-        return self._asked.setdefault(path, PartialRead(nbytes))
+        part = self._asked.setdefault(path, PartialRead(nbytes))
+        if part is not None:
+            part.waited_ns = max(part.waited_ns, waited_ns)
+        return part
 
     def __enter__(self) -> ObservedReads:
         self._outer, _thread.observed = _thread.observed, self
@@ -488,13 +517,17 @@ def open_source(original: Callable[..., T], *args: object) -> T:
 _QUICK_OPEN_NS = 200_000
 
 
-def timed(opening: Callable[[], T]) -> tuple[T, bool]:
-    """Call `opening`; also whether the storage made this thread wait, where that is recorded."""
+def timed(opening: Callable[[], T]) -> tuple[T, int]:
+    """Call `opening`; also how long the storage made this thread wait, in ns.
+
+    0 where it did not, or nothing is recorded.
+    """
     if _thread.observed is None:
-        return opening(), False
-    sleeps, began = _sleeps(), time.monotonic_ns()
+        return opening(), 0
+    before, began = _sleeps(), time.monotonic_ns()
     opened = opening()
-    return opened, time.monotonic_ns() - began > _QUICK_OPEN_NS and _sleeps() > sleeps
+    took = time.monotonic_ns() - began
+    return opened, took if took > _QUICK_OPEN_NS and _sleeps() > before else 0
 
 
 def read_whole(address: str) -> None:

@@ -149,7 +149,7 @@ class ObservedFile(_FileOver):
         """Count what was read by the descriptor since it was handed on."""
         if self._handed_on is not None:
             moved = os.lseek(self._file.fileno(), 0, os.SEEK_CUR) - self._handed_on
-            self._part.got += max(moved, 0)
+            self._part.count(max(moved, 0))
             self._handed_on = None
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
@@ -188,7 +188,7 @@ class ObservedFile(_FileOver):
         return data
 
     def _count(self, data: bytes | memoryview) -> None:
-        self._part.got += len(data)
+        self._part.count(len(data))
         self._handed_on = None  # Python's buffer moves it, too
         if self._thread != threading.get_ident():  # whose reads come between
             self._copy = None
@@ -245,48 +245,52 @@ def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A
 
 def open_local(path: str) -> IO[bytes]:
     """Open the real file, observed if this thread's reads are being recorded."""
-    real, waited = timed(lambda: _python_open(path, "rb"))
-    file: IO[bytes] = observed_file(real, path, waited=waited)
+    real, waited_ns = timed(lambda: _python_open(path, "rb"))
+    file: IO[bytes] = observed_file(real, path, waited_ns=waited_ns)
     return file
 
 
-def observed_file(real: Any, address: str, *, waited: bool) -> Any:
+def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
     """A file just opened, counting what is read of it if this thread's reads are being recorded.
 
-    `waited`: whether the storage made the thread wait; then what is read is kept, too.
+    `waited_ns`: how long the storage made the thread wait; then what is read is kept, too.
     """
     observed = observing()
     if observed is None:
         return real
     now, status = time.time_ns(), os.fstat(real.fileno())
-    part, copy = opened_part(status, address), None
-    if waited and observed.copies is not None and _cacheable(status, address):
+    part, copy = opened_part(status, address, waited_ns), None
+    if waited_ns and observed.copies is not None and _cacheable(status, address):
         copy = observed.copies.begin(address, status, now)
     if copy is not None and part is None:
         part = PartialRead(status.st_size)
     return real if part is None else ObservedFile(real, part, copy)
 
 
-def opened_part(status: os.stat_result, address: str) -> PartialRead | None:
+def opened_part(status: os.stat_result, address: str, waited_ns: int = 0) -> PartialRead | None:
     """Record that a file was opened; where reads of it are to be counted, None if nowhere."""
     observed = observing()
-    worth = observed is not None and _cacheable(status, address)
-    return observed.opened(address, status.st_size) if worth and observed else None
+    if observed is None or not _cacheable(status, address):
+        return None
+    return observed.opened(address, status.st_size, waited_ns)
 
 
 def _cacheable(status: os.stat_result, address: str) -> bool:
     return stat.S_ISREG(status.st_mode) and not address.startswith(_NO_FILES)
 
 
-def read_in_c(status: os.stat_result, address: str, *, waited: bool) -> None:
+def read_in_c(status: os.stat_result, address: str, *, waited_ns: int) -> PartialRead | None:
     """Record that a file was opened that is not read through a file object of Python's.
 
-    `waited`: whether the storage made the thread wait; else only a small file is worth caching, as
-    the library has more work with a copy of a large one than with the page cache.
+    Returns where its reads are counted; None if nowhere.
+
+    `waited_ns`: how long the storage made the thread wait; where it did not, only a small file is
+    worth caching, as the library has more work with a copy of a large one than with the page cache.
     """
-    part = opened_part(status, address)
-    if part is not None and waited:
+    part = opened_part(status, address, waited_ns)
+    if part is not None and waited_ns:
         part.count_thread()
+    return part
 
 
 def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:

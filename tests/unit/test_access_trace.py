@@ -19,6 +19,7 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 import creel
 from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.access_trace import AccessTrace, parts_of
+from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.bind import bound
 from creel.loader.datasets.base import CreelDataset, fetch_many
 from creel.loader.reading.observer import ObservedReads
@@ -276,3 +277,77 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     assert [sample(torn) for _ in range(3)] == [b"00"] * 3
     assert full.trace() is None
     assert torn.trace() is None
+
+
+def pair(one: Dataset[Any], other: Dataset[Any]) -> tuple[AccessRecorder, AccessRecorder]:
+    """The recorders of two ranks."""
+    first = AccessRecorder(one, joint=True)
+    journal = os.open(f"/proc/self/fd/{first.fd}", os.O_RDWR | os.O_APPEND)
+    return first, AccessRecorder(other, journal, joint=True)
+
+
+def numbered(folder: Path) -> Numbered:
+    for i in range(12):
+        (folder / f"{i:02}").write_bytes(b"%d" % i)
+    files = creel.FileDataset(folder, decode=bytes)
+    return Numbered(files=files, hidden=lambda: files)
+
+
+def test_what_two_ranks_record_is_one_trace(tmp_path: Path) -> None:
+    ranks = pair(numbered(tmp_path), numbered(tmp_path))
+    for i in range(12):
+        _ = ranks[i % 2][i]
+        ranks[i % 2].write()
+    traces = [rank.trace() for rank in ranks]
+    assert [trace.counts.tolist() for trace in traces if trace] == [[1] + [2] * 11] * 2
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_ranks_that_read_other_files_as_a_sample_do_not_learn_from_each_other(
+    tmp_path: Path, *, together: bool
+) -> None:
+    """`together`: neither has seen what the other one has written before it writes itself."""
+    homes = [tmp_path / "a", tmp_path / "b"]
+    ranks = pair(*(Opening(home) for home in homes))
+    for i in range(12):
+        for rank in ranks:
+            _ = rank[i]
+            if not together:
+                rank.write()
+    for rank in (*ranks, *ranks):
+        rank.write()
+    for rank, home in zip(ranks, homes, strict=True):
+        trace = rank.trace()
+        assert rank.void == (trace is None)
+        for files in [] if trace is None else trace.leaves:
+            assert isinstance(files, Addressed)
+            assert {Path(one).parent for one in files.addresses(np.arange(12))} == {home}
+    assert ranks[1].void
+
+
+class Opening(Dataset[Any]):
+    """Opens a file of its folder; the first read of a process opens another one before that."""
+
+    def __init__(self, home: Path, *, lazily: bool = False) -> None:
+        home.mkdir(exist_ok=True)
+        self.home, self.lazily = home, lazily
+        for i in range(13):
+            (home / f"{i:02}").write_bytes(b"%d" % i)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> bytes:
+        if self.lazily:
+            self.lazily = False
+            creel.read(self.home / "12")
+        return creel.read(self.home / f"{i:02}")
+
+
+def test_what_a_rank_reads_beside_its_samples_makes_no_other_dataset(tmp_path: Path) -> None:
+    ranks = pair(Opening(tmp_path), Opening(tmp_path, lazily=True))
+    for rank in ranks:
+        for i in (3, *range(12)):
+            _ = rank[i]
+            rank.write()
+    assert [rank.trace() is None for rank in ranks] == [False, False]

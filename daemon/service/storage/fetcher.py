@@ -344,7 +344,7 @@ class Fetcher:
 
 def _copied(source: Readable, ids: Ids) -> list[tuple[bytes, int] | None]:
     """Bytes and version of those of (k,) objects of which a client has given copies."""
-    copies = source.manifest.copies if isinstance(source, Source) else None
+    copies = source.copies if isinstance(source, Source) else None
     if copies is None or not isinstance(source, Source):
         return [None] * len(ids)
     rows = source.manifest.rows(ids)

@@ -1,0 +1,133 @@
+"""What one rank of a node has seen a dataset read, all of its ranks know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_file_copies import N, Opaque, Slow
+from torch.utils.data import DataLoader, DistributedSampler
+
+import creel
+from creel.loader.client import connections
+from daemons import Running
+from testbed.ranks import ranks
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
+    ),
+]
+
+EPOCHS = 4
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Slow]:
+    made = Slow(tmp_path, "npy")
+    yield made
+    made.fs.close()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with Running(daemon_name, memory="32MB") as daemon:
+        yield daemon
+        connections.disconnect(daemon_name)
+
+
+class Hidden(Opaque):
+    """A part of the files, dealt by the dataset itself, of which nobody can see which."""
+
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        super().__init__(folder, "npy")
+        self.path_of: Any = partial(self.paths[rank::2].__getitem__)
+        del self.paths
+
+    def __len__(self) -> int:
+        return N // 2
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.from_numpy(np.load(self.path_of(i)))
+
+
+def each_rank(slow: Slow, tmp_path: Path, loaders: Any) -> list[int]:
+    """Files opened at the source in each epoch, by two ranks whose batches are all torch's.
+
+    `loaders`: creel's and torch's loader of a rank.
+    """
+
+    def read(rank: int) -> list[int]:
+        torch.set_num_threads(1)  # OpenMP's threads do not outlive a fork
+        ours, theirs = loaders(rank)
+        found = []
+        for epoch in range(EPOCHS):
+            for loader in (ours, theirs):
+                if isinstance(loader.sampler, DistributedSampler):
+                    loader.sampler.set_epoch(epoch)
+            dist.barrier()
+            before = slow.opens()
+            dist.barrier()
+            batches = list(ours)
+            dist.barrier()
+            found.append(slow.opens() - before)
+            dist.barrier()
+            assert all(torch.equal(a, b) for a, b in zip(batches, theirs, strict=True))
+        return found
+
+    one, other = ranks(read, tmp_path)
+    assert one == other
+    return list(one)
+
+
+def by_sampler(slow: Slow, rank: int, **more: Any) -> tuple[Any, Any]:
+    """The whole dataset on each rank, dealt anew in each epoch."""
+    ours, theirs = creel.wrap(Opaque(slow.fs.mountpoint, "npy")), Opaque(slow.folder, "npy")
+    kinds: Any = (creel.DataLoader, ours), (DataLoader, theirs)
+    made = (
+        kind(dataset, 4, sampler=DistributedSampler(dataset, 2, rank, seed=3), **more)
+        for kind, dataset in kinds
+    )
+    return next(made), next(made)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_each_file_is_opened_once_by_all_ranks_together(
+    slow: Slow, tmp_path: Path, workers: int, *, persistent: bool
+) -> None:
+    more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
+    found = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank, **more))
+    assert found == [N, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_where_other_nodes_read_too_the_daemon_reads_once_more(
+    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their daemons know the files by what is in them, and ask this one."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    found = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank))
+    assert found == [N, N, 0, 0]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_ranks_whose_datasets_differ_learn_for_themselves(slow: Slow, tmp_path: Path) -> None:
+    def loaders(rank: int) -> tuple[Any, Any]:
+        ours, theirs = Hidden(slow.fs.mountpoint, rank), Hidden(slow.folder, rank)
+        return creel.DataLoader(creel.wrap(ours), 4), DataLoader(theirs, 4)
+
+    found = each_rank(slow, tmp_path, loaders)
+    assert found[0] == N
+    assert found[-1] == 0
