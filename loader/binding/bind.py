@@ -157,7 +157,7 @@ class Binding:
 
     def in_page_cache(self) -> bool:
         """Whether all objects are whole local files in the page cache, judged by some of them."""
-        if not all(leaf.whole_files for leaf in self.leaves):
+        if not (len(self.manifest) and all(leaf.whole_files for leaf in self.leaves)):
             return False
         some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
         return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))

@@ -46,7 +46,7 @@ def _cached(path: str, mounts: list[_Mount]) -> bool:
             return mount.kind in _IN_MEMORY or _readable_now(name, status.st_size)
         finally:
             os.close(name)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no name of a file
         return False
 
 

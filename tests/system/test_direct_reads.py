@@ -227,6 +227,26 @@ def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
     assert daemon_of(embedded).is_running()
 
 
+class ReadsNothing(Reads):
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def __len__(self) -> int:
+        return 20
+
+    def objects(self, index: int) -> Any:  # noqa: ARG002
+        return []
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+def test_a_dataset_may_declare_that_it_reads_nothing(served: str) -> None:
+    ours = creel.DataLoader(ReadsNothing(), 8, creel=DIRECT)
+    assert all(map(torch.equal, ours, DataLoader(ReadsNothing(), 8)))
+    assert served
+
+
 def test_below_torchs_loader_no_daemon_is_asked_for_what_is_in_the_page_cache(
     served: str, paths: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,14 @@ def test_links_are_followed(paths: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_is_no_local_file_is_not_there(paths: list[Path]) -> None:
-    nowhere = "http://127.0.0.1:9/a", "s3://bucket/a", f"{paths[0]}.none", "/proc/self/status", ""
+    nowhere = (
+        "http://127.0.0.1:9/a",
+        "s3://bucket/a",
+        f"{paths[0]}.none",
+        "/proc/self/status",
+        "",
+        "/a\0b",
+    )
     for path in nowhere:
         assert not in_page_cache([str(paths[0]), path])
 
