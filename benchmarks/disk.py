@@ -1,10 +1,10 @@
 """The disk tier's store against plain files read and written through the page cache.
 
-    python benchmarks/disk.py FOLDER [--nbytes 110000 8192] [--threads 1 4] [--rounds 5] [--json]
+    python benchmarks/disk.py [FOLDER] [--nbytes 110000 8192] [--threads 1 4] [--rounds 5] [--json]
 
-FOLDER is on the disk to measure. `creel` is the store: checksums, an index, no page cache. `cached`
-writes the same bytes to one file, has the kernel write them back and forget them, and reads them in
-the same random order, without any check. us per object; a batch is an object.
+FOLDER (/var/tmp) is on the disk to measure. `creel` is the store: checksums, an index, no page
+cache. `cached` writes the same bytes to one file, has the kernel write them back and forget them,
+and reads them in the same random order, without any check. us per object; a batch is an object.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder")
+    parser.add_argument("folder", nargs="?", default="/var/tmp")  # noqa: S108  on a disk
     parser.add_argument("--nbytes", type=int, nargs="+", default=[110_000, 8192])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
