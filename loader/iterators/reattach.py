@@ -1,4 +1,4 @@
-"""StreamSearch: a session with another daemon, after that of an iterator has ended in mid-epoch."""
+"""StreamSearch: a session that is found while training goes on, also after the last one ended."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from creel.loader.plan.batch_stream import BatchStream, open_stream
-
 if TYPE_CHECKING:
-    from creel.config import Config
-    from creel.loader.binding.bind import Binding
+    from creel.loader.plan.batch_stream import BatchStream
 
 _log = logging.getLogger("creel.loader")
 
@@ -24,24 +22,27 @@ _AGAIN_S, _POLL_S = 5.0, 0.1
 class StreamSearch:
     """Looks for a daemon, or starts one, in a thread: that takes 0.5 s, and training goes on."""
 
-    def __init__(self, binding: Binding, config: Config) -> None:
-        """Begin to look; ends with `take` or `leave`, which a finaliser may call: no locks."""
+    def __init__(self, open_stream: Callable[[], BatchStream | None]) -> None:
+        """Begin to look; ends with `take` or `leave`, which a finaliser may call: no locks.
+
+        `open_stream` opens a session, or starts a daemon for one; called in the thread.
+        """
+        self._open_stream = open_stream
         self._found: deque[BatchStream] = deque()
         self._over = False
-        args = binding, config
-        thread = threading.Thread(target=self._look, args=args, name="creel-reattach", daemon=True)
+        thread = threading.Thread(target=self._look, name="creel-reattach", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread available: the next epoch finds a daemon
             _log.debug("no thread to look for another daemon", exc_info=True)
 
-    def _look(self, binding: Binding, config: Config) -> None:
+    def _look(self) -> None:
         look_at = time.monotonic()
         while not self._over:
             if time.monotonic() < look_at:
                 time.sleep(_POLL_S)
                 continue
-            stream = open_stream(binding, config)
+            stream = self._open_stream()
             if stream is not None:
                 self._found.append(stream)
                 break

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -152,7 +153,11 @@ class LoaderState:
             if stream.alive and stream.binding is binding:
                 return stream
             stream.close()
-        opened = None if binding is None or not wait else open_stream(binding, self.config)
+        return None if binding is None or not wait else self.open(binding)
+
+    def open(self, binding: Binding) -> BatchStream | None:
+        """Open a session, which waits for the daemon; warns of settings that it does not have."""
+        opened = open_stream(binding, self.config)
         if opened is not None:
             warn_of_unmet(opened.client, self.config, self._origins)
         return opened
@@ -295,7 +300,7 @@ class EpochRun:
         elif stream is not None:  # persistent workers have the old dataset
             loader_state.leave_stream(stream)
         elif self._near:
-            self._search = StreamSearch(binding, loader_state.config)
+            self._search = StreamSearch(partial(loader_state.open, binding))
 
     def _reattach(self, batch: int) -> None:
         """Have another daemon serve from this batch on, once one is found.
@@ -363,7 +368,7 @@ class EpochRun:
             stream = self.stream
             if self._search is None and stream is not None and not stream.client.alive:
                 # It has ended: a stopped one may go on.
-                self._search = StreamSearch(stream.binding, self._loader_state.config)
+                self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
 
     def due(self) -> bool:
         """Whether to update the daemon's statistics now: often, but not for each batch."""

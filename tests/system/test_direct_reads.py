@@ -227,6 +227,15 @@ def test_a_daemons_start_is_waited_for_by_no_batch_below_torchs_loader(
     assert daemon_of(embedded).is_running()
 
 
+def test_settings_that_the_daemon_has_not_are_named_though_nobody_waits_for_it(
+    served: str, paths: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert served
+    ours = creel.DataLoader(Reads(paths), BATCH, creel={**DIRECT, "memory.budget": "3GB"})
+    assert sum(map(len, ours)) == FILES
+    until(lambda: "memory.budget" in caplog.text, what="a warning of the other budget")
+
+
 class ReadsNothing(Reads):
     def __init__(self) -> None:
         super().__init__([])
