@@ -4,6 +4,8 @@ A file in the page cache is read in less time than it takes to ask another proce
 reader does not wait: it takes what is ready from the arena and reads the rest directly, while the
 daemon keeps filling the arena ahead of it. Sources that make readers wait are left to the daemon,
 which reads many objects at once.
+
+What the loader itself finds in the page cache does not come here (`loader.reading.page_cache`).
 """
 
 from __future__ import annotations

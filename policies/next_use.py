@@ -1,6 +1,6 @@
 """When each object is read next, as far as the plans of one job are known. Pure.
 
-One gather per access (law L4): every known epoch has a table "object -> step of its first read",
+One gather per access (law L6): every known epoch has a table "object -> step of its first read",
 the inverse of the epoch's permutation. Further reads in the same epoch, which only samplers with
 replacement (and padding) have, are kept sorted beside it.
 """

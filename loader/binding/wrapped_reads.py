@@ -376,15 +376,15 @@ class WrappedReads:
             binding = None if time.monotonic() < self._not_before else self._bind()
             if binding is None:
                 return None
-            near = self._near(binding)
-            if not near and self._starting():
+            page_cached = self._page_cached(binding)
+            if not page_cached and self._starting():
                 return None
-            self._link = None if near else self._connected(binding)
+            self._link = None if page_cached else self._connected(binding)
             if self._link is None:
                 self._not_before = time.monotonic() + _RETRY_S
             return self._link
 
-    def _near(self, binding: Binding) -> bool:
+    def _page_cached(self, binding: Binding) -> bool:
         """Whether files lie in the page cache, and no other rank may count on this one's reads."""
         auto = self._settings().loader.direct == "auto"
         return auto and rank_and_world()[1] == 1 and binding.in_page_cache()

@@ -162,7 +162,9 @@ class LoaderState:
             warn_of_unmet(opened.client, self.config, self._origins)
         return opened
 
-    def near(self, loader: DataLoader[Any], binding: Binding, stream: BatchStream | None) -> bool:
+    def page_cached(
+        self, loader: DataLoader[Any], binding: Binding, stream: BatchStream | None
+    ) -> bool:
         """Whether the dataset's files lie in the page cache, and code of the person's reads them.
 
         Then a copy in the arena would cost more than it gives: each file is copied twice, and the
@@ -199,10 +201,10 @@ class EpochRun:
         self._loader_state = loader_state
         binding = loader_state.binding(loader)
         #: Whether this epoch's files lie in the page cache: then nothing is published.
-        self._near = binding is not None and loader_state.near(loader, binding, None)
-        self.stream = loader_state.take_stream(loader, wait=not self._near)
+        self._page_cached = binding is not None and loader_state.page_cached(loader, binding, None)
+        self.stream = loader_state.take_stream(loader, wait=not self._page_cached)
         #: What its readers are made with; None: they read without creel.
-        self.binding = None if self.stream is None and not self._near else binding
+        self.binding = None if self.stream is None and not self._page_cached else binding
         self.skipped = 0
         self.delivered = 0
         self._counted = 0  # batches of these that the daemon's statistics include
@@ -226,7 +228,11 @@ class EpochRun:
         binding = loader_state.binding(loader) if self.binding is None else None
         # What is in the page cache is left there; and only creel's code may say in another process
         # which objects a sample has.
-        if binding is None or not binding.thread_safe or loader_state.near(loader, binding, None):
+        if (
+            binding is None
+            or not binding.thread_safe
+            or loader_state.page_cached(loader, binding, None)
+        ):
             return None
         self.stream = loader_state.take_stream(loader)
         self.binding = None if self.stream is None else binding
@@ -242,7 +248,7 @@ class EpochRun:
             self.stream.close()
             self.stream = None
         self._attach(loader)
-        if loader_state.order is not None and self.stream is not None and not self._near:
+        if loader_state.order is not None and self.stream is not None and not self._page_cached:
             loader_state.order.record_outcome(wrong=self.stream.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
         begun = IteratorStart(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
@@ -266,7 +272,7 @@ class EpochRun:
         self._counted = self.skipped
         self._unpublished.clear()
         self._many = loader._auto_collation  # noqa: SLF001  torch's
-        if self.stream is not None and not self._near:
+        if self.stream is not None and not self._page_cached:
             start = time.monotonic_ns()
             try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
             loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
@@ -283,7 +289,7 @@ class EpochRun:
             self._reattach(self.skipped + i)
         if self.stream is None:
             return -1
-        step = -1 if self._near else self.stream.give(self.skipped + i, index)
+        step = -1 if self._page_cached else self.stream.give(self.skipped + i, index)
         if step < 0:
             self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
         return step
@@ -291,15 +297,17 @@ class EpochRun:
     def _attach(self, loader: DataLoader[Any]) -> None:
         """Find a session for this epoch; where it only counts, without waiting for a daemon."""
         loader_state, binding = self._loader_state, self.binding
-        self._near = binding is not None and loader_state.near(loader, binding, self.stream)
+        self._page_cached = binding is not None and loader_state.page_cached(
+            loader, binding, self.stream
+        )
         if self.stream is not None or binding is None:
             return
-        stream = loader_state.take_stream(loader, wait=not self._near)
+        stream = loader_state.take_stream(loader, wait=not self._page_cached)
         if stream is not None and stream.binding is binding:
             self.stream = stream
         elif stream is not None:  # persistent workers have the old dataset
             loader_state.leave_stream(stream)
-        elif self._near:
+        elif self._page_cached:
             self._search = StreamSearch(partial(loader_state.open, binding))
 
     def _reattach(self, batch: int) -> None:
@@ -314,17 +322,17 @@ class EpochRun:
         if self.stream is not None:
             self.stream.close()
         self.stream, self._published_ahead = found, False
-        if not self._near:
+        if not self._page_cached:
             found.begin(self.order, batch)
 
     @property
     def ticket(self) -> Ticket | None:
         """What workers need to read through the session; None if they need none in this epoch."""
-        return None if self.stream is None or self._near else self.stream.ticket
+        return None if self.stream is None or self._page_cached else self.stream.ticket
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
-        if self.stream is not None and not self._near:
+        if self.stream is not None and not self._page_cached:
             self.stream.done(self.skipped + i)
             self._publish_ahead(self.stream)
 

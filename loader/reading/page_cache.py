@@ -1,4 +1,8 @@
-"""Whether files lie in the page cache, where reading them costs no more than a cache of creel's."""
+"""Whether files lie in the page cache, where reading them costs no more than a cache of creel's.
+
+A loader asks before each epoch (`loader.iterators.state`, `page_cached`), a proxy below torch's own
+loader before it connects (`loader.binding.wrapped_reads`, likewise).
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Which eviction policy serves a dataset. Pure.
 
-The plans decide between three cases (laws L1 to L3, docs/architecture.md):
+The plans decide between three cases (laws L1 to L5, docs/architecture.md):
 
 - Every epoch reads each object at most once: `PlannedEviction`. What the epoch still has to read
   stays (L1); of the rest, what retention planned for the epoch's end (L2). Where nodes serve each
   other, `ClusterEviction`: planned for all of them alike (L3, L5).
 - All else (replacement, weights, several jobs on one dataset): `FarthestNextUse`, the farthest
-  next use first, and never for something due later than the victim (MIN with bypass, Belady 1966).
+  next use first, and never for something due later than the victim (L4; MIN with bypass, Belady).
 - Nothing is known beyond the steps being read (creel.wrap, samplers that cannot be run ahead):
   `MostRecentFirst`.
 

@@ -22,7 +22,7 @@ _SORT_AGAIN_PART = 16
 
 
 class FarthestNextUse(EvictionPolicy):
-    """For all other streams: farthest next use first, never for something due later (law L3)."""
+    """For all other streams: farthest next use first, never for something due later (law L4)."""
 
     name = "far"
     short_prefetch = True

@@ -2,7 +2,7 @@
 
 `retention` plans one node with it, `placement` all nodes of a cluster. Both sort their candidates
 into cells (node, kind, stretch of this epoch) in a `Tally`, which says what share of each cell may
-stay; `choose` then selects that share along the next epoch's order.
+stay; `select` then takes that share along the next epoch's order.
 
 All numbers are integers, or floats whose operations IEEE 754 defines to the last bit and that are
 taken one by one (no sum of floats, whose result depends on its order): every machine computes the
