@@ -58,9 +58,8 @@ from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.prefetch import Window
 
 #: A reader that waits longer than this for an object or its version reads directly, as one hung
-#: read must not hold up all later steps: seconds, plus four times the worst fetch latency.
+#: read must not hold up all later steps: seconds, beside the time of nearly all fetches.
 _OVERDUE_S = 5.0
-_OVERDUE_LATENCIES = 4
 _MAX_OVERDUE_S = 30.0
 
 
@@ -317,7 +316,7 @@ class Core:
                 self._prefetcher.stuck.discard(s.id)
             if s.stalling and s.blocked >= 0:
                 residency = s.residency
-                retry_s = _OVERDUE_S + _OVERDUE_LATENCIES * residency.latency.seconds
+                retry_s = _OVERDUE_S + residency.latency.seconds
                 self._landing.give_up(s, now - min(retry_s, _MAX_OVERDUE_S))
 
     # --- plans and cursors ---------------------------------------------------------------------
