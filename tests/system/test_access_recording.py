@@ -19,7 +19,9 @@ from test_wrap import BATCH, HOW, N, batches, folder, hang_up
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
+from creel.cache.storage.copies import COPIES
 from creel.loader.binding import access_recorder
+from creel.loader.binding.access_recorder import JOURNAL
 from daemons import Running
 from folders import folder as torchvision
 from kit import descriptors
@@ -440,10 +442,16 @@ def test_a_journal_that_cannot_be_written_costs_no_batch(daemon: Running, tmp_pa
 @pytest.mark.usefixtures("daemon")
 def test_nothing_is_kept_open(tmp_path: Path) -> None:
     before = descriptors()
+
+    def kept() -> list[str]:
+        """Of these alone: a thread of an earlier test may just connect to its daemon."""
+        what = [name for _, name in descriptors() - before]
+        return [name for name in what if any(x in name for x in (JOURNAL, COPIES, str(tmp_path)))]
+
     dataset: Any = creel.wrap(Own(folder(tmp_path / "data")))
     with pytest.raises(IndexError):
         dataset[N]
     assert len(dataset[3]) > 0
-    assert len(descriptors() - before) == 2  # the journal, and copies of files
+    assert len(kept()) == 2  # the journal, and copies of files
     del dataset
-    assert not descriptors() - before
+    assert not kept()
