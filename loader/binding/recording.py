@@ -32,8 +32,8 @@ def memory_of_ranks(dataset: Dataset[Any], config: Config) -> JointMemory | None
 
 def recorder_on(
     fds: list[int], dataset: Dataset[Any], config: Config, whole: bool, *, joint: bool = False
-) -> AccessRecorder:
-    """A recorder of a `recordable` dataset.
+) -> AccessRecorder | None:
+    """A recorder of a `recordable` dataset; None where there is no descriptor or memory for it.
 
     Args:
         fds: of a journal, and of copies, taken over; none for new ones.
@@ -43,7 +43,11 @@ def recorder_on(
     journal, copies, *_ = [*fds, None, None]
     wanted = fds[1:] or (not fds and _keeps_copies(config))
     kept = _copies(config, copies) if wanted else None
-    return AccessRecorder(dataset, journal, whole=whole, copies=kept, joint=joint)
+    try:
+        return AccessRecorder(dataset, journal, whole=whole, copies=kept, joint=joint)
+    except Exception:  # noqa: BLE001  its samples are read as without creel
+        _log.debug("what samples read is not recorded", exc_info=True)
+        return None
 
 
 def _new_memory(kinds: Iterable[str], suffix: str) -> list[int]:

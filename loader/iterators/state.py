@@ -176,7 +176,7 @@ class LoaderState:
             alone = stream is not None and not (stream.joining or stream.client.cluster)
         else:
             alone = True
-        return alone and binding.in_page_cache() and not only_copies(loader, binding)
+        return alone and not only_copies(loader, binding) and binding.in_page_cache()
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""

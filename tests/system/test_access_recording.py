@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import resource
@@ -437,6 +438,18 @@ def test_a_journal_that_cannot_be_written_costs_no_batch(daemon: Running, tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert got == [bare[i] for i in range(N - 1)]
     assert reads(daemon) == []
+
+
+def test_where_no_journal_can_be_made_samples_are_as_without_creel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "no descriptor is left")
+
+    bare = Own(folder(tmp_path / "data"))
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    ours = creel.wrap(bare)
+    assert [ours[i] for i in range(N - 1)] == [bare[i] for i in range(N - 1)]
 
 
 @pytest.mark.usefixtures("daemon")
