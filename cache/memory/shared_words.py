@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,10 @@ TRUNCATED = 4  # Truncate messages handled; until then READY may refer to the ol
 KNOWN = 5  # steps of the plan that the daemon has taken in
 REVOKED = 6  # how often READY was lowered: check it before and after copying bytes
 OBJECT_NS = 7  # recent time of one read in a fetch thread; 0 before the first
+#: Words from here on: step `k` is ready before READY says so where word k % EARLY_STEPS of these is
+#: k + 1. A step's bytes stay as for those below READY.
+EARLY = 256
+EARLY_STEPS = 64
 # words the trainer writes
 DONE = 64  # all steps < DONE have released their bytes
 WANTED = 65  # highest step + 1 that a reader stalls on; the daemon serves it first
@@ -78,6 +83,18 @@ class SharedWords:
 
     def __setitem__(self, word: int, value: int) -> None:
         self._words[word] = value
+
+    def ready(self, step: int) -> bool:
+        """Whether a step's objects are resident (or failed) and pinned."""
+        words = self._words
+        return words[READY] > step or words[EARLY + step % EARLY_STEPS] == step + 1
+
+    def set_early(self, steps: Sequence[int]) -> None:
+        """Publish which steps are ready before READY says so (daemon only); within EARLY_STEPS."""
+        slots = dict.fromkeys(range(EARLY_STEPS), 0)
+        slots |= {step % EARLY_STEPS: step + 1 for step in steps}
+        for slot, word in slots.items():
+            self._words[EARLY + slot] = word
 
     def add(self, counter: str, value: int) -> None:
         """Add to a counter (trainer only)."""

@@ -167,9 +167,9 @@ class Core:
             residency.fresh.clear()
 
     def _announce(self, s: RankStream) -> None:
-        if s.ready != s.published:
-            s.published = s.ready
-            self._out.append(SetReady(s.id, s.ready, s.failed))
+        if (s.ready, s.early) != s.published:
+            s.published = s.ready, s.early
+            self._out.append(SetReady(s.id, s.ready, s.failed, s.early))
 
     # --- events --------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class Core:
         del self._residencies[e.dataset]
 
     def _ticked(self, e: Tick, now: float) -> None:
-        """Give up objects that a reader has waited for too long.
+        """Give up objects that a reader has waited for too long; let it go on with later steps.
 
         Sessions that wait for room or for their turn are handled after every event.
         """
@@ -318,6 +318,7 @@ class Core:
                 residency = s.residency
                 retry_s = _OVERDUE_S + residency.latency.seconds
                 self._landing.give_up(s, now - min(retry_s, _MAX_OVERDUE_S))
+                self._prefetcher.find_early(s)
 
     # --- plans and cursors ---------------------------------------------------------------------
 
@@ -356,6 +357,7 @@ class Core:
         if s.checked < stop:  # objects still coming for finished steps block nothing
             s.checked, s.blocked = stop, -1
         s.ready = max(s.ready, done)
+        s.early = tuple(step for step in s.early if step >= done)
         stream.forget(done)
 
     def _epoch_began(self, s: RankStream, epoch: int) -> None:

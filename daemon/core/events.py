@@ -403,15 +403,17 @@ class PlanRetention:
 
 @dataclass(frozen=True, slots=True)
 class SetReady:
-    """Write READY = `ready` in the session's shared words and answer waits for steps below it.
+    """Publish READY = `ready` and the `early` steps; answer waits for these and those below READY.
 
-    Where READY goes back, this comes before any action that may overwrite the bytes of steps that
-    are no longer ready.
+    `early`: steps after READY, ascending, whose objects are there while one of step READY is still
+    awaited. Where READY goes back or an early step is missing, this comes before any action that
+    may overwrite the bytes of steps that are no longer ready.
     """
 
     session: int
     ready: int
     failed: int
+    early: tuple[int, ...] = ()
 
 
 Action: TypeAlias = (

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import SOURCE, FetchObjects
 from creel.daemon.core.inflight import Inflight
@@ -133,6 +134,23 @@ class Prefetcher:
         if life[0] == RESIDENT and len(versions.unasked(ids, s.since, s.since_remote)):
             s.verified = min(s.verified, s.checked)  # it landed after the check of its position
         return True
+
+    def find_early(self, s: RankStream) -> None:
+        """Find the steps after `ready` that are complete, as a reader may wait for one of them.
+
+        One hung object must not hold up workers that make other batches meanwhile.
+        """
+        first, last = s.ready + 1, s.stream.step_at(s.limit)
+        last = min(last, first + EARLY_STEPS)
+        if first >= last or s.wanted <= first:
+            s.early = ()
+            return
+        starts = np.array([s.stream.start(step) for step in range(first, last + 1)])
+        ids = s.stream.objects(int(starts[0]), int(starts[-1])).astype(np.intp)
+        awaited = np.zeros(len(ids) + 1, np.intp)
+        self._awaited(s, ids, s.residency.life[ids]).cumsum(out=awaited[1:])
+        complete = np.diff(awaited[starts - starts[0]]) == 0
+        s.early = tuple((first + complete.nonzero()[0]).tolist())
 
     @staticmethod
     def _awaited(s: RankStream, ids: Index, life: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -462,6 +462,8 @@ class Residency:
             must(0 <= s.done <= s.ready <= s.stream.end, f"session {s.id}: steps out of order")
             must(s.at == s.stream.start(s.done), f"session {s.id}: at is not where done begins")
             must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
+            early = s.stream.start(s.early[-1] + 1) if s.early else s.at
+            must(early <= s.front, f"session {s.id}: an early step is not pinned")
             np.add.at(pins, s.stream.objects(s.at, s.front), 1)
         for ids in self.served.values():
             np.add.at(pins, ids, 1)

@@ -102,7 +102,8 @@ class RankStream:
         self.checked = 0  # positions before it are resident, current or failed
         self.front = 0
         self.reach = 0  # how far `front` may go for now
-        self.published = 0  # `ready` as last announced
+        self.early: tuple[int, ...] = ()  # steps after `ready` that a reader may take before it
+        self.published: tuple[int, tuple[int, ...]] = (0, ())  # `ready`, `early` as last announced
         self.epoch = 0  # of the last step done, on the group's count
         self.starved = False  # whether a reader has waited since the tick before the last
         self.blocked = -1  # the object that `checked` waits for
@@ -184,6 +185,7 @@ class RankStream:
         self.checked = min(self.checked, position)
         self.verified = min(self.verified, position)
         self.ready = min(self.ready, step)
+        self.early = tuple(k for k in self.early if k < step)
         self.blocked = -1
         return unpinned
 

@@ -216,10 +216,11 @@ class Node:
         session = self.registry.sessions.get(action.session)
         if session is None:
             return
-        if action.ready < session.ready:
-            session.unready(action.ready)
+        lost = sorted({*session.early} - {*action.early, *range(action.ready)})
+        if action.ready < session.ready or lost:
+            session.unready(min(action.ready, *lost))
         session.words[OBJECT_NS] = self.fetcher.object_ns(session.dataset.key)
-        for who, call, step in session.set_ready(action.ready, action.failed):
+        for who, call, step in session.set_ready(action.ready, action.failed, action.early):
             self._send(who, Ready(call, session.id, step))
 
     def _fetched(self, event: events.Fetched | events.Checked) -> None:

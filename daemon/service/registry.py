@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from creel.cache.memory.allocator import Lengths
@@ -135,6 +135,7 @@ class SessionRecord:
     done: int = 0
     wanted: int = 0
     ready: int = 0
+    early: tuple[int, ...] = ()  # steps after READY that are ready all the same
     truncates: int = 0
     revoked: int = 0  # how often READY went back
     asked: int = 0  # highest step + 1 in a Wait
@@ -162,6 +163,7 @@ class SessionRecord:
         """Lower READY to `step` before the bytes of later steps may be overwritten."""
         self.ready = min(self.ready, step)
         self.words[READY] = self.ready
+        self._set_early([k for k in self.early if k < step])
         self.revoked += 1
         self.words[REVOKED] = self.revoked
 
@@ -178,16 +180,28 @@ class SessionRecord:
         self.truncates += 1  # the shared word itself may have been written by the client
         self.words[TRUNCATED] = self.truncates
 
-    def set_ready(self, ready: int, failed: int) -> list[tuple[bytes, int, int]]:
-        """Publish READY; return (client, call, step) of all waits that are over."""
+    def set_ready(
+        self, ready: int, failed: int, early: Sequence[int] = ()
+    ) -> list[tuple[bytes, int, int]]:
+        """Publish READY and the early steps; return (client, call, step) of waits that are over."""
         self.ready = ready
         self.words[FAILED] = failed
         self.words[READY] = ready
+        self._set_early(early)
         return self.over()
+
+    def _set_early(self, steps: Sequence[int]) -> None:
+        if tuple(steps) != self.early:
+            self.early = tuple(steps)
+            self.words.set_early(steps)
 
     def over(self) -> list[tuple[bytes, int, int]]:
         """Remove and return (client, call, step) of all waits that are over."""
-        over = [(who, call, s) for (who, call), s in self.waiters.items() if s < self.ready]
+        over = [
+            (who, call, s)
+            for (who, call), s in self.waiters.items()
+            if s < self.ready or s in self.early
+        ]
         for who, call, _ in over:
             del self.waiters[who, call]
         return over

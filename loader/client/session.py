@@ -24,7 +24,6 @@ from creel.cache.memory.shared_words import (
     HEARTBEAT,
     KNOWN,
     OBJECT_NS,
-    READY,
     REVOKED,
     STATE,
     TRUNCATED,
@@ -227,7 +226,7 @@ class Session:
         """Whether the objects of `step` can be read from the arena (or have failed) now."""
         if self._closed or self._lost or (step >= self._void_from and not self._settled()):
             return False
-        return self.words[READY] > step
+        return self.words.ready(step)
 
     @property
     def object_ns(self) -> int:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 import creel
 from creel.errors import CreelError, SourceError
@@ -55,6 +57,33 @@ def test_every_request_has_the_deadline(silent: str, what: str) -> None:
         QUESTIONS[what](silent)
     assert silent.rpartition("/")[2] in str(told.value)  # the host, by its port
     assert "there is no" not in str(told.value)
+
+
+def test_one_hung_object_delays_no_other_batch(
+    silent: str, daemon_name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One worker makes all batches but those of another that still waits for its object."""
+    forget_stores(monkeypatch)
+    uris = [str(tmp_path / str(i)) for i in range(64)]
+    for i, uri in enumerate(uris):
+        Path(uri).write_bytes(bytes([i]))
+    uris[1] = f"{silent}/never"
+    dataset = creel.FileDataset(uris, nbytes=[1] * 64)
+    settings = {"daemon.name": daemon_name, "fetch.deadline_s": 60, "loader.hung_s": 60}
+    kind = {"batch_size": 4, "num_workers": 2, "in_order": False, "collate_fn": _bytes_of}
+    batches = iter(creel.DataLoader(dataset, creel=settings, **kind))
+    got = [next(batches) for _ in range(14)]
+    queued = 2  # as in torch: the batch that was given to the same worker before anybody knew
+    assert sorted(got) == [[*range(4 * i, 4 * i + 4)] for i in range(1, 16) if i != queued]
+    with Client.connect(daemon_name, "cli") as client:
+        row = client.ask("stats")["sessions"][0]
+        assert row["failed"] == 0, "before anything was given up"
+        client.ask("stop")
+    del batches
+
+
+def _bytes_of(samples: list[torch.Tensor]) -> list[int]:
+    return [int(sample[0]) for sample in samples]
 
 
 _S3 = """

@@ -55,7 +55,12 @@ class Reader:
     objects: list[list[int]] = field(default_factory=list)  # by step
     done: int = 0
     ready: int = 0
+    early: tuple[int, ...] = ()
     wanted: int = 0
+
+    def may_read(self) -> list[int]:
+        """The steps whose bytes it may copy."""
+        return [*range(self.done, self.ready), *(k for k in self.early if k >= self.ready)]
 
 
 class Rig:
@@ -302,8 +307,9 @@ class Rig:
             self.sending[action.request] = action
         else:
             assert isinstance(action, SetReady)
-            assert action.ready != self.readers[action.session].ready, "not moved"
-            self.readers[action.session].ready = action.ready
+            reader = self.readers[action.session]
+            assert (action.ready, action.early) != (reader.ready, reader.early), "not moved"
+            reader.ready, reader.early = action.ready, action.early
 
     def publish(self, action: Publish) -> None:
         """Each action by itself keeps the law: nobody may be reading what leaves."""
@@ -315,7 +321,7 @@ class Rig:
             gone = set(range(len(offset)) if isinstance(action.ids, slice) else action.ids.tolist())
             for reader in self.readers.values():
                 if reader.dataset == action.dataset:
-                    steps = reader.objects[reader.done : reader.ready]
+                    steps = [reader.objects[k] for k in reader.may_read()]
                     assert gone.isdisjoint(x for step in steps for x in step), "READY is ahead"
         else:
             assert (offset[action.ids] == ABSENT).all(), "published twice"
@@ -345,8 +351,7 @@ class Rig:
         seen = {}
         for number, reader in self.readers.items():
             assert reader.done <= reader.ready
-            steps = range(reader.done, reader.ready)
-            for step, x in ((s, x) for s in steps for x in reader.objects[s]):
+            for step, x in ((s, x) for s in reader.may_read() for x in reader.objects[s]):
                 at = int(self.offset[reader.dataset][x])
                 if at != ABSENT:
                     ranges = self.ranges(at, int(self.length[reader.dataset][x]))
@@ -471,7 +476,7 @@ class Chaos:
             done = int(rng.integers(-5, len(reader.objects) + 5))  # hostile, or read directly
         wanted = 0
         if rng.random() < 0.3:
-            wanted = reader.ready + 1
+            wanted = reader.ready + int(rng.integers(1, 4))
         elif rng.random() < 0.05:
             wanted = 1 << 60
         self.rig.progress(session, done, wanted)

@@ -85,8 +85,8 @@ class Changing(Rig):
             self.checks[action.check] = action, version
             return
         if isinstance(action, SetReady):  # who read what is not ready any more has been told
-            number, ready = action.session, action.ready
-            self.seen = {k: at for k, at in self.seen.items() if k[0] != number or k[1] < ready}
+            number, steps = action.session, {*range(action.ready), *action.early}
+            self.seen = {k: at for k, at in self.seen.items() if k[0] != number or k[1] in steps}
         if isinstance(action, FetchObjects) and action.origin == HELD:
             self.copies[action.fetch] = [(self.got[x], self.said[x]) for x in action.ids.tolist()]
             self.untouched(action)

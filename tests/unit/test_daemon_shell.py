@@ -410,11 +410,16 @@ def test_portions_fill_a_buffer_and_no_more_than_one_object_is_over() -> None:
     assert fetcher._portions(where[:0], length) == []
 
 
+def _record(steps: int) -> SessionRecord:
+    """A session that nobody but the test knows; to be closed."""
+    fd = sealed_memfd("words", WORDS_NBYTES)
+    return SessionRecord(1, "token", mock.Mock(), Open("d"), SharedWords(fd), fd, steps=steps)
+
+
 def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
     """Else the next plan's step of that number would count as a stall before its time."""
-    fd = sealed_memfd("words", WORDS_NBYTES)
-    words = SharedWords(fd)
-    session = SessionRecord(1, "token", mock.Mock(), Open("d"), words, fd, steps=10)
+    session = _record(10)
+    words = session.words
     assert session.wait(b"who", 1, 7)
     words[WANTED] = 9
     assert session.progress() == (0, 9)
@@ -427,9 +432,30 @@ def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
     session.close()
 
 
-def test_each_word_of_a_board_has_a_number_of_its_own() -> None:
-    sizes = {"ABSENT", "BOARD_NBYTES"}
+def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
+    session = _record(300)
+    for call, step in enumerate((1, 3, 4, 70)):
+        assert session.wait(b"who", call, step)
+    assert session.set_ready(1, 0, early=(3, 4, 64)) == [(b"who", 1, 3), (b"who", 2, 4)]
+    ready = session.words.ready
+    assert [step for step in range(200) if ready(step)] == [0, 3, 4, 64]
+    stamp = session.words[shared_words.REVOKED]
+    session.unready(4)
+    assert [step for step in range(200) if ready(step)] == [0, 3]
+    assert session.words[shared_words.REVOKED] > stamp
+    assert session.set_ready(60, 0, early=(67, 70)) == [(b"who", 0, 1), (b"who", 3, 70)]
+    assert [step for step in range(58, 200) if ready(step)] == [58, 59, 67, 70]
+    session.truncate(0)
+    assert not any(map(ready, range(200)))
+    session.close()
+
+
+def test_each_shared_word_has_a_number_of_its_own() -> None:
+    sizes = {"ABSENT", "WORDS_NBYTES", "EARLY_STEPS", "FAILED"}  # FAILED is a counter's
     constants = {k: v for k, v in vars(shared_words).items() if k.isupper() and isinstance(v, int)}
     numbers = [v for k, v in constants.items() if k not in sizes]
     assert len(numbers) > 8
+    numbers += range(shared_words.EARLY + 1, shared_words.EARLY + shared_words.EARLY_STEPS)
+    numbers += shared_words.COUNTER.values()
     assert len(set(numbers)) == len(numbers)
+    assert max(n for n in numbers if n != shared_words._MAX_RECORDS) < shared_words.WORDS_NBYTES / 8
