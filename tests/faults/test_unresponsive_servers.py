@@ -70,8 +70,10 @@ def test_one_hung_object_delays_no_other_batch(
     uris[1] = f"{silent}/never"
     dataset = creel.FileDataset(uris, nbytes=[1] * 64)
     settings = {"daemon.name": daemon_name, "fetch.deadline_s": 60, "loader.hung_s": 60}
-    kind = {"batch_size": 4, "num_workers": 2, "in_order": False, "collate_fn": _bytes_of}
-    batches = iter(creel.DataLoader(dataset, creel=settings, **kind))
+    loader = creel.DataLoader(
+        *(dataset, 4), num_workers=2, in_order=False, collate_fn=_bytes_of, creel=settings
+    )
+    batches = iter(loader)
     got = [next(batches) for _ in range(14)]
     queued = 2  # as in torch: the batch that was given to the same worker before anybody knew
     assert sorted(got) == [[*range(4 * i, 4 * i + 4)] for i in range(1, 16) if i != queued]
