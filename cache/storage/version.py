@@ -37,9 +37,9 @@ _SECOND_NS = 10**9
 _POSITIVE = (1 << 62) - 1
 #: Bits from inode and device; never all zero in a version from `of_stat`.
 _OWN = (1 << 20) - 1
+_SHARED = _POSITIVE & ~_OWN
 
 _pack = struct.Struct("<3Q").pack
-_pack_own = struct.Struct("<2Q").pack
 _WORD = (1 << 64) - 1
 
 
@@ -61,9 +61,9 @@ def of_stat(status: os.stat_result, now_ns: int) -> int:
     settled = now_ns - (_TICK_NS if ctime % _SECOND_NS else _COARSE_NS)
     if ctime > settled or settled < mtime < now_ns + _AHEAD_NS:
         return CHANGING
-    shared = _number(_pack(status.st_size, mtime & _WORD, ctime & _WORD)) & ~_OWN
-    own = _number(_pack_own(status.st_ino, status.st_dev)) & _OWN
-    return shared | (own or 1)
+    digest = xxhash.xxh3_64_intdigest(_pack(status.st_size, mtime & _WORD, ctime & _WORD))
+    own = (status.st_ino ^ status.st_dev << 7) & _OWN  # neighbours differ, on one device and on two
+    return digest & _SHARED | (own or 1)
 
 
 def of_tag(tag: str) -> int:

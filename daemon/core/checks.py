@@ -13,8 +13,8 @@ from creel.daemon.core.sessions import RankStream
 from creel.daemon.core.versions import Files
 from creel.policies.eviction.policy import RESIDENT
 
-#: Positions processed at once, and the same where a reader may wait for the first of them.
-_CHUNK, _FIRST_CHUNK = 512, 64
+#: Most files of one check, and most positions processed at once.
+_FILES, _CHUNK = 512, 1 << 13
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,9 +45,12 @@ class Checks:
             return []
         out: list[CheckVersions] = []
         limit = s.limit
+        chunk = _FILES if s.residency.versions.number > _FILES else _CHUNK
+        next_step = s.stream.start(min(s.ready + 1, s.stream.end))
         while s.verified < limit:
-            chunk = _FIRST_CHUNK if s.verified <= s.at else _CHUNK
             stop = min(s.verified + chunk, limit)
+            if s.verified < next_step:  # a reader may wait for it: not for what comes after it, too
+                stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
             due = s.due(s.stream.step_at(s.verified), now, in_turn=False)
             out += self._about(s, ids[s.residency.life[ids] == RESIDENT], now, due)

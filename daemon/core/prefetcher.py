@@ -19,6 +19,8 @@ from creel.policies.prefetch import Window, lead
 
 #: Positions processed at once: about one urgency class at 256 objects a step.
 _CHUNK = 512
+#: Most positions of which one pass says whether their objects are there.
+_MAX_PASS = 1 << 13
 #: A fetch may take as long as a step, but always this long, in seconds.
 _GRAIN_S = 0.01
 #: Most of the memory that is held for coming steps of all sessions together.
@@ -110,8 +112,10 @@ class Prefetcher:
         if s.checked < limit and s.blocked >= 0 and self._still_blocked(s):
             return
         s.blocked = -1
+        positions = _CHUNK
         while s.checked < limit and s.blocked < 0:
-            ids = s.stream.objects(s.checked, min(s.checked + _CHUNK, limit))
+            ids = s.stream.objects(s.checked, min(s.checked + positions, limit))
+            positions = min(2 * positions, _MAX_PASS)
             found = s.residency.life[ids]
             coming = self._awaited(s, ids.astype(np.intp), found)
             settled = int(coming.argmax())

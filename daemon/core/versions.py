@@ -53,6 +53,11 @@ class Versions:
             return np.zeros(len(ids), np.intp)
         return self._bounds.searchsorted(ids, side="right") - 1
 
+    @property
+    def number(self) -> int:
+        """The number of files."""
+        return len(self.version)
+
     def objects(self, file: int) -> tuple[int, int]:
         """(first, last + 1) object of a file."""
         if self._bounds is None:

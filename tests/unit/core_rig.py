@@ -60,7 +60,8 @@ class Reader:
 
     def may_read(self) -> list[int]:
         """The steps whose bytes it may copy."""
-        return [*range(self.done, self.ready), *(k for k in self.early if k >= self.ready)]
+        ready = [*range(self.done, self.ready), *(k for k in self.early if k >= self.ready)]
+        return [k for k in ready if k < len(self.objects)]  # the shell ends a plan before the core
 
 
 class Rig:
