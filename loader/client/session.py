@@ -70,7 +70,7 @@ class MessageSizes:
         limit: the daemon handles it in 3 ms, and serves no other client meanwhile.
         fresh: the same at the start of an epoch: for nearly each object the daemon touches fresh
             memory, a page of a thousand objects in each of its columns (10 ms,
-            benchmarks/planning.py).
+            benchmarks/planning.py). The first one is of the step alone that a reader waits for.
         fresh_part: that start ends once the plan has this part (1/n) of all objects: eight for each
             page.
         messages: maximum number for one plan: libzmq queues 1,000 that the daemon has not received.
@@ -161,6 +161,8 @@ class Session:
             start = int(ends[first - 1]) if first else 0
             fresh = self._sent < len(self.table.offset) // SIZES.fresh_part
             max_objects = max(min(SIZES.fresh, SIZES.limit) if fresh else SIZES.limit, min_objects)
+            if fresh and not self._sent:
+                max_objects = 0
             last = max(int(np.searchsorted(ends, start + max_objects, side="right")), first + 1)
             message = Extend(self.token, self.id, epoch, step + first, unplanned)
             piece = objects[start : int(ends[last - 1])]

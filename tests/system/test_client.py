@@ -577,10 +577,10 @@ def test_each_epoch_is_told_in_small_messages_at_first(
         ids, at = np.arange(64, dtype=np.int32), 0
         for epoch in range(2):
             at = plan(session, ids, 2, epoch=epoch, at=at)
-        assert sent == 2 * [4, 4, 4, 4, 20, 20, 8]
+        assert sent == 2 * [2, 4, 4, 4, 4, 20, 20, 6]
         sent.clear()
         plan(session, np.tile(ids, 10), 2, epoch=2, at=at)
-        assert sent[:2] == [12, 12]  # 640 in no more than 50 messages or so
+        assert sent[:3] == [2, 12, 12]  # 640 in no more than 50 messages or so
         assert sum(sent) == 640
 
 
