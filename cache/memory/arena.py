@@ -187,7 +187,7 @@ class Rows:
             # Scattered rows cost a page-table walk and a memory latency each, one after the other
             # as they are copied. Independent loads overlap: a fifth less time for 3 KB x 256.
             self._arena.take(row * self._nbytes + self._pages, mode="clip")
-        np.take(self._rows, row, axis=0, out=out, mode="clip")
+        self._rows.take(row, 0, out, "clip")  # the function `np.take` costs 1 us more
 
 
 def _release(holder: Arena | ArenaView) -> None:

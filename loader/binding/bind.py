@@ -64,8 +64,8 @@ class Gather:
 
     @property
     def converts(self) -> bool:
-        """Whether a batch is more than a view of its rows."""
-        return self.raw.to is not None or self.has_code
+        """Whether a batch is more than a view of its rows: a copy, or whatever `has_code` makes."""
+        return self.raw.to not in {None, self.raw.dtype} or self.has_code
 
     def collate(
         self, rows: torch.Tensor, indices: Indices, memory: Callable[[int], torch.Tensor]

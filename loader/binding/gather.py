@@ -19,6 +19,19 @@ if TYPE_CHECKING:
     from creel.loader.client.session import Session
 
 
+class Scratch:
+    """Memory that one thread uses for each batch; nothing of it may stay in use."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return (nbytes,) uint8, the same memory as before where that has this size."""
+        if len(self._held) != nbytes:
+            self._held = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return self._held
+
+
 class Gatherer:
     """Builds the batches of one dataset whose samples are bytes of one size (see `Gather`)."""
 
@@ -35,7 +48,9 @@ class Gatherer:
         self._rows = Rows(client.arena, gather.nbytes)
         self._memory = memory
         # Memory for rows; where they are converted they do not stay in the batch.
-        self._raw = BufferPool().take if gather.converts else memory
+        self._raw = memory
+        if gather.converts:
+            self._raw = BufferPool().take if gather.has_code else Scratch().take
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
         """(n * nbytes,) uint8, the bytes of these objects; None if one is not in the arena.

@@ -15,8 +15,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,10 +58,12 @@ _POLL_S = 0.002  # polling interval
 LOCKED_S = 5.0
 
 
-class PlanPiece(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanPiece:
     """Consecutive batches, from `first` on, and their steps, from `step` on.
 
     Batch `first + i` has samples `indices[ends[i-1]:ends[i]]` and objects likewise by `stops`.
+    `last` is one more than the last batch.
     """
 
     first: int
@@ -71,11 +72,11 @@ class PlanPiece(NamedTuple):
     ends: NDArray[np.int64]
     objects: NDArray[np.int32]
     stops: NDArray[np.int64]
+    last: int = field(init=False)
 
-    @property
-    def last(self) -> int:
-        """One more than the last batch."""
-        return self.first + len(self.ends)
+    def __post_init__(self) -> None:
+        """Read several times a batch, so it is no property."""
+        object.__setattr__(self, "last", self.first + len(self.ends))
 
     def part(self, first: int, last: int) -> PlanPiece:
         """Return batches [first, last), at least one, all of which this piece has."""
