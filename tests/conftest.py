@@ -11,11 +11,16 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import psutil
 import pytest
 
 from creel.errors import CreelError
 from kit import daemon_of, descriptors, nothing_left, unique_name, until
+
+#: A busy machine is slow, which is no failure; and who runs a test again sees the same examples.
+hypothesis.settings.register_profile("creel", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("creel")
 
 
 def pytest_configure(config: pytest.Config) -> None:

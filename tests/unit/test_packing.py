@@ -196,7 +196,7 @@ batches = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=30, phases=[Phase.generate])
 @given(batch=batches)
 def test_any_batch_arrives_as_torch_delivers_it(batch: Any) -> None:
     road = Road(max_slots=2)
