@@ -459,8 +459,8 @@ def _single(manifest: Manifest) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     rows = manifest.file_rows
     single = np.zeros(manifest.table.num_rows, np.bool_)
     single[rows[:-1][np.diff(rows) == 1]] = True
-    single &= manifest.table.column("count").to_numpy() == 1
-    return single, single & (manifest.table.column("offset").to_numpy() == 0)
+    single &= manifest.counts == 1
+    return single, single & (manifest.offsets == 0)
 
 
 class _Neighbours(NamedTuple):

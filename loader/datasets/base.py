@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.manifest import Manifest, text_array
 from creel.cache.storage.retry import public
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError, SourceError
@@ -240,25 +240,14 @@ def strings(values: Sequence[str] | pa.Array) -> pa.Array:
         ConfigError: a name that is not UTF-8.
     """
     try:
-        column = values if isinstance(values, pa.Array) else _column(values)
+        column = values if isinstance(values, pa.Array) else text_array(values)
     except UnicodeEncodeError as e:
         raise ConfigError(f"a file's name is not UTF-8: {e.object!r}") from e
     if column.type != pa.large_string():  # a cast to the same type would import pyarrow.compute
         column = column.cast(pa.large_string())
     # A pickle of a slice contains the whole array.
     sliced = column.get_total_buffer_size() > column.nbytes
-    return pa.array(column.to_pylist(), pa.large_string()) if sliced else column
-
-
-def _column(values: Sequence[str]) -> pa.Array:
-    """pa.array(values) without its buffers that grow: 2 ms instead of 12 for 20,000 names."""
-    text = "".join(values)
-    if not text.isascii():
-        return pa.array(values, pa.large_string())
-    ends = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, values), np.int64, len(values)), out=ends[1:])
-    buffers = pa.py_buffer(ends), pa.py_buffer(text.encode())
-    return pa.LargeStringArray.from_buffers(len(values), *buffers)
+    return text_array(column.to_pylist()) if sliced else column
 
 
 def addresses(values: Sequence[str | os.PathLike[str]]) -> pa.Array:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -238,3 +240,27 @@ def test_the_sum_of_the_lengths_is_that_of_all_objects(seed: int) -> None:
     manifest = Manifest.of_runs([f"{i}" for i in range(rows)], zeros, length, count)
     assert manifest.lengths().tolist() == np.repeat(length, count).tolist()
     assert manifest.summed == Lengths.of(manifest.lengths())
+
+
+def test_no_pandas_is_imported_where_it_is_installed() -> None:
+    """Arrow's conversions to and from numpy import it: 0.25 s in the daemon and in each rank."""
+    code = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] != "pandas", "pandas is imported"
+
+sys.meta_path.insert(0, Finder())
+import numpy as np
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source
+
+numbers = np.arange(3)
+runs = Manifest.of_runs(["a", "b", "\\xfc"], numbers, numbers, numbers, root="/d")
+both = Manifest.concat([Manifest.of_files(["a", "b"], root="/e"), runs])
+again = Manifest.from_arrow(both.to_arrow())
+assert again.key == both.key and again.location(3)[0] == "/d/\\xfc"
+Source(again).versions(np.arange(2))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
