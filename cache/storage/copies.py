@@ -118,11 +118,10 @@ def new_copies(suffix: str = "") -> int:
 
 def _read(fd: int, first: int, nbytes: int) -> bytes:
     """Fewer bytes only at the end of the memfd: its owner may have cut it."""
-    data = bytearray(nbytes)
-    done = 0
-    while done < nbytes and (got := os.preadv(fd, [memoryview(data)[done:]], first + done)):
-        done += got
-    return bytes(data[:done])
+    data = os.pread(fd, nbytes, first)  # all of it: one copy, in memory that is not zeroed before
+    while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), first + len(data))):
+        data += more
+    return data
 
 
 def free(fd: int, first: int, nbytes: int) -> None:

@@ -53,6 +53,8 @@ log = logging.getLogger("creel.fetch")
 
 #: Size of the read buffer in front of the arena; stays within a core's cache.
 _SCRATCH_NBYTES = 512 << 10
+#: Held objects are joined up to this size: a system call costs less than another copy of more.
+_JOINED_NBYTES = 64 << 10
 #: Objects up to this size go through the buffer where the arena was never written to.
 _LARGE_NBYTES = 1 << 20
 #: Threads that copy what was read before its length was known.
@@ -353,14 +355,14 @@ def _copied(source: Readable, ids: Ids) -> list[tuple[bytes, int] | None]:
 
 
 def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of adjacent objects, up to _SCRATCH_NBYTES at a time.
+    """Yield (first, last + 1) of adjacent objects, up to _JOINED_NBYTES at a time.
 
     >>> list(_neighbours([b"ab", b"c", b"d"], np.array([4, 6, 9])))
     [(0, 2), (2, 3)]
     """
     ends = offset + np.array([len(d) for d in data])
     separate = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT) | (offset[:-1] < ABSENT)
-    separate |= np.diff((ends - ends[0]) // _SCRATCH_NBYTES) != 0
+    separate |= np.diff((ends - ends[0]) // _JOINED_NBYTES) != 0
     cuts = [0, *(np.flatnonzero(separate) + 1).tolist(), len(data)]
     yield from pairwise(cuts)
 
