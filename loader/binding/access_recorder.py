@@ -112,6 +112,11 @@ class AccessRecorder:
         """Descriptors of what processes share: the journal, and copies of files."""
         return [self.fd] if self.copies is None else [self.fd, self.copies.fd]
 
+    @property
+    def empty(self) -> bool:
+        """Whether nobody has written to the journal."""
+        return os.fstat(self.fd).st_size == 0
+
     def __getitem__(self, index: int) -> Sample:
         """The dataset's sample; its reads are kept until `write`."""
         if self._sealed:

@@ -26,6 +26,10 @@ class ProxyReads(Protocol):
         """What the dataset was seen to read, once that is complete; the first call starts it."""
         ...
 
+    def recorded(self) -> bool:
+        """Whether anything was recorded so far, as reads had to wait for their source."""
+        ...
+
 
 class Wrapped(Dataset[Sample]):
     """A proxy with the length, samples, attributes and (for isinstance) class of a dataset."""
@@ -82,3 +86,9 @@ def trace_of(dataset: object) -> AccessTrace | None:
         return None
     reads: ProxyReads = object.__getattribute__(dataset, "_reads")
     return reads.trace()
+
+
+def recorded(dataset: Wrapped) -> bool:
+    """Whether reads of a proxy's dataset were recorded, which had to wait for their source."""
+    reads: ProxyReads = object.__getattribute__(dataset, "_reads")
+    return reads.recorded()

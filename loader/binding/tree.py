@@ -67,12 +67,17 @@ def bindable(dataset: object) -> bool:
     return cacheable(dataset) if below is None else any(map(bindable, below))
 
 
-def maybe_bindable(dataset: object) -> bool:
-    """Whether `bind` finds something, or may find it later from a trace below `creel.wrap`."""
-    if type(dataset) is Wrapped:
-        return True
+def declares(dataset: object) -> bool:
+    """As `bindable`, but for what reads below `creel.wrap` will show; does not begin to record."""
     below = inside(dataset)
-    return cacheable(dataset) if below is None else any(map(maybe_bindable, below))
+    return cacheable(dataset) if below is None else any(map(declares, below))
+
+
+def wrapped_in(dataset: object) -> list[Wrapped]:
+    """The proxies of `creel.wrap` in a dataset."""
+    if type(dataset) is Wrapped:
+        return [dataset]
+    return [one for below in inside(dataset) or () for one in wrapped_in(below)]
 
 
 # --- nodes ------------------------------------------------------------------------------------

@@ -306,6 +306,11 @@ class WrappedReads:
                 self._bind()
             return self._trace
 
+    def recorded(self) -> bool:
+        """Whether this process or another has recorded reads in the journal that they share."""
+        recorder = self._recorder
+        return recorder is not None and not recorder.empty
+
     def _bind(self) -> Binding | None:
         """The dataset's objects, as declared or recorded; starts recording where neither is so."""
         if not self._bound and not self._settings().loader.disable:

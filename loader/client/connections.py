@@ -6,11 +6,18 @@ import atexit
 import logging
 import threading
 import time
+from contextlib import suppress
 
 from creel.config import Config
 from creel.forks import at_fork
 from creel.loader.client.client import Client
-from creel.loader.client.embed import DaemonStart, connect_or_start, start_early
+from creel.loader.client.embed import (
+    OTHER_START_S,
+    DaemonStart,
+    connect_or_start,
+    start_early,
+    started_elsewhere,
+)
 
 _log = logging.getLogger("creel.loader")
 
@@ -19,6 +26,7 @@ RETRY_S = 30.0
 _not_before: dict[str, float] = {}
 _clients: dict[str, Client] = {}
 _starts: dict[str, DaemonStart] = {}
+_seen_starting: dict[str, float] = {}  # when another process was first seen to start a daemon
 _lock = threading.Lock()
 
 
@@ -75,9 +83,10 @@ def start_daemon_early(config: Config) -> None:
         start = start_early(config)
         if start is not None:
             _starts[name] = start
-            import zmq  # 15 ms, while the daemon comes up
+            with suppress(ImportError, OSError):  # whoever needs it reports that
+                import zmq  # 15 ms, while the daemon comes up
 
-            del zmq
+                del zmq
 
 
 def daemon_starting(config: Config) -> bool:
@@ -86,9 +95,14 @@ def daemon_starting(config: Config) -> bool:
     For callers that have other work to do meanwhile.
     """
     start_daemon_early(config)
+    name, now = config.daemon.name, time.monotonic()
     with _lock:
-        start = _starts.get(config.daemon.name)
-        return start is not None and not start.reported()
+        start = _starts.get(name)
+        if start is not None:
+            return not start.reported()
+        if name in _clients or not started_elsewhere(name):
+            return False
+        return now < _seen_starting.setdefault(name, now) + OTHER_START_S
 
 
 def _forget_inherited() -> None:
@@ -96,6 +110,7 @@ def _forget_inherited() -> None:
     _lock = threading.Lock()
     _clients.clear()
     _not_before.clear()
+    _seen_starting.clear()
     while _starts:
         _starts.popitem()[1].close(wait=False)
 

@@ -2,8 +2,9 @@
 
 The daemon is a separate process in its own session: it outlives the trainer that started it as long
 as others use it, and ends after its last client. Of workers that find no daemon at the same time,
-one starts it. Ranks that start daemons early race for the abstract address; the kernel lets one
-win, the other daemons exit silently, and all ranks connect to the winner.
+one starts it, and of ranks that start daemons early: the kernel gives the turn to one, and the
+others connect to its daemon. Should two start nevertheless, the kernel gives the abstract address
+to one daemon, and the other exits silently.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from creel.peers import holder
 log = logging.getLogger("creel.embed")
 
 _START_S = 20.0  # a daemon is ready in 0.4 s; a cold parallel file system may take long to import
-_OTHER_START_S = 3.0  # longest wait for another process's start
+OTHER_START_S = 3.0  # longest wait for another process's start
 _RETRY_S = 0.02
 _MAX_LOG_NBYTES = 2000  # bytes of a failed daemon's log that the error quotes
 
@@ -78,12 +79,9 @@ def _connect_or_start(config: Config, trainer_pid: int, start: DaemonStart | Non
             raise taken(name, uid) from e
     if start is not None:
         return _started(start, name, trainer_pid)
-    # Who binds this starts a daemon, which costs 0.3 s of a core; the kernel frees the address when
-    # its holder ends.
-    kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
-    with socket.socket(socket.AF_UNIX, kind) as lock:
-        retry = time.monotonic() + _OTHER_START_S
-        while not _may_start(lock, name) and time.monotonic() < retry:
+    with _new_turn() as turn:
+        retry = time.monotonic() + OTHER_START_S
+        while not _take(turn, name) and time.monotonic() < retry:
             time.sleep(_RETRY_S)
             with suppress(NoDaemonError):
                 return Client.connect(name, trainer_pid=trainer_pid)
@@ -114,25 +112,48 @@ def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
         start.close()
 
 
-def _may_start(lock: socket.socket, name: str) -> bool:
+def _new_turn() -> socket.socket:
+    """A socket to be bound to `_turn_address`. Who has bound one starts a daemon.
+
+    That costs 0.3 s of a core. The kernel frees the address when its holder ends.
+    """
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def _turn_address(name: str) -> str:
+    return first_address(name).removesuffix("control") + "start"
+
+
+def _take(turn: socket.socket, name: str) -> bool:
     """Whether this process may start a daemon; also True if another user holds the address."""
-    address = first_address(name).removesuffix("control") + "start"
+    address = _turn_address(name)
     try:
-        lock.bind(address)
+        turn.bind(address)
     except OSError:
         return holder(address) not in {None, os.getuid()}
     return True
 
 
+def started_elsewhere(name: str) -> bool:
+    """Whether another process of this user starts a daemon that does not answer yet."""
+    try:
+        return startable(name) and holder(_turn_address(name)) == os.getuid()
+    except UnavailableError:
+        return False
+
+
 class DaemonStart:
     """A daemon that is starting. It stays up, even without a client, until this is closed."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, turn: socket.socket | None = None) -> None:
         """Start the process.
+
+        `turn`: a bound `_new_turn`, taken over, so that no other process starts one meanwhile.
 
         Raises:
             OSError: it cannot be started.
         """
+        self._turn = turn
         self._log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
         try:
             self._process, self._ready_fd = _spawn(config, self._log_fd)
@@ -170,16 +191,24 @@ class DaemonStart:
         os.close(self._ready_fd)
         os.close(self._log_fd)
         self._log_fd = -1
+        if self._turn is not None:
+            self._turn.close()
 
 
 def start_early(config: Config) -> DaemonStart | None:
-    """Start a daemon if one will be needed and none answers; None otherwise."""
+    """Start a daemon if one will be needed, none answers and nobody starts one; else None."""
     if config.loader.disable or not config.loader.embed or few_descriptors():
         return None
+    turn = None
     try:
-        return DaemonStart(config) if startable(config.daemon.name) else None
+        turn = _new_turn()
+        if startable(config.daemon.name) and _take(turn, config.daemon.name):
+            return DaemonStart(config, turn)
     except (UnavailableError, OSError):
-        return None  # `connect_or_start` warns with the reason
+        pass  # `connect_or_start` warns with the reason
+    if turn is not None:
+        turn.close()
+    return None
 
 
 def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:

@@ -18,7 +18,8 @@ from creel.cache.storage.retry import public
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
-from creel.loader.binding.tree import maybe_bindable
+from creel.loader.binding.proxy import Wrapped, recorded
+from creel.loader.binding.tree import declares, wrapped_in
 from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
@@ -28,19 +29,8 @@ from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, joined
 from creel.loader.order.orders import EpochOrder, IteratorStart, Moment, index_sampler
-from creel.loader.order.samplers import (
-    adopt,
-    dealt_anew,
-    resume,
-    without,
-)
-from creel.loader.plan.batch_stream import (
-    BatchStream,
-    Ticket,
-    open_stream,
-    samples_in,
-    try_predict,
-)
+from creel.loader.order.samplers import adopt, dealt_anew, resume, without
+from creel.loader.plan.batch_stream import BatchStream, Ticket, open_stream, samples_in, try_predict
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import BadSample, Tolerance, plain
@@ -137,9 +127,10 @@ class LoaderState:
     def expect(self, loader: DataLoader[Any]) -> None:
         """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
 
-        The dataset is bound at its first read only: until then it may change in place.
+        The dataset is bound at its first read only: until then it may change in place. What has to
+        be recorded first needs no daemon before it is (`EpochRun.deliver`).
         """
-        if loader.creel is not False and maybe_bindable(loader.dataset):
+        if loader.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
 
     def take_stream(self, loader: DataLoader[Any], *, wait: bool = True) -> BatchStream | None:
@@ -209,6 +200,7 @@ class EpochRun:
         self.delivered = 0
         self._counted = 0  # batches of these that the daemon's statistics include
         self._counted_at = 0.0
+        self._unknown: list[Wrapped] = []  # whose reads are recorded before a daemon is needed
         self._unpublished: dict[int, int] = {}  # number of samples of batches without a step
         self._many = True  # a batch is made of several samples
         self.finished = False
@@ -248,6 +240,8 @@ class EpochRun:
             self.stream.close()
             self.stream = None
         self._attach(loader)
+        learns = self.binding is None and loader.creel is not False
+        self._unknown = wrapped_in(loader.dataset) if learns else []
         if loader_state.order is not None and self.stream is not None and not self._page_cached:
             loader_state.order.record_outcome(wrong=self.stream.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
@@ -371,6 +365,9 @@ class EpochRun:
         """
         self._loader_state.meter["batches"] += 1
         self.delivered = self.skipped + i
+        if any(map(recorded, self._unknown)):
+            self._unknown = []
+            start_daemon_early(self._loader_state.config)
         if self.due():
             self._count()
             stream = self.stream

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import creel
+from creel.addresses import startable
 from creel.config import Config
 from creel.errors import NoDaemonError
 from creel.loader.client import connections
 from creel.loader.client.client import Client
-from creel.loader.client.embed import connect_or_start, start_early
+from creel.loader.client.embed import connect_or_start, start_early, started_elsewhere
 from kit import gone, until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("clean")]
@@ -160,3 +161,66 @@ def test_a_loader_is_made_without_a_look_at_any_sample(daemon_name: str) -> None
     creel.DataLoader(data, creel=options)
     assert connections.daemon_starting(Config.load(options)[0])
     connections.disconnect(daemon_name)
+
+
+def test_of_several_processes_one_starts_it(daemon_name: str) -> None:
+    """As ranks do that make their loaders at the same time; all connect to that one."""
+    starts = [start_early(config(daemon_name)) for _ in range(3)]  # each has a turn of its own
+    assert [start is not None for start in starts] == [True, False, False]
+    client = connect_or_start(config(daemon_name))
+    assert client is not None
+    pid = client.daemon_pid
+    assert starts[0] is not None
+    starts[0].close()
+    client.close()
+    until(lambda: gone(pid), what="the daemon ends")
+    again = start_early(config(daemon_name))
+    assert again is not None
+    again.close()
+
+
+def test_who_did_not_start_it_knows_that_it_starts(daemon_name: str) -> None:
+    settings = config(daemon_name)
+    start = start_early(settings)
+    assert start is not None
+    assert connections.daemon_starting(settings) == started_elsewhere(daemon_name)
+    until(lambda: not connections.daemon_starting(settings), what="the daemon answers")
+    pid = pid_of(daemon_name)
+    start.close()
+    until(lambda: gone(pid), what="the daemon ends")
+
+
+class Opens(torch.utils.data.Dataset[bytes]):
+    """Files that nobody knows of before they are opened."""
+
+    def __init__(self, folder: Path, n: int) -> None:
+        self.paths = [folder / f"{i}.raw" for i in range(n)]
+        for path in self.paths:
+            path.write_bytes(b"x" * 1000)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.paths[index].read_bytes()
+
+
+def test_below_wrap_it_starts_once_reads_are_recorded(
+    daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that it has nothing to do, and would take processors from the first batch."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")  # all reads are recorded
+    options = {"daemon.name": daemon_name, "daemon.linger_s": 0.2, "memory.budget": "32MiB"}
+    loader = creel.DataLoader(creel.wrap(Opens(tmp_path, 20)), collate_fn=list, creel=options)
+    batches = iter(loader)
+    assert not held(daemon_name)
+    assert len(list(batches)) == 20
+    assert held(daemon_name)
+    pid = pid_of(daemon_name)
+    connections.disconnect(daemon_name)
+    until(lambda: gone(pid), what="the daemon ends")
+
+
+def held(name: str) -> bool:
+    """Whether a daemon answers to a name, or one is being started."""
+    return not startable(name) or started_elsewhere(name)
