@@ -37,6 +37,7 @@ from creel.loader.reading.opened import (
     local_address,
     memory_file,
     observed_file,
+    read_for_c,
     read_in_c,
     written,
 )
@@ -123,7 +124,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         if flags & _WRITE_FLAGS:
             written(address)
         elif not flags & ~_READ_FLAGS:
-            data = cached(address)
+            data = cached(address) or read_for_c(address)
             if data is not None:
                 with suppress(OSError):  # no room
                     return memory_file(data)

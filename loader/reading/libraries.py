@@ -14,14 +14,16 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
-from creel.loader.reading.observer import intercepts, observing, read_whole, timed
+from creel.loader.reading.observer import intercepts, observing, timed
 from creel.loader.reading.opened import (
     cached,
     local_address,
     memory_file,
     open_local,
     opened_part,
+    read_for_c,
     read_in_c,
+    whole_in_c,
     written,
 )
 
@@ -35,13 +37,10 @@ def torchvision_read_file(original: Call) -> Call:
     @wraps(original)
     def read_file(path: Any) -> Any:
         address = local_address(path) if intercepts() else None
-        data = None if address is None else cached(address)
+        data = None if address is None else cached(address) or read_for_c(address)
         if data:
             return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = original(path)
-        if address is not None:
-            read_whole(address)
-        return found
+        return original(path) if address is None else whole_in_c(address, lambda: original(path))
 
     return read_file
 
@@ -52,14 +51,13 @@ def reads_whole(original: Call) -> Call:
     @wraps(original)
     def reading(*args: Any, **more: Any) -> Any:
         address = local_address(args[0]) if args and intercepts() else None
-        data = None if address is None else cached(address)
+        if address is None:
+            return original(*args, **more)
+        data = cached(address) or read_for_c(address)
         if data is not None:
             with _real_path(data, args[0]) as held:
                 return original(held, *args[1:], **more)
-        found = original(*args, **more)
-        if address is not None:
-            read_whole(address)
-        return found
+        return whole_in_c(address, lambda: original(*args, **more))
 
     return reading
 
@@ -109,8 +107,6 @@ _IN_MEMORY = "\1creel"
 #: HDF5 refuses a name under which it can open a file: one longer than any path is none.
 _LONGER = 4200
 _images = itertools.count()
-#: See `_read_whole`.
-_LOOK, _MAX_IMAGE_NBYTES = 32, 64 << 20
 
 
 def hdf5(original: Call) -> Call:
@@ -130,43 +126,16 @@ def hdf5(original: Call) -> Call:
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
             original(self, name, *args, **more)
             return
-        data = cached(address) or _read_whole(address)
+        data = cached(address) or read_for_c(address)
         image = None if data is None else _image(data, name)
         if image is not None:
             original(self, image)
             return
         _, waited_ns = timed(lambda: original(self, name, *args, **more))
-        _read_in_c(address, waited_ns)
+        with suppress(OSError):  # gone since
+            read_in_c(os.stat(address), address, waited_ns=waited_ns)  # noqa: PTH116
 
     return opening
-
-
-def _read_whole(address: str) -> bytes | None:
-    """All of a file, where the dataset's last one was read nearly whole by HDF5 from slow storage.
-
-    So it can be kept. One in `_LOOK` is left to HDF5, to see whether that is still so.
-    """
-    observed = observing()
-    copies = None if observed is None else observed.copies
-    last = None if copies is None else copies.read_in_c
-    alike = last is not None and last.waited_ns and last.got_last * 16 >= last.nbytes * 15
-    if copies is None or not alike or copies.read_here >= _LOOK:
-        return None
-    copies.read_here += 1
-    with suppress(OSError), open_local(address) as file:
-        nbytes = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        return file.read() if nbytes <= _MAX_IMAGE_NBYTES else None
-    return None
-
-
-def _read_in_c(address: str, waited_ns: int) -> None:
-    """Record a file that HDF5 has opened."""
-    observed = observing()
-    with suppress(OSError):  # gone since
-        part = read_in_c(os.stat(address), address, waited_ns=waited_ns)  # noqa: PTH116
-        if observed is not None and observed.copies is not None:
-            observed.copies.read_in_c, observed.copies.read_here = part, 0
 
 
 def _image(data: bytes, path: Any) -> Any:

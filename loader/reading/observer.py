@@ -289,13 +289,13 @@ def worth(got: int, nbytes: int) -> bool:
 class PartialRead:
     """How much of a file one sample has read through file objects."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, waited_ns: int = 0) -> None:
         """`nbytes`: size of the file."""
         self.nbytes = nbytes
         self._since = -1  # what the thread had read when its reads began to count
         self._read = 0
         #: How long the storage made the thread wait for the open, in ns.
-        self.waited_ns = 0
+        self.waited_ns = waited_ns
         #: What `got` gave last.
         self.got_last = 0
 

@@ -15,22 +15,25 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, Any, cast
+from typing import IO, Any, TypeVar, cast
 
 from creel.errors import ConfigError
-from creel.loader.reading.file_copies import FileCopy
+from creel.loader.reading.file_copies import FileCopies, FileCopy
 from creel.loader.reading.observer import (
     PartialRead,
     copy_at,
     find,
     leased,
     observing,
+    read_whole,
     take_address,
     timed,
 )
 from creel.loader.reading.storage import absolute, read_all, scheme_of
 
+T = TypeVar("T")
 _log = logging.getLogger("creel.loader")
 
 #: Python's own, whatever `open` stands for while a dataset is read (see `intercept`).
@@ -140,10 +143,34 @@ class ObservedFile(_FileOver):
     def fileno(self) -> int:
         """The descriptor; reads by it show in its position, as those of numpy.fromfile."""
         self._count_moved()
+        if self._handed_on is None and self._copy is not None and not self._in_memory():
+            _left_to_c(self._part)
         fd = self._file.fileno()
         self._at = None
         self._handed_on = os.lseek(fd, 0, os.SEEK_CUR) if self._file.seekable() else None
         return fd
+
+    def _in_memory(self) -> bool:
+        """Read all of a file that C would read by its descriptor (`read_for_c`), if it is so."""
+        observed, real, copy = observing(), self._file, self._copy
+        if observed is None or copy is None or self._part.nbytes > _MAX_IN_C_NBYTES:
+            return False
+        if not _reads_for_c(observed.copies):
+            return False
+        at = real.seek(real.tell())  # beyond Python's buffer
+        data = os.pread(real.fileno(), self._part.nbytes, 0)
+        if len(data) < self._part.nbytes:
+            return False
+        with suppress(OSError):  # no room for it
+            memory = os.fdopen(memory_file(data), "rb")
+            memory.seek(at)
+            copy.add(0, data)
+            copy.finish(real)
+            self._part.count(len(data))
+            self._file, self._copy = memory, None
+            real.close()
+            return True
+        return False
 
     def _count_moved(self) -> None:
         """Count what was read by the descriptor since it was handed on."""
@@ -164,6 +191,7 @@ class ObservedFile(_FileOver):
                 with suppress(OSError, ValueError):  # somebody has closed the real file
                     if self._at in {None, self._file.tell()}:  # else another thread has moved it
                         self._copy.finish(self._file)
+            self._part.got()
         super().close()
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -263,7 +291,7 @@ def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
     if waited_ns and observed.copies is not None and _cacheable(status, address):
         copy = observed.copies.begin(address, status, now)
     if copy is not None and part is None:
-        part = PartialRead(status.st_size)
+        part = PartialRead(status.st_size, waited_ns)
     return real if part is None else ObservedFile(real, part, copy)
 
 
@@ -279,6 +307,10 @@ def _cacheable(status: os.stat_result, address: str) -> bool:
     return stat.S_ISREG(status.st_mode) and not address.startswith(_NO_FILES)
 
 
+#: Of files that C reads, one in `_LOOK` is left to it, to see whether it still reads all of them.
+_LOOK, _MAX_IN_C_NBYTES = 32, 64 << 20
+
+
 def read_in_c(status: os.stat_result, address: str, *, waited_ns: int) -> PartialRead | None:
     """Record that a file was opened that is not read through a file object of Python's.
 
@@ -290,7 +322,47 @@ def read_in_c(status: os.stat_result, address: str, *, waited_ns: int) -> Partia
     part = opened_part(status, address, waited_ns)
     if part is not None and waited_ns:
         part.count_thread()
+    _left_to_c(part)
     return part
+
+
+def whole_in_c(address: str, reading: Callable[[], T]) -> T:
+    """Call `reading`, which reads all of a file in C, and record that."""
+    found, waited_ns = timed(reading)
+    _left_to_c(PartialRead(0, waited_ns))  # all of it is nearly all, whatever its size
+    read_whole(address)
+    return found
+
+
+def _left_to_c(part: PartialRead | None) -> None:
+    """Remember how much C reads of this file, for `read_for_c`."""
+    observed = observing()
+    if observed is not None and observed.copies is not None:
+        observed.copies.read_in_c, observed.copies.read_here = part, 0
+
+
+def read_for_c(address: str) -> bytes | None:
+    """All of a file that C would read, where it read nearly all of the last one, which was slow.
+
+    So it is kept, and the daemon need not read it again. None: leave it to C.
+    """
+    observed = observing()
+    if observed is None or not _reads_for_c(observed.copies):
+        return None
+    with suppress(OSError), open_local(address) as file:
+        nbytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        return file.read() if nbytes <= _MAX_IN_C_NBYTES else None
+    return None
+
+
+def _reads_for_c(copies: FileCopies | None) -> bool:
+    last = None if copies is None else copies.read_in_c
+    alike = last is not None and last.waited_ns and last.got_last * 16 >= last.nbytes * 15
+    if copies is None or not alike or copies.read_here >= _LOOK:
+        return False
+    copies.read_here += 1
+    return True
 
 
 def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:

@@ -72,11 +72,48 @@ def read_h5(path: str) -> Any:
         return f["x"][:]
 
 
+def write_raw(path: Path, seed: int) -> None:
+    pixels(seed).tofile(path)
+
+
+def write_bit(path: Path, seed: int) -> None:
+    """Small enough to be cached, however much of it is seen to be read."""
+    pixels(seed)[:50].tofile(path)
+
+
+def read_raw(path: str) -> Any:
+    return np.fromfile(path, np.uint8)
+
+
+def read_by_fd(path: str) -> Any:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return np.frombuffer(os.read(fd, os.fstat(fd).st_size), np.uint8)
+    finally:
+        os.close(fd)
+
+
+def read_cv2(path: str) -> Any:
+    return pytest.importorskip("cv2").imread(path)
+
+
+def read_torchvision(path: str) -> Any:
+    try:
+        return pytest.importorskip("torchvision.io").read_file(path).numpy()
+    except (AttributeError, RuntimeError) as e:
+        pytest.skip(f"torchvision's operators: {e}")
+
+
 KINDS: dict[str, tuple[Callable[[Path, int], None], Callable[[str], Any]]] = {
     "npy": (write_npy, np.load),
     "png": (write_png, read_png),
     "text": (write_text, read_text),
     "h5": (write_h5, read_h5),
+    "raw": (write_raw, read_raw),
+    "bit": (write_bit, read_raw),
+    "fd": (write_raw, read_by_fd),
+    "cv2": (write_png, read_cv2),
+    "torchvision": (write_png, read_torchvision),
     "pt": (write_pt, lambda path: torch.load(path).numpy()),
 }
 
@@ -102,6 +139,7 @@ class Slow:
         self.folder, self.kind = folder / "data", kind
         self.folder.mkdir()
         self.fill(0)
+        KINDS[kind][1](str(self.folder / "0"))  # where its library is missing, it is skipped here
         latency = {"open_latency": 2.0, "attr_timeout": 0.0}
         self.fs = SlowFS(str(self.folder), str(folder / "mount"), **latency)  # type: ignore[no-untyped-call]
 
@@ -171,15 +209,18 @@ def test_every_file_is_opened_at_the_source_once(slow: Slow, workers: int) -> No
 
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("slow", ["h5"], indirect=True)
-def test_files_of_hdf5_are_too_but_for_the_first(slow: Slow, workers: int) -> None:
+@pytest.mark.parametrize("slow", ["h5", "raw", "bit", "fd", "cv2", "torchvision"], indirect=True)
+def test_files_that_c_reads_are_too_but_for_the_first(slow: Slow, workers: int) -> None:
     """Each process has to see first that they are read whole."""
     ours, theirs, opens = slow.loader(num_workers=workers), slow.torchs(num_workers=workers), []
     for _ in range(3):
         before = slow.opens()
         assert same(ours, theirs)
         opens.append(slow.opens() - before)
-    assert opens == [N, max(workers, 1), 0]
+    first = max(workers, 1)
+    more = first if slow.kind == "cv2" else 0  # it opens a file twice, some versions of it
+    assert N <= opens[0] <= N + more
+    assert opens[1:] == [first, 0]
 
 
 @pytest.mark.usefixtures("daemon")
