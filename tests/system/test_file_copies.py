@@ -223,6 +223,27 @@ def test_files_that_c_reads_are_too_but_for_the_first(slow: Slow, workers: int) 
     assert opens[1:] == [first, 0]
 
 
+def test_with_a_disk_tier_they_are_opened_once_more(
+    slow: Slow, daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept, as another job could not find it on disk; memory and disk hold it then."""
+    (tmp_path / "disk").mkdir()
+    for name, value in (("LOADER__EMBED", "false"), ("LOADER__DIRECT", "never")):
+        monkeypatch.setenv(f"CREEL_{name}", value)
+    for name, value in (("DISK__PATH", str(tmp_path / "disk")), ("DISK__BUDGET", "16MiB")):
+        monkeypatch.setenv(f"CREEL_{name}", value)
+    with Running(daemon_name, memory="1MiB"):  # for less than half of them
+        ours, theirs, opens = slow.loader(), slow.torchs(), []
+        for _ in range(4):
+            before = slow.opens()
+            assert same(ours, theirs)
+            opens.append(slow.opens() - before)
+        connections.disconnect(daemon_name)
+    assert opens[0] == N
+    assert N <= opens[1] < 2 * N  # some leave again before they are on disk
+    assert sum(opens[2:]) < N / 2
+
+
 @pytest.mark.usefixtures("daemon")
 def test_files_that_have_changed_since_they_were_copied_give_their_new_bytes(slow: Slow) -> None:
     ours, theirs = slow.loader(), slow.torchs()
