@@ -144,6 +144,7 @@ from creel.loader.client.embed import connect_or_start
 config = msgspec.json.decode(sys.argv[1], type=Config)
 start, starts = embed.DaemonStart, []
 embed.DaemonStart = lambda given: starts.append(1) or start(given)
+embed.OTHER_START_S = 60.0  # on a busy machine another's start takes longer than 3 s
 print("ready", flush=True)
 sys.stdin.read(1)
 client = connect_or_start(config)
