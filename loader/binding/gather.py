@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from creel.loader.client.session import Session
 
 
-class Scratch:
+class ReusedMemory:
     """Memory that one thread uses for each batch; nothing of it may stay in use."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Gatherer:
         # Memory for rows; where they are converted they do not stay in the batch.
         self._raw = memory
         if gather.converts:
-            self._raw = BufferPool().take if gather.has_code else Scratch().take
+            self._raw = BufferPool().take if gather.has_code else ReusedMemory().take
 
     def rows(self, ids: NDArray[np.int32], indices: NDArray[np.int64]) -> torch.Tensor | None:
         """(n * nbytes,) uint8, the bytes of these objects; None if one is not in the arena.

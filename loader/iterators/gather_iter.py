@@ -29,6 +29,7 @@ from creel.loader.torch_private import (
     pin_memory,
 )
 from creel.loader.workers.stages import BatchTimes
+from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
@@ -178,18 +179,23 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         assert run.stream is not None  # noqa: S101  see `can`
         frozen = run.stream.binding.frozen()
 
-        def reader(meter: Meter | None) -> BatchReader:
+        def reader(meter: Meter | None, direct: DirectReads | None) -> BatchReader:
             fetcher = DatasetKind.create_fetcher(  # type: ignore[no-untyped-call]
                 DatasetKind.Map, loader.dataset, True, self._collate_fn, self._drop_last
             )
-            return BatchReader(loader, loader_state, run, fetcher, frozen=frozen, meter=meter)
+            return BatchReader(
+                *(loader, loader_state, run, fetcher), frozen=frozen, meter=meter, direct=direct
+            )
 
         if _is_large(loader, run):
             meters = [Meter() for _ in range(min(self._num_workers, _cores()))]
             device = self._pin_memory_device if self._pin_memory else None
-            self._threads = ReaderThreads([reader(meter) for meter in meters], meters, device)
+            # Large objects fill fresh memory: threads that read them, too, only take processors.
+            waits = DirectReads(allowed=False)
+            readers = [reader(meter, waits) for meter in meters]
+            self._threads = ReaderThreads(readers, meters, device)
         else:
-            self._reader = reader(None)
+            self._reader = reader(None, None)
         self._reset(loader, first_iter=True)
 
     @staticmethod

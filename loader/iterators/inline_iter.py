@@ -49,6 +49,7 @@ class BatchReader(StepReader):
         *,
         frozen: Binding | None = None,
         meter: Meter | None = None,
+        direct: DirectReads | None = None,
     ) -> None:
         """Make a reader for one thread.
 
@@ -57,6 +58,7 @@ class BatchReader(StepReader):
             frozen: a copy of the dataset's binding. With it the reader, like a worker, ignores
                 later changes to the user's dataset.
             meter: receives the times and counts; by default the loader's own meter.
+            direct: says when not to wait for the daemon; by default the loader's own choice.
         """
         self._run = run
         self._fetcher = fetcher
@@ -65,8 +67,7 @@ class BatchReader(StepReader):
         self._ring = loader_state.ring
         self._wait_s = loader_state.config.loader.wait_s
         self._warn_after_s = loader_state.config.loader.hung_s
-        # Where workers were asked for, reading side by side is what counts: threads wait.
-        self._direct = loader_state.direct if frozen is None else DirectReads(allowed=False)
+        self._direct = direct or loader_state.direct
         self._gatherer: Gatherer | None = None
         self._gathers: BatchStream | None = None  # the stream `_gatherer` reads rows of
         self._warned = False
