@@ -75,12 +75,19 @@ class Admission:
             short = int(residency.pool.rounded(sizes[lack]).sum()) - free
             hurry = {"stalled": stalled, "patient": patient}
             freed = self._make_room(residency, short, need, **hurry) if short > 0 else 0
-            out[lack] = residency.pool.alloc(sizes[lack])
+            fits = lack[self._fits(residency, sizes[lack])]
+            out[fits] = residency.pool.alloc(sizes[fits])
             lack = lack[out[lack] == NOWHERE]
             if not len(lack) or (short > 0 and not freed):
                 break
             free = 0  # what there is lies in other pools' slabs
         return out
+
+    def _fits(self, residency: Residency, sizes: Sizes) -> slice | NDArray[np.bool_]:
+        """Which objects leave enough free room for those in flight whose length is a guess."""
+        if not self.expected:
+            return slice(None)
+        return residency.pool.rounded(sizes).cumsum() <= self.free_nbytes
 
     def _swap(
         self, residency: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool
@@ -108,7 +115,7 @@ class Admission:
         self, residency: Residency, k: int, need: int, *, stalled: bool, patient: bool = True
     ) -> int:
         """How many of k objects of unknown length there is room for, judged by the mean length."""
-        each = int(residency.mean)
+        each = residency.guess
         short = k * each - self.free_nbytes
         if short > 0:
             self._make_room(residency, short, need, stalled=stalled, patient=patient)

@@ -123,9 +123,14 @@ class Residency:
         return len(self.offset)
 
     def expected(self, length: Sizes) -> Sizes:
-        """Return the lengths with the mean in place of unknown ones."""
+        """Return the lengths with a guess in place of unknown ones."""
         strange = length < 0
-        return np.where(strange, int(self.mean), length) if some(strange) else length
+        return np.where(strange, self.guess, length) if some(strange) else length
+
+    @property
+    def guess(self) -> int:
+        """Bytes of the room for an object of unknown length: that of the mean length."""
+        return int(self.pool.rounded(np.array([int(self.mean)]))[0])
 
     @property
     def mean(self) -> float:

@@ -37,6 +37,11 @@ if TYPE_CHECKING:  # circular import
 #: Share of an epoch that is kept first, as it is read ahead, the least number of steps, and the
 #: largest share.
 _LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
+#: Steps whose objects are in use at once, stay or not: one is read, one waits.
+_STEPS_IN_USE = 2
+#: What a node holds at most in mid-epoch beyond what is planned, as a part (1/n) of that: .7 % were
+#: measured (tests/sim/test_laws_of_placement.py).
+_PEAK_PART = 128
 
 
 class ClusterEviction(PlannedEviction):
@@ -152,11 +157,29 @@ class ClusterEviction(PlannedEviction):
         nbytes = int((capacity * self._agreement.members).sum())
         depth = placement.useful_depth(len(view.capacity), nbytes / whole)
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
+        capacity -= self._in_use(view, orders[0].batch * whole // len(self._life), capacity, whole)
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
         lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
         columns = holder, copies, size, capacity, self._life, self.stored
         counted = self._agreement.members, self._agreement.since
         return ClusterBoundary(epoch, view, orders, *columns, lead, *counted)
+
+    def _in_use(
+        self, view: ClusterView, step_nbytes: int, capacity: NDArray[np.int64], whole: int
+    ) -> NDArray[np.int64]:
+        """(nodes,) bytes to leave to steps in use, where the memories hold more than all objects.
+
+        A node that is full of what stays would have to give up some of that for each step.
+
+        Args:
+            step_nbytes: of a rank's step; whole: of all objects; capacity: (nodes,).
+        """
+        members = self._agreement.members
+        beyond = max(int(capacity[members].sum()) - whole, 0) // max(int(members.sum()), 1)
+        ranks = np.bincount(view.nodes, minlength=len(capacity))
+        peak = _STEPS_IN_USE * step_nbytes * ranks + capacity // _PEAK_PART
+        in_use: NDArray[np.int64] = np.minimum(peak, beyond)
+        return in_use
 
     def answer(self, boundary: Question, kept: Answer) -> None:
         """Take a plan, if it answers the latest question."""
@@ -222,6 +245,18 @@ class ClusterEviction(PlannedEviction):
             more.append(ids)
             left -= len(ids)
         return joined(more)
+
+    def forced_victims(self, k: int, step: int) -> Index:
+        """As in any policy, but first what no peer is going to ask this node for."""
+        ids = self._unpinned()
+        asked = self._lent[ids]
+        if self._next is not None and self.deals.view is not None:
+            mine = self._next.holder[ids] == self.deals.view.me
+            asked |= mine & (self._next.when[ids] > 0)
+        own = self._farthest(ids[~asked], k, step)
+        if len(own) == k:
+            return own
+        return joined([own, self._farthest(ids[asked], k - len(own), step)])
 
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether the current epoch reads each again, here or on a peer."""

@@ -132,7 +132,10 @@ class EvictionPolicy:
 
     def forced_victims(self, k: int, step: int) -> Index:
         """Up to k unpinned objects, farthest use first: for stalled readers, even against L1."""
-        ids = self._unpinned()
+        return self._farthest(self._unpinned(), k, step)
+
+    def _farthest(self, ids: Index, k: int, step: int) -> Index:
+        """Up to k of these objects, all used later than `step`, farthest use first."""
         due = EvictionPolicy.due(self, ids)
         if len(ids) > k:
             best = np.argpartition(due, len(ids) - k)[len(ids) - k :]

@@ -26,6 +26,7 @@ def test_what_the_memories_together_hold_is_not_read_again(nodes: int, held: flo
     for counts in later[1:]:
         assert counts["source"] <= (1 - held) * order.samples + 2 * ahead
         assert counts["peer"] > 0
+        assert counts["refused"] <= 0.001 * counts["peer"], "asked a node that had given it up"
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
@@ -66,6 +67,14 @@ def test_with_room_for_all_the_source_is_read_once(nodes: int, moved: float) -> 
     assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
     assert all(counts["peer"] <= moved * order.samples for counts in runs[2:])
     assert not any(counts["shared"] for counts in runs), "a plan crossed the network"
+
+
+def test_one_percent_of_room_is_enough_for_the_steps_in_use() -> None:
+    """A node that is full of what stays would give up some of it for each step."""
+    order = job(4, 7680)
+    runs = Nodes(4, order, 1.01).run(4)
+    assert sum(counts["source"] for counts in runs) <= 1.005 * order.samples
+    assert all(counts["refused"] <= 0.001 * order.samples for counts in runs)
 
 
 def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:

@@ -157,6 +157,28 @@ def test_unknown_lengths_are_stored_where_there_is_room_and_discarded_where_not(
     assert (rig.offset["d"] >= 0).tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("seed", seeds(6))
+def test_the_room_of_what_is_in_flight_is_given_to_nothing_else(seed: int) -> None:
+    """Its length is a guess until it lands; lengths that are known by then are asked for, too."""
+    rng, rig, objects = np.random.default_rng(seed), Rig(3100), 64
+    rig.register("d", [100] * objects, known=False)
+    rig.open(1, "d")
+    rig.extend(1, 0, [[0]])
+    while rig.readers[1].ready < 1:  # the first length
+        rig.progress(1, 0, 1)
+        rig.settle()
+    for epoch in range(1, 4):
+        rig.extend(1, epoch, rng.permutation(objects).reshape(-1, 4).tolist())
+    for step in range(1, 3 * objects // 4 + 1):
+        rig.progress(1, step, step + 1 if rng.random() < 0.5 else 0)
+        for number in rng.permutation(list(rig.fetches)).tolist()[: rng.integers(9)]:
+            rig.land(number)
+        while rig.readers[1].ready <= step:
+            rig.progress(1, step, step + 1)
+            rig.settle()
+    assert rig.core.snapshot()["datasets"]["d"]["failed"] == 0
+
+
 def test_objects_that_the_machine_has_no_memory_for_fail_and_are_tried_again_later() -> None:
     rig = Rig(1024)
     rig.register("d", [300, 200, 100], known=False)

@@ -181,7 +181,8 @@ class Serving:
             return
         need = residency.groups[0].clock() if residency.groups else 0
         ids, length, left = ids[:k], length[:k], ids[k:]
-        place = self._admission.place(residency, length, need, stalled=False)
+        # To say no would cost a read, too, and the peer a second before it.
+        place = self._admission.place(residency, length, need, stalled=True)
         good = place != NOWHERE
         if not every(good):
             self.short.add(residency)
