@@ -34,9 +34,6 @@ from creel.policies.next_use import NextUses
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.jobs import Answer, Question
 
-#: Share of an epoch that is kept first, as it is read ahead, the least number of steps, and the
-#: largest share.
-_LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
 #: Steps whose objects are in use at once, stay or not: one is read, one waits.
 _STEPS_IN_USE = 2
 #: What a node holds at most in mid-epoch beyond what is planned, as a part (1/n) of that: .7 % were
@@ -159,7 +156,7 @@ class ClusterEviction(PlannedEviction):
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
         capacity -= self._in_use(view, orders[0].batch * whole // len(self._life), capacity, whole)
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
-        lead = min(max(_LEAD, _LEAD_STEPS / orders[1].steps), _MAX_LEAD)
+        lead = placement.lead_of(orders[1].steps)
         columns = holder, copies, size, capacity, self._life, self.stored
         counted = self._agreement.members, self._agreement.since
         return ClusterBoundary(epoch, view, orders, *columns, lead, *counted)

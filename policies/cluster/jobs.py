@@ -24,7 +24,7 @@ from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.policy import joined
 from creel.policies.eviction.recent import ReleaseLog
 from creel.policies.eviction.retention import EpochBoundary, Kept
-from creel.policies.next_use import NEVER, NextUses, Steps
+from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
     from creel.policies.eviction.planned import PlanningContext
@@ -36,6 +36,8 @@ _SORT_AGAIN_PART = 16
 _AHEAD_PART = 32
 #: Epochs of each job that are looked at: the present one, and the next.
 _EPOCHS = 2
+#: In `FirstReads`, of an object that no rank reads in that epoch; an epoch has fewer units.
+_UNREAD = int(np.iinfo(np.uint16).max)
 
 
 class DealtJob(NamedTuple):
@@ -65,10 +67,19 @@ class DealtJob(NamedTuple):
 
 
 class FirstReads(NamedTuple):
-    """An epoch: its first step, and (n,) after how many steps some rank reads each object."""
+    """An epoch: its first step, and (n,) after how many times `unit` steps some rank reads each.
+
+    2 bytes per object; `_UNREAD`: no rank does.
+    """
 
     base: int
-    after: Steps
+    unit: int
+    after: NDArray[np.uint16]
+
+    def steps(self, ids: Index) -> NDArray[np.int64]:
+        """(k,) the first step that reads each object, NEVER where none does."""
+        after = self.after[ids]
+        return np.where(after == _UNREAD, NEVER, self.base + self.unit * after.astype(np.int64))
 
 
 class JobsReads(NamedTuple):
@@ -95,18 +106,19 @@ class JobsQuestion:
         jobs = zip(self.nodes, self.orders, strict=True)
         return JobsReads(
             [
-                {e: FirstReads(base, self._first(order, on)) for e, (base, order) in known.items()}
+                {e: self._first(base, order, on) for e, (base, order) in known.items()}
                 for on, known in jobs
             ]
         )
 
-    def _first(self, order: JobOrder, nodes: list[int]) -> Steps:
-        first = Steps(self.objects)
-        steps = np.arange(order.each, dtype=np.int32) // order.batch
+    def _first(self, base: int, order: JobOrder, nodes: list[int]) -> FirstReads:
+        first = np.full(self.objects, _UNREAD, np.uint16)
+        unit = -(-order.steps // _UNREAD)
+        steps = (np.arange(order.each) // order.batch // unit).astype(np.uint16)
         for ids in order.by_rank(nodes):
             # backwards: where an object comes twice, its first read is written last
             first[ids[::-1]] = np.minimum(first[ids], steps)[::-1]
-        return first
+        return FirstReads(base, unit, first)
 
 
 #: What policies ask outside the loop, and what comes back.
@@ -129,8 +141,8 @@ class MergedUses:
         for epochs, (a, b), done in zip(self.jobs, self.clocks, self.done, strict=True):
             since = np.maximum(np.floor((read - b) / a), done)
             due = np.full(len(ids), a * self._beyond(epochs) + b)
-            for base, after in reversed(epochs):
-                first = after[ids].astype(np.int64) + base
+            for epoch in reversed(epochs):
+                first = epoch.steps(ids)
                 due = np.where((first < NEVER) & (first >= since), a * first + b, due)
             np.minimum(out, due, out=out)
         keys: NDArray[np.int64] = np.clip(out, 0, NEVER).astype(np.int64)

@@ -36,6 +36,9 @@ from creel.policies.eviction.selection import (
 EPOCH = 1 << 16
 #: The lead takes at most this part of the memory.
 _MAX_LEAD_OF_MEMORY = 0.5
+#: Share of an epoch that is kept first, as it is read ahead, the least number of steps, and the
+#: largest share.
+_LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
 #: Most later epochs to look at: a plan takes a byte per object for each while it is made.
 _MAX_DEPTH = 8
 #: Attempts to distribute one kind's surplus over the nodes that have room.
@@ -226,6 +229,15 @@ def useful_depth(nodes: int, capacity: float) -> int:
     """
     within = math.ceil(math.sqrt(2 * capacity * nodes)) + 1
     return max(1, min(within, 2 * nodes - 1, _MAX_DEPTH))
+
+
+def lead_of(steps: int) -> float:
+    """Share of an epoch of so many steps that is kept first.
+
+    >>> lead_of(10_000), lead_of(200), lead_of(10)
+    (0.01, 0.04, 0.1)
+    """
+    return min(max(_LEAD, _LEAD_STEPS / steps), _MAX_LEAD)
 
 
 def _nbytes(ids: Ids, size: Ints) -> Ints:

@@ -168,7 +168,7 @@ class _Replay:
             placement.by_rank(self._orders[1], job.world),
             np.array([job.nbytes]),
             np.full(job.nodes, job.memory),
-            lead=min(job.window / job.steps, 0.03),
+            lead=placement.lead_of(job.steps),
         )
         nobody = placement.nobody(planned)
         second = self._second_copies(planned, owners)
