@@ -7,9 +7,9 @@ PACES: for each epoch, the seconds of a step of training ("0.1,0.1"; whoever is 
 MASTER_PORT as torchrun sets them; without MASTER_ADDR there is no process group. REMAP:
 "global-batch"; then each epoch also says the first bytes of all samples of each step.
 
-Prints JSON objects, one a line: {"half": epoch, "held": objects} in the middle of an epoch,
-{"epoch": {...}} at its end; at the end of all {"stats": ...}, what the daemon counted. Ends when
-its standard input does.
+Prints JSON objects, one a line: {"half": epoch, "held": objects, "tiers": ...} in the middle of an
+epoch, {"epoch": {...}} at its end; at the end of all {"stats": ...}, what the daemon counted. Ends
+when its standard input does.
 """
 
 from __future__ import annotations
@@ -38,11 +38,14 @@ def say(**what: object) -> None:
     sys.stdout.flush()
 
 
-def held() -> int:
-    """Objects in the memory of this node."""
+def counted() -> dict[str, Any]:
+    """Objects in the memory of this node, and hits and misses of its tiers."""
     client = client_of(Config.load()[0])
-    found = [] if client is None else client.ask("datasets")["datasets"]
-    return sum(one["resident_objects"] for one in found)
+    if client is None:
+        return {"held": 0, "tiers": {}}
+    found = client.ask("datasets")["datasets"]
+    held = sum(one["resident_objects"] for one in found)
+    return {"held": held, "tiers": client.ask("stats")["tiers"]}
 
 
 def train(pace: str, due: float) -> float:
@@ -76,7 +79,7 @@ def main(folder: str, batch: int, paces: list[str], remap: Any = None) -> None:
                 digest.update(bytes(sample.numpy()))
             heads.append([bytes(sample[:8].numpy()).hex() for sample in read] if remap else [])
             if step == len(loader) // 2:
-                say(half=epoch, held=held())
+                say(half=epoch, **counted())
             due = train(pace, due)
             began = time.monotonic()
         say(epoch={"digest": digest.hexdigest(), "slowest": slowest, "heads": heads})

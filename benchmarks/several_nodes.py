@@ -1,0 +1,171 @@
+"""Real daemons on emulated hosts: what each goal for several nodes asks for, and what comes out.
+
+    sudo python benchmarks/several_nodes.py [--files N] [--epochs E] [--cases full half remap kill]
+
+Hosts are network namespaces (tests/testbed/cluster.py), storage counts what reaches it
+(tests/testbed/slowfs.py). The cases without faults run in step, as below DistributedDataParallel;
+what they read is counted from the middle of one epoch to that of the next, beside what `creel
+simulate` says of the same job. Lost nodes: 4 hosts whose ranks go at their own pace, as a process
+group would stop with a lost rank; `slowest step_s` is the longest that any of the other three
+waited for a step from the fault on. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+from measure import report
+
+from creel.policies.cluster.simulate import Scenario, replay
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from testbed import cluster as hosts  # type: ignore[import-untyped]
+from testbed import jobs
+
+#: Of the jobs that lose a node: seconds of a step, and the epoch in the middle of which they do.
+PACES, FAULT = ["0.1", "0.05", "0.25", "0.1", "0.1"], 2
+CUT_S = 10.0
+
+
+class Case(NamedTuple):
+    """A job in step: hosts, share of the data that their memories hold together, batch, remap."""
+
+    nodes: int
+    held: float
+    batch: int = 8
+    remap: str = ""
+
+
+CASES = {
+    "full2": Case(2, 1.01),
+    "full": Case(4, 1.01),
+    "half2": Case(2, 0.5),
+    "half": Case(4, 0.5),
+    "most": Case(4, 0.9),
+    "remap": Case(2, 1.01, 256, "global-batch"),
+}
+FAULTS = ("kill", "cut", "restart")
+
+
+def in_step(name: str, files: int, epochs: int, *, never_direct: bool) -> dict[str, object]:
+    """Run a case, check its batches, and return its figures."""
+    case = CASES[name]
+    memory = int(case.held * files * jobs.HELD_NBYTES / case.nodes)
+    more = {"CREEL_LOADER__DIRECT": "never"} if never_direct else {}
+    marks: list[tuple[int, int, int]] = []  # opens, objects from peers, those in vain
+    with jobs.storage(files) as storage, hosts.Cluster(hosts=case.nodes) as cluster:
+        words = [storage.mountpoint, str(case.batch), ",".join(["step"] * epochs)]
+        words += [case.remap] * bool(case.remap)
+        with jobs.job(cluster, case.nodes, words, memory, more=more) as ranks:
+            for _ in range(epochs):
+                tiers = [one.next("half")["tiers"].get("peers", {}) for one in ranks]
+                sums = (sum(t.get(what, 0) for t in tiers) for what in ("hits", "misses"))
+                marks.append((int(storage.totals()["opens"]), *sums))  # type: ignore[arg-type]
+            stats = [one.next("stats")["stats"] for one in ranks]
+        opens = int(storage.totals()["opens"])
+    later = len(marks) - 3  # the second epoch brings what lies in the wrong place
+    read, sent, vain = ((b - a) / later / files for a, b in zip(marks[2], marks[-1], strict=True))
+    talk = [s["peers"]["plans_nbytes"] + s["peers"]["handshakes_nbytes"] for s in stats]
+    scenario = Scenario(
+        *(case.nodes, files, 1, int(case.held * files / case.nodes), case.batch),
+        epochs=epochs,
+        remap=bool(case.remap),
+    )
+    simulated = list(replay(scenario))[2:]
+    weights = [0.5, *[1.0] * (later - 1), 0.5]  # from the middle of an epoch, to that of another
+    return {
+        "case": f"{case.nodes} nodes, f={case.held}" + ", remap" * bool(case.remap),
+        "N": files,
+        "job / N": round(opens / files, 4),
+        "later / N": round(read, 4),
+        "(1-f)": round(max(1 - case.held, 0.0), 3),
+        "sent / N": round(sent, 4),
+        "simulated: later": round(np.average([e.source for e in simulated], weights=weights), 4),
+        "sent": round(np.average([e.remote for e in simulated], weights=weights), 4),
+        "in vain / sent": round(vain / max(sent, 1e-9), 5),
+        "control B/node/epoch": round(sum(talk) / len(talk) / epochs),
+        "direct / N": round(sum(s["ranks"][0]["direct_reads"] for s in stats) / files, 4),
+    }
+
+
+def losing(fault: str, files: int) -> dict[str, object]:
+    """A job of 4 nodes that loses one of them for a while, or for good; its figures."""
+    world = 4
+    memory = int(1.6 * files * jobs.HELD_NBYTES / world)
+    more = {"CREEL_CLUSTER__LOST_S": "3" if fault == "kill" else "30"}
+    paces = PACES[:FAULT] + (["0.5"] if fault == "cut" else PACES[FAULT:][:1]) + PACES[FAULT + 1 :]
+    with jobs.storage(files) as storage, hosts.Cluster(hosts=world) as cluster:
+        words = [storage.mountpoint, str(files // 150), ",".join(paces)]
+        with jobs.job(cluster, world, words, memory, more=more) as ranks:
+            half = [_until_half(one, FAULT) for one in ranks]
+            before = int(storage.totals()["opens"])
+            strike(cluster, fault)
+            left = ranks[: 3 if fault == "kill" else 4]
+            said = [[one.next("epoch")["epoch"] for _ in paces[FAULT:]] for one in left]
+            extra = int(storage.totals()["opens"]) - before
+    for rank, epochs in enumerate(said):
+        for epoch, one in enumerate(epochs, FAULT):
+            assert one["digest"] == jobs.digest(files, rank, world, epoch), (rank, epoch)
+    return {
+        "fault": fault,
+        "lost share": half[3]["held"],
+        "read again": extra,
+        "ratio": round(extra / half[3]["held"], 3),
+        "slowest step_s": round(max(one["slowest"] for rank in said[:3] for one in rank), 2),
+    }
+
+
+def _until_half(one: Any, epoch: int) -> dict[str, Any]:
+    while (said := one.next("half"))["half"] < epoch:
+        pass
+    return said  # type: ignore[no-any-return]
+
+
+def strike(cluster: Any, fault: str) -> None:
+    """Kill n3, cut it off for CUT_S, or kill its daemon, which another one replaces."""
+    if fault == "kill":
+        cluster.kill("n3")
+    elif fault == "cut":
+        cluster.cut("n3")
+        time.sleep(CUT_S)
+        cluster.heal("n3")
+    else:
+        for pid in cluster.pids("n3"):
+            if "creel.daemon" in " ".join(psutil.Process(pid).cmdline()):
+                os.kill(pid, signal.SIGKILL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--files", type=int, default=6144)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--cases", nargs="*", choices=[*CASES, *FAULTS], default=[*CASES, *FAULTS])
+    parser.add_argument(
+        "--never-direct", action="store_true", help="nobody reads itself what comes late"
+    )
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    healthy = [
+        in_step(name, o.files, o.epochs, never_direct=o.never_direct)
+        for name in o.cases
+        if name in CASES
+    ]
+    if healthy:
+        report(healthy)
+    lost = [losing(name, 1200) for name in o.cases if name in FAULTS]
+    if lost:
+        report(lost)
+
+
+if __name__ == "__main__":
+    main()
