@@ -31,7 +31,7 @@ from peers import veth
 import creel
 from creel.cache.memory.arena import Arena
 from creel.config import Config
-from creel.daemon.peers.lane import PeerSource
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.wire import Credentials
 from creel.loader.client.connections import client_of
 from creel.messages import Join, Member

@@ -29,7 +29,7 @@ import numpy as np
 from measure import Round, measured, median, report
 
 from creel.cache.memory.arena import Arena
-from creel.daemon.peers.lane import PeerSource
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import Asked, PeerServer
 from creel.daemon.peers.wire import MAX_BUFFERS, Credentials, cut
 

@@ -3,7 +3,7 @@
 Only as many threads work as are useful. Where reads come from the page cache, that is the number
 that can compute at once, as only one can hold the interpreter: one or two for small records; for
 large files, which the system copies, up to one a core. Where a read is a long round trip, all
-permitted threads work. Threads that hang do not count, so a dead server does not block its lane.
+permitted threads work. Threads that hang do not count, so a dead server does not block its queue.
 """
 
 from __future__ import annotations

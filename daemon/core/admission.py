@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,19 @@ from creel.policies.masks import some
 
 #: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
 _ROUNDS = 4
+
+
+class Urgency(IntEnum):
+    """What may be evicted for a fetch; each level allows what the ones before it do.
+
+    AHEAD: what the eviction policy lets go, or what is on disk; else the fetch waits for the disk.
+    SOON: also what the policy would keep, rather than wait for the disk.
+    STALLED: a reader waits and has nothing else to read: whatever is not pinned.
+    """
+
+    AHEAD = 0
+    SOON = 1
+    STALLED = 2
 
 
 class Admission:
@@ -59,22 +73,21 @@ class Admission:
         return self.space.free_bytes - self.expected
 
     def place(
-        self, residency: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool = True
+        self, residency: Residency, sizes: Sizes, due: int, urgency: Urgency = Urgency.AHEAD
     ) -> Sizes:
         """(k,) places for objects of these sizes; ABSENT (-1) where no room can be made.
 
-        Evicts as far as retention allows; where `stalled`, also whatever is not pinned. Where not
-        `patient`, also what is kept and not on disk yet, rather than wait for the disk.
+        Evicts what `urgency` allows. `due`: the step that reads them, on the eviction policy's
+        clock.
         """
         if residency.pool.same_size:
-            return self._swap(residency, sizes, need, stalled=stalled, patient=patient)
+            return self._swap(residency, sizes, due, urgency)
         out = np.full(len(sizes), NOWHERE, np.int64)
         lack = np.arange(len(sizes))
         free = self.free_nbytes
         for _ in range(_ROUNDS):
             short = int(residency.pool.rounded(sizes[lack]).sum()) - free
-            hurry = {"stalled": stalled, "patient": patient}
-            freed = self._make_room(residency, short, need, **hurry) if short > 0 else 0
+            freed = self._make_room(residency, short, due, urgency) if short > 0 else 0
             fits = lack[self._fits(residency, sizes[lack])]
             out[fits] = residency.pool.alloc(sizes[fits])
             lack = lack[out[lack] == NOWHERE]
@@ -89,9 +102,7 @@ class Admission:
             return slice(None)
         return residency.pool.rounded(sizes).cumsum() <= self.free_nbytes
 
-    def _swap(
-        self, residency: Residency, sizes: Sizes, need: int, *, stalled: bool, patient: bool
-    ) -> Sizes:
+    def _swap(self, residency: Residency, sizes: Sizes, due: int, urgency: Urgency) -> Sizes:
         """`place` for equal records: new objects take the places of evicted ones."""
         out = np.full(len(sizes), NOWHERE, np.int64)
         k = min(len(sizes), max(self.free_nbytes, 0) // residency.pool.record)
@@ -102,9 +113,9 @@ class Admission:
             out[k:] = residency.pool.alloc(sizes[k:])
             k = int(np.count_nonzero(out != NOWHERE))
         while k < len(sizes) and residency.policy is not None:
-            ids, why = self._victims(residency, len(sizes) - k, need, patient=patient)
-            if stalled and not len(ids) and not self.waits(residency):
-                ids, why = residency.policy.forced_victims(len(sizes) - k, need), "stalled"
+            ids, why = self._victims(residency, len(sizes) - k, due, urgency)
+            if urgency is Urgency.STALLED and not len(ids) and not self.waits(residency):
+                ids, why = residency.policy.forced_victims(len(sizes) - k, due), "stalled"
             if not len(ids):
                 break
             out[k : k + len(ids)] = residency.vacate(ids, why)
@@ -112,76 +123,74 @@ class Admission:
         return out
 
     def reserve(
-        self, residency: Residency, k: int, need: int, *, stalled: bool, patient: bool = True
+        self, residency: Residency, k: int, due: int, urgency: Urgency = Urgency.AHEAD
     ) -> int:
         """How many of k objects of unknown length there is room for, judged by the mean length."""
         each = residency.guess
         short = k * each - self.free_nbytes
         if short > 0:
-            self._make_room(residency, short, need, stalled=stalled, patient=patient)
+            self._make_room(residency, short, due, urgency)
         return min(k, max(self.free_nbytes, 0) // each)
 
     def room(
-        self, residency: Residency, length: Sizes, need: int, *, stalled: bool, patient: bool = True
+        self, residency: Residency, length: Sizes, due: int, urgency: Urgency = Urgency.AHEAD
     ) -> tuple[Sizes, NDArray[np.bool_]]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
-        strange, hurry = length < 0, {"stalled": stalled, "patient": patient}
-        if not some(strange):
-            offset = self.place(residency, length, need, **hurry)
+        unknown = length < 0
+        if not some(unknown):
+            offset = self.place(residency, length, due, urgency)
             return offset, offset == NOWHERE
         offset = np.full(len(length), NOWHERE, np.int64)
-        offset[~strange] = self.place(residency, length[~strange], need, **hurry)
+        offset[~unknown] = self.place(residency, length[~unknown], due, urgency)
         lack = offset == NOWHERE
-        where = np.flatnonzero(strange)
-        lack[where[: self.reserve(residency, len(where), need, **hurry)]] = False
+        where = np.flatnonzero(unknown)
+        lack[where[: self.reserve(residency, len(where), due, urgency)]] = False
         return offset, lack
 
-    def _make_room(
-        self, residency: Residency, nbytes: int, need: int, *, stalled: bool, patient: bool
-    ) -> int:
+    def _make_room(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:
         """Evict about `nbytes`; return the bytes freed."""
         freed = self._claim(residency, nbytes)
         if freed < nbytes:
-            freed += self._evict(residency, nbytes - freed, need, patient=patient)
+            freed += self._evict(residency, nbytes - freed, due, urgency)
         if (
             freed < nbytes
-            and stalled
+            and urgency is Urgency.STALLED
             and residency.policy is not None
             and not self.waits(residency)
         ):
             k = math.ceil((nbytes - freed) / residency.mean)
-            freed += residency.evict(residency.policy.forced_victims(k, need), "stalled")
+            freed += residency.evict(residency.policy.forced_victims(k, due), "stalled")
         return freed
 
-    def _evict(self, residency: Residency, nbytes: int, need: int, *, patient: bool) -> int:
+    def _evict(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:
         """Evict what the dataset's own eviction policy allows; return the bytes freed."""
         freed = 0
         while freed < nbytes and residency.policy is not None:
             k = math.ceil((nbytes - freed) / residency.mean)
-            ids, why = self._victims(residency, k, need, patient=patient)
+            ids, why = self._victims(residency, k, due, urgency)
             if not len(ids):
                 break
             freed += residency.evict(ids, why)
         return freed
 
     def _victims(
-        self, residency: Residency, k: int, need: int, *, patient: bool
+        self, residency: Residency, k: int, due: int, urgency: Urgency
     ) -> tuple[Index, str]:
         """Up to k objects that may leave memory, and why; none: no more."""
         policy = residency.policy
         if policy is None:
             return NONE, ""
         if not self.disk:
-            return policy.victims(k, need), "due_later"
+            return policy.victims(k, due), "due_later"
         sources = [(policy.idle, "due_later"), (residency.disk.clean, "on_disk")]
         if not self.waits(residency):
             sources.append((policy.victims, "due_later"))  # which are lost
         for victims, why in sources:
-            ids = victims(k, need)
+            ids = victims(k, due)
             if len(ids):
                 return ids, why
-        if not self.waits(residency) and not patient:
-            return policy.forced_victims(k, need), "stalled"
+        if not self.waits(residency) and urgency > Urgency.AHEAD:
+            return policy.forced_victims(k, due), "stalled"
         return NONE, ""
 
     def waits(self, residency: Residency) -> bool:

@@ -52,12 +52,12 @@ class Checks:
             if s.verified < next_step:  # a reader may wait for it: not for what comes after it, too
                 stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
-            due = s.due(s.stream.step_at(s.verified), now, in_turn=False)
-            out += self._about(s, ids[s.residency.life[ids] == RESIDENT], now, due)
+            deadline = s.deadline(s.stream.step_at(s.verified), now, in_turn=False)
+            out += self._about(s, ids[s.residency.life[ids] == RESIDENT], now, deadline)
             s.verified = stop
         return out
 
-    def _about(self, s: RankStream, ids: Index, now: float, due: float) -> list[CheckVersions]:
+    def _about(self, s: RankStream, ids: Index, now: float, deadline: float) -> list[CheckVersions]:
         residency = s.residency
         files = residency.versions.unasked(ids, s.since, s.since_remote)
         if not len(files):
@@ -66,7 +66,7 @@ class Checks:
         residency.versions.asked[files] = generation
         self._last += 1
         self._under_way[self._last] = InflightCheck(residency, files, generation, now)
-        return [CheckVersions(self._last, residency.name, files, due)]
+        return [CheckVersions(self._last, residency.name, files, deadline)]
 
     def land(self, check: int) -> InflightCheck | None:
         """Remove a check that ended and return it; None when it is unknown."""

@@ -28,7 +28,7 @@ _CHUNK = 512
 class InflightFetch:
     """One fetch: objects, offsets (NOWHERE: length unknown), lengths and purpose.
 
-    `need` is the step it is for, on the eviction policy's clock.
+    `due` is the step that reads them, on the eviction policy's clock; `deadline`: seconds.
     `nbytes` is the total expected, `expected` the part of it that has no room yet.
     """
 
@@ -36,12 +36,12 @@ class InflightFetch:
     ids: Index
     offset: Sizes
     length: Sizes
-    need: int
+    due: int
     begun: float
     nbytes: int
     expected: int
     generation: int  # see `Versions`
-    due: float
+    deadline: float
     origin: int = SOURCE
 
     def only(self, which: NDArray[np.bool_]) -> InflightFetch:
@@ -87,9 +87,9 @@ class Inflight:
         ids: Index,
         offset: Sizes,
         length: Sizes,
-        need: int,
+        due: int,
         now: float,
-        due: float,
+        deadline: float,
         origin: int = SOURCE,
         generation: int | None = None,
     ) -> list[FetchObjects]:
@@ -114,7 +114,7 @@ class Inflight:
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
             pending = InflightFetch(
-                *(residency, ids[part], *room, need, now, total, guessed, since, due, origin)
+                *(residency, ids[part], *room, due, now, total, guessed, since, deadline, origin)
             )
             self._inflight[self._last] = pending
             self.objects += len(pending.ids)
@@ -127,7 +127,7 @@ class Inflight:
                         residency.name,
                         small[part],
                         *room,
-                        due,
+                        deadline,
                         residency.pool.runs(room[0]),
                         origin,
                     )

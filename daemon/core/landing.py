@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.daemon.core.admission import Admission
+from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.checks import Checks
 from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.events import DISK, HELD, SOURCE, Action, Checked, Fetched, Sizes
@@ -100,7 +100,7 @@ class Landing:
         if pending.origin == DISK:
             residency.disk.lost(rest.ids)
         again = rest.ids, rest.offset, rest.length
-        for action in self._inflight.start(residency, *again, rest.need, now, rest.due):
+        for action in self._inflight.start(residency, *again, rest.due, now, rest.deadline):
             self._emit(action)
         return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
 
@@ -188,12 +188,13 @@ class Landing:
         residency, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
         residency.set_lengths(ids, nbytes)
         stalled = any(s.stalling for s in self._sessions.values() if s.residency is residency)
-        place = self._admission.place(residency, nbytes, pending.need, stalled=stalled)
+        urgency = Urgency.STALLED if stalled else Urgency.AHEAD
+        place = self._admission.place(residency, nbytes, pending.due, urgency)
         placed = place != NOWHERE
         room = ids[placed], place[placed], nbytes[placed]
         since = pending.generation if pending.origin == SOURCE else 0
-        need, due = pending.need, pending.due
-        for action in self._inflight.start(residency, *room, need, now, due, HELD, since):
+        due, deadline = pending.due, pending.deadline
+        for action in self._inflight.start(residency, *room, due, now, deadline, HELD, since):
             self._emit(action)
 
     def give_up(self, s: RankStream, before: float) -> None:

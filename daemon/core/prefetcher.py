@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.shared_words import EARLY_STEPS
-from creel.daemon.core.admission import Admission
+from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE, FetchObjects
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency
@@ -169,7 +169,7 @@ class Prefetcher:
         out: list[FetchObjects] = []
         todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
         while todo:
-            s = todo[0] if len(todo) == 1 else min(todo, key=_urgency)
+            s = todo[0] if len(todo) == 1 else min(todo, key=_order)
             if not self._advance(s, now, out) or s.front >= s.reach:
                 todo.remove(s)
         return out
@@ -258,7 +258,7 @@ class Prefetcher:
         if (
             residency.policy is not None
             and residency.policy.by_epoch
-            and s.hurries
+            and s.ahead_of_others
             and not starving
         ):
             self.stuck.add(s.id)
@@ -276,11 +276,9 @@ class Prefetcher:
             k = int(awaited.argmax())
             self.stuck.add(s.id)
             ids, length = ids[~awaited], length[~awaited]
-        need = s.need(step)
-        patient = not residency.disk.hopeless and not urgent and step - s.done > s.pace.min_ahead
-        offset, lack = self._admission.room(
-            residency, length, need, stalled=starving, patient=patient
-        )
+        due = s.policy_step(step)
+        urgency = Urgency.STALLED if starving else _urgency(s, step, urgent=urgent)
+        offset, lack = self._admission.room(residency, length, due, urgency)
         if some(lack):
             if starving and not self._admission.waits(residency):
                 residency.fail(ids[lack])
@@ -290,17 +288,24 @@ class Prefetcher:
                 if self._admission.disk:
                     self.lacking[s.id] = residency
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
-        # The queue of a quick source is short. Ordered by due time, it would wake the reader for
-        # every
-        # step: small records from the page cache are slower then.
-        due = s.due(step, now, in_turn=residency.source_rate.deliverable(_GRAIN_S) < _CHUNK)
+        # The queue of a quick source is short. Ordered by deadline, it would wake the reader for
+        # every step: small records from the page cache are slower then.
+        deadline = s.deadline(
+            step, now, in_turn=residency.source_rate.deliverable(_GRAIN_S) < _CHUNK
+        )
         for origin, which in residency.origins(ids, epoch):
             fetch = ids[which], offset[which], length[which]
-            out += self._inflight.start(residency, *fetch, need, now, due, origin)
+            out += self._inflight.start(residency, *fetch, due, now, deadline, origin)
         return k
 
 
-def _urgency(s: RankStream) -> tuple[bool, float]:
+def _order(s: RankStream) -> tuple[bool, float]:
     """Sort key: stalled sessions first, then by the time until the next objects are needed."""
     ahead = s.stream.step_at(s.front) - s.done
     return not s.stalling, ahead * (s.pace.step_s or 1.0)
+
+
+def _urgency(s: RankStream, step: int, *, urgent: bool) -> Urgency:
+    """How urgent the objects of `step` are where no reader is out of other work."""
+    soon = urgent or s.residency.disk.hopeless or step - s.done <= s.pace.min_ahead
+    return Urgency.SOON if soon else Urgency.AHEAD

@@ -325,11 +325,11 @@ class Residency:
         """(k,) residents that are not pinned."""
         return np.flatnonzero((self.life == RESIDENT) & (self.pins == 0))
 
-    def evict_region(self, need: int, busy: Sizes, why: str) -> int:
+    def evict_region(self, nbytes: int, busy: Sizes, why: str) -> int:
         """Evict a stretch of the space, for another dataset or a large object; bytes freed.
 
         Args:
-            need: bytes wanted; a fixed pool gives a whole slab, which goes back to the space.
+            nbytes: wanted; a fixed pool gives a whole slab, which goes back to the space.
             busy: (k,) offsets of fetches in flight, which cannot leave.
         """
         ids = np.flatnonzero(self.life == RESIDENT)
@@ -337,9 +337,9 @@ class Residency:
         ids, at = ids[at != NOWHERE], at[at != NOWHERE]  # the shell still has to store the others
         if not len(ids):
             return 0
-        place, places = self._regions(at, need)
+        place, places = self._regions(at, nbytes)
         stuck = np.bincount(place[self.pins[ids] > 0], minlength=places)
-        stuck += np.bincount(self._regions(busy, need)[0], minlength=places)
+        stuck += np.bincount(self._regions(busy, nbytes)[0], minlength=places)
         held = np.bincount(place, minlength=places)
         wanted = np.bincount(place[self._wanted(ids)], minlength=places)
         score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
@@ -351,11 +351,11 @@ class Residency:
         inside = ids[(place == best) & (self.pins[ids] == 0)]
         return self.evict(inside, why)
 
-    def _regions(self, offset: Sizes, need: int) -> tuple[Index, int]:
+    def _regions(self, offset: Sizes, nbytes: int) -> tuple[Index, int]:
         if self.pool.same_size:
             starts = self.pool.ranges()[0]
             return starts.searchsorted(offset, side="right") - 1, len(starts)
-        size = max(need, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
+        size = max(nbytes, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
         first = np.where(offset < NOWHERE, chained(offset), offset)
         return first // size, self.space.nbytes // size + 1
 

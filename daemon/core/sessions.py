@@ -108,7 +108,7 @@ class RankStream:
         self.starved = False  # whether a reader has waited since the tick before the last
         self.blocked = -1  # the object that `checked` waits for
         self.failed = 0
-        self._due = 0.0  # when what was fetched last is needed
+        self._deadline = 0.0  # of what was fetched last
         self.unplanned = True  # nothing is known beyond the published plan
         self.hits = self.joined = self.misses = self.stalls = 0
 
@@ -128,7 +128,7 @@ class RankStream:
         return self.stream.epoch(self.stream.step_at(self.front))[0] + self.epoch_shift
 
     @property
-    def hurries(self) -> bool:
+    def ahead_of_others(self) -> bool:
         """Whether another rank has yet to bring in objects of an earlier epoch."""
         others = (s for s in self.group.sessions.values() if s is not self)
         mine = self.front_epoch
@@ -143,15 +143,15 @@ class RankStream:
         """
         return self.stalling and (self.ready <= self.done + 1 or self.starved)
 
-    def due(self, step: int, now: float, *, in_turn: bool) -> float:
+    def deadline(self, step: int, now: float, *, in_turn: bool) -> float:
         """Time when objects of `step` are needed; `in_turn`: never before earlier fetches.
 
         A pace measured while data was slow puts far steps late; once it is quick again, steps
         further ahead must not overtake them.
         """
-        due = now + (step - self.done) * self.pace.step_s
-        self._due = max(self._due, due) if in_turn else due
-        return self._due
+        deadline = now + (step - self.done) * self.pace.step_s
+        self._deadline = max(self._deadline, deadline) if in_turn else deadline
+        return self._deadline
 
     def begin(self, epoch: int, generation: int) -> None:
         """Begin an epoch: earlier knowledge of file versions no longer counts."""
@@ -192,7 +192,7 @@ class RankStream:
     def truncate(self, step: int) -> None:
         """Void the plan from `step` on."""
         self.stream.truncate(step)
-        self._due = 0.0
+        self._deadline = 0.0
 
     def snapshot(self) -> dict[str, float | str]:
         """Return counters and positions for `creel stats`."""
@@ -212,7 +212,7 @@ class RankStream:
         steps += self.shift
         return steps
 
-    def need(self, step: int) -> int:
+    def policy_step(self, step: int) -> int:
         """Convert a step to the eviction policy's clock."""
         step += self.shift
         policy = self.residency.policy

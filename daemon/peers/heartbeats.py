@@ -44,7 +44,7 @@ class Heartbeats:
         self._refused = refused
         self._beats: dict[str, wire.PeerBeat] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._hurry: dict[str, asyncio.Event] = {}
+        self._wake: dict[str, asyncio.Event] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="creel-beats", daemon=True)
         self._thread.start()
@@ -88,12 +88,12 @@ class Heartbeats:
 
     def _say(self, cluster: str, beat: wire.PeerBeat, now: bool) -> None:
         self._beats[cluster] = beat
-        if now and cluster in self._hurry:
-            self._hurry[cluster].set()
-            self._hurry[cluster] = asyncio.Event()
+        if now and cluster in self._wake:
+            self._wake[cluster].set()
+            self._wake[cluster] = asyncio.Event()
 
     def _watch(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
-        self._hurry.setdefault(who.cluster, asyncio.Event())
+        self._wake.setdefault(who.cluster, asyncio.Event())
         before = self._tasks.get((who.cluster, node))
         if before is not None:
             before.cancel()
@@ -104,7 +104,7 @@ class Heartbeats:
         for key in [key for key in self._tasks if key[0] == cluster]:
             self._tasks.pop(key).cancel()
         self._beats.pop(cluster, None)
-        self._hurry.pop(cluster, None)
+        self._wake.pop(cluster, None)
 
     async def _watching(self, node: int, peer: Member, who: Credentials, every_s: float) -> None:
         while self._wanted(node, who.cluster):
@@ -133,14 +133,14 @@ class Heartbeats:
     ) -> None:
         known = wire.NOTHING_TOLD
         while self._wanted(node, cluster):
-            hurry, mine = self._hurry[cluster], self._beats[cluster]
+            wake, mine = self._wake[cluster], self._beats[cluster]
             streams[1].write(wire.pack(wire.told(mine, known), seal=session.requests))
             frame = _message(streams[0], wire.PeerBeat, session.answers)
             answer = await asyncio.wait_for(frame, 2 * every_s)
             known = answer.latest
             self._heard(cluster, answer)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(hurry.wait(), every_s)
+                await asyncio.wait_for(wake.wait(), every_s)
 
 
 def _connect(peer: Member) -> Coroutine[Any, Any, Streams]:

@@ -26,11 +26,11 @@ from creel.cache.storage.source import Source
 from creel.config import Config, memory_budget
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
-from creel.daemon.peers.lane import PeerSource
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.service.background import BackgroundThread
-from creel.daemon.service.clusters import Clusters, DaemonHooks
+from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
 from creel.daemon.service.storage.disk import Disk, DiskSource
@@ -121,7 +121,7 @@ class Node:
         )
         hooks = self.handle_event, call_soon, self.fetcher.remove_peer
         daemon = DaemonHooks(*hooks, self.core.moments, self.core.digests, self.core.disk_size)
-        self.clusters = Clusters(self.arena, daemon, config.cluster)
+        self.clusters = ClusterService(self.arena, daemon, config.cluster)
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
         self._sound = True  # whether what the core says of the arena can be relied on

@@ -21,7 +21,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.wire import Credentials
-from creel.daemon.service.clusters import Clusters, DaemonHooks
+from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
 from creel.messages import Join, Member
 from creel.policies.cluster.members import BEGINNING, EpochMoment, PlanDigest
 from creel.settings import ClusterSettings
@@ -44,7 +44,7 @@ class Peer:
         self.disk = 0, 1
         about = self._moments, self._digests, lambda: self.disk
         hooks = DaemonHooks(self._handle, self._calls.put, self.ended.append, *about)
-        self.clusters = Clusters(self.arena, hooks, ClusterSettings(lost_s=3.0))
+        self.clusters = ClusterService(self.arena, hooks, ClusterSettings(lost_s=3.0))
         self.member = self.clusters.host("127.0.0.1")
 
     def _handle(self, event: Event) -> bool:

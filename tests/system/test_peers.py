@@ -20,10 +20,10 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.runs import chained, headers
 from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.source import parts_in
-from creel.daemon.peers import connections, lane, link, server, wire
+from creel.daemon.peers import connections, link, peer_source, server, wire
 from creel.daemon.peers.connections import Asked
-from creel.daemon.peers.lane import PeerSource
 from creel.daemon.peers.link import PeerLink
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import Credentials
 from creel.errors import MalformedError
@@ -343,7 +343,7 @@ def test_a_peer_that_fails_costs_only_time(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: int, then: str
 ) -> None:
     """In the handshake, an answer or a payload: what did not come is -1, and the peer is lost."""
-    for module, name in (link, "_STALL_S"), (lane, "_ANSWER_S"), (link, "_CONNECT_S"):
+    for module, name in (link, "_STALL_S"), (peer_source, "_ANSWER_S"), (link, "_CONNECT_S"):
         monkeypatch.setattr(module, name, 0.3)
     objects = data_of(1_000_000, 1_500_000, 1_000_000)
     node = node_of(stack, objects)

@@ -9,7 +9,7 @@ import pytest
 from creel.cache.memory.arena import Arena
 from creel.daemon.core.events import SOURCE, ClusterChanged, Event
 from creel.daemon.peers import sealing
-from creel.daemon.service.clusters import Clusters, DaemonHooks
+from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
 from creel.errors import CreelError
 from creel.loader.cluster.join import on_one_node
 from creel.messages import Join, Member
@@ -33,14 +33,14 @@ def nothing(cluster: str) -> tuple[()]:
 
 
 @pytest.fixture
-def clusters() -> Iterator[Clusters]:
+def clusters() -> Iterator[ClusterService]:
     def handled(event: Event) -> bool:
         EVENTS.append(event)
         return True
 
     with Arena.create(1 << 20) as arena:
         hooks = DaemonHooks(handled, never, ENDED.append, nothing, nothing, lambda: (0, 1))
-        one = Clusters(arena, hooks, ClusterSettings())
+        one = ClusterService(arena, hooks, ClusterSettings())
         yield one
         one.close()
     EVENTS.clear()
@@ -51,7 +51,7 @@ def other(number: int = 0) -> Member:
     return Member(f"node{number}", "127.0.0.1", 9, 4096)
 
 
-def test_a_node_knows_itself_among_the_others(clusters: Clusters) -> None:
+def test_a_node_knows_itself_among_the_others(clusters: ClusterService) -> None:
     mine = clusters.host("127.0.0.1")
     assert clusters.host("127.0.0.1") == mine
     clusters.join("token", Join("c", KEY, [other(), mine], [1, 0, 0]))
@@ -64,7 +64,7 @@ def test_a_node_knows_itself_among_the_others(clusters: Clusters) -> None:
     assert view.origin[0] >= 0
 
 
-def test_it_leaves_with_its_last_client(clusters: Clusters) -> None:
+def test_it_leaves_with_its_last_client(clusters: ClusterService) -> None:
     joined = Join("c", KEY, [clusters.host("127.0.0.1"), other()], [0, 1])
     for token in ("a", "b", "a"):
         clusters.join(token, joined)
@@ -77,7 +77,7 @@ def test_it_leaves_with_its_last_client(clusters: Clusters) -> None:
     assert (event.cluster, event.view) == ("c", None)
 
 
-def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: Clusters) -> None:
+def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: ClusterService) -> None:
     mine = clusters.host("127.0.0.1")
     clusters.join("long", Join("long", KEY, [mine, other()], [0, 1]))
     for turn in range(3):
@@ -105,7 +105,7 @@ def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: Clusters) -> No
     ],
 )
 def test_an_impossible_cluster_is_refused(
-    clusters: Clusters, key: bytes, others: list[Member], ranks: list[int]
+    clusters: ClusterService, key: bytes, others: list[Member], ranks: list[int]
 ) -> None:
     mine = clusters.host("127.0.0.1")
     with pytest.raises(CreelError):
@@ -113,21 +113,21 @@ def test_an_impossible_cluster_is_refused(
     assert clusters.view("c") is None
 
 
-def test_a_cluster_without_this_node_is_refused(clusters: Clusters) -> None:
+def test_a_cluster_without_this_node_is_refused(clusters: ClusterService) -> None:
     for _ in range(2):  # before it serves anybody, and after
         with pytest.raises(CreelError):
             clusters.join("token", Join("c", KEY, [other(0), other(1)], [0, 1]))
         clusters.host("127.0.0.1")
 
 
-def test_one_name_is_one_cluster(clusters: Clusters) -> None:
+def test_one_name_is_one_cluster(clusters: ClusterService) -> None:
     mine = clusters.host("127.0.0.1")
     clusters.join("a", Join("c", KEY, [mine, other()], [0, 1]))
     with pytest.raises(CreelError):
         clusters.join("b", Join("c", KEY[::-1], [mine, other()], [0, 1]))
 
 
-def test_an_address_of_another_node_is_refused(clusters: Clusters) -> None:
+def test_an_address_of_another_node_is_refused(clusters: ClusterService) -> None:
     with pytest.raises(CreelError):
         clusters.host("203.0.113.1")
 
@@ -138,7 +138,7 @@ def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
     monkeypatch.setattr(sealing, "find_spec", lambda _: None)
     hooks = DaemonHooks(lambda _: True, never, ENDED.append, nothing, nothing, lambda: (0, 1))
     with Arena.create(1 << 20) as arena:
-        secret = Clusters(arena, hooks, ClusterSettings(encrypt=True))
+        secret = ClusterService(arena, hooks, ClusterSettings(encrypt=True))
         with pytest.raises(CreelError, match="cryptography"):
             secret.host("127.0.0.1")
         secret.close()

@@ -34,7 +34,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Read, Source
 from creel.config import Config
 from creel.daemon.core.events import HELD, Fetched, FetchObjects, Publish, Tick
-from creel.daemon.peers.lane import PeerSource
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.wire import Credentials
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import Node
@@ -100,7 +100,7 @@ def test_what_was_read_before_its_length_was_known_is_copied_to_its_place(tmp_pa
 
 
 def test_who_opened_a_source_closes_it_and_the_fetcher_what_it_made(tmp_path: Path) -> None:
-    """Also after a lane that copies, which has the source of another."""
+    """Also after a queue that copies, which has the source of another."""
     shell = Shell(tmp_path, [b"de", b"fghi", b"abc"])
     closed: list[str] = []
     with mock.patch.object(shell.source, "close", side_effect=lambda: closed.append("source")):

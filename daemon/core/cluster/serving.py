@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN
-from creel.daemon.core.admission import Admission
+from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.residency import Index, Residency
@@ -112,7 +112,7 @@ class Serving:
         ]
         if len(absent):
             length = residency.length[absent]
-            place, lack = self._admission.room(residency, length, FOR_PEERS, stalled=False)
+            place, lack = self._admission.room(residency, length, FOR_PEERS)
             fetch = absent[~lack], place[~lack], length[~lack]
             for action in self._inflight.start(residency, *fetch, FOR_PEERS, now, now):
                 self._emit(action)
@@ -179,14 +179,14 @@ class Serving:
             k = min(len(ids), 1)
         if not k:
             return
-        need = residency.groups[0].clock() if residency.groups else 0
+        due = residency.groups[0].clock() if residency.groups else 0
         ids, length, left = ids[:k], length[:k], ids[k:]
         # To say no would cost a read, too, and the peer a second before it.
-        place = self._admission.place(residency, length, need, stalled=True)
+        place = self._admission.place(residency, length, due, Urgency.STALLED)
         good = place != NOWHERE
         if not every(good):
             self.short.add(residency)
-        rest = need, now, request.until, DISK
+        rest = due, now, request.until, DISK
         for action in self._inflight.start(residency, ids[good], place[good], length[good], *rest):
             self._emit(action)
         self._pin(request, ids[good])

@@ -2,7 +2,7 @@
 
 Opened when the first dataset comes, in the thread that reads manifests, as finding what is there
 takes a second for each million objects. One thread writes, in the order in which the core said;
-reads are a lane of the fetcher. Whatever fails is no disk tier, and one warning.
+reads are a queue of the fetcher. Whatever fails is no disk tier, and one warning.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Disk:
             self._order(partial(self._store.forget, dataset))
 
     def source(self, dataset: str) -> DiskSource:
-        """What reads a dataset from disk, in a lane of the fetcher."""
+        """What reads a dataset from disk, in a queue of the fetcher."""
         return DiskSource(self._store, dataset)
 
     def close(self, last: Callable[[], Sequence[Action]] = list) -> None:

@@ -1,10 +1,10 @@
 """The fetcher: threads that execute `FetchObjects` actions, earliest deadline first.
 
-Every dataset has its own lane (queue and threads), so a thread in a dead mount, where no signal
+Every dataset has a queue with threads of its own, so a thread in a dead mount, where no signal
 reaches it, delays neither other datasets nor the exit (threads are daemonic). Checks of file
-versions have a lane of their own, so they wait for no read.
+versions have a queue of their own, so they wait for no read.
 
-A fetch is cut into parts that take about 2 ms each at the lane's current speed: many small records
+A fetch is cut into parts that take about 2 ms each at the queue's current speed: many small records
 to a part where reads are quick, one object to a part where each is a round trip. One `Fetched` is
 posted per fetch, after its last part.
 """
@@ -38,11 +38,11 @@ from creel.daemon.core.events import (
     FetchObjects,
     Ids,
 )
-from creel.daemon.peers.lane import PeerSource
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource
-from creel.daemon.service.storage.fetch_lane import (
+from creel.daemon.service.storage.fetch_queue import (
     FetchJob,
-    FetchLane,
+    FetchQueue,
     FreeThreads,
     Held,
     Readable,
@@ -66,13 +66,13 @@ _DISK_THREADS = 8
 
 
 class Fetcher:
-    """All lanes of a daemon.
+    """All fetch queues of a daemon.
 
     Args:
         arena: where objects are written.
         post: called with each `Fetched` and `Checked`, from any thread.
         other: makes what reads a dataset from a peer or from disk, by origin and dataset.
-        threads: most threads over all lanes, and of one (a lane always gets one).
+        threads: most threads over all queues, and of one (a queue always gets one).
     """
 
     def __init__(
@@ -89,44 +89,44 @@ class Fetcher:
         self._free_threads = FreeThreads(threads)
         self._threads = threads
         self._other = other
-        self._lanes: dict[str, FetchLane] = {}
-        self._more_lanes: dict[tuple[str, int], FetchLane] = {}  # by origin, other than SOURCE
-        self._checks: dict[str, FetchLane] = {}
+        self._queues: dict[str, FetchQueue] = {}
+        self._other_queues: dict[tuple[str, int], FetchQueue] = {}  # by origin, other than SOURCE
+        self._checks: dict[str, FetchQueue] = {}
         self._held: dict[int, Held] = {}  # by fetch
         self._landed: Held = {}
         self._short = False  # whether the machine ran out of memory
         self.pending = 0  # unanswered fetches and checks; only the loop thread counts
 
     def add(self, dataset: str, source: Source) -> None:
-        """Add a lane: fetches of `dataset` read from `source`, whom the caller closes."""
+        """Add a queue: fetches of `dataset` read from `source`, whom the caller closes."""
         threads = self._threads, self._free_threads
-        self._lanes[dataset] = FetchLane(dataset, source, partial(self._run, source), *threads)
-        self._checks[dataset] = FetchLane(
+        self._queues[dataset] = FetchQueue(dataset, source, partial(self._run, source), *threads)
+        self._checks[dataset] = FetchQueue(
             f"check-{dataset}", source, partial(self._look, source), *threads
         )
 
     def remove(self, dataset: str) -> None:
-        """Remove a dataset's lanes; no fetch of it may be in flight or follow."""
-        more = [key for key in self._more_lanes if key[0] == dataset]
-        lanes = [self._lanes.pop(dataset), self._checks.pop(dataset)]
-        for lane in lanes + [self._more_lanes.pop(key) for key in more]:
-            lane.close()
-            self._free_threads.give(len(lane.threads) - 1)
+        """Remove a dataset's queues; no fetch of it may be in flight or follow."""
+        more = [key for key in self._other_queues if key[0] == dataset]
+        queues = [self._queues.pop(dataset), self._checks.pop(dataset)]
+        for queue in queues + [self._other_queues.pop(key) for key in more]:
+            queue.close()
+            self._free_threads.give(len(queue.threads) - 1)
 
     def remove_peer(self, origin: int) -> None:
-        """End the lanes towards a peer: what they have not read fails, and `origin` is free.
+        """End the queues towards a peer: what they have not read fails, and `origin` is free.
 
         Also what their threads wait for fails at once, or within the deadline to connect (2 s).
         """
-        for key in [key for key in self._more_lanes if key[1] == origin]:
-            lane = self._more_lanes.pop(key)
-            for job, objects in lane.close():
+        for key in [key for key in self._other_queues if key[1] == origin]:
+            queue = self._other_queues.pop(key)
+            for job, objects in queue.close():
                 self._part_done(job, objects)
-            self._free_threads.give(len(lane.threads) - 1)
+            self._free_threads.give(len(queue.threads) - 1)
 
     def object_ns(self, dataset: str) -> int:
         """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
-        return self._lanes[dataset].object_ns
+        return self._queues[dataset].object_ns
 
     def submit(self, fetch: FetchObjects) -> None:
         """Start a fetch; `Fetched` is always posted at its end."""
@@ -135,25 +135,25 @@ class Fetcher:
         if fetch.origin == HELD:
             self._held[fetch.fetch] = {i: self._landed.pop(i) for i in fetch.ids.tolist()}
         if job.left:
-            self._lane(fetch.dataset, fetch.origin).put(fetch.deadline, job)
+            self._queue(fetch.dataset, fetch.origin).put(fetch.deadline, job)
         else:
             self._finish(job)
 
-    def _lane(self, dataset: str, origin: int) -> FetchLane:
+    def _queue(self, dataset: str, origin: int) -> FetchQueue:
         if origin == SOURCE:
-            return self._lanes[dataset]
-        lane = self._more_lanes.get((dataset, origin))
-        if lane is None:
+            return self._queues[dataset]
+        queue = self._other_queues.get((dataset, origin))
+        if queue is None:
             if origin == HELD:
-                source, threads = self._lanes[dataset].source, _COPIERS
+                source, threads = self._queues[dataset].source, _COPIERS
             else:
                 source = self._other(origin, dataset)
                 threads = _DISK_THREADS if origin == DISK else _PEER_THREADS
             run = partial(self._run, source)
             limits = threads, self._free_threads
-            lane = FetchLane(f"from{origin}", source, run, *limits, owned=origin != HELD)
-            self._more_lanes[dataset, origin] = lane
-        return lane
+            queue = FetchQueue(f"from{origin}", source, run, *limits, owned=origin != HELD)
+            self._other_queues[dataset, origin] = queue
+        return queue
 
     def check(self, check: CheckVersions) -> None:
         """Start a check of versions; `Checked` is always posted at its end."""
@@ -177,29 +177,29 @@ class Fetcher:
         """Bytes in private memory that are not copied to the arena yet."""
         return sum(len(data) for held in list(self._held.values()) for data, _ in held.values())
 
-    def _all(self) -> list[FetchLane]:
-        return [*self._lanes.values(), *self._checks.values(), *self._more_lanes.values()]
+    def _all(self) -> list[FetchQueue]:
+        return [*self._queues.values(), *self._checks.values(), *self._other_queues.values()]
 
     def tick(self) -> None:
         """Replace threads that hang; called periodically."""
-        for lane in self._all():
-            lane.tick()
+        for queue in self._all():
+            queue.tick()
 
     def close(self) -> None:
         """Have all threads end after their current part; does not wait."""
-        for lane in self._all():
-            lane.close()
+        for queue in self._all():
+            queue.close()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for threads after `close`; return whether all ended (a dead mount may hold one)."""
         deadline = time.monotonic() + timeout_s
-        threads = [t for lane in self._all() for t in lane.threads]
+        threads = [t for queue in self._all() for t in queue.threads]
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0))
         return not any(thread.is_alive() for thread in threads)
 
     def _run(self, source: Readable, job: FetchJob, part: slice) -> int:
-        """Read or copy one part, in a lane's thread; how many objects say how quick the lane is."""
+        """Read or copy one part, in a queue's thread; return the objects that tell its speed."""
         objects: int = part.stop - part.start
         try:
             if job.fetch.origin == HELD:
@@ -218,7 +218,7 @@ class Fetcher:
             self._finish(job)
 
     def _look(self, source: Source, job: FetchJob, part: slice) -> int:
-        """Check one part, in a lane's thread; how many files that were."""
+        """Check one part, in a queue's thread; how many files that were."""
         assert isinstance(job.action, CheckVersions)  # noqa: S101
         files: int = part.stop - part.start
         try:

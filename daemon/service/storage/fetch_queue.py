@@ -1,4 +1,4 @@
-"""A lane of the fetcher: the queue of what is to be read from one source, and its threads."""
+"""A queue of the fetcher: what is to be read from one source, and the threads that do it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from creel.cache.storage.source import Source
 from creel.cache.storage.version import UNKNOWN
 from creel.daemon.core.events import CheckVersions, FetchObjects
-from creel.daemon.peers.lane import PeerSource
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource
 from creel.policies.concurrency import Concurrency
 
-#: What a lane may read from: a dataset's storage, a peer, or the disk.
+#: What a queue may read from: a dataset's storage, a peer, or the disk.
 Readable: TypeAlias = Source | PeerSource | DiskSource
 
 _CORES = len(os.sched_getaffinity(0))
@@ -82,7 +82,7 @@ class FreeThreads:
             self._free += max(threads, 0)
 
 
-class FetchLane:
+class FetchQueue:
     """The queue and the threads of one source.
 
     `Concurrency` decides how many threads work; each takes one part at a time.
@@ -98,7 +98,7 @@ class FetchLane:
         *,
         owned: bool = False,
     ) -> None:
-        """owned: whether the source is closed with the lane."""
+        """owned: whether the source is closed with the queue."""
         self.source = source
         self._owned = owned
         self.threads: list[threading.Thread] = []

@@ -1,4 +1,4 @@
-"""Clusters: the nodes of this node's jobs, which serve each other, and how to reach them."""
+"""Cluster service: the nodes of each job on this node, which serve each other."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from creel.daemon.core.events import (
 from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import Asked, PlanWanted
 from creel.daemon.peers.heartbeats import Heartbeats
-from creel.daemon.peers.lane import PeerSource
 from creel.daemon.peers.link import ask_plan
+from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import KEY_NBYTES, Credentials
 from creel.daemon.service.cluster import Cluster
@@ -69,7 +69,7 @@ class DaemonHooks(NamedTuple):
     disk: Callable[[], tuple[int, int]]
 
 
-class Clusters:
+class ClusterService:
     """All clusters of a daemon. Used by the loop thread alone.
 
     Args:

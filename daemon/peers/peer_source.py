@@ -1,6 +1,6 @@
 """PeerSource: reads the objects of one dataset from another node's daemon.
 
-It reads as `cache/storage/source.Source` does, so that a fetcher's lane works for either. It never
+It reads as `cache/storage/source.Source` does, so that a fetch queue works for either. It never
 raises: what the peer does not have, or did not send in time, is -1, and the caller reads it from
 elsewhere. Every wait has a deadline.
 """
