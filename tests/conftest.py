@@ -10,6 +10,8 @@ import multiprocessing.resource_tracker
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import psutil
@@ -17,6 +19,10 @@ import pytest
 
 from creel.errors import CreelError
 from kit import daemon_of, descriptors, nothing_left, unique_name, until
+
+if TYPE_CHECKING:
+    from daemons import Running
+    from testbed.slow_files import SlowFiles
 
 #: A busy machine is slow, which is no failure; and who runs a test again sees the same examples.
 hypothesis.settings.register_profile("creel", deadline=None, derandomize=True)
@@ -58,7 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What imports made stays for good: a collection in a test takes 1 ms instead of 300."""
-    if any("served" in getattr(item, "fixturenames", ()) for item in session.items):
+    forked = {"served", "daemon"}
+    if any(forked & set(getattr(item, "fixturenames", ())) for item in session.items):
         import daemons  # noqa: F401  starts a process that stays: no test shall miss or count it
     gc.collect()
     gc.freeze()
@@ -97,6 +104,28 @@ def served(embedded: str) -> Iterator[str]:
 
     with Running(embedded, memory=os.environ.get("CREEL_MEMORY__BUDGET", "64MiB")):
         yield embedded
+
+
+@pytest.fixture
+def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A daemon of this test alone, as `served`, with its clients; loaders start none."""
+    from creel.loader.client import connections
+    from daemons import Running
+
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+    with Running(daemon_name) as running:
+        yield running
+        connections.disconnect(daemon_name)
+
+
+@pytest.fixture
+def slow(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlowFiles]:
+    """Files on slow storage, of the kind that the test's parameter names."""
+    from testbed.slow_files import SlowFiles
+
+    made = SlowFiles(tmp_path, getattr(request, "param", "npy"))
+    yield made
+    made.fs.close()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,12 +43,6 @@ def config(name: str, **daemon: object) -> Config:
     """Small, and gone quickly."""
     settings = {"name": name, "linger_s": 0.3, "log_level": "warning", **daemon}
     return msgspec.convert({"daemon": settings, "memory": {"budget": "16MiB"}}, Config)
-
-
-@pytest.fixture
-def daemon(daemon_name: str) -> Iterator[Running]:
-    with Running(daemon_name) as running:
-        yield running
 
 
 # --- connecting -------------------------------------------------------------------------------

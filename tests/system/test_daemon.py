@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +21,6 @@ from daemons import COMMAND, Running, content, folder, plan, read_steps, status
 from kit import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
-
-
-@pytest.fixture
-def daemon(daemon_name: str) -> Iterator[Running]:
-    with Running(daemon_name) as running:
-        yield running
 
 
 # --- bytes ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from test_file_copies import N, Opaque, Slow
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.client import connections
-from daemons import Running
 from testbed.ranks import ranks
+from testbed.slow_files import N, OpaqueFiles, SlowFiles
 
 pytestmark = [
     pytest.mark.system,
@@ -31,23 +28,12 @@ pytestmark = [
 EPOCHS = 4
 
 
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[Slow]:
-    made = Slow(tmp_path, "npy")
-    yield made
-    made.fs.close()  # type: ignore[no-untyped-call]
-
-
-@pytest.fixture
-def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with Running(daemon_name, memory="32MB") as daemon:
-        yield daemon
-        connections.disconnect(daemon_name)
 
 
-class Hidden(Opaque):
+class Hidden(OpaqueFiles):
     """A part of the files, dealt by the dataset itself, of which nobody can see which."""
 
     def __init__(self, folder: str | Path, rank: int) -> None:
@@ -62,7 +48,7 @@ class Hidden(Opaque):
         return torch.from_numpy(np.load(self.path_of(i)))
 
 
-def each_rank(slow: Slow, tmp_path: Path, loaders: Any) -> list[int]:
+def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any) -> list[int]:
     """Files opened at the source in each epoch, by two ranks whose batches are all torch's.
 
     `loaders`: creel's and torch's loader of a rank.
@@ -91,9 +77,12 @@ def each_rank(slow: Slow, tmp_path: Path, loaders: Any) -> list[int]:
     return list(one)
 
 
-def by_sampler(slow: Slow, rank: int, **more: Any) -> tuple[Any, Any]:
+def by_sampler(slow: SlowFiles, rank: int, **more: Any) -> tuple[Any, Any]:
     """The whole dataset on each rank, dealt anew in each epoch."""
-    ours, theirs = creel.wrap(Opaque(slow.fs.mountpoint, "npy")), Opaque(slow.folder, "npy")
+    ours, theirs = (
+        creel.wrap(OpaqueFiles(slow.fs.mountpoint, "npy")),
+        OpaqueFiles(slow.folder, "npy"),
+    )
     kinds: Any = (creel.DataLoader, ours), (DataLoader, theirs)
     made = (
         kind(dataset, 4, sampler=DistributedSampler(dataset, 2, rank, seed=3), **more)
@@ -105,7 +94,7 @@ def by_sampler(slow: Slow, rank: int, **more: Any) -> tuple[Any, Any]:
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_each_file_is_opened_once_by_all_ranks_together(
-    slow: Slow, tmp_path: Path, workers: int, *, persistent: bool
+    slow: SlowFiles, tmp_path: Path, workers: int, *, persistent: bool
 ) -> None:
     more: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent}
     found = each_rank(slow, tmp_path, lambda rank: by_sampler(slow, rank, **more))
@@ -114,7 +103,7 @@ def test_each_file_is_opened_once_by_all_ranks_together(
 
 @pytest.mark.usefixtures("daemon")
 def test_where_other_nodes_read_too_the_daemon_reads_once_more(
-    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: SlowFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their daemons know the files by what is in them, and ask this one."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
@@ -123,7 +112,7 @@ def test_where_other_nodes_read_too_the_daemon_reads_once_more(
 
 
 @pytest.mark.usefixtures("daemon")
-def test_ranks_whose_datasets_differ_learn_for_themselves(slow: Slow, tmp_path: Path) -> None:
+def test_ranks_whose_datasets_differ_learn_for_themselves(slow: SlowFiles, tmp_path: Path) -> None:
     def loaders(rank: int) -> tuple[Any, Any]:
         ours, theirs = Hidden(slow.fs.mountpoint, rank), Hidden(slow.folder, rank)
         return creel.DataLoader(creel.wrap(ours), 4), DataLoader(theirs, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.client import connections
 from creel.loader.order import draws
 from creel.loader.order.prediction import EpochPlan
 from creel.loader.plan import publish
@@ -28,14 +26,6 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 N, NBYTES, BATCH = 4001, 16, 8
 STEPS = -(-N // BATCH)
 KINDS = ["seeded", "generator", "distributed", "sequential"]
-
-
-@pytest.fixture
-def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
-    with Running(daemon_name) as running:
-        yield running
-    connections.disconnect(daemon_name)
 
 
 @pytest.fixture(scope="module")

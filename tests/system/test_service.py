@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,12 +20,6 @@ from daemons import COMMAND, Running, folder, plan, read_steps
 from kit import descriptors, until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
-
-
-@pytest.fixture
-def daemon(daemon_name: str) -> Iterator[Running]:
-    with Running(daemon_name) as running:
-        yield running
 
 
 def test_commands_are_answered(daemon: Running, tmp_path: Path) -> None:

@@ -1,0 +1,278 @@
+"""What stands for `open` below `creel.wrap`: when, for whom, and that it behaves alike."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opaque import SMALL, N, Opaque, Plain, library, loader, read_all, same
+from torch.utils.data import DataLoader
+
+import creel
+from creel.errors import ConfigError
+from daemons import Running
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+
+
+ORIGINALS = builtins.open, io.open, os.open, tarfile.bltn_open  # type: ignore[attr-defined]
+
+
+def originals() -> tuple[Any, ...]:
+    return builtins.open, io.open, os.open, tarfile.bltn_open  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned_are_served_too(daemon: Running, tmp_path: Path) -> None:
+    """What each has recorded is too little for itself: a half of the samples.
+
+    (A fork server would keep this test's environment.)
+    """
+    bare = Plain(tmp_path)
+    spawned: dict[str, Any] = {"multiprocessing_context": "spawn", "persistent_workers": True}
+    ours = loader(creel.wrap(bare), creel.DataLoader, 2, **spawned)
+    theirs = loader(bare, DataLoader, 2, persistent_workers=True)
+    for _ in range(5):
+        assert list(ours) == list(theirs)
+    with daemon.client("cli") as client:
+        datasets = client.ask("stats")["core"]["datasets"]
+    assert [d["reads"] for d in datasets.values()] == [N]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_names_are_replaced_only_while_a_sample_is_read(tmp_path: Path) -> None:
+    seen = []
+
+    def read(path: str) -> bytes:
+        seen.append(originals())
+        if path.endswith("3.bin"):
+            raise ZeroDivisionError
+        return read_all(path)
+
+    wrapped: Any = creel.wrap(Plain(tmp_path, read))
+    assert originals() == ORIGINALS
+    assert len(wrapped[0]) == 4 * SMALL
+    assert originals() == ORIGINALS
+    with pytest.raises(ZeroDivisionError):
+        wrapped[3]
+    assert originals() == ORIGINALS
+    assert all(ours is not theirs for ours, theirs in zip(seen[0], ORIGINALS, strict=True))
+
+
+@pytest.mark.usefixtures("daemon")
+def test_other_threads_open_as_ever_and_samples_may_be_read_in_several(tmp_path: Path) -> None:
+    """What another thread opens while samples are read is neither recorded nor served."""
+    inside, outside = threading.Event(), threading.Event()
+    kinds: list[type] = []
+
+    def other() -> None:
+        inside.wait(60)
+        with open(tmp_path / "0.bin", "rb") as f:  # noqa: PTH123
+            kinds.append(type(f))
+        outside.set()
+
+    def read(path: str) -> bytes:
+        inside.set()
+        outside.wait(60)
+        return read_all(path)
+
+    bare = Plain(tmp_path)
+    wrapped: Any = creel.wrap(bare)
+    ours, theirs = loader(wrapped), loader(bare, DataLoader)
+    for _ in range(2):
+        assert list(ours) == list(theirs)
+    bare.read = read
+    threads = [
+        threading.Thread(target=other),
+        *(threading.Thread(target=wrapped.__getitems__, args=([i, i + 3],)) for i in range(3)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert kinds == [io.BufferedReader]
+    assert originals() == ORIGINALS
+
+
+@pytest.mark.usefixtures("daemon")
+def test_what_somebody_else_has_replaced_is_called_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def theirs(*args: Any, **more: Any) -> Any:
+        opened.append(args[0])
+        return ORIGINALS[0](*args, **more)
+
+    bare = Plain(tmp_path)
+    monkeypatch.setattr(builtins, "open", theirs)
+    wrapped: Any = creel.wrap(bare)
+    assert wrapped[1] == Path(bare.paths[1]).read_bytes()
+    assert opened == [bare.paths[1]]
+    assert builtins.open is theirs
+
+
+class Theirs(io.BytesIO):
+    """A file object that somebody's own `open` gives: it has no descriptor."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.usefixtures("daemon")
+def test_file_objects_of_somebody_elses_open_stay_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Plain(tmp_path)
+    monkeypatch.setattr(builtins, "open", lambda path, *_: Theirs(os.fsencode(path)))
+    monkeypatch.setattr(io, "open", lambda path, *_: Theirs(os.fsencode(path)))
+    wrapped: Any = creel.wrap(bare)
+    for _ in range(3):
+        assert [wrapped[i] for i in range(N)] == list(map(os.fsencode, bare.paths))
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("call", ["np.memmap, small", "os.open, small", "pa.memory_map, small"])
+def test_without_room_for_a_copy_the_real_file_is_opened(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    bare = Opaque(tmp_path, call)
+    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
+    for _ in range(2):
+        assert same(list(ours), list(theirs))
+    monkeypatch.setattr(os, "pwrite", full)
+    assert same(list(ours), list(theirs))
+
+
+def test_a_proxy_that_is_wrapped_again_says_so(tmp_path: Path) -> None:
+    proxy = creel.wrap(Plain(tmp_path, read_all))
+    assert creel.wrap(proxy) is proxy
+    with pytest.raises(ConfigError, match="wrapped already"):
+        creel.wrap(proxy, whole=True)
+
+
+def rewritten(path: str) -> bytes:
+    """Reads what it has just written."""
+    with open(path, "r+b") as f:  # noqa: PTH123
+        now = bytes([(f.read(1)[0] + 1) % 256])
+        f.seek(0)
+        f.write(now)
+    return read_all(path)
+
+
+def replaced(path: str) -> bytes:
+    """The same by a file that takes its place."""
+    new = Path(path + ".new")
+    new.write_bytes(bytes([(Path(path).read_bytes()[0] + 1) % 256]) * 1000)
+    new.rename(path)
+    return read_all(path)
+
+
+def moved(path: str) -> tuple[bytes, bool]:
+    """It is elsewhere for a while."""
+    Path(path).rename(path + ".away")
+    try:
+        read_all(path)
+    except FileNotFoundError:
+        gone = True
+    Path(path + ".away").rename(path)
+    return read_all(path), gone
+
+
+def replaced_by_keyword(path: str) -> Any:
+    before = read_all(path)
+    Path(path + ".new").write_bytes(before[::-1])
+    os.replace(src=path + ".new", dst=path)  # noqa: PTH105
+    return before, read_all(path)
+
+
+def saved(path: str) -> Any:
+    """torch writes in C++."""
+    before = read_all(path)
+    torch.save(torch.tensor(before[0]), path)
+    after = int(torch.load(path))
+    Path(path).write_bytes(bytes([after + 1 & 127]))
+    return before[:1], after
+
+
+def changed_hdf5(path: str) -> Any:
+    h5py, name = library("h5py"), path + ".h5"
+    with h5py.File(name, "a") as f:
+        f.attrs["n"] = f.attrs.get("n", 0) + 1
+    with h5py.File(name) as f:
+        return int(f.attrs["n"])
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+@pytest.mark.parametrize(
+    "how", [rewritten, replaced, replaced_by_keyword, moved, saved, changed_hdf5]
+)
+def test_a_sample_that_changes_its_file_reads_what_is_there(
+    tmp_path: Path, how: Callable[[str], Any], kind: Any
+) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    ours = loader(creel.wrap(Plain(tmp_path / "ours", how)), kind)
+    theirs = loader(Plain(tmp_path / "theirs", how), DataLoader)
+    for _ in range(4):
+        assert list(ours) == list(theirs)
+
+
+def odd(path: str) -> list[Any]:
+    """What a file object says and refuses, and calls that are none for the cache."""
+    found: list[Any] = []
+    for args, more in [
+        ((path,), {}),
+        ((path, "rb"), {}),
+        ((path, "rb", 0), {}),
+        ((path, "r", 1), {"encoding": "latin-1"}),
+        ((path, "rt"), {"encoding": "latin-1", "newline": "\r"}),
+        ((path.encode(), "rb"), {}),
+        ((Path(path), "rb"), {}),
+        ((os.path.relpath(path), "rb"), {}),
+        ((path + "/", "rb"), {}),
+        ((path + "x",), {}),
+        ((path, "rb"), {"encoding": "ascii"}),
+        ((path, "r", 0), {}),
+        ((path, "q"), {}),
+        ((path, 3), {}),
+        ((path, "r"), {"encoding": "none such"}),
+        (("/proc/self/cmdline", "rb"), {}),
+        ((str(Path(path).parent),), {}),
+        (("",), {}),
+        (("a\0b",), {}),
+        ((None,), {}),
+    ]:
+        try:
+            with open(*args, **more) as f:  # type: ignore[call-overload]  # noqa: PTH123
+                found += [f.name, f.mode.replace("b", ""), f.readable(), f.seekable(), f.writable()]
+                f.seek(0, 2)
+                found += [f.tell(), f.seek(40), f.read(50), f.readline(), f.closed]
+            found.append(f.closed)
+            with pytest.raises(ValueError, match="closed file"):
+                f.read()
+        except Exception as e:  # noqa: BLE001, PERF203
+            found += [type(e), str(e)]
+    return found
+
+
+@pytest.mark.usefixtures("daemon")
+def test_arguments_and_refusals_are_pythons(tmp_path: Path) -> None:
+    bare = Plain(tmp_path, odd)
+    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
+    for _ in range(3):
+        for batch, expected in zip(ours, theirs, strict=True):
+            for found, wanted in zip(batch, expected, strict=True):
+                assert [x for x, y in zip(found, wanted, strict=True) if x != y] == []
