@@ -10,6 +10,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,13 @@ def slow(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SlowFiles]:
     made = SlowFiles(tmp_path, getattr(request, "param", "npy"))
     yield made
     made.fs.close()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What the test opens, closed in reverse order at its end."""
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

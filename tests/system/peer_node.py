@@ -1,0 +1,237 @@
+"""A node that serves objects to peers, and what stands between the two."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from creel.cache.memory.arena import Arena
+from creel.cache.memory.runs import chained, headers
+from creel.cache.memory.shared_words import ABSENT
+from creel.daemon.peers.connections import Asked
+from creel.daemon.peers.link import PeerLink
+from creel.daemon.peers.peer_source import PeerSource
+from creel.daemon.peers.server import PeerServer
+from creel.daemon.peers.wire import Credentials
+from kit import until
+
+KEY = bytes(range(32))
+WHO = Credentials("reader", "cluster", KEY)
+SECRET = WHO._replace(encrypt=True)
+ARENA_NBYTES = 48 << 20
+I64 = NDArray[np.int64]
+
+
+class Node:
+    """A node that serves `objects`; a thread answers as a daemon's loop does."""
+
+    def __init__(
+        self,
+        objects: list[bytes | None],
+        *,
+        runs: bool = False,
+        port: int = 0,
+        encrypt: bool = False,
+    ) -> None:
+        self.objects = objects
+        self.arena = Arena.create(ARENA_NBYTES)
+        self.place = np.full(len(objects), ABSENT, np.int64)
+        self.nbytes = np.full(len(objects), -1, np.int64)
+        self._store(runs=runs)
+        self.asked: list[Asked] = []
+        self.answered = Counter[int]()
+        self.served = Counter[int]()
+        self.held: list[Asked] | None = None  # requests, where the test answers them itself
+        self._queue: SimpleQueue[Asked | None] = SimpleQueue()
+        self.server = PeerServer(
+            *("127.0.0.1", port, "node", self.arena, self._queue.put, self._count_served),
+            encrypt=encrypt,
+        )
+        self.credentials = WHO._replace(encrypt=encrypt)
+        self.server.admit("cluster", KEY)
+        self._loop = threading.Thread(target=self._answer)
+        self._loop.start()
+
+    def _store(self, *, runs: bool) -> None:
+        at = 0
+        for i, data in enumerate(self.objects):
+            if data is None:
+                continue
+            self.nbytes[i] = len(data)
+            if runs and len(data) > 200:
+                at = self._store_in_runs(i, at, data)
+            else:
+                self.place[i] = at
+                self.arena.write(at, memoryview(data))
+                at += len(data)
+
+    def _store_in_runs(self, i: int, at: int, data: bytes) -> int:
+        half = -(-len(data) // 128) * 64 + 64
+        where = np.array([[at + half, half], [at, half]])  # the second half comes first
+        view = memoryview(data)
+        for start, header in headers(where, len(data)):
+            held = int.from_bytes(header[:8], "little")
+            self.arena.write(start, memoryview(header + view[:held]))
+            view = view[held:]
+        self.place[i] = chained(at + half)
+        return at + 2 * half
+
+    def _count_served(self, number: int) -> None:
+        self.served[number] += 1
+
+    def _answer(self) -> None:
+        while (asked := self._queue.get()) is not None:
+            self.asked.append(asked)
+            if self.held is None:
+                self.answer(asked)
+            else:
+                self.held.append(asked)
+
+    def answer(self, asked: Asked) -> None:
+        ids = asked.ids
+        self.answered[asked.number] += 1
+        self.server.serve(asked.number, self.place[ids], self.nbytes[ids], ids.astype(np.int64) + 7)
+
+    def source(self, **kwargs: float) -> PeerSource:
+        who = self.credentials
+        return PeerSource(self.server.address, "node", "data", who, **kwargs)  # type: ignore[arg-type]
+
+    def link(self, credentials: Credentials = WHO) -> PeerLink:
+        return PeerLink(self.server.address, "node", credentials)
+
+    def close(self) -> None:
+        """End; everything answered must have been served, once."""
+        self._queue.put(None)
+        self._loop.join()
+        self.server.close()
+        assert self.served == self.answered
+        self.arena.close()
+
+
+def node_of(
+    stack: ExitStack, objects: list[bytes | None], *, runs: bool = False, encrypt: bool = False
+) -> Node:
+    if encrypt:
+        pytest.importorskip("cryptography")
+    node = Node(objects, runs=runs, encrypt=encrypt)
+    stack.callback(node.close)
+    return node
+
+
+def source_of(stack: ExitStack, node: Node, **kwargs: float) -> PeerSource:
+    source = node.source(**kwargs)
+    stack.callback(source.close)
+    return source
+
+
+def data_of(*sizes: int) -> list[bytes | None]:
+    rng = np.random.default_rng(len(sizes))
+    return [rng.bytes(size) for size in sizes]
+
+
+def soon() -> float:
+    """When a test gives up."""
+    return time.monotonic() + 20
+
+
+def check_read(source: PeerSource, objects: list[bytes | None], ids: NDArray[np.int32]) -> None:
+    """Read objects into an arena, and compare; those that are absent are reported so."""
+    wanted = [objects[i] for i in ids.tolist()]
+    length = np.array([len(data or b"") for data in wanted], np.int64)
+    with Arena.create(max(int(length.sum()), 1)) as arena:
+        parts = arena.parts(length.cumsum() - length, length)
+        read = source.read_parts(ids, length, parts)
+        for data, part, nbytes in zip(wanted, parts, read.nbytes.tolist(), strict=True):
+            assert nbytes == (-1 if data is None else len(data))
+            assert data is None or b"".join(part) == data
+        here = read.nbytes >= 0
+        assert (read.version[here] == ids[here] + 7).all()
+        del parts, part
+
+
+SIZES = [0, 1, 63, 64, 3000, 150_528, 4096, 0, 65_537, 1 << 20, 5_000_000, 17, 3000, 3000]
+
+
+class Proxy:
+    """Forwards one connection at a time to a server; `limit` bytes of its answers, then `then`.
+
+    "flip": changes one bit of the next byte, and forwards the rest as it is.
+    """
+
+    def __init__(self, target: tuple[str, int], limit: int, then: str) -> None:
+        self._target, self._limit, self._then = target, limit, then
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self.said = b""  # by clients
+        self.heard = b""  # by them
+        self.connections = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            client, _ = self._listener.accept()
+            if self._end.is_set():
+                client.close()
+                return
+            self.connections += 1
+            with client, socket.create_connection(self._target) as upstream:
+                up = threading.Thread(target=self._forward_up, args=(client, upstream))
+                up.start()
+                self._forward_down(upstream, client)
+                for s in client, upstream:
+                    with suppress(OSError):
+                        s.shutdown(socket.SHUT_RDWR)
+                up.join()
+
+    def _forward_up(self, client: socket.socket, upstream: socket.socket) -> None:
+        with suppress(OSError):
+            while data := client.recv(1 << 16):
+                self.said += data
+                upstream.sendall(data)
+        with suppress(OSError):  # also where the client has reset its connection
+            upstream.shutdown(socket.SHUT_RDWR)
+
+    def _forward_down(self, upstream: socket.socket, client: socket.socket) -> None:
+        left = self._limit
+        with suppress(OSError):
+            while left and (data := upstream.recv(min(left, 1 << 16))):
+                self.heard += data
+                client.sendall(data)
+                left -= len(data)
+            while self._then == "flip" and (data := upstream.recv(1 << 16)):
+                client.sendall(data if left else bytes([data[0] ^ 1]) + data[1:])
+                left = -1
+            if self._then == "stall" and not left:
+                self._end.wait()
+            if self._then == "garbage" and not left:
+                client.sendall(b"\xa5" * (1 << 20))
+
+    def close(self) -> None:
+        self._end.set()
+        socket.create_connection(self.address).close()
+        self._thread.join()
+        self._listener.close()
+
+
+def blocked(node: Node) -> Callable[[], bool]:
+    """Whether the server has a connection that takes no more bytes."""
+    return lambda: node.server.status.blocked > 0
+
+
+def large(node: Node, link: PeerLink, *, times: int = 1) -> None:
+    """Ask for more than the kernel buffers of a connection that nobody reads from."""
+    link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    for number in range(times):
+        link.ask(number, "data", np.zeros(1, np.int32), 10.0)
+    until(blocked(node), what="a blocked connection")
