@@ -79,7 +79,7 @@ def test_one_percent_of_room_is_enough_for_the_steps_in_use() -> None:
 
 def test_memory_beyond_one_copy_of_all_makes_most_reads_local() -> None:
     """By chance a quarter of them would be: what fits on one of 8 nodes."""
-    order = job(8, 2048)
+    order = job(8, 1024)
     runs = Nodes(8, order, 2.0).run(12)
     assert sum(counts["source"] for counts in runs) <= 1.002 * order.samples
     peers = [counts["peer"] / order.samples for counts in runs[6:]]

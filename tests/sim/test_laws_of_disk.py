@@ -9,7 +9,7 @@ from simulate import CoreNode, Job, Outcome, Replay
 
 pytestmark = pytest.mark.timeout(120)
 
-N, BATCH = 10_000, 16
+N, BATCH = 4_000, 16
 
 
 def shuffled(epochs: int, ranks: int = 1) -> list[NDArray[np.int32]]:

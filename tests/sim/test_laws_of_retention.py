@@ -10,7 +10,7 @@ from simulate import CoreNode, Job, Outcome, Replay
 
 pytestmark = pytest.mark.timeout(120)
 
-N, BATCH = 10_000, 16
+N, BATCH = 6_000, 16
 FS = (0.1, 0.25, 0.5, 0.75, 0.9)
 Epochs = list[NDArray[np.int32]]
 
@@ -62,7 +62,7 @@ def test_a_sampler_nobody_can_predict_costs_no_more_reads(f: float) -> None:
 
 
 def test_four_ranks_on_a_node_share_one_copy() -> None:
-    n = 20_000
+    n = 12_000
     out = equal(Job(shuffled(4, ranks=4, n=n), BATCH, ranks_per_node=4), 0.5, n)
     assert all(e.reads + e.direct <= 1.01 * 0.5 * n for e in out[1:])
 
@@ -70,7 +70,7 @@ def test_four_ranks_on_a_node_share_one_copy() -> None:
 @pytest.mark.parametrize(("f", "latency_s"), [(0.25, 0.0), (0.5, 2.0), (0.75, 0.0), (0.9, 2.0)])
 def test_a_source_that_just_keeps_up_is_enough(f: float, latency_s: float) -> None:
     """L2, paced retention: source at 1.05 x the mean miss rate; plain MIN takes 1.2-1.7 x."""
-    n, batch = 32_000, 64
+    n, batch = 16_000, 64
     rate = 1.05 * (1 - f) * batch * 100
     job = Job(shuffled(4, n=n), batch, bandwidth_Bps=rate, latency_s=latency_s, nbytes=100)
     steps = n // batch
@@ -86,7 +86,7 @@ def test_image_sizes_read_hardly_more_bytes_than_do_not_fit(f: float, batch: int
 
     How many objects make up those bytes varies by about 1 % with which of them happen to stay.
     """
-    n, spread = 20_000, np.log(1 + (100 / 110) ** 2)
+    n, spread = 10_000, np.log(1 + (100 / 110) ** 2)
     rng = np.random.default_rng(1)
     lengths = rng.lognormal(np.log(110e3) - spread / 2, np.sqrt(spread), n).astype(np.int64) + 1
     total = int(lengths.sum())
