@@ -50,7 +50,6 @@ class PeerSource:
         peer: its node's name.
         credentials: this node's.
         wait_s: how long the peer may take to get an object.
-        lost: called from the reading thread each time the peer is lost.
 
     Attributes:
         lost_until: time (`time.monotonic`) before which the peer is not asked: all reads fail at
@@ -65,7 +64,6 @@ class PeerSource:
         credentials: Credentials,
         *,
         wait_s: float = 1.0,
-        lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.counters = Counters()
         self.lost_until = 0.0
@@ -74,7 +72,6 @@ class PeerSource:
         self._peer = peer
         self._dataset = dataset
         self._credentials = credentials
-        self._lost = lost
         self._failures = 0  # since the peer last answered
         self._numbers = count(1)
         self._idle: list[PeerLink] = []
@@ -251,7 +248,6 @@ class PeerSource:
         number = getattr(error, "errno", None) or 0
         self.counters.count_error(SourceError(number, str(error), f"peer://{self._peer}"))
         self._close_idle()
-        self._lost()
 
 
 def _requests(length: Numbers) -> deque[NDArray[np.intp]]:

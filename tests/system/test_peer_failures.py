@@ -28,8 +28,7 @@ def test_a_peer_that_fails_costs_only_time(
     node = node_of(stack, objects)
     proxy = Proxy(node.server.address, limit, then)
     stack.callback(proxy.close)
-    lost: list[int] = []
-    source = PeerSource(proxy.address, "node", "data", WHO, wait_s=0.1, lost=lambda: lost.append(1))
+    source = PeerSource(proxy.address, "node", "data", WHO, wait_s=0.1)
     stack.callback(source.close)
     length = np.array([len(data or b"") for data in objects])
     parts = [[memoryview(bytearray(n))] for n in length.tolist()]
@@ -37,12 +36,13 @@ def test_a_peer_that_fails_costs_only_time(
     if then != "garbage" or limit < 400:  # a payload has no MAC
         assert read.nbytes.tolist() == [-1, -1, -1]
     assert -1 in read.nbytes
-    assert lost == [1]
+    until_s = source.lost_until
+    assert until_s > 0.0
     assert proxy.connections == 1
     read = source.read_parts(np.arange(3, dtype=np.int32), length, parts)  # not asked at all
     assert read.nbytes.tolist() == [-1, -1, -1]
     assert source.read_whole(np.arange(3, dtype=np.int32)) == [None] * 3
-    assert (lost, proxy.connections) == ([1], 1)
+    assert (source.lost_until, proxy.connections) == (until_s, 1)
 
 
 def test_a_peer_that_comes_back_is_asked_again(stack: ExitStack) -> None:
