@@ -49,21 +49,28 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     Same arguments, same batches in the same order with the same random augmentation, same errors.
 
     Args:
-        creel: None: use the node's daemon, or start one for this user; False: no daemon; a str:
-            its address; a dict: options of `creel.config`. Any value pickles.
+        creel: None: use the node's daemon, or start one for this user; False: use none; a str: the
+            name of the daemon (`daemon.name`); a dict: settings of docs/configuration.md by their
+            dotted keys. Any value pickles.
         remap: "global-batch": the ranks of a `DistributedSampler` exchange samples within each
             global batch, so that each node mostly reads the same ones in all epochs. Global
             batches stay torch's; which rank reads which of their samples differs (docs/
-            operations.md). All ranks must give it; the first epoch waits for all of them.
+            operations.md). All ranks must give it; the first epoch waits for all of them. Not for
+            an iterable dataset.
         replicate: the ranks of this rank's tensor, pipeline or context parallel group, which read
             the same batches: how many in a row are a group, its process group, or a DeviceMesh,
             as `mesh["tp"]`. The first of them on each node makes the batches, with its
             `num_workers`; the others get the same ones without a copy (docs/operations.md). All of
             them must give it, and iterate alike; the first epoch waits for all of them.
-        on_error: what a sample means whose `dataset[i]` raises: "raise", as in torch; "skip", its
-            batch goes without it; "substitute", another sample stands for it, the same on all ranks
-            and in all epochs. It is named once in the log, and not read again by this loader.
-        max_bad_samples: of this loader and rank; one more raises TooManyBadSamplesError.
+        on_error: what happens when `dataset[i]` raises: "raise": as in torch; "skip": the batch
+            leaves out that sample; "substitute": another sample takes its place, the same on all
+            ranks and in all epochs. The log names each bad sample once, and this loader does not
+            read it again.
+        max_bad_samples: how many bad samples this loader accepts on this rank; one more raises
+            TooManyBadSamplesError.
+
+    Raises:
+        ConfigError: (a ValueError) a wrong setting, or options that exclude each other.
 
     With `CREEL_DISABLE=1` in the environment, or `loader.disable`, it behaves exactly as torch's
     class.

@@ -19,17 +19,20 @@ D = TypeVar("D")
 
 
 def wrap(dataset: D, *, whole: bool = False) -> D:
-    """A proxy for a map-style dataset, usable in its place. A proxy is returned as it is.
+    """Return a proxy to use in place of a map-style dataset, for any loader.
 
-    Files that the dataset opens itself are cached from its second epoch on (docs/datasets.md).
+    The files that the dataset opens are cached from its second epoch on (docs/datasets.md). A
+    dataset that is wrapped already is returned as it is.
 
     Args:
-        dataset: the dataset, as it is.
-        whole: whether a file is cached that a sample opens, however little it is seen to read of
-            it: say so where files are mapped, or read by `os.open`, and a sample needs most of one.
+        dataset: the dataset, unchanged.
+        whole: cache every file that a sample opens, however little it is seen to read of it. Give
+            it where samples map files (`np.memmap`, `mmap`) or read them by `os.open`, and need
+            most of each.
 
     Raises:
-        ConfigError: an iterable dataset, or an object without `__getitem__`.
+        ConfigError: an iterable dataset, an object without `__getitem__`, or `whole` for a dataset
+            that is wrapped already.
     """
     if type(dataset) is Wrapped:
         if whole:

@@ -103,8 +103,8 @@ class ImageFolder(CreelDataset):
             an index in it.
         transform: from the RGB image to a sample.
         target_transform: from the label to a target.
-        loader: takes a path and opens it by itself, so that nothing is cached; use `decode` to
-            have the cache. Default: Pillow.
+        loader: from a path to an image, as torchvision's. It opens the file itself, so nothing is
+            cached: give `decode` instead. Default: Pillow, cached.
         is_valid_file: whether a path is a sample; default: by its extension.
         allow_empty: whether classes without files are allowed.
         decode: from the file's bytes to an image, instead of Pillow.
@@ -113,6 +113,7 @@ class ImageFolder(CreelDataset):
 
     Raises:
         NotFoundError: (a FileNotFoundError) no folder, no class, or a class without files.
+        ConfigError: both `loader` and `decode`, or something that cannot be called.
     """
 
     volatile = (*CreelDataset.volatile, "_targets", "_imgs")

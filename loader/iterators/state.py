@@ -475,7 +475,9 @@ def settings(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[st
     if isinstance(given, str):
         given = {"daemon.name": given}
     if not isinstance(given, (dict, bool, type(None))):
-        raise ConfigError(f"creel={given!r}: give None, False, an address or a dict of settings")
+        raise ConfigError(
+            f"creel={given!r}: give None, False, a daemon's name or a dict of settings"
+        )
     flags = given if isinstance(given, dict) else None
     return Config.load(flags, origin="DataLoader(creel=...)")
 

@@ -244,23 +244,31 @@ def memory_file(data: bytes) -> int:
 
 
 def read(uri: str | os.PathLike[str]) -> bytes:
-    """All bytes of a file.
+    """Return all bytes of a file, from the cache where they are in it.
+
+    Args:
+        uri: a path, or an address such as "s3://bucket/key".
 
     Raises:
-        OSError: as `open` would for a local file; SourceError (an OSError) for a remote one.
+        OSError: as Python's `open` for a local file; SourceError (an OSError) for a remote one.
     """
     address = absolute(uri)
     return take_address(address, find(address), read_all)
 
 
 def open(uri: str | os.PathLike[str], mode: str = "rb") -> IO[bytes]:  # noqa: A001 - creel.open
-    """A file object over the bytes at an address.
+    """Open a file for reading bytes, from the cache where they are in it.
 
-    A local file that no lease covers is opened as the real file (with a descriptor, so that it can
-    be mapped); everything else is a copy in memory.
+    A local file that is not in the cache is opened as the real file (with a descriptor, so that it
+    can be mapped). Everything else is a copy in memory, without a descriptor.
+
+    Args:
+        uri: a path, or an address such as "s3://bucket/key".
+        mode: "rb", the only one.
 
     Raises:
-        ConfigError: a mode other than "rb".
+        ConfigError: another mode.
+        OSError: as Python's `open` for a local file; SourceError (an OSError) for a remote one.
     """
     if mode != "rb":
         raise ConfigError(f"creel.open reads bytes: its mode is 'rb', not {mode!r}")

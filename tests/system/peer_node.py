@@ -103,7 +103,7 @@ class Node:
 
     def source(self, **kwargs: float) -> PeerSource:
         who = self.credentials
-        return PeerSource(self.server.address, "node", "data", who, **kwargs)  # type: ignore[arg-type]
+        return PeerSource(self.server.address, "node", "data", who, **kwargs)
 
     def link(self, credentials: Credentials = WHO) -> PeerLink:
         return PeerLink(self.server.address, "node", credentials)

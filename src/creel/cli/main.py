@@ -278,7 +278,7 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
 @_as_json
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
-    """Free what the daemon holds of DATASET, a key's first letters (`creel stats --json`)."""
+    """Free what the daemon holds of DATASET: first letters of its key (`creel stats --json`)."""
     from creel.cli import view
 
     with _client(context) as client:
@@ -292,18 +292,32 @@ def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
 @creel.command()
 @click.option("--nodes", type=click.IntRange(1), required=True, help="Nodes of the cluster.")
 @click.option("--samples", metavar="COUNT", required=True, help='Samples of the dataset: "14.2M".')
-@click.option("--sample-size", metavar="SIZE", required=True, help="Bytes of a sample.")
-@click.option("--memory", metavar="SIZE", required=True, help="Memory of each node for samples.")
+@click.option("--sample-size", metavar="SIZE", required=True, help='Size of a sample: "110KB".')
+@click.option(
+    "--memory", metavar="SIZE", required=True, help='Memory of each node for samples: "256GiB".'
+)
 @click.option("--batch", type=click.IntRange(1), required=True, help="Samples per rank and step.")
-@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Per node.")
-@click.option("--epochs", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--link", metavar="SIZE", default="0", help="Bytes per second of a node's link.")
-@click.option("--source", metavar="SIZE", default="0", help="Bytes per second of the source.")
-@click.option("--opens", metavar="COUNT", default="0", help="Opens per second of the source.")
+@click.option(
+    "--ranks", type=click.IntRange(1), default=1, show_default=True, help="Ranks per node."
+)
+@click.option(
+    "--epochs", type=click.IntRange(1), default=5, show_default=True, help="Epochs to replay."
+)
+@click.option(
+    "--link", metavar="SIZE", default="0", help="Bytes per second of a node's link: 10GB."
+)
+@click.option("--source", metavar="SIZE", default="0", help="Bytes per second of the source: 5GB.")
+@click.option(
+    "--opens", metavar="COUNT", default="0", help="Files that the source opens per second."
+)
 @click.option("--step", metavar="DURATION", default="0", help='Time to compute a step: "250ms".')
-@click.option("--window", type=click.IntRange(1), default=8, show_default=True, help="Steps ahead.")
+@click.option(
+    "--window", type=click.IntRange(1), default=8, show_default=True, help="Steps read ahead."
+)
 @click.option("--depth", type=click.IntRange(1, 64), help="Epochs that placement looks ahead.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the job's sampler."
+)
 @click.option("--remap", is_flag=True, help='As DataLoader(remap="global-batch").')
 @_as_json
 def simulate(
