@@ -182,7 +182,7 @@ class Admission:
             return NONE, ""
         if not self.disk:
             return policy.victims(k, due), "due_later"
-        sources = [(policy.idle, "due_later"), (residency.disk.clean, "on_disk")]
+        sources = [(policy.unneeded, "due_later"), (residency.disk.clean, "on_disk")]
         if not self.waits(residency):
             sources.append((policy.victims, "due_later"))  # which are lost
         for victims, why in sources:

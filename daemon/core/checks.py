@@ -53,7 +53,7 @@ class Checks:
                 stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
             deadline = s.deadline(s.stream.step_at(s.verified), now, in_turn=False)
-            out += self._about(s, ids[s.residency.life[ids] == RESIDENT], now, deadline)
+            out += self._about(s, ids[s.residency.state[ids] == RESIDENT], now, deadline)
             s.verified = stop
         return out
 

@@ -143,7 +143,7 @@ class Core:
         for residency in self._residencies.values():
             if residency.warming >= 0:
                 self._out += self._inflight.warm(residency, now)
-            boundary = residency.question(self._admission, self._window)
+            boundary = residency.planning_task(self._admission, self._window)
             if boundary is not None:
                 self._out.append(PlanRetention(residency.name, boundary))
             self._plans.ask(residency, now)
@@ -269,7 +269,7 @@ class Core:
     def _planned(self, e: RetentionPlanned) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None and residency.policy is not None:
-            residency.policy.answer(e.boundary, e.kept)
+            residency.policy.retention_planned(e.boundary, e.kept)
             residency.disk.changed(len(residency))
 
     def _disk_opened(self, e: DiskOpened) -> None:

@@ -15,7 +15,7 @@ from creel.daemon.core.versions import Versions
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.jobs import Answer, Question
+from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
 Ids: TypeAlias = NDArray[np.int32]
 Sizes: TypeAlias = NDArray[np.int64]
@@ -180,8 +180,8 @@ class RetentionPlanned:
     """The answer to a `PlanRetention`: which objects are kept over the end of an epoch."""
 
     dataset: str
-    boundary: Question
-    kept: Answer
+    boundary: PlanningTask
+    kept: RetentionPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -398,7 +398,7 @@ class PlanRetention:
     """
 
     dataset: str
-    boundary: Question
+    boundary: PlanningTask
 
 
 @dataclass(frozen=True, slots=True)

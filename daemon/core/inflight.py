@@ -100,7 +100,7 @@ class Inflight:
         since = self.generation if generation is None else generation
         if not len(ids):
             return []
-        residency.life[ids] = FETCHING
+        residency.state[ids] = FETCHING
         order = ids.argsort()
         ids, length = ids[order], length[order]
         # Rooms of one size are interchangeable: sorted, neighbours are written in one go.
@@ -162,7 +162,7 @@ class Inflight:
             pending = self._inflight[number]
             placed = pending.offset != NOWHERE
             pending.residency.give_back(pending.ids[placed], pending.offset[placed])
-            pending.residency.life[pending.ids] = ABSENT
+            pending.residency.state[pending.ids] = ABSENT
             self.land(number, len(pending.ids))
 
     def warm(self, residency: Residency, now: float) -> list[FetchObjects]:
@@ -171,7 +171,7 @@ class Inflight:
         while 0 <= residency.warming < len(residency):
             stop = min(residency.warming + _CHUNK, len(residency))
             ids = residency.warming + np.flatnonzero(
-                residency.life[residency.warming : stop] <= SKIPPED
+                residency.state[residency.warming : stop] <= SKIPPED
             )
             guess = residency.expected(residency.length[ids])
             k = self.leave(2 * guess, urgent=False)  # half of what sessions may have

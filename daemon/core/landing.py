@@ -116,7 +116,7 @@ class Landing:
             (s.since for s in self._sessions.values() if s.residency is residency), default=0
         )
         if pending.generation < newest:  # steps are ready without these: leave them failed
-            late |= residency.life[pending.ids[good]] == OVERDUE
+            late |= residency.state[pending.ids[good]] == OVERDUE
         return ~late
 
     def _still_current(
@@ -126,7 +126,7 @@ class Landing:
         residency, ids = pending.residency, pending.ids[good]
         found = np.zeros(len(good), np.int64) if version is None else version
         late = residency.versions.received(ids, found[good])
-        late |= residency.life[ids] == OVERDUE  # whose steps may be ready without it
+        late |= residency.state[ids] == OVERDUE  # whose steps may be ready without it
         return ~late
 
     def checked(self, e: Checked) -> None:
@@ -169,7 +169,7 @@ class Landing:
     ) -> None:
         """Handle a fetch in which objects failed or had an unknown length."""
         residency = pending.residency
-        residency.life[pending.ids] = FAILED
+        residency.state[pending.ids] = FAILED
         residency.landed(pending.ids[good & known], pending.offset[good & known])
         bad = known & ~good
         residency.give_back(pending.ids[bad], pending.offset[bad])
@@ -179,7 +179,7 @@ class Landing:
         residency.clear_lengths(pending.ids[wrong])
         if not every(known):
             self._take_held(pending, good & ~known, e.nbytes, now)
-        residency.counts["failed"] += int((residency.life[pending.ids] == FAILED).sum())
+        residency.counts["failed"] += int((residency.state[pending.ids] == FAILED).sum())
 
     def _take_held(
         self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes, now: float
@@ -200,12 +200,12 @@ class Landing:
     def give_up(self, s: RankStream, before: float) -> None:
         """Stop waiting for what blocks a session, if it was requested before the time `before`."""
         residency, blocked = s.residency, s.blocked
-        if residency.life[blocked] == FETCHING:
+        if residency.state[blocked] == FETCHING:
             pending = self._inflight.of(residency, blocked)
             if pending is not None and pending.begun < before:
-                residency.life[pending.ids] = OVERDUE  # until it lands
+                residency.state[pending.ids] = OVERDUE  # until it lands
                 s.failed += len(pending.ids)
-        elif residency.life[blocked] == RESIDENT:
+        elif residency.state[blocked] == RESIDENT:
             for asked in self._checks.hung(residency, blocked, before):
                 # Their objects are fetched again; a fetch that hangs becomes overdue.
                 self._changed(residency, asked.files)

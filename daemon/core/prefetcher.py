@@ -94,16 +94,16 @@ class Prefetcher:
         stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
         ids = stream.objects(s.checked, stop).astype(np.intp)
         epoch = stream.epoch(s.done)[0] + s.epoch_shift
-        left = ids[residency.life[ids] <= FETCHING]
+        left = ids[residency.state[ids] <= FETCHING]
         if any(origin != SOURCE for origin, _ in residency.origins(left, epoch)):
             return
-        residency.life[left[residency.life[left] == FETCHING]] = OVERDUE
+        residency.state[left[residency.state[left] == FETCHING]] = OVERDUE
         if s.front < stop:
             ids = stream.objects(s.front, stop).astype(np.intp)
-            life = residency.life[ids]
+            state = residency.state[ids]
             residency.pin(ids, distinct=s.group.uses.distinct(epoch))
-            residency.life[ids[life < FETCHING]] = SKIPPED
-            residency.count(s, life, int(np.count_nonzero(life < FETCHING)))
+            residency.state[ids[state < FETCHING]] = SKIPPED
+            residency.count(s, state, int(np.count_nonzero(state < FETCHING)))
             s.front = stop
 
     def advance_ready(self, s: RankStream) -> None:
@@ -116,7 +116,7 @@ class Prefetcher:
         while s.checked < limit and s.blocked < 0:
             ids = s.stream.objects(s.checked, min(s.checked + positions, limit))
             positions = min(2 * positions, _MAX_PASS)
-            found = s.residency.life[ids]
+            found = s.residency.state[ids]
             coming = self._awaited(s, ids.astype(np.intp), found)
             settled = int(coming.argmax())
             if coming[settled]:
@@ -131,11 +131,11 @@ class Prefetcher:
     def _still_blocked(self, s: RankStream) -> bool:
         """Whether the object that `checked` waits for is still awaited."""
         ids = np.array([s.blocked])
-        life = s.residency.life[ids]
-        if not some(self._awaited(s, ids, life)):
+        state = s.residency.state[ids]
+        if not some(self._awaited(s, ids, state)):
             return False
         versions = s.residency.versions
-        if life[0] == RESIDENT and len(versions.unasked(ids, s.since, s.since_remote)):
+        if state[0] == RESIDENT and len(versions.unasked(ids, s.since, s.since_remote)):
             s.verified = min(s.verified, s.checked)  # it landed after the check of its position
         return True
 
@@ -152,16 +152,16 @@ class Prefetcher:
         starts = np.array([s.stream.start(step) for step in range(first, last + 1)])
         ids = s.stream.objects(int(starts[0]), int(starts[-1])).astype(np.intp)
         awaited = np.zeros(len(ids) + 1, np.intp)
-        self._awaited(s, ids, s.residency.life[ids]).cumsum(out=awaited[1:])
+        self._awaited(s, ids, s.residency.state[ids]).cumsum(out=awaited[1:])
         complete = np.diff(awaited[starts - starts[0]]) == 0
         s.early = tuple((first + complete.nonzero()[0]).tolist())
 
     @staticmethod
-    def _awaited(s: RankStream, ids: Index, life: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def _awaited(s: RankStream, ids: Index, state: NDArray[np.uint8]) -> NDArray[np.bool_]:
         """(k,) whether an object, or its file's version, is in flight."""
-        coming: NDArray[np.bool_] = life == FETCHING
+        coming: NDArray[np.bool_] = state == FETCHING
         if s.since_remote:
-            coming |= (life == RESIDENT) & ~s.current(ids)
+            coming |= (state == RESIDENT) & ~s.current(ids)
         return coming
 
     def advance_all(self, sessions: Iterable[RankStream], now: float) -> list[FetchObjects]:
@@ -182,12 +182,12 @@ class Prefetcher:
         # all of one epoch
         epoch = s.stream.epoch(s.stream.step_at(start))[0] + s.epoch_shift
         distinct = s.group.uses.distinct(epoch)
-        life = residency.life[ids]
-        absent = (life <= FAILED).nonzero()[0]
+        state = residency.state[ids]
+        absent = (state <= FAILED).nonzero()[0]
         if len(absent):
-            absent = self._worth(residency, ids, life, absent, distinct=distinct)
+            absent = self._worth(residency, ids, state, absent, distinct=distinct)
             taken = self._at_once(s, absent, stop)
-            ids, life, absent = ids[:taken], life[:taken], absent[absent < taken]
+            ids, state, absent = ids[:taken], state[:taken], absent[absent < taken]
         residency.pin(ids, distinct=distinct)
         taken = len(ids)
         if len(absent):
@@ -198,7 +198,7 @@ class Prefetcher:
                 residency.unpin(ids[taken:], distinct=distinct)
                 residency.release(ids[taken:])
         s.front += taken
-        residency.count(s, life[:taken], len(absent))
+        residency.count(s, state[:taken], len(absent))
         self.advance_ready(s)
         return taken > 0
 
@@ -230,14 +230,14 @@ class Prefetcher:
         self,
         residency: Residency,
         ids: Index,
-        life: NDArray[np.uint8],
+        state: NDArray[np.uint8],
         absent: Index,
         *,
         distinct: bool,
     ) -> Index:
         """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
-        if life[absent].any():
-            absent = absent[(life[absent] <= SKIPPED) | (residency.pins[ids[absent]] == 0)]
+        if state[absent].any():
+            absent = absent[(state[absent] <= SKIPPED) | (residency.pins[ids[absent]] == 0)]
         if distinct:
             return absent
         wanted = np.sort(ids[absent])

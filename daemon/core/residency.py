@@ -26,7 +26,7 @@ from creel.daemon.core.versions import Versions
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes
-from creel.policies.cluster.jobs import DealtJob, Question
+from creel.policies.cluster.jobs import DealtJob, PlanningTask
 from creel.policies.eviction.choice import Readers, choose
 from creel.policies.eviction.policy import (
     ABSENT,
@@ -98,7 +98,7 @@ class Residency:
         self.length = length
         self.space = space
         self.disk = DiskCopies(self, DiskTier(space.nbytes) if tier is None else tier)
-        self.life = np.zeros(n, np.uint8)
+        self.state = np.zeros(n, np.uint8)
         self.pins = np.zeros(n, np.int32)
         self.pool: ObjectPool = space.pool(lengths)
         self.groups: list[JobGroup] = []
@@ -169,7 +169,7 @@ class Residency:
         """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
         if self.policy is None and self.disk.column is None:
             return
-        unpinned = (self.pins[ids] == 0) & (self.life[ids] == RESIDENT)
+        unpinned = (self.pins[ids] == 0) & (self.state[ids] == RESIDENT)
         if some(unpinned):
             ids = ids if every(unpinned) else ids[unpinned]
             self.disk.released(ids)
@@ -225,7 +225,7 @@ class Residency:
     def residents_of(self, files: NDArray[np.int32]) -> Index:
         """(k,) resident objects of these files."""
         bounds = map(self.versions.objects, files.tolist())
-        found = [a + np.flatnonzero(self.life[a:b] == RESIDENT) for a, b in bounds]
+        found = [a + np.flatnonzero(self.state[a:b] == RESIDENT) for a, b in bounds]
         return np.concatenate([np.empty(0, np.intp), *found])
 
     def give_back(self, ids: Index, place: Sizes) -> int:
@@ -248,7 +248,7 @@ class Residency:
         """Evict objects, but keep their places allocated; (k,) places for others."""
         place = self.places(ids)
         self.emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
-        self.life[ids] = ABSENT
+        self.state[ids] = ABSENT
         self.resident -= len(ids)
         self.resident_nbytes -= int(self.length[ids].sum())
         self.evicted[why] += len(ids)
@@ -267,7 +267,7 @@ class Residency:
         if len(ids):
             self.emit(Publish(self.name, ids.astype(np.int32), place))
             self.fresh.append((ids, place))
-        self.life[ids] = RESIDENT
+        self.state[ids] = RESIDENT
         self.resident += len(ids)
         self.resident_nbytes += int(self.length[ids].sum())
         unwanted = bool(np.count_nonzero(self.pins[ids]) < len(ids))
@@ -275,10 +275,10 @@ class Residency:
             self.release(ids)
         return unwanted
 
-    def count(self, session: RankStream, life: NDArray[np.uint8], misses: int) -> None:
+    def count(self, session: RankStream, state: NDArray[np.uint8], misses: int) -> None:
         """Count a session's reads by what was found: resident, in flight for another, or absent."""
-        hits = int(np.count_nonzero(life == RESIDENT))
-        for name, n in zip(COUNTED, (hits, len(life) - hits - misses, misses), strict=True):
+        hits = int(np.count_nonzero(state == RESIDENT))
+        for name, n in zip(COUNTED, (hits, len(state) - hits - misses, misses), strict=True):
             self.counts[name] += n
             setattr(session, name, getattr(session, name) + n)
 
@@ -303,7 +303,7 @@ class Residency:
 
     def fail(self, ids: Index) -> None:
         """Fail objects without room: their readers read directly."""
-        self.life[ids] = FAILED
+        self.state[ids] = FAILED
         self.counts["failed"] += len(ids)
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
@@ -323,7 +323,7 @@ class Residency:
 
     def unpinned(self) -> Index:
         """(k,) residents that are not pinned."""
-        return np.flatnonzero((self.life == RESIDENT) & (self.pins == 0))
+        return np.flatnonzero((self.state == RESIDENT) & (self.pins == 0))
 
     def evict_region(self, nbytes: int, busy: Sizes, why: str) -> int:
         """Evict a stretch of the space, for another dataset or a large object; bytes freed.
@@ -332,7 +332,7 @@ class Residency:
             nbytes: wanted; a fixed pool gives a whole slab, which goes back to the space.
             busy: (k,) offsets of fetches in flight, which cannot leave.
         """
-        ids = np.flatnonzero(self.life == RESIDENT)
+        ids = np.flatnonzero(self.state == RESIDENT)
         at = self.places(ids)
         ids, at = ids[at != NOWHERE], at[at != NOWHERE]  # the shell still has to store the others
         if not len(ids):
@@ -412,7 +412,7 @@ class Residency:
             together=self._together(groups),
             dealt=_dealt(groups),
         )
-        self.policy = choose(self.policy, readers, self.life, self.pins)
+        self.policy = choose(self.policy, readers, self.state, self.pins)
         self.policy.stored = self.disk.column
 
     def _homes(self, groups: list[JobGroup]) -> Homes | None:
@@ -429,11 +429,11 @@ class Residency:
         view = _view(groups)
         return view is not None and self.nbytes <= float(view.capacity.sum())
 
-    def question(self, admission: Admission, window: Window) -> Question | None:
+    def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
         if self.policy is None or not self.groups:
             return None
-        return self.policy.question(PlannedJob(self, self.groups[0], admission, window))
+        return self.policy.planning_task(PlannedJob(self, self.groups[0], admission, window))
 
     @property
     def among_nodes(self) -> ClusterEviction | None:
@@ -446,9 +446,9 @@ class Residency:
         From the plans, from fetches in flight, and from what is being written to disk.
         """
         self.groups = [g for g in self.groups if g.sessions]
-        self.life[self.life == FETCHING] = ABSENT
-        self.life[under_way] = FETCHING
-        self.served = {r: ids[self.life[ids] != ABSENT] for r, ids in self.served.items()}
+        self.state[self.state == FETCHING] = ABSENT
+        self.state[under_way] = FETCHING
+        self.served = {r: ids[self.state[ids] != ABSENT] for r, ids in self.served.items()}
         self.pins[:] = 0
         for s in (s for group in self.groups for s in group.sessions.values()):
             np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
@@ -474,14 +474,14 @@ class Residency:
             np.add.at(pins, ids, 1)
         pins[storing] += 1
         must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
-        must(not (self.pins[self.life == ABSENT] > 0).any(), "a pinned object was evicted")
-        resident, known = self.life == RESIDENT, self.length >= 0
+        must(not (self.pins[self.state == ABSENT] > 0).any(), "a pinned object was evicted")
+        resident, known = self.state == RESIDENT, self.length >= 0
         must(bool(((self.offset[:] != NOWHERE) == resident).all()), "published is not resident")
         must(bool(known[resident].all()), "a resident of unknown length")
         must(int(resident.sum()) == self.resident, "residents are miscounted")
         must(int(self.length[resident].sum()) == self.resident_nbytes, "resident bytes")
-        fetching = np.flatnonzero(self.life == FETCHING)
-        coming = np.append(fetching, np.flatnonzero(self.life == OVERDUE))
+        fetching = np.flatnonzero(self.state == FETCHING)
+        coming = np.append(fetching, np.flatnonzero(self.state == OVERDUE))
         must(
             np.array_equal(np.sort(coming), np.sort(under_way)),
             "fetching is not under way, or twice",

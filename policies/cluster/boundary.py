@@ -91,7 +91,7 @@ class Deals:
 
 
 class Placed(NamedTuple):
-    """The answer to a `ClusterBoundary`.
+    """What a `ClusterBoundary` gives.
 
     Args:
         holder: (n,) node that holds each object when the epoch ends; `placement.nobody`: none.
@@ -124,7 +124,7 @@ class ClusterBoundary:
         copies: (n,) whether this node had a second copy of each then; None: of nothing.
         size: (n,) bytes of each object, or (1,) where all are equal or some are unknown.
         capacity: (nodes,) bytes of memory and disk of each.
-        life: (n,) states on this node; stored: (n,) those on its disk, None: it has none.
+        state: (n,) states on this node; stored: (n,) those on its disk, None: it has none.
         lead: share of the next epoch that is kept first.
         members: (nodes,) whom the plan counts on, after the change `known`.
         clock: from what moment of this epoch on, in 65,536ths; before it `planned` counted.
@@ -139,7 +139,7 @@ class ClusterBoundary:
     copies: NDArray[np.bool_] | None
     size: NDArray[np.int64]
     capacity: NDArray[np.int64]
-    life: NDArray[np.uint8]
+    state: NDArray[np.uint8]
     stored: NDArray[np.uint8] | None
     lead: float
     members: NDArray[np.bool_]
@@ -159,7 +159,7 @@ class ClusterBoundary:
         if after is None:
             rest = owners, following, self.size, self.capacity * self.members
             after = placement.next_holders(holder, now, *rest, lead=self.lead, clock=self.clock)
-        here = self.life == RESIDENT
+        here = self.state == RESIDENT
         vain = here & (after != self.view.me)
         copies, spare = self._copies(holder, after, now, owners)
         if copies is not None:
@@ -191,7 +191,7 @@ class ClusterBoundary:
         self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]
     ) -> tuple[NDArray[np.bool_] | None, Ids]:
         """Plan what fills what the plan for all leaves free on this node."""
-        n, me = len(self.life), self.view.me
+        n, me = len(self.state), self.view.me
         if dataset_nbytes(self.size, n) >= int((self.capacity * self.members).sum()):
             return None, np.empty(0, np.int32)
         held = np.zeros(n, np.bool_) if self.copies is None else self.copies
@@ -201,7 +201,7 @@ class ClusterBoundary:
 
     def _uses(self, ranks: list[Ids], order: JobOrder) -> placement.Uses:
         nodes = self.view.nodes.tolist()
-        sizes = {"objects": len(self.life), "nodes": len(self.view.capacity)}
+        sizes = {"objects": len(self.state), "nodes": len(self.view.capacity)}
         uses = placement.uses_of(ranks, nodes, order.batch, **sizes)
         return placement.Uses(without(uses.owner, self.members), uses.when)
 

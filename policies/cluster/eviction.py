@@ -32,7 +32,7 @@ from creel.policies.eviction.selection import Ids, Nodes
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.jobs import Answer, Question
+    from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
 #: Steps whose objects are in use at once, stay or not: one is read, one waits.
 _STEPS_IN_USE = 2
@@ -52,13 +52,13 @@ class ClusterEviction(PlannedEviction):
 
     def __init__(
         self,
-        life: NDArray[np.uint8],
+        state: NDArray[np.uint8],
         pins: NDArray[np.int32],
         uses: NextUses,
         epoch: int,
         deals: Deals,
     ) -> None:
-        super().__init__(life, pins, uses, epoch)
+        super().__init__(state, pins, uses, epoch)
         self.deals = deals
         self._holder: Nodes | None = None  # when this epoch began
         self._copies: NDArray[np.bool_] | None = None  # of this node, then
@@ -68,8 +68,8 @@ class ClusterEviction(PlannedEviction):
         self._later: tuple[ClusterBoundary, Placed] | None = None
         self._asking: ClusterBoundary | None = None
         # Held for a peer that reads it in this epoch; sent already for the next one.
-        self._lent = np.zeros(len(life), np.bool_)
-        self._sent_early = np.zeros(len(life), np.bool_)
+        self._lent = np.zeros(len(state), np.bool_)
+        self._sent_early = np.zeros(len(state), np.bool_)
         self._agreement = Agreement(deals)
 
     # --- other nodes' plans ----------------------------------------------------------------------
@@ -95,7 +95,7 @@ class ClusterEviction(PlannedEviction):
 
     def adopt(self, plan: SharedPlan) -> None:
         """Go on from what a peer knows, if that is what this node lacks."""
-        if self._agreement.takes(self.epoch, plan, len(self._life)):
+        if self._agreement.takes(self.epoch, plan, len(self._state)):
             self._asking = self._next = self._later = None
             self._holder = plan.holder
 
@@ -116,7 +116,7 @@ class ClusterEviction(PlannedEviction):
         """This policy."""
         return self
 
-    def question(self, context: PlanningContext) -> Question | None:
+    def planning_task(self, context: PlanningContext) -> PlanningTask | None:
         """Return what to plan now, if anything: once for each epoch and each change."""
         view = self.deals.view
         if self._asking is not None or view is None or not self.deals.known(self.epoch):
@@ -149,15 +149,15 @@ class ClusterEviction(PlannedEviction):
         copies: NDArray[np.bool_] | None,
     ) -> ClusterBoundary:
         size = context.agreed_size
-        whole = max(dataset_nbytes(size, len(self._life)), 1)
+        whole = max(dataset_nbytes(size, len(self._state)), 1)
         capacity = context.capacities(view)
         nbytes = int((capacity * self._agreement.members).sum())
         depth = placement.useful_depth(len(view.capacity), nbytes / whole)
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
-        capacity -= self._in_use(view, orders[0].batch * whole // len(self._life), capacity, whole)
+        capacity -= self._in_use(view, orders[0].batch * whole // len(self._state), capacity, whole)
         # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
         lead = placement.lead_of(orders[1].steps)
-        columns = holder, copies, size, capacity, self._life, self.stored
+        columns = holder, copies, size, capacity, self._state, self.stored
         counted = self._agreement.members, self._agreement.since
         return ClusterBoundary(epoch, view, orders, *columns, lead, *counted)
 
@@ -178,18 +178,18 @@ class ClusterEviction(PlannedEviction):
         in_use: NDArray[np.int64] = np.minimum(peak, beyond)
         return in_use
 
-    def answer(self, boundary: Question, kept: Answer) -> None:
-        """Take a plan, if it answers the latest question."""
-        if boundary is not self._asking or not isinstance(kept, Placed):
+    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+        """Take a plan, if it is that of the latest task."""
+        if task is not self._asking or not isinstance(plan, Placed):
             return
         asked, self._asking = self._asking, None
         if asked.epoch == self.epoch:
             self._agreement.given, self._later = None, None
             self._agreement.since, self._agreement.members = asked.known, asked.members
-            self._lent[kept.unread] = False
-            self._follow(kept)
+            self._lent[plan.unread] = False
+            self._follow(plan)
         else:
-            self._later = asked, kept
+            self._later = asked, plan
 
     def _follow(self, placed: Placed) -> None:
         """Keep what this plan says over the end of this epoch."""

@@ -83,22 +83,22 @@ class HomesEviction(MostRecentFirst):
 
     def __init__(
         self,
-        life: NDArray[np.uint8],
+        state: NDArray[np.uint8],
         pins: NDArray[np.int32],
         uses: list[NextUses],
         homes: Homes,
     ) -> None:
-        super().__init__(life, pins, uses)
+        super().__init__(state, pins, uses)
         self.homes: Homes = homes
-        self._kept = np.zeros(len(life), np.bool_)
+        self._kept = np.zeros(len(state), np.bool_)
         self._count = 0  # of these
-        self._limit = len(life)  # most objects kept: there was no room for more
-        self._excess = ReleaseLog(len(life))  # at home here, and not kept; the other log: guests
+        self._limit = len(state)  # most objects kept: there was no room for more
+        self._excess = ReleaseLog(len(state))  # at home here, and not kept; the other log: guests
         self._hand = 0
 
     def read_ahead_room(self, room: float) -> float:
         """What is not needed for objects at home here, and in any case a small part."""
-        return max(room - _UNEVEN * self.homes.share * len(self._life), room / _AHEAD_PART)
+        return max(room - _UNEVEN * self.homes.share * len(self._state), room / _AHEAD_PART)
 
     def rehome(self, homes: Homes | None) -> None:
         """Nodes left or came back."""
@@ -112,7 +112,7 @@ class HomesEviction(MostRecentFirst):
 
     def relist(self) -> None:
         """Sort all residents anew into those that are kept and the others."""
-        here = self._life == RESIDENT
+        here = self._state == RESIDENT
         if self.stored is not None:
             here |= self.stored == STORED
         kept = np.flatnonzero(self._kept & here)
@@ -132,7 +132,7 @@ class HomesEviction(MostRecentFirst):
 
         While it lasts, little is: to try in vain would cost some of those that are kept.
         """
-        here = np.count_nonzero(self._life == RESIDENT)
+        here = np.count_nonzero(self._state == RESIDENT)
         loose = int(np.count_nonzero(~self._kept[self._unpinned()]))
         if loose > here / _LOOSE_PART:
             self._limit = max(self._limit, self._count + loose)
@@ -152,13 +152,13 @@ class HomesEviction(MostRecentFirst):
         """(k,) whether each is worth a place on this node's disk: what it is home of."""
         return self.homes.mine(ids)
 
-    def idle(self, k: int, step: int) -> Index:
+    def unneeded(self, k: int, step: int) -> Index:
         """Up to k distinct objects that are at home elsewhere."""
         return super().victims(k, step)
 
     def victims(self, k: int, step: int) -> Index:
         """Up to k distinct objects to evict: those kept for peers last, and for no peer's sake."""
-        found = self.idle(k, step)
+        found = self.unneeded(k, step)
         found = joined([found, self._excess.take(k - len(found), self._leaving)])
         if len(found) >= k or step == FOR_PEERS:
             return found
@@ -169,8 +169,8 @@ class HomesEviction(MostRecentFirst):
     def _scan(self, k: int) -> Index:
         """Give up some of what is kept, in order of numbers (a clock's hand)."""
         out = []
-        for _ in range(-(-len(self._life) // _SCANNED)):
-            stop = min(self._hand + _SCANNED, len(self._life))
+        for _ in range(-(-len(self._state) // _SCANNED)):
+            stop = min(self._hand + _SCANNED, len(self._state))
             ids = self._hand + np.flatnonzero(self._kept[self._hand : stop])
             ids = ids[self._leaving(ids)][:k]
             self._kept[ids] = False
@@ -178,7 +178,7 @@ class HomesEviction(MostRecentFirst):
             k -= len(ids)
             if k <= 0:
                 break
-            self._hand = stop if stop < len(self._life) else 0
+            self._hand = stop if stop < len(self._state) else 0
         found = joined(out)
         self._count -= len(found)
         return found

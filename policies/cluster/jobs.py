@@ -83,14 +83,14 @@ class FirstReads(NamedTuple):
 
 
 class JobsReads(NamedTuple):
-    """The answer to a `JobsQuestion`: the epochs of each job."""
+    """What a `JobsTask` gives: the epochs of each job."""
 
     jobs: list[dict[int, FirstReads]]
 
 
 @dataclass(frozen=True, eq=False)
-class JobsQuestion:
-    """What is asked outside the loop: when an epoch of each job reads each object.
+class JobsTask:
+    """Planned outside the loop: when an epoch of each job reads each object.
 
     Args:
         objects: of the dataset; nodes: (ranks,) the node of each rank, for each job.
@@ -121,9 +121,9 @@ class JobsQuestion:
         return FirstReads(base, unit, first)
 
 
-#: What policies ask outside the loop, and what comes back.
-Question: TypeAlias = EpochBoundary | ClusterBoundary | JobsQuestion
-Answer: TypeAlias = Kept | Placed | JobsReads
+#: What policies have planned outside the loop, and what comes back.
+PlanningTask: TypeAlias = EpochBoundary | ClusterBoundary | JobsTask
+RetentionPlan: TypeAlias = Kept | Placed | JobsReads
 
 
 class MergedUses:
@@ -176,19 +176,19 @@ class HomesFarthest(FarthestNextUse):
 
     def __init__(
         self,
-        life: NDArray[np.uint8],
+        state: NDArray[np.uint8],
         pins: NDArray[np.int32],
         jobs: list[DealtJob],
         clock: Callable[[], list[tuple[float, float]]],
         homes: Homes,
     ) -> None:
-        self._merged = MergedUses(len(life))
-        super().__init__(life, pins, [job.uses for job in jobs], clock)
+        self._merged = MergedUses(len(state))
+        super().__init__(state, pins, [job.uses for job in jobs], clock)
         self.homes: Homes = homes
         self._jobs = jobs
-        self._guests = ReleaseLog(len(life))  # at home elsewhere
+        self._guests = ReleaseLog(len(state))  # at home elsewhere
         self._known: list[dict[int, FirstReads]] = [{} for _ in jobs]
-        self._asking: JobsQuestion | None = None
+        self._asking: JobsTask | None = None
         self._again = 0  # time of the first job at which all are sorted again
 
     def read_ahead_room(self, room: float) -> float:
@@ -202,7 +202,7 @@ class HomesFarthest(FarthestNextUse):
 
     # --- the jobs' orders ------------------------------------------------------------------------
 
-    def question(self, context: PlanningContext) -> JobsQuestion | None:  # noqa: ARG002
+    def planning_task(self, context: PlanningContext) -> JobsTask | None:  # noqa: ARG002
         """Ask for the orders that are not known yet."""
         wanted = [job.orders for job in self._jobs]
         new = [
@@ -213,15 +213,15 @@ class HomesFarthest(FarthestNextUse):
             return None
         views = [job.deals.view for job in self._jobs]
         nodes = [[] if view is None else view.nodes.tolist() for view in views]
-        self._asking = JobsQuestion(len(self._life), nodes, new)
+        self._asking = JobsTask(len(self._state), nodes, new)
         return self._asking
 
-    def answer(self, boundary: Question, kept: Answer) -> None:
-        """Take the orders, if they answer the latest question."""
-        if boundary is not self._asking or not isinstance(kept, JobsReads):
+    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+        """Take the orders, if they are those of the latest task."""
+        if task is not self._asking or not isinstance(plan, JobsReads):
             return
         self._asking = None
-        for known, new in zip(self._known, kept.jobs, strict=True):
+        for known, new in zip(self._known, plan.jobs, strict=True):
             known.update(new)
         self.stale = True
 
@@ -275,7 +275,7 @@ class HomesFarthest(FarthestNextUse):
         """(k,) whether each is worth a place on this node's disk: what it is home of."""
         return self.homes.mine(ids)
 
-    def idle(self, k: int, step: int) -> Index:  # noqa: ARG002
+    def unneeded(self, k: int, step: int) -> Index:  # noqa: ARG002
         """Up to k distinct objects that are at home elsewhere."""
         if self.stale or self._jobs[0].clock() >= self._again:
             self.relist()
@@ -283,7 +283,7 @@ class HomesFarthest(FarthestNextUse):
 
     def victims(self, k: int, step: int) -> Index:
         """Up to k distinct objects to evict for `step`, all due later than that."""
-        found = self.idle(k, step)
+        found = self.unneeded(k, step)
         if len(found) >= k:
             return found
         step = self._jobs[0].clock() if step == FOR_PEERS else step

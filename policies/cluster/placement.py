@@ -41,7 +41,7 @@ _MAX_LEAD_OF_MEMORY = 0.5
 _LEAD, _LEAD_STEPS, _MAX_LEAD = 0.01, 8, 0.1
 #: Most later epochs to look at: a plan takes a byte per object for each while it is made.
 _MAX_DEPTH = 8
-#: Attempts to distribute one kind's surplus over the nodes that have room.
+#: Attempts to distribute one priority's surplus over the nodes that have room.
 _ROUNDS = 3
 
 
@@ -148,16 +148,16 @@ def next_holders(
     nodes, depth, n = len(capacity), len(owners), len(holder)
     capacity = np.asarray(capacity, np.int64)
     site = _Sites(holder, now, owners, size, clock)
-    where, kind = site.best()
-    _level(where, kind, site, capacity)
+    where, priority = site.best()
+    _level(where, priority, site, capacity)
     whole = int(size[0]) if len(size) == 1 else 0
-    tally = Tally(-(-n // max(nodes, 1)), nodes=nodes, kinds=depth + 3, whole=whole)
+    tally = Tally(-(-n // max(nodes, 1)), nodes=nodes, priorities=depth + 3, whole=whole)
     lead = min(lead, _MAX_LEAD_OF_MEMORY * int(capacity.sum()) / max(dataset_nbytes(size, n), 1))
     for ids in _pieces(n):
         site.flow(ids, tally)
     parts = []
     for piece in in_order([[ids] for ids in orders], n, lead):
-        part = _sort_in(piece, where, kind, site, tally)
+        part = _sort_in(piece, where, priority, site, tally)
         if len(part.ids):
             parts.append(part)
     out = np.full_like(holder, nobody(holder))
@@ -270,7 +270,7 @@ class _Sites:
         """
         depth = len(self.owners)
         where = np.empty_like(self.holder)
-        kind = np.empty(len(where), np.uint8)
+        priority = np.empty(len(where), np.uint8)
         for ids in _pieces(len(where)):
             consumer, holder = self.now.owner[ids].copy(), self.holder[ids]
             read = ~self.unread(ids)
@@ -283,8 +283,8 @@ class _Sites:
                 theirs[owner == holder] = gap
             stays = (theirs < mine) & (holder != self.nobody)
             where[ids] = np.where(stays, holder, consumer)
-            kind[ids] = np.where(stays, theirs, mine)
-        return where, kind
+            priority[ids] = np.where(stays, theirs, mine)
+        return where, priority
 
     def flow(self, ids: slice, tally: Tally) -> None:
         """Count what leaves nodes along this epoch, and what they fetch for their own ranks."""
@@ -310,16 +310,16 @@ def _pieces(n: int) -> Iterator[slice]:
 
 
 def _sort_in(
-    piece: Piece, where: Nodes, kind: NDArray[np.uint8], site: _Sites, tally: Tally
+    piece: Piece, where: Nodes, priority: NDArray[np.uint8], site: _Sites, tally: Tally
 ) -> Candidates:
-    """Node, kind and stretch of all objects that could stay."""
+    """Node, priority and stretch of all objects that could stay."""
     could = np.flatnonzero(where[piece.ids] != site.nobody)
     ids, early = piece.ids[could], piece.early[could]
-    kinds: NDArray[np.int64] | int = tally.kinds - 1
+    priorities: NDArray[np.int64] | int = tally.priorities - 1
     if piece.read:
-        kinds = np.where(early, LEAD, kind[ids]).astype(np.int64)
+        priorities = np.where(early, LEAD, priority[ids]).astype(np.int64)
     stretch = np.where(site.unread(ids), site.stretch(ids, tally), 0)
-    cell = (where[ids].astype(np.int64) * tally.kinds + kinds) * tally.width + stretch
+    cell = (where[ids].astype(np.int64) * tally.priorities + priorities) * tally.width + stretch
     tally.add(cell, site.nbytes(ids))
     return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)
 
@@ -327,7 +327,7 @@ def _sort_in(
 # --- nodes with more than fits, and nodes with room ----------------------------------------------
 
 
-def _level(where: Nodes, kind: NDArray[np.uint8], site: _Sites, capacity: Ints) -> None:
+def _level(where: Nodes, priority: NDArray[np.uint8], site: _Sites, capacity: Ints) -> None:
     """Move what does not fit on one node to nodes that have room, where they can.
 
     First to the node of consumer and holder that is not `where`, which costs no transfer; then to
@@ -345,7 +345,7 @@ def _level(where: Nodes, kind: NDArray[np.uint8], site: _Sites, capacity: Ints) 
         for latest in range(len(site.owners) + 1, 0, -1):
             if not surplus.any() or not room.any():
                 return
-            ids = _scattered(np.flatnonzero((kind == latest) & crowded[where]).astype(np.int32))
+            ids = _scattered(np.flatnonzero((priority == latest) & crowded[where]).astype(np.int32))
             move(ids[site.unread(ids)], where, site, surplus, room)
 
 

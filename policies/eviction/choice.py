@@ -66,7 +66,7 @@ class Readers:
 def choose(
     present: EvictionPolicy | None,
     readers: Readers,
-    life: NDArray[np.uint8],
+    state: NDArray[np.uint8],
     pins: NDArray[np.int32],
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
@@ -74,13 +74,13 @@ def choose(
     at_home = readers.unplanned or readers.together or (len(uses) == 1 and readers.once)
     if homes is not None and at_home:
         if not isinstance(present, HomesEviction):
-            present = HomesEviction(life, pins, uses, homes)
+            present = HomesEviction(state, pins, uses, homes)
         present.all_uses = uses
     elif homes is not None and len(uses) > 1 and readers.dealt is not None:
         if not isinstance(present, HomesFarthest) or present.all_uses != uses:
-            present = HomesFarthest(life, pins, readers.dealt, readers.clock, homes)
+            present = HomesFarthest(state, pins, readers.dealt, readers.clock, homes)
     else:
-        present = _alone(present, readers, life, pins)
+        present = _alone(present, readers, state, pins)
     present.rehome(homes)
     return present
 
@@ -88,7 +88,7 @@ def choose(
 def _alone(
     present: EvictionPolicy | None,
     readers: Readers,
-    life: NDArray[np.uint8],
+    state: NDArray[np.uint8],
     pins: NDArray[np.int32],
 ) -> EvictionPolicy:
     """`choose` where no other node keeps anything for this one, or where that is planned."""
@@ -97,7 +97,7 @@ def _alone(
         if type(present) is MostRecentFirst:
             present.all_uses = uses
             return present
-        return MostRecentFirst(life, pins, uses)
+        return MostRecentFirst(state, pins, uses)
     if len(uses) == 1 and readers.once:
         alone = readers.deals.view is None
         if (
@@ -107,8 +107,8 @@ def _alone(
         ):
             return present
         if not alone:
-            return ClusterEviction(life, pins, uses[0], readers.epoch, readers.deals)
-        return PlannedEviction(life, pins, uses[0], readers.epoch)
+            return ClusterEviction(state, pins, uses[0], readers.epoch, readers.deals)
+        return PlannedEviction(state, pins, uses[0], readers.epoch)
     if type(present) is FarthestNextUse and present.all_uses == uses:
         return present
-    return FarthestNextUse(life, pins, uses, readers.clock)
+    return FarthestNextUse(state, pins, uses, readers.clock)

@@ -29,13 +29,13 @@ class FarthestNextUse(EvictionPolicy):
 
     def __init__(
         self,
-        life: NDArray[np.uint8],
+        state: NDArray[np.uint8],
         pins: NDArray[np.int32],
         uses: list[NextUses],
         clock: Callable[[], list[tuple[float, float]]],
     ) -> None:
         """clock: for each of `uses`, (a, b): its step s is at common time a * s + b."""
-        super().__init__(life, pins, uses)
+        super().__init__(state, pins, uses)
         self.stale = True  # evictable residents may be missing from the list
         self._unsorted_reads = 0  # planned reads since all residents were sorted
         self._clock = clock
@@ -52,7 +52,7 @@ class FarthestNextUse(EvictionPolicy):
         if len(loose):
             self.released(loose)
         self._unsorted_reads += len(ids)
-        if self._unsorted_reads * _SORT_AGAIN_PART >= len(self._life):
+        if self._unsorted_reads * _SORT_AGAIN_PART >= len(self._state):
             self.stale = True
 
     def relist(self) -> None:
@@ -62,7 +62,7 @@ class FarthestNextUse(EvictionPolicy):
             (a, b, a * uses.beyond + b)
             for uses, (a, b) in zip(self.all_uses, self._clock(), strict=True)
         ]
-        self._pool = self._sorted(len(self._life))
+        self._pool = self._sorted(len(self._state))
         self._list(self._unpinned())
 
     def due(self, ids: Index) -> NDArray[np.int64]:

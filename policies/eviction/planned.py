@@ -1,8 +1,9 @@
 """Eviction for epochs that read each object at most once, following a retention plan. Pure.
 
-`retention.plan` plans an epoch's end outside the loop, between `question` and `answer`. Until then
-whatever was read may leave, and what the epoch has yet to read stays (law L1): that alone reaches
-the bound on reads; the plan adds an even pace, and epochs that begin with hits.
+`retention.plan` plans an epoch's end outside the loop, between `planning_task` and
+`retention_planned`. Until then whatever was read may leave, and what the epoch has yet to read
+stays (law L1): that alone reaches the bound on reads; the plan adds an even pace, and epochs that
+begin with hits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.boundary import ClusterView
-    from creel.policies.cluster.jobs import Answer, Question
+    from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
 #: After this part (1/n) of an epoch, retention is planned without the next order if unknown.
 _WAIT_PART = 8
@@ -100,21 +101,21 @@ class PlannedEviction(EvictionPolicy):
 
     def __init__(
         self,
-        life: NDArray[np.uint8],
+        state: NDArray[np.uint8],
         pins: NDArray[np.int32],
         uses: NextUses,
         epoch: int = 0,
     ) -> None:
-        super().__init__(life, pins, [uses])
+        super().__init__(state, pins, [uses])
         self.uses = uses
         self.epoch = epoch  # the latest in which anything was read
         self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's end
-        self._listed = np.zeros(len(life), np.bool_)  # those in `_going`
+        self._listed = np.zeros(len(state), np.bool_)  # those in `_going`
         self._going: list[Ids] = []  # the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, and not needed
-        self._pending: EpochBoundary | None = None  # a question without an answer
-        self._released_since: list[Index] = []  # released since the question
-        self._asked = 0  # what the latest answer used: 1 without the next order, 2 with it
+        self._pending: EpochBoundary | None = None  # a task without its plan
+        self._released_since: list[Index] = []  # released since the task
+        self._asked = 0  # what the latest task knew: 1 without the next order, 2 with it
         self._capacity = -1  # capacity of the latest plan
         self._all_fits = False  # whether all objects fit
         self._clock_hand = 0  # position of `_scan`
@@ -122,8 +123,8 @@ class PlannedEviction(EvictionPolicy):
 
     # --- the plan --------------------------------------------------------------------------------
 
-    def question(self, context: PlanningContext) -> Question | None:
-        """Return what to plan now, if anything; the next question comes after its `answer`."""
+    def planning_task(self, context: PlanningContext) -> PlanningTask | None:
+        """Return what to plan now, if anything; one task at a time."""
         if self._pending is not None or (self._asked == 2 and not self.stale):
             return None
         capacity = context.capacity
@@ -149,11 +150,11 @@ class PlannedEviction(EvictionPolicy):
         self._pending = EpochBoundary(
             context.orders(self.epoch + 1) if known else [],
             self.uses.due,
-            self._life,
+            self._state,
             min(max(clock, first), end - 1),
             end,
             context.size,
-            int(context.nbytes / len(self._life)),
+            int(context.nbytes / len(self._state)),
             context.page,
             capacity,
             min(lead, _MAX_LEAD_OF_MEMORY * (1 - missing)),
@@ -173,21 +174,21 @@ class PlannedEviction(EvictionPolicy):
         first, end = uses.span(e)
         return int(_WAIT_PART * (context.clock - first) >= end - first)
 
-    def answer(self, boundary: Question, kept: Answer) -> None:
-        """Take a plan, if it answers the latest question."""
-        if boundary is not self._pending or not isinstance(kept, Kept):
+    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+        """Take a plan, if it is that of the latest task."""
+        if task is not self._pending or not isinstance(plan, Kept):
             return
         again, self._released_since = self._released_since, []
-        self._pending, self._stays, self._surplus = None, kept.stays, kept.surplus
-        lost = sum(np.count_nonzero(kept.stays[x] & self._gone(x)) for x in again)
-        if lost > _MAX_LOST * len(self._life):
+        self._pending, self._stays, self._surplus = None, plan.stays, plan.surplus
+        lost = sum(np.count_nonzero(plan.stays[x] & self._gone(x)) for x in again)
+        if lost > _MAX_LOST * len(self._state):
             self.replanned()
         for ids in again:
             self.released(ids[self._leaving(ids)])
 
     def _gone(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each is neither in memory nor on disk."""
-        gone: NDArray[np.bool_] = self._life[ids] <= SKIPPED
+        gone: NDArray[np.bool_] = self._state[ids] <= SKIPPED
         if self.stored is not None:
             gone &= self.stored[ids] == NOT_STORED
         return gone
@@ -220,9 +221,9 @@ class PlannedEviction(EvictionPolicy):
         """Residents are no longer pinned (an object may come twice)."""
         if self._all_fits:
             return
-        idle = ~self.wanted(ids)
-        if not every(idle):
-            ids = ids[idle]
+        unwanted = ~self.wanted(ids)
+        if not every(unwanted):
+            ids = ids[unwanted]
         if self._pending is not None:
             self._released_since.append(ids)
         if self._stays is not None:
@@ -244,12 +245,12 @@ class PlannedEviction(EvictionPolicy):
 
     def dispensable(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each may leave as well as any other that may."""
-        idle = ~self.wanted(ids)
+        unwanted = ~self.wanted(ids)
         if self._stays is not None:
-            idle &= ~self._stays[ids]
-        return idle
+            unwanted &= ~self._stays[ids]
+        return unwanted
 
-    def idle(self, k: int, step: int) -> Index:
+    def unneeded(self, k: int, step: int) -> Index:
         """All that may leave, once there is a plan."""
         planned = self._stays is not None or self._all_fits
         return self.victims(k, step) if planned else NONE
@@ -310,7 +311,7 @@ class PlannedEviction(EvictionPolicy):
 
     def _scan(self, k: int) -> Index:
         """Where there is no plan: scan all objects in turn (a clock's hand)."""
-        n = len(self._life)
+        n = len(self._state)
         if self._stays is not None or not n:
             return NONE
         out = []
@@ -318,7 +319,7 @@ class PlannedEviction(EvictionPolicy):
             stop = min(self._clock_hand + _SCAN_OBJECTS, n)
             here = slice(self._clock_hand, stop)
             ids = self._clock_hand + np.flatnonzero(
-                (self._life[here] == RESIDENT) & (self._pins[here] == 0) & ~self._listed[here]
+                (self._state[here] == RESIDENT) & (self._pins[here] == 0) & ~self._listed[here]
             )
             ids = ids[~self.wanted(ids)]
             out.append(ids[:k])

@@ -13,7 +13,7 @@ from creel.policies.next_use import NEVER, NextUses
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.eviction import ClusterEviction
     from creel.policies.cluster.homes import Homes
-    from creel.policies.cluster.jobs import Answer, Question
+    from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
     from creel.policies.eviction.planned import PlanningContext
 
 # States of an object. Below FETCHING it is not in flight; SKIPPED is left to a quicker reader;
@@ -36,7 +36,7 @@ class EvictionPolicy:
     """Interface of all eviction policies to the core, with defaults and the last resort.
 
     Args:
-        life: (n,) states, as above; pins: (n,); both are live views, read only.
+        state: (n,) states, as above; pins: (n,); both are live views, read only.
         uses: the next uses of each job that reads the dataset.
     """
 
@@ -59,9 +59,9 @@ class EvictionPolicy:
     stored: NDArray[np.uint8] | None = None
 
     def __init__(
-        self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
+        self, state: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
     ) -> None:
-        self._life = life
+        self._state = state
         self._pins = pins
         self.all_uses = uses
 
@@ -107,16 +107,16 @@ class EvictionPolicy:
         """(k,) whether the peer that holds each object then will have it only later; None: none."""
         return None
 
-    def question(self, context: PlanningContext) -> Question | None:  # noqa: ARG002
+    def planning_task(self, context: PlanningContext) -> PlanningTask | None:  # noqa: ARG002
         """Return what retention should plan outside the loop, or None."""
         return None
 
-    def answer(self, boundary: Question, kept: Answer) -> None:
-        """Take the plan for an earlier `question`."""
+    def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
+        """Take the plan of an earlier `planning_task`."""
 
     # --- memory and disk -------------------------------------------------------------------------
 
-    def idle(self, k: int, step: int) -> Index:  # noqa: ARG002
+    def unneeded(self, k: int, step: int) -> Index:  # noqa: ARG002
         """Up to k distinct objects that nobody keeps: they leave before what is on disk, too."""
         return NONE
 
@@ -158,8 +158,8 @@ class EvictionPolicy:
         return step
 
     def _unpinned(self) -> Index:
-        return np.flatnonzero((self._life == RESIDENT) & (self._pins == 0))
+        return np.flatnonzero((self._state == RESIDENT) & (self._pins == 0))
 
     def _leaving(self, ids: Index) -> NDArray[np.bool_]:
-        may: NDArray[np.bool_] = (self._life[ids] == RESIDENT) & (self._pins[ids] == 0)
+        may: NDArray[np.bool_] = (self._state[ids] == RESIDENT) & (self._pins[ids] == 0)
         return may

@@ -86,11 +86,11 @@ class MostRecentFirst(EvictionPolicy):
     name = "recent"
 
     def __init__(
-        self, life: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
+        self, state: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]
     ) -> None:
-        super().__init__(life, pins, uses)
+        super().__init__(state, pins, uses)
         self.stale = True  # evictable residents may be missing from the log
-        self._log = ReleaseLog(len(life))
+        self._log = ReleaseLog(len(state))
 
     def replanned(self) -> None:
         """Plans were rebuilt, or a job ended."""
@@ -99,7 +99,7 @@ class MostRecentFirst(EvictionPolicy):
     def relist(self) -> None:
         """Add residents that are missing from the log, whose release time is unknown."""
         self.stale = False
-        absent = (self._life == RESIDENT) & (self._pins == 0)
+        absent = (self._state == RESIDENT) & (self._pins == 0)
         absent[self._log.all()] = False
         self._enter(np.flatnonzero(absent))
 

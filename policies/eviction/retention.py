@@ -37,9 +37,9 @@ from creel.policies.eviction.selection import (
     select,
 )
 
-#: Kinds of objects, the best to keep first: what the next epoch begins with (LEAD, 0), what else it
-#: reads, and what it does not read.
-_EVEN, _REST, _KINDS = 1, 2, 3
+#: Priorities of objects, the best to keep first: what the next epoch begins with (LEAD, 0), what
+#: else it reads, and what it does not read.
+_EVEN, _REST, _PRIORITIES = 1, 2, 3
 _NOBODY = 255
 
 
@@ -57,7 +57,7 @@ class EpochBoundary:
         orders: for each rank, its order in the next epoch, in pieces; empty where unknown: then
             scrambled ids take its place.
         due: (n,) step of each object's next read.
-        life: (n,) states as in `eviction.policy`.
+        state: (n,) states as in `eviction.policy`.
         clock, end: steps of this epoch yet to be read; objects due from `end` on are not.
         size: (n,) bytes of each object, or (1,) where all are equal; negative: `guess` bytes.
         page: rooms are multiples of it.
@@ -68,7 +68,7 @@ class EpochBoundary:
 
     orders: Sequence[Sequence[Ids]]
     due: StepsOf
-    life: NDArray[np.uint8]
+    state: NDArray[np.uint8]
     clock: int
     end: int
     size: NDArray[np.int64]
@@ -101,16 +101,16 @@ class Kept(NamedTuple):
 def plan(boundary: EpochBoundary) -> Kept:
     """Return which objects stay when the epoch ends.
 
-    >>> due, life = np.array([0, 1, 2, 3], np.int32), np.zeros(4, np.uint8)
+    >>> due, state = np.array([0, 1, 2, 3], np.int32), np.zeros(4, np.uint8)
     >>> order = np.array([3, 2, 1, 0], np.int32)
     >>> size = np.array([10])
-    >>> boundary = EpochBoundary([[order]], due, life, 0, 4, size, 10, 1, capacity=20, lead=0.5)
+    >>> boundary = EpochBoundary([[order]], due, state, 0, 4, size, 10, 1, capacity=20, lead=0.5)
     >>> plan(boundary).stays.tolist()
     [False, False, True, True]
     """
-    objects = len(boundary.life)
+    objects = len(boundary.state)
     whole = int(boundary.size[0]) if len(boundary.size) == 1 else 0
-    tally = Tally(objects, nodes=1, kinds=_KINDS, whole=whole)
+    tally = Tally(objects, nodes=1, priorities=_PRIORITIES, whole=whole)
     pieces = in_order(boundary.orders, objects, boundary.lead)
     parts = [part for part in (_sort_in(boundary, p, tally) for p in pieces) if len(part.ids)]
     keeper = np.full(objects, _NOBODY, np.uint8)
@@ -122,10 +122,10 @@ def plan(boundary: EpochBoundary) -> Kept:
 
 
 def _sort_in(boundary: EpochBoundary, piece: Piece, tally: Tally) -> Candidates:
-    """Kind and stretch of all objects that could stay: those held, and those yet to be read."""
-    due, life = boundary.due[piece.ids], boundary.life[piece.ids]
+    """Priority and stretch of all objects that could stay: those held, and those yet to be read."""
+    due, state = boundary.due[piece.ids], boundary.state[piece.ids]
     unread = due < boundary.end
-    held = (life == RESIDENT) | (life == FETCHING)
+    held = (state == RESIDENT) | (state == FETCHING)
     if boundary.stored is not None:
         held |= boundary.stored[piece.ids] == STORED
     could = np.flatnonzero(unread | held)
@@ -133,8 +133,8 @@ def _sort_in(boundary: EpochBoundary, piece: Piece, tally: Tally) -> Candidates:
     when = np.maximum(due, boundary.clock).astype(np.int64) - boundary.clock
     when = 1 + when * tally.stretches // max(boundary.end - boundary.clock, 1)
     stretch = np.where(unread, np.minimum(when, tally.stretches), 0)
-    kind = np.where(piece.early[could], LEAD, _EVEN if piece.read else _REST)
-    cell = kind * tally.width + stretch
+    priority = np.where(piece.early[could], LEAD, _EVEN if piece.read else _REST)
+    cell = priority * tally.width + stretch
     nbytes = boundary.nbytes(ids)
     tally.add(cell, nbytes)
     tally.leave(stretch[held & unread], nbytes[held & unread])

@@ -1,8 +1,8 @@
-"""Which objects stay when an epoch ends: shares by kind and stretch, and an even choice. Pure.
+"""Which objects stay when an epoch ends: sampling rates, and an even choice. Pure.
 
 `retention` plans one node with it, `placement` all nodes of a cluster. Both sort their candidates
-into cells (node, kind, stretch of this epoch) in a `Tally`, which says what share of each cell may
-stay; `select` then takes that share along the next epoch's order.
+into cells (node, priority, stretch of this epoch) in a `Tally`, which gives the sampling rate of
+each cell; `select` then takes that share along the next epoch's order.
 
 All numbers are integers, or floats whose operations IEEE 754 defines to the last bit and that are
 taken one by one (no sum of floats, whose result depends on its order): every machine computes the
@@ -28,12 +28,12 @@ BLOCK = 256
 #: Stretches of this epoch for which inflow is planned: at least 16 objects each, at most 1,024
 #: (a lead of three in a hundred covers ten of them from 300 on).
 _STRETCHES, _MIN_PER_STRETCH = 1024, 16
-#: The same where sizes differ: with fewer, single large objects decide the share of their stretch,
+#: The same where sizes differ: with fewer, single large objects decide the rate of their stretch,
 #: and 5 % more objects are read in the same bytes.
 _MIN_PER_UNEQUAL_STRETCH = 64
-#: The best kind: what the next epoch begins with; all of it stays.
+#: The best priority: what the next epoch begins with; all of it stays.
 LEAD = 0
-#: Shares are integers, in parts of this.
+#: Rates are integers, in parts of this.
 _ONE = 1 << 20
 #: Rounds in which objects of two nodes change places within their blocks, and the objects of each
 #: piece that may be added or removed at the end.
@@ -72,20 +72,20 @@ class Candidates(NamedTuple):
 class Tally:
     """Bytes and counts of candidates by cell, and of what comes and goes by node and stretch.
 
-    cell = (node * kinds + kind) * width + stretch; stretch 0 is what this epoch has read already.
-    `at` is node * width + stretch.
+    cell = (node * priorities + priority) * width + stretch; stretch 0 is what this epoch has read
+    already. `at` is node * width + stretch.
 
     Args:
         objects: candidates that one node may have.
         whole: bytes of each object where all are equal, else 0.
     """
 
-    def __init__(self, objects: int, *, nodes: int, kinds: int, whole: int) -> None:
+    def __init__(self, objects: int, *, nodes: int, priorities: int, whole: int) -> None:
         least = _MIN_PER_STRETCH if whole else _MIN_PER_UNEQUAL_STRETCH
         self.stretches = max(min(_STRETCHES, objects // least), 8)
         self.width = self.stretches + 1
-        self.nodes, self.kinds, self.whole = nodes, kinds, whole
-        self.nbytes = np.zeros(nodes * kinds * self.width, np.int64)
+        self.nodes, self.priorities, self.whole = nodes, priorities, whole
+        self.nbytes = np.zeros(nodes * priorities * self.width, np.int64)
         self._leaving = np.zeros(nodes * self.width, np.int64)  # bytes held, yet to be read
         self._missing = np.zeros(nodes * self.width, np.int64)  # bytes yet to be fetched
         self._number = self.nbytes if whole else np.zeros_like(self.nbytes)
@@ -113,21 +113,21 @@ class Tally:
         total: Ints = self.nbytes.reshape(self.nodes, -1).sum(1)
         return total
 
-    def shares(self, capacity: Ints, lead: float) -> Ints:
-        """Share of each cell that stays, in parts of `_ONE`.
+    def rates(self, capacity: Ints, lead: float) -> Ints:
+        """Sampling rate of each cell, in parts of `_ONE`: the share of its candidates that stays.
 
         Args:
             capacity: (nodes,) bytes held when the epoch ends.
             lead: share of this epoch that is read ahead.
         """
-        out = np.empty((self.nodes, self.kinds, self.width), np.int64)
+        out = np.empty((self.nodes, self.priorities, self.width), np.int64)
         have = self.nbytes.reshape(out.shape)
         limit = self._limits(capacity, lead)
         for first in range(0, self.nodes, _NODES_AT_ONCE):  # bounds the memory for what follows
             some = slice(first, first + _NODES_AT_ONCE)
             got = self._got(have[some], limit[some], capacity[some])
-            share = np.floor(got / np.maximum(have[some], 1) * _ONE)
-            out[some] = share.astype(np.int64)
+            rate = np.floor(got / np.maximum(have[some], 1) * _ONE)
+            out[some] = rate.astype(np.int64)
         return out.ravel()
 
     def _limits(self, capacity: Ints, lead: float) -> Ints:
@@ -145,16 +145,16 @@ class Tally:
         return limit
 
     def _got(self, have: Ints, limit: Ints, capacity: Ints) -> Ints:
-        """(nodes, kinds, width) bytes that stay."""
+        """(nodes, priorities, width) bytes that stay."""
         got = np.zeros_like(have)
         room = capacity.copy()
-        for k in range(self.kinds):
+        for k in range(self.priorities):
             total = have[:, k].sum(1)
             if not total.any():
                 continue
             take = np.clip(room, 0, total)
             got[:, k] = have[:, k] if k == LEAD else self._taken(have[:, k], limit, take, total)
-            limit -= got[:, k].cumsum(1)  # reserves the room of better kinds that come later
+            limit -= got[:, k].cumsum(1)  # reserves the room of better priorities that come later
             room -= total
         target = np.minimum(capacity, have.sum((1, 2)))
         if self.whole:
@@ -162,7 +162,7 @@ class Tally:
         return _settled(have, got, target - got.sum((1, 2)))
 
     def _taken(self, have: Ints, limit: Ints, take: Ints, total: Ints) -> Ints:
-        """(nodes, width) bytes of one kind: an even share, or what the limits allow.
+        """(nodes, width) bytes of one priority: an even share, or what the limits allow.
 
         What one stretch lacks is taken from the next ones: a queue, whose output is, up to each
         stretch, its capacity so far less the most that it has ever been idle.
@@ -180,19 +180,19 @@ class Tally:
 def _settled(have: Ints, got: Ints, lack: Ints) -> Ints:
     """`got` with its total corrected by (nodes,) `lack` bytes, late in the epoch.
 
-    Within a stretch the best kinds are added first, and the worst removed.
+    Within a stretch the best priorities are added first, and the worst removed.
     """
-    nodes, kinds, width = have.shape
+    nodes, priorities, width = have.shape
     more: Ints = np.clip(lack, 0, None)
     if more.any():
         room = (have - got)[:, :, ::-1].transpose(0, 2, 1).reshape(nodes, -1)
         added: Ints = np.clip(more[:, None] - (room.cumsum(1) - room), 0, room)
-        got += added.reshape(nodes, width, kinds).transpose(0, 2, 1)[:, :, ::-1]
+        got += added.reshape(nodes, width, priorities).transpose(0, 2, 1)[:, :, ::-1]
     less: Ints = np.clip(-lack, 0, None)
     if less.any():
         room = got[:, ::-1, ::-1].transpose(0, 2, 1).reshape(nodes, -1)
         gone: Ints = np.clip(less[:, None] - (room.cumsum(1) - room), 0, room)
-        got -= gone.reshape(nodes, width, kinds).transpose(0, 2, 1)[:, ::-1, ::-1]
+        got -= gone.reshape(nodes, width, priorities).transpose(0, 2, 1)[:, ::-1, ::-1]
     return got
 
 
@@ -271,11 +271,11 @@ def select(
         nbytes: what gives (k,) bytes of objects.
         out: (n,) filled with nobody.
     """
-    choice = _Choice(tally, tally.shares(capacity, lead))
+    choice = _Choice(tally, tally.rates(capacity, lead))
     held = np.zeros(tally.nodes, np.int64)
     for part in parts:
         stays = choice.of(part)
-        node = part.cell[stays] // (tally.kinds * tally.width)
+        node = part.cell[stays] // (tally.priorities * tally.width)
         out[part.ids[stays]] = node
         np.add.at(held, node, nbytes(part.ids[stays]))
     _fill(parts, tally, np.minimum(capacity, tally.demand()) - held, nbytes, out)
@@ -284,74 +284,74 @@ def select(
 class _Choice:
     """Take its share of each cell, evenly along both epochs.
 
-    Systematic sampling: shares are summed up along all candidates; whoever takes the sum over a
+    Systematic sampling: rates are summed up along all candidates; whoever takes the sum over a
     whole number stays. The sum runs along the next epoch from block to block, so any run of blocks
     keeps what it should to within one object; within a block it runs along this epoch.
     """
 
-    def __init__(self, tally: Tally, share: Ints) -> None:
-        self._tally, self._share = tally, share
+    def __init__(self, tally: Tally, rate: Ints) -> None:
+        self._tally, self._rate = tally, rate
         self._carry = _ONE // 2
         self._behind = np.zeros(tally.nodes, np.int64)  # chosen less due, in parts of _ONE
         # Of the candidates that the next epoch reads, except for the lead: how many are left, and
         # how many of these are to be chosen, in parts of _ONE.
-        kinds = np.arange(len(share)) // tally.width % tally.kinds
-        some = (kinds != LEAD) & (kinds != tally.kinds - 1)
+        priorities = np.arange(len(rate)) // tally.width % tally.priorities
+        some = (priorities != LEAD) & (priorities != tally.priorities - 1)
         number = tally.counts()[some]
-        self._left, self._due = int(number.sum()), int((share[some] * number).sum())
+        self._left, self._due = int(number.sum()), int((rate[some] * number).sum())
 
     def of(self, part: Candidates) -> NDArray[np.intp]:
         """Indices of the candidates of this part that stay."""
         if not len(part.ids):
             return np.empty(0, np.intp)
         tally = self._tally
-        due = share = self._share[part.cell]
-        lead = part.cell // tally.width % tally.kinds == LEAD
+        due = rate = self._rate[part.cell]
+        lead = part.cell // tally.width % tally.priorities == LEAD
         if part.read:
-            share = _evened(due, part.block, lead, max(self._due, 0) // max(self._left, 1))
+            rate = _evened(due, part.block, lead, max(self._due, 0) // max(self._left, 1))
         levels = max(PIECE // (int(part.block[-1]) + 1), 1)
         now = (part.cell % tally.width) * levels // tally.width
         order = (part.block * levels + now).astype(np.uint16).argsort(kind="stable")  # radix sort
-        total = share[order].cumsum() + self._carry
+        total = rate[order].cumsum() + self._carry
         chosen = np.zeros(len(order), np.bool_)
-        chosen[order] = total // _ONE != (total - share[order]) // _ONE
+        chosen[order] = total // _ONE != (total - rate[order]) // _ONE
         self._carry = int(total[-1]) % _ONE
         if part.read:
             self._left -= int(np.count_nonzero(~lead))
             self._due -= int(np.count_nonzero(chosen & ~lead)) * _ONE
         if tally.nodes > 1:
-            node = part.cell // (tally.kinds * tally.width)
+            node = part.cell // (tally.priorities * tally.width)
             self._behind += _sums(node, chosen * _ONE - due, tally.nodes)
             _exchange(chosen, node, part.block, (due > 0) & (due < _ONE), self._behind)
         return np.flatnonzero(chosen)
 
 
-def _evened(share: Ints, block: NDArray[np.int32], lead: NDArray[np.bool_], rate: int) -> Ints:
-    """Shares of which each block's sum is `rate` for each object that is not of the lead.
+def _evened(rate: Ints, block: NDArray[np.int32], lead: NDArray[np.bool_], mean: int) -> Ints:
+    """Rates of which each block's sum is `mean` for each object that is not of the lead.
 
-    The kinds that stay in part are adapted first; where these do not suffice, all.
+    The priorities that stay in part are adapted first; where these do not suffice, all.
     """
     blocks = int(block[-1]) + 1
     free = ~lead
-    full, none = free & (share == _ONE), share == 0
+    full, none = free & (rate == _ONE), rate == 0
     partly = ~(lead | full | none)
     number = {
         name: np.bincount(block[mask], minlength=blocks)
         for name, mask in (("free", free), ("full", full), ("none", none), ("partly", partly))
     }
-    due = np.where(partly, share, 0)
+    due = np.where(partly, rate, 0)
     has = _sums(block, due, blocks)
     most = number["partly"] * _ONE
-    target = number["free"] * rate
+    target = number["free"] * mean
     need = np.clip(target - number["full"] * _ONE, 0, most)
     up = need > has
-    grown = _ONE - (_ONE - share) * (most - need)[block] // np.maximum(most - has, 1)[block]
-    shrunk = share * need[block] // np.maximum(has, 1)[block]
+    grown = _ONE - (_ONE - rate) * (most - need)[block] // np.maximum(most - has, 1)[block]
+    shrunk = rate * need[block] // np.maximum(has, 1)[block]
     of_full = np.minimum(target // np.maximum(number["full"], 1), _ONE)
     rest = np.maximum(target - number["full"] * _ONE - most, 0) // np.maximum(number["none"], 1)
     out = np.where(up[block], grown, shrunk)
     out = np.where(full, of_full[block], np.where(none, np.minimum(rest, _ONE)[block], out))
-    return np.where(lead, share, out)
+    return np.where(lead, rate, out)
 
 
 def _sums(at: NDArray[np.integer], values: Ints, length: int) -> Ints:
@@ -415,21 +415,21 @@ def _times_before(numbers: NDArray[np.int32]) -> NDArray[np.intp]:
 def _fill(
     parts: Sequence[Candidates], tally: Tally, lack: Ints, nbytes: NbytesOf, out: Nodes
 ) -> None:
-    """Add or remove objects of the last kinds, scattered, until each node has its bytes."""
+    """Add or remove objects of the last priorities, scattered, until each node has its bytes."""
     found = [(np.empty(0, np.int32), np.empty(0, np.int32))]
     nobody = np.iinfo(out.dtype).max
     for part in parts:
-        node, kind = np.divmod(part.cell // tally.width, tally.kinds)
+        node, priority = np.divmod(part.cell // tally.width, tally.priorities)
         stays = out[part.ids] != nobody
         short = lack[node]
-        may = np.flatnonzero((stays == (short < 0)) & (short != 0) & (kind != LEAD))
+        may = np.flatnonzero((stays == (short < 0)) & (short != 0) & (priority != LEAD))
         may = may[:: max(len(may) // _MAX_SWAPPED, 1)]
-        better = np.where(lack[node[may]] < 0, tally.kinds - kind[may], kind[may])
-        found.append((part.ids[may], node[may] * (tally.kinds + 1) + better))
+        better = np.where(lack[node[may]] < 0, tally.priorities - priority[may], priority[may])
+        found.append((part.ids[may], node[may] * (tally.priorities + 1) + better))
     ids = np.concatenate([ids for ids, _ in found])
     key = np.concatenate([key for _, key in found])
     order = key.argsort(kind="stable")
-    ids, node = ids[order], key[order] // (tally.kinds + 1)
+    ids, node = ids[order], key[order] // (tally.priorities + 1)
     size = nbytes(ids)
     total = size.cumsum()
     first = np.flatnonzero(_first(node))

@@ -118,16 +118,16 @@ def test_sorted_gives_the_largest_present_keys(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("far", [False, True])
 def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, far: bool) -> None:
-    """The keepers under a random life: pins, releases, turns, new plans."""
+    """The keepers under a random run: pins, releases, turns, new plans."""
     rng = np.random.default_rng(seed)
     n, steps, batch = 120, 20, 6
-    life = np.full(n, RESIDENT, np.uint8)
+    state = np.full(n, RESIDENT, np.uint8)
     pins = np.zeros(n, np.int32)
     uses = NextUses(n)
     policy = (
-        FarthestNextUse(life, pins, [uses], lambda: [(1.0, 0.0)])
+        FarthestNextUse(state, pins, [uses], lambda: [(1.0, 0.0)])
         if far
-        else PlannedEviction(life, pins, uses)
+        else PlannedEviction(state, pins, uses)
     )
     drawn = [rng.integers(0, n, n) if far else rng.permutation(n) for _ in range(4)]
     plans = [ids.reshape(steps, batch) for ids in drawn]
@@ -143,7 +143,7 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
             now = epoch * steps + step
             if step == 5 and epoch < 3:
                 tell(epoch + 1)
-            boundary = policy.question(
+            boundary = policy.planning_task(
                 Facts(
                     uses,
                     now,
@@ -153,21 +153,21 @@ def test_victims_are_distinct_loose_residents_and_never_due_sooner(seed: int, fa
                 )
             )
             if boundary is not None:
-                policy.answer(boundary, boundary.plan())
+                policy.retention_planned(boundary, boundary.plan())
             ids = plans[epoch][step]
-            life[ids] = RESIDENT
+            state[ids] = RESIDENT
             uses.consume(epoch, ids, np.full(batch, now, np.int32))
             policy.epoch_began(uses, epoch)
             policy.released(ids)
             pins[:] = rng.random(n) < 0.1
             out = policy.victims(int(rng.integers(0, 8)), now)
             assert len(set(out.tolist())) == len(out)
-            assert (life[out] == RESIDENT).all()
+            assert (state[out] == RESIDENT).all()
             assert (pins[out] == 0).all()
             assert (uses.due[out] > now).all()
             if not far:  # law L1
                 assert (uses.due[out] >= (epoch + 1) * steps).all()
-            life[out] = rng.choice([0, FETCHING])
+            state[out] = rng.choice([0, FETCHING])
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -175,12 +175,12 @@ def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int
     """MostRecentFirst against a list in order of the latest release."""
     rng = np.random.default_rng(seed)
     n = 60
-    life, pins = np.full(n, ABSENT, np.uint8), np.zeros(n, np.int32)
-    policy = MostRecentFirst(life, pins, [NextUses(n)])
+    state, pins = np.full(n, ABSENT, np.uint8), np.zeros(n, np.int32)
+    policy = MostRecentFirst(state, pins, [NextUses(n)])
     release = np.zeros(n, np.int64)  # when each was released last
     for now in range(1, 200):
         ids = rng.integers(0, n, rng.integers(1, 8))
-        life[ids] = RESIDENT
+        state[ids] = RESIDENT
         pins[ids] = 0
         release[ids] = now
         policy.released(ids)
@@ -189,28 +189,28 @@ def test_what_was_read_last_leaves_first_where_nobody_knows_what_comes(seed: int
             policy.replanned()
         out = policy.victims(int(rng.integers(0, 7)), now)
         assert len(set(out.tolist())) == len(out)
-        assert ((life[out] == RESIDENT) & (pins[out] == 0)).all()
-        life[out] = ABSENT
+        assert ((state[out] == RESIDENT) & (pins[out] == 0)).all()
+        state[out] = ABSENT
         for x in np.flatnonzero(pins).tolist():  # read again at once: they are released anew
-            if life[x] == RESIDENT and rng.random() < 0.5:
+            if state[x] == RESIDENT and rng.random() < 0.5:
                 pins[x] = 0
                 release[x] = now
                 policy.released(np.array([x]))
-        left = np.flatnonzero((life == RESIDENT) & (pins == 0) & (release < now))
+        left = np.flatnonzero((state == RESIDENT) & (pins == 0) & (release < now))
         if len(out) and len(left):
             assert release[out].min() >= release[left].max() or (release[out] == now).any()
 
 
 def test_a_reader_of_one_step_at_a_time_loses_the_latest_first() -> None:
     n = 10
-    life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
-    policy = MostRecentFirst(life, pins, [NextUses(n)])
+    state, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
+    policy = MostRecentFirst(state, pins, [NextUses(n)])
     for x in range(n):
         policy.released(np.array([x]))
     policy.released(np.array([3, 3]))
     pins[9] = 1
     assert policy.victims(3, 0).tolist() == [3, 8, 7]
-    life[[3, 8, 7]] = ABSENT
+    state[[3, 8, 7]] = ABSENT
     pins[9] = 0
     policy.replanned()
     assert sorted(policy.victims(2, 0).tolist()) == [6, 9]
@@ -219,9 +219,9 @@ def test_a_reader_of_one_step_at_a_time_loses_the_latest_first() -> None:
 @pytest.mark.parametrize("kind", [PlannedEviction, FarthestNextUse, MostRecentFirst])
 def test_a_keeper_that_nobody_needs_is_gone_at_once(kind: Any) -> None:
     """It has dozens of bytes an object; the collector comes to old rings once in hours, if ever."""
-    life, pins, uses = np.full(9, RESIDENT, np.uint8), np.zeros(9, np.int32), NextUses(9)
+    state, pins, uses = np.full(9, RESIDENT, np.uint8), np.zeros(9, np.int32), NextUses(9)
     clock = [lambda: [(1.0, 0.0)]] if kind is FarthestNextUse else []
-    policy = kind(life, pins, uses if kind is PlannedEviction else [uses], *clock)
+    policy = kind(state, pins, uses if kind is PlannedEviction else [uses], *clock)
     assert len(policy.victims(3, -1)) == 3
     known = weakref.ref(policy)
     gc.disable()
@@ -237,11 +237,11 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
     """FarthestNextUse over two plans against a scan of all residents."""
     rng = np.random.default_rng(seed)
     n = 80
-    life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
+    state, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
     jobs, lines = [NextUses(n), NextUses(n)], [(1.0, 0.0), (float(rng.integers(1, 4)), 7.0)]
     for uses in jobs:
         uses.extend(0, np.arange(n, dtype=np.int32), rng.permutation(n))
-    policy = FarthestNextUse(life, pins, jobs, lambda: lines)
+    policy = FarthestNextUse(state, pins, jobs, lambda: lines)
 
     def due(x: int) -> float:
         found = []
@@ -255,15 +255,15 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
         for uses in jobs:
             ids = np.flatnonzero(uses.due[:] == step)
             uses.consume(0, ids)
-            policy.released(ids[life[ids] == RESIDENT])
+            policy.released(ids[state[ids] == RESIDENT])
         assert [uses.beyond for uses in jobs] == ends
         need = int(rng.integers(step, 3 * n))
         out = policy.victims(int(rng.integers(0, 4)), need).tolist()
-        rest = [x for x in np.flatnonzero(life == RESIDENT).tolist() if x not in out]
+        rest = [x for x in np.flatnonzero(state == RESIDENT).tolist() if x not in out]
         assert all(due(x) > need for x in out)
         if out:
             assert min(int(due(x)) for x in out) >= max((int(due(x)) for x in rest), default=0)
-        life[out] = ABSENT
+        state[out] = ABSENT
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -271,7 +271,7 @@ def test_a_plan_and_its_keeper_take_few_bytes_per_object(*, alike: bool) -> None
     """Beside the state of each object, 5 bytes."""
     n, batch = 100_000, 100
     rng = np.random.default_rng(0)
-    life, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), NextUses(n)
+    state, pins, uses = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32), NextUses(n)
     orders = [rng.permutation(n) for _ in range(2)]
     steps = np.repeat(np.arange(n // batch, dtype=np.int32), batch)
     for epoch, ids in enumerate(orders):
@@ -280,16 +280,16 @@ def test_a_plan_and_its_keeper_take_few_bytes_per_object(*, alike: bool) -> None
     facts = Facts(uses, 0, 1, orders[1:], n // 2, float(n), size)
     tracemalloc.start()
     try:
-        policy = PlannedEviction(life, pins, uses)
-        boundary = policy.question(facts)
+        policy = PlannedEviction(state, pins, uses)
+        boundary = policy.planning_task(facts)
         assert boundary is not None
-        policy.answer(boundary, boundary.plan())
+        policy.retention_planned(boundary, boundary.plan())
         del boundary  # the session has its orders anyway
         for ids in orders[0].reshape(-1, batch):
             uses.consume(0, ids)
             policy.released(ids)
             gone = policy.victims(batch // 2, 0)
-            life[gone] = ABSENT
+            state[gone] = ABSENT
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -301,18 +301,18 @@ def test_homes_that_a_shortage_cost_are_kept_again_in_the_next_epoch() -> None:
         0, np.arange(2), np.full(2, 4000), np.array([-1, 7]), np.array([(0, 1)] * 2, np.int64)
     )
     homes, uses = Homes(view), NextUses(40)
-    life, pins = np.full(40, ABSENT, np.uint8), np.zeros(40, np.int32)
+    state, pins = np.full(40, ABSENT, np.uint8), np.zeros(40, np.int32)
     mine, others = (np.flatnonzero(homes.mine(np.arange(40)) == x) for x in (True, False))
-    policy = HomesEviction(life, pins, [uses], homes)
+    policy = HomesEviction(state, pins, [uses], homes)
 
     def read(ids: NDArray[np.intp]) -> None:
-        life[ids] = RESIDENT
+        state[ids] = RESIDENT
         policy.released(ids)
 
     read(mine[:8])
     lost = policy.victims(4, 0)
     assert set(lost.tolist()) < set(mine.tolist())
-    life[lost] = ABSENT
+    state[lost] = ABSENT
     read(lost)
     assert sorted(policy.victims(4, 1)) == sorted(lost), "more than there was room for is kept"
     read(lost)
@@ -327,12 +327,12 @@ def test_what_is_at_home_elsewhere_leaves_before_what_is_on_disk() -> None:
         0, np.arange(2), np.full(2, 4000), np.array([-1, 7]), np.array([(0, 1)] * 2, np.int64)
     )
     homes, n = Homes(view), 40
-    life, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
-    policy = HomesEviction(life, pins, [NextUses(n)], homes)
+    state, pins = np.full(n, RESIDENT, np.uint8), np.zeros(n, np.int32)
+    policy = HomesEviction(state, pins, [NextUses(n)], homes)
     others = np.flatnonzero(~homes.mine(np.arange(n)))
     policy.released(np.arange(n))
-    assert sorted(policy.idle(n, 0)) == others.tolist()
-    assert not len(policy.idle(n, 0))
-    life[others] = ABSENT
+    assert sorted(policy.unneeded(n, 0)) == others.tolist()
+    assert not len(policy.unneeded(n, 0))
+    state[others] = ABSENT
     assert not len(policy.victims(n, FOR_PEERS)), "what is kept left for a peer's sake"
     assert len(policy.victims(n, 0)) == n - len(others)

@@ -133,7 +133,7 @@ def test_a_plan_made_late_begins_with_what_is_really_held() -> None:
     boundary = epochs.boundary(0, 2000 * EACH)
     due = np.where(epochs.due(0) < 125, 250 + epochs.due(1), epochs.due(0))
     boundary = EpochBoundary(
-        boundary.orders, due, boundary.life, 125, 250, boundary.size, EACH, 1, 2000 * EACH, 0.02
+        boundary.orders, due, boundary.state, 125, 250, boundary.size, EACH, 1, 2000 * EACH, 0.02
     )
     stays, surplus = plan(boundary)
     read = epochs.due(0) < 125

@@ -82,9 +82,9 @@ class Serving:
         ids = e.ids.astype(np.intp)
         known = ids[(ids >= 0) & (ids < len(residency))]
         known = known[residency.versions.version[residency.versions.files(known)] != CHANGING]
-        here = known[residency.life[known] == RESIDENT]
+        here = known[residency.state[known] == RESIDENT]
         stored = known[
-            (residency.life[known] != RESIDENT) & (residency.disk.state[known] == STORED)
+            (residency.state[known] != RESIDENT) & (residency.disk.state[known] == STORED)
         ]
         residency.pin(here)
         residency.served[e.request] = here
@@ -105,7 +105,7 @@ class Serving:
         if policy is None or policy.homes is None or not policy.reads_for_peers:
             return False
         ids = np.unique(ids)
-        absent = ids[(residency.life[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
+        absent = ids[(residency.state[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
         absent = absent[policy.homes.mine(absent)]
         absent = absent[
             : self._inflight.leave_for_peers(residency.expected(residency.length[absent]))
@@ -116,7 +116,7 @@ class Serving:
             fetch = absent[~lack], place[~lack], length[~lack]
             for action in self._inflight.start(residency, *fetch, FOR_PEERS, now, now):
                 self._emit(action)
-        coming = ids[residency.life[ids] == FETCHING]
+        coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
             coming = coming[~np.isin(coming, self._inflight.from_peers(residency))]
         self._pin(request, coming)
@@ -148,14 +148,14 @@ class Serving:
     @staticmethod
     def _still_waits(request: _PeerWait) -> bool:
         """Whether a request waits for what it waited for before; takes a microsecond."""
-        life = request.residency.life[request.awaited]
-        return len(request.lacking) > 0 or bool(life == FETCHING)
+        state = request.residency.state[request.awaited]
+        return len(request.lacking) > 0 or bool(state == FETCHING)
 
     def _end(self, request: _PeerWait, now: float) -> None:
         """Answer a request if it waits for nothing more, or has waited for long enough."""
         residency = request.residency
         pinned = residency.served[request.number]
-        coming = pinned[residency.life[pinned] == FETCHING]
+        coming = pinned[residency.state[pinned] == FETCHING]
         if now >= request.until or not (len(request.lacking) or len(coming)):
             self._answer(request)
         elif len(coming):
@@ -164,9 +164,9 @@ class Serving:
     def _look(self, request: _PeerWait) -> None:
         """Pin what has come, or is coming, of a request, whoever requested the fetch."""
         residency, ids = request.residency, request.lacking
-        life = residency.life[ids]
-        self._pin(request, ids[(life == RESIDENT) | (life == FETCHING)])
-        request.lacking = ids[(life <= SKIPPED) & (residency.disk.state[ids] == STORED)]
+        state = residency.state[ids]
+        self._pin(request, ids[(state == RESIDENT) | (state == FETCHING)])
+        request.lacking = ids[(state <= SKIPPED) & (residency.disk.state[ids] == STORED)]
 
     def _read(self, request: _PeerWait, now: float) -> None:
         """Begin to read from disk what there is room for."""
@@ -204,7 +204,7 @@ class Serving:
         """Send what is here; what is not stays unpinned."""
         residency, ids = request.residency, request.ids
         pinned = residency.served[request.number]
-        here: NDArray[np.bool_] = residency.life[pinned] == RESIDENT
+        here: NDArray[np.bool_] = residency.state[pinned] == RESIDENT
         residency.unpin(pinned[~here])
         found = residency.served[request.number] = pinned[here]
         answer = _nothing(request.number, len(ids))

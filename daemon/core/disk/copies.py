@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from creel.cache.disk.records import room_nbytes
 from creel.cache.memory.free_ranges import must
-from creel.daemon.core.disk.search import Kind, Walk
+from creel.daemon.core.disk.search import Predicate, Walk
 from creel.daemon.core.events import DropFromDisk
 from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import (
@@ -175,12 +175,14 @@ class DiskCopies:
         """
         residency = self._residency
 
-        def kind(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (residency.life[at] == RESIDENT) & (self.state[at] == STORED)
+        def matches(at: Index | slice) -> NDArray[np.bool_]:
+            found: NDArray[np.bool_] = (residency.state[at] == RESIDENT) & (
+                self.state[at] == STORED
+            )
             found &= residency.pins[at] == 0
             return found
 
-        return self._clean.take(k, kind, self._due, None if step == FOR_PEERS else step)
+        return self._clean.take(k, matches, self._due, None if step == FOR_PEERS else step)
 
     def _due(self, ids: Index) -> NDArray[np.int64]:
         """(k,) each object's next use, on the policy's clock."""
@@ -230,7 +232,9 @@ class DiskCopies:
         What a storage without versions gave would be served after a restart whatever became of it.
         """
         residency = self._residency
-        found: NDArray[np.bool_] = (residency.life[at] == RESIDENT) & (self.state[at] == NOT_STORED)
+        found: NDArray[np.bool_] = (residency.state[at] == RESIDENT) & (
+            self.state[at] == NOT_STORED
+        )
         found &= residency.pins[at] == 0
         ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(residency)))
         where = np.flatnonzero(found)
@@ -254,7 +258,9 @@ class DiskCopies:
             return
 
         def twice(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (self.state[at] == STORED) & (residency.life[at] == RESIDENT)
+            found: NDArray[np.bool_] = (self.state[at] == STORED) & (
+                residency.state[at] == RESIDENT
+            )
             return found
 
         freed = self.drop_idle(nbytes)
@@ -281,7 +287,7 @@ class DiskCopies:
         Also pinned ones: for the daemon's end, when nothing leaves memory any more.
         """
         residency = self._residency
-        ids = np.flatnonzero((residency.life == RESIDENT) & (self.state == NOT_STORED))
+        ids = np.flatnonzero((residency.state == RESIDENT) & (self.state == NOT_STORED))
         ids = ids[residency.versions.version[residency.versions.files(ids)] > 0]
         ids = ids[self._due(ids).argsort(kind="stable")]
         if residency.policy is None:
@@ -295,13 +301,13 @@ class DiskCopies:
 
     def _settled(self, at: Index | slice) -> NDArray[np.bool_]:
         """(k,) whether each is on disk, and not being read from there."""
-        life = self._residency.life[at]
-        coming = (life == FETCHING) | (life == OVERDUE)
+        state = self._residency.state[at]
+        coming = (state == FETCHING) | (state == OVERDUE)
         found: NDArray[np.bool_] = (self.state[at] == STORED) & ~coming
         return found
 
     def _leave(
-        self, nbytes: int, walk: Walk, kind: Kind, due: Callable[[Index], NDArray[np.int64]]
+        self, nbytes: int, walk: Walk, matches: Predicate, due: Callable[[Index], NDArray[np.int64]]
     ) -> int:
         """Remove objects of a kind from the disk; bytes freed."""
         if nbytes <= 0:
@@ -310,7 +316,7 @@ class DiskCopies:
             self._tier.free,
             int(self._tier.rooms(np.array([int(self._residency.mean)]))[0]),
         )
-        self.lost(walk.take(-(-nbytes // max(room, 1)) + 1, kind, due))
+        self.lost(walk.take(-(-nbytes // max(room, 1)) + 1, matches, due))
         return self._tier.free - before
 
     def check(self, storing: Index) -> None:
@@ -324,5 +330,6 @@ class DiskCopies:
         must(np.array_equal(here, np.sort(storing)), "being written, and not, or twice")
         must(len(here) == self.storing, "what is being written is miscounted")
         must(
-            bool((residency.life[here] == RESIDENT).all()), "what is being written is not in memory"
+            bool((residency.state[here] == RESIDENT).all()),
+            "what is being written is not in memory",
         )

@@ -19,11 +19,11 @@ _BEST_PART, _BEST = 4, 64
 _CHANGES = 256
 
 #: (k,) or a slice -> (k,) whether each object is of some kind.
-Kind = Callable[[Index | slice], NDArray[np.bool_]]
+Predicate = Callable[[Index | slice], NDArray[np.bool_]]
 
 
 class Walk:
-    """Finds objects of some kind, chunk by chunk of all: of each chunk, those due last first.
+    """Finds objects of some matches, chunk by chunk of all: of each chunk, those due last first.
 
     Where none was found in all chunks, it looks again once `changes` objects may have become such.
     """
@@ -38,7 +38,7 @@ class Walk:
     def take(
         self,
         k: int,
-        kind: Kind,
+        matches: Predicate,
         due: Callable[[Index], NDArray[np.int64]],
         above: int | None = None,
     ) -> Index:
@@ -47,16 +47,16 @@ class Walk:
         for _ in range(_CHUNKS + 1):
             while k > 0 and len(self._found):
                 head, self._found = np.split(self._found, [2 * k + 64])
-                head = head[kind(head)]
+                head = head[matches(head)]
                 good = head if above is None else head[due(head) > above]
                 out.append(good[:k])
                 k -= len(out[-1])
                 self._found = np.concatenate([good[len(out[-1]) :], self._found])
-            if k <= 0 or not self._look(kind, due):
+            if k <= 0 or not self._look(matches, due):
                 break
         return np.unique(joined(out)) if len(out) > 1 else joined(out)
 
-    def _look(self, kind: Kind, due: Callable[[Index], NDArray[np.int64]]) -> bool:
+    def _look(self, matches: Predicate, due: Callable[[Index], NDArray[np.int64]]) -> bool:
         """Look into the next chunk; False where it is known that there is none in any."""
         if self._empty * _CHUNK >= self._objects:
             if self.changes < min(_CHANGES, 1 + self._objects // 1024):
@@ -65,7 +65,7 @@ class Walk:
         if not self._empty:
             self.changes = 0
         stop = min(self._hand + _CHUNK, self._objects)
-        ids = self._hand + np.flatnonzero(kind(slice(self._hand, stop)))
+        ids = self._hand + np.flatnonzero(matches(slice(self._hand, stop)))
         self._hand = stop if stop < self._objects else 0
         order = np.argsort(due(ids), kind="stable")[::-1]
         self._found = ids[order[: max(len(ids) // _BEST_PART, _BEST)]]
