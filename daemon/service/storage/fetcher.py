@@ -84,7 +84,7 @@ class Fetcher:
         threads: int = 32,
     ) -> None:
         self._arena = arena
-        self._scratch = _Scratch()
+        self._scratch = _ReadBuffer()
         self._post = post
         self._free_threads = FreeThreads(threads)
         self._threads = threads
@@ -375,7 +375,7 @@ def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArra
     return np.split(where, cut)
 
 
-class _Scratch(threading.local):
+class _ReadBuffer(threading.local):
     """A buffer for each thread, as large as the largest request."""
 
     _view = memoryview(bytearray())  # writable, also where nothing is written
