@@ -18,7 +18,7 @@ from creel.daemon.core.events import (
 )
 from creel.policies.cluster.boundary import Deals
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.cluster.jobs import DealtJob, JobsQuestion
+from creel.policies.cluster.jobs import DealtJob, JobsTask
 from creel.policies.next_use import NextUses
 
 SAMPLES, BATCH = 960, 4
@@ -119,7 +119,7 @@ def test_an_epoch_begins_where_the_next_one_says_also_when_its_plan_is_made_anew
 def test_when_an_epoch_reads_what_takes_two_bytes_an_object(samples: int) -> None:
     """Also where it has more steps than two bytes count: then to within a few steps."""
     order = JobOrder(samples, 2, samples // 2, 1, 7)
-    (epochs,) = JobsQuestion(samples, [[0, 1]], [{0: (50, order)}]).plan().jobs
+    (epochs,) = JobsTask(samples, [[0, 1]], [{0: (50, order)}]).plan().jobs
     ids = np.arange(samples)
     read = np.empty(samples, np.int64)
     read[order.permutation()] = 50 + ids // 2  # dealt to two ranks in turn
