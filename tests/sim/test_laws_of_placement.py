@@ -143,10 +143,10 @@ def test_the_simulator_counts_the_same() -> None:
 def test_the_simulator_counts_what_real_cores_do(nodes: int, f: float) -> None:
     """Shares of reads within 0.012; most of that is chance, at so few objects."""
     n, epochs, first = 4096, 12 if f > 1 else 6, 6 if f > 1 else 3
-    order = JobOrder(n, nodes, n // nodes, 8, 100)
+    order = JobOrder(n, nodes, n // nodes, 4, 100)
     counts = cores.Nodes(nodes, order, f).run(epochs)[first:]
     memory = int(f * n / nodes)
-    scenario = Scenario(nodes=nodes, samples=n, nbytes=1, memory=memory, batch=8, epochs=epochs)
+    scenario = Scenario(nodes=nodes, samples=n, nbytes=1, memory=memory, batch=4, epochs=epochs)
     simulated = list(replay(scenario))[first:]
     source = np.mean([one["source"] for one in counts]) / n
     assert source == pytest.approx(np.mean([e.source for e in simulated]), abs=0.005)
