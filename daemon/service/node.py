@@ -216,7 +216,7 @@ class Node:
         session = self.registry.sessions.get(action.session)
         if session is None:
             return
-        lost = sorted({*session.early} - {*action.early, *range(action.ready)})
+        lost = [k for k in session.early if k >= action.ready and k not in action.early]
         if action.ready < session.ready or lost:
             session.unready(min(action.ready, *lost))
         session.words[OBJECT_NS] = self.fetcher.object_ns(session.dataset.key)
