@@ -46,7 +46,7 @@ _QUICK_S = 0.001  # longest delay of a client by unpolled shared words
 _TICK_S = 0.25
 _DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm wait longer
 _FINAL_REPLY_S = 0.1  # so that the client that asked for the stop gets an answer
-_CALLS = 256  # results taken a turn, so that clients and the heartbeat get their turn
+_MAX_CALLS_S = 0.01  # results are taken for so long a turn, so that clients get theirs
 _TRIES, _TRY_S = 10, 0.05  # for an address whose holder is unknown
 _SWITCH_S = 0.0005  # fetch threads hold the GIL for microseconds; never let them for 5 ms
 
@@ -213,15 +213,16 @@ class Daemon:
         return more or self.request_socket.more()
 
     def _take_calls(self) -> bool:
-        for _ in range(_CALLS):
-            if not self._calls:
-                return False
+        until = time.monotonic() + _MAX_CALLS_S
+        while self._calls:
+            if time.monotonic() > until:
+                return True
             try:
                 self._calls.popleft()()
             except Exception:  # must not end the daemon for other clients
                 log.exception("a call from another thread failed")
             self.node.beat(time.monotonic())
-        return True
+        return False
 
     def _pace(self, now: float) -> float:
         """Return the longest time to sleep, in seconds."""

@@ -23,7 +23,7 @@ Predicate = Callable[[Index | slice], NDArray[np.bool_]]
 
 
 class Walk:
-    """Finds objects of some matches, chunk by chunk of all: of each chunk, those due last first.
+    """Finds objects that match, chunk by chunk of all: of each chunk, those due last first.
 
     Where none was found in all chunks, it looks again once `changes` objects may have become such.
     """
