@@ -132,7 +132,8 @@ class Manifest:
         column = self.table.column(name).combine_chunks()
         if not len(column):
             return np.zeros(0, np.int64)
-        return np.frombuffer(column.buffers()[1], np.int64)[column.offset :][: len(column)]
+        first, last = column.offset, column.offset + len(column)
+        return np.frombuffer(column.buffers()[1], np.int64, last)[first:]
 
     def absolute(self) -> pa.Table:
         """Return the table with full addresses, as under an empty root."""

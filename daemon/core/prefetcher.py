@@ -147,8 +147,7 @@ class Prefetcher:
         first, last = s.ready + 1, s.stream.step_at(s.limit)
         last = min(last, first + EARLY_STEPS)
         if first >= last or s.wanted <= first:
-            s.early = ()
-            return
+            return  # what was found before is still there
         starts = np.array([s.stream.start(step) for step in range(first, last + 1)])
         ids = s.stream.objects(int(starts[0]), int(starts[-1])).astype(np.intp)
         awaited = np.zeros(len(ids) + 1, np.intp)

@@ -101,6 +101,7 @@ def daemon_starting(config: Config) -> bool:
         if start is not None:
             return not start.reported()
         if name in _clients or not started_elsewhere(name):
+            _seen_starting.pop(name, None)
             return False
         return now < _seen_starting.setdefault(name, now) + OTHER_START_S
 

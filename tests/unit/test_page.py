@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -85,7 +86,8 @@ def test_a_client_that_is_silent_or_deaf_is_left(
 def test_what_is_no_request_gets_no_page(server: PageServer, sent: bytes) -> None:
     with connect(server) as odd:
         odd.sendall(sent)
-        odd.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the server may have hung up by now
+            odd.shutdown(socket.SHUT_WR)
         assert len(odd.recv(1 << 16)) < 1000
     assert ask(server) == BODY
 
