@@ -237,10 +237,10 @@ def memory_file(data: bytes) -> int:
         while left:
             left = left[os.pwrite(fd, left, len(data) - len(left)) :]
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        # Before Linux 6.7 nothing sealed can be mapped shared through a descriptor for writing.
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
 
 
 def read(uri: str | os.PathLike[str]) -> bytes:
@@ -357,11 +357,12 @@ def read_for_c(address: str) -> bytes | None:
     observed = observing()
     if observed is None or not _reads_for_c(observed.copies):
         return None
-    with suppress(OSError):
-        status = os.stat(address)  # noqa: PTH116  before it is opened: it may be a pipe
-        if _cacheable(status, address) and 0 < status.st_size <= _MAX_IN_C_NBYTES:
-            with open_local(address) as file:
-                return file.read()
+    if address.startswith(_NO_FILES):
+        return None
+    with suppress(OSError), open_local(address) as file:
+        nbytes = file.seek(0, os.SEEK_END)  # nothing in an empty file, which may be a lock
+        file.seek(0)
+        return file.read() if 0 < nbytes <= _MAX_IN_C_NBYTES else None
     return None
 
 
