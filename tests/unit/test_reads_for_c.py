@@ -1,4 +1,4 @@
-"""Which files are read here instead of by a library in C, and what it is given then."""
+"""Which files creel reads itself instead of a library in C."""
 
 from __future__ import annotations
 
