@@ -72,11 +72,11 @@ class Running:
         return self.log()
 
     def kill(self) -> None:
-        """End it now, if it has not ended; pytest shows what it said when it ended badly."""
+        """End it now, if it has not ended; pytest shows what it said when a test fails."""
         if self.process.poll() is None:
             self.process.kill()
-        elif self.process.returncode:
-            sys.stderr.write(self.log())
+        else:
+            sys.stderr.write(f"{self.log()}(the daemon ended: {self.process.returncode})\n")
         self.process.wait()
         self._log.close()
 

@@ -21,6 +21,9 @@ from creel.policies.prefetch import Window, lead
 _CHUNK = 512
 #: Most positions of which one pass says whether their objects are there.
 _MAX_PASS = 1 << 13
+#: An event starts fetches until they have this many objects: the event of one that lands goes on.
+#: In fresh tables each object costs some 10 us, and other clients wait meanwhile.
+_MAX_STARTED = 1024
 #: A fetch may take as long as a step, but always this long, in seconds.
 _GRAIN_S = 0.01
 #: Most of the memory that is held for coming steps of all sessions together.
@@ -164,10 +167,12 @@ class Prefetcher:
         return coming
 
     def advance_all(self, sessions: Iterable[RankStream], now: float) -> list[FetchObjects]:
-        """Advance the most urgent session until none can advance; return the fetches to start."""
+        """Advance the most urgent session until none can advance or enough is started; return the
+        fetches to start.
+        """
         out: list[FetchObjects] = []
         todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
-        while todo:
+        while todo and sum(len(fetch.ids) for fetch in out) < _MAX_STARTED:
             s = todo[0] if len(todo) == 1 else min(todo, key=_order)
             if not self._advance(s, now, out) or s.front >= s.reach:
                 todo.remove(s)

@@ -282,6 +282,22 @@ def test_the_most_urgent_session_is_served_first() -> None:
     assert 200 in {x for f in rig.fetches.values() for x in f.ids.tolist()}
 
 
+def test_an_event_starts_fetches_in_portions_and_those_that_land_start_the_rest() -> None:
+    """Other clients wait while an event is handled."""
+    n, most = 8192, 1024
+    rig = Rig(n * 10, Window(min_steps=n // 256))
+    rig.register("d", [10] * n)
+    rig.open(1, "d")
+    rig.checking = False  # each event would look at all objects
+    actions, under_way = rig.extend(1, 0, np.arange(n // 2).reshape(-1, 256).tolist()), 0
+    while rig.fetches:
+        assert sum(len(a.ids) for a in actions if isinstance(a, FetchObjects)) < 2 * most
+        under_way = max(under_way, sum(len(f.ids) for f in rig.fetches.values()))
+        actions = rig.land(min(rig.fetches))
+    assert under_way > most  # the source is as busy as ever
+    assert rig.readers[1].ready == n // 512  # without a tick, and nobody has read
+
+
 def train(rig: Rig, steps: range, step_s: float, object_s: float) -> list[FetchObjects]:
     """A trainer and a source of one thread take so long each; all fetches begun meanwhile."""
     fetches = []
