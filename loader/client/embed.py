@@ -43,21 +43,22 @@ def connect_or_start(
     Args:
         config: `config.loader.embed` False: use a running daemon only.
         trainer_pid: see `Client.connect`.
-        start: a daemon that is starting already.
+        start: a daemon that is starting already; closed, whatever becomes of it.
 
     Returns:
         None, after one warning that says why, if there is no daemon: the caller reads directly.
     """
     if config is None:
         config = Config.load()[0]
-    if config.loader.disable:
-        return None
-    if limit := few_descriptors():
-        log.warning(
-            "creel reads directly, without a cache: %d open files (ulimit -n) are too few", limit
-        )
-        return None
     try:
+        if config.loader.disable:
+            return None
+        if limit := few_descriptors():
+            log.warning(
+                "creel reads directly, without a cache: %d open files (ulimit -n) are too few",
+                limit,
+            )
+            return None
         return _connect_or_start(config, trainer_pid, start)
     except (UnavailableError, OSError) as e:
         log.warning("creel reads directly, without a cache: %s", e)

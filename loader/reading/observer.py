@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
-_os_open = os.open  # the system's, whatever it stands for while a dataset is read
+#: The system's, whatever `os.open` stands for while a dataset is read.
+os_open = os.open
 #: What a thread reads: an address; an object of a leaf as (id(leaf), object number); a small part
 #: of a file as (address, bytes that were read, bytes of the file).
 Asked = str | tuple[int, int] | tuple[str, int, int]
@@ -322,7 +323,7 @@ class PartialRead:
 def _thread_nbytes() -> int:
     """Bytes that this thread has read by system calls; -1 where the system does not tell."""
     try:
-        fd = _os_open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os_open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1
     try:

@@ -27,6 +27,7 @@ from creel.loader.reading.observer import (
     find,
     leased,
     observing,
+    os_open,
     read_whole,
     take_address,
     timed,
@@ -227,7 +228,11 @@ class ObservedFile(_FileOver):
 
 
 def memory_file(data: bytes) -> int:
-    """A descriptor of a file in memory with these bytes, at its beginning; it cannot be written."""
+    """A descriptor of a file in memory with these bytes, at its beginning, for reading only.
+
+    Raises:
+        OSError: there is no room for it, or no /proc.
+    """
     import fcntl  # there is none on Windows, where this module is imported, too
 
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
@@ -237,10 +242,10 @@ def memory_file(data: bytes) -> int:
         while left:
             left = left[os.pwrite(fd, left, len(data) - len(left)) :]
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    except BaseException:
+        # Before Linux 6.7 nothing sealed can be mapped shared through a descriptor for writing.
+        return os_open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 def read(uri: str | os.PathLike[str]) -> bytes:

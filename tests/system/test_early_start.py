@@ -87,6 +87,15 @@ def test_it_is_the_one_that_is_used(daemon_name: str) -> None:
     until(lambda: gone(pid), what="the daemon ends")
 
 
+def test_it_is_let_go_where_settings_want_none_any_more(daemon_name: str) -> None:
+    """A person may switch creel off between the making of a loader and its first batch."""
+    start = start_early(config(daemon_name))
+    pid = pid_of(daemon_name)
+    off = config(daemon_name, **{"loader.disable": True})
+    assert connect_or_start(off, start=start) is None
+    until(lambda: gone(pid), what="the daemon ends")
+
+
 def test_none_is_started_where_one_serves_or_none_is_wanted(daemon_name: str) -> None:
     assert start_early(config(daemon_name, **{"loader.embed": False})) is None
     assert start_early(config(daemon_name, **{"loader.disable": True})) is None

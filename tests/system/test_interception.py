@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import errno
+import fcntl
 import io
+import mmap
 import os
 import tarfile
 import threading
@@ -276,3 +278,32 @@ def test_arguments_and_refusals_are_pythons(tmp_path: Path) -> None:
         for batch, expected in zip(ours, theirs, strict=True):
             for found, wanted in zip(batch, expected, strict=True):
                 assert [x for x, y in zip(found, wanted, strict=True) if x != y] == []
+
+
+def descriptors(path: str) -> list[Any]:
+    """What may be done with descriptors that are for reading, of `os.open` and of a file object."""
+    found: list[Any] = []
+    with open(path, "rb") as f:  # noqa: PTH123
+        for fd in (os.open(path, os.O_RDONLY), os.dup(f.fileno())):
+            found += [fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE, os.get_inheritable(fd)]
+            found += [os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_CUR)]
+            for act in (
+                lambda fd=fd: os.write(fd, b"x"),
+                lambda fd=fd: os.ftruncate(fd, 0),
+                lambda fd=fd: mmap.mmap(fd, 0),
+            ):
+                with pytest.raises(OSError) as refused:  # noqa: PT011
+                    act()
+                found.append(refused.value.errno)
+            with mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+                found.append(mapped[:])
+            os.close(fd)
+    return found
+
+
+@pytest.mark.usefixtures("daemon")
+def test_descriptors_are_for_reading_only(tmp_path: Path) -> None:
+    bare = Plain(tmp_path, descriptors)
+    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
