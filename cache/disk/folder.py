@@ -24,25 +24,42 @@ _ALIGNMENTS = (512, 4096)
 
 
 def open_folder(path: str) -> int:
-    """Descriptor of this user's own folder below `path`, locked; made where it is missing.
+    """`private_folder`, locked.
 
     The lock goes with the descriptor's process, however that ends. One that is `mark_leaving` is
     waited for.
 
     Raises:
-        OSError: it cannot be made; it is another's, or others may look into it (EPERM); another
-            process uses it (EWOULDBLOCK).
+        OSError: as `private_folder`; another process uses it (EWOULDBLOCK).
     """
-    own = Path(path) / f"creel-{os.getuid()}"
-    own.mkdir(0o700, exist_ok=True)  # no parents: a missing mount is no disk
-    fd = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = private_folder(path)
     try:
-        _check_private(fd, own)
-        _lock(fd, own)
+        _lock(fd, _own(path))
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def private_folder(path: str) -> int:
+    """Descriptor of this user's own folder below `path`; made where it is missing.
+
+    Raises:
+        OSError: it cannot be made; it is another's, or others may look into it (EPERM).
+    """
+    own = _own(path)
+    own.mkdir(0o700, exist_ok=True)  # no parents: a missing mount is no disk
+    fd = os.open(own, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_private(fd, own)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _own(path: str) -> Path:
+    return Path(path) / f"creel-{os.getuid()}"
 
 
 def _check_private(fd: int, path: Path) -> None:

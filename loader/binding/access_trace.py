@@ -54,6 +54,17 @@ class AccessTrace:
         if len(self.leaves) == 1 and isinstance(self.leaves[0], Addressed) and copied:
             self.leaves[0].keep(fd, copied)
 
+    def same(self, other: AccessTrace) -> bool:
+        """Whether each sample reads the same by both."""
+        pairs = list(zip(self.leaves, other.leaves, strict=False))
+        return (
+            len(self.leaves) == len(other.leaves)
+            and all(a is b or a.manifest.key == b.manifest.key for a, b in pairs)
+            and np.array_equal(self.counts, other.counts)
+            and np.array_equal(self._leaf, other._leaf)
+            and np.array_equal(self._object, other._object)
+        )
+
     def build(self, dataset: Dataset[Sample], place: Callable[[CreelDataset], int]) -> TreeNode:
         """The node of the dataset; `place` adds a leaf to the tree and returns its first id."""
         bases = np.array([place(leaf) for leaf in self.leaves], np.int64)

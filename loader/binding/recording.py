@@ -1,24 +1,76 @@
-"""What a process records its dataset with: a journal and copies of files, its own or all ranks'."""
+"""What a process records its dataset with: a journal and copies of files, its own or all ranks'.
+
+Where there is a disk tier, the journal is kept in its folder, for the next job.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
 from creel import limits
+from creel.cache.disk.traces import keep_trace, open_trace
 from creel.cache.storage.copies import COPIES, new_copies
 from creel.config import Config, memory_budget
 from creel.loader.binding.access_recorder import JOURNAL, AccessRecorder, new_journal
-from creel.loader.binding.joint_recording import JointMemory, joint_memory
+from creel.loader.binding.joint_recording import JointMemory, joint_memory, likeness
 from creel.loader.cluster.ranks import all_here, rank_and_world
 from creel.loader.reading.file_copies import FileCopies
 
+if TYPE_CHECKING:
+    from creel.loader.binding.access_trace import AccessTrace
+
 _log = logging.getLogger("creel.loader")
+
+#: Of journals that are kept; another one where their lines mean something else.
+_FORM = 1
+
+
+class KeptTrace:
+    """The trace of a dataset in the folder of the disk tier.
+
+    With it a job knows from its first epoch on which of the files on disk its samples read. It is
+    that of a dataset which looked alike (`likeness`): what this one reads is recorded all the same,
+    and takes its place where it differs. Until then a wrong trace costs speed only.
+    """
+
+    def __init__(self, dataset: Dataset[Any], config: Config, *, whole: bool) -> None:
+        """`dataset`: as it is before a sample was read. `whole`: see `creel.wrap`."""
+        self._dataset = dataset
+        self._disk = config.disk
+        self._world = rank_and_world()[1]
+        self._name = ""
+        # Where other nodes read it, too, all are to learn of it in the same epoch.
+        if self._disk.path and all_here(self._world, os.environ):
+            with suppress(Exception):  # of a person's own attributes
+                about = f"{_FORM} {whole} {likeness(dataset)}".encode(errors="backslashreplace")
+                self._name = hashlib.blake2b(about, digest_size=16).hexdigest()
+
+    def load(self) -> AccessTrace | None:
+        """The trace, if there is one."""
+        if not self._name:
+            return None
+        try:
+            fd = open_trace(self._disk.path, self._name)
+            return AccessRecorder(self._dataset, fd, joint=True).trace()
+        except Exception:  # noqa: BLE001  there is none, or it is no trace
+            return None
+
+    def keep(self, recorder: AccessRecorder) -> None:
+        """Keep what a recorder's complete trace is made of."""
+        if not self._name or recorder.joint != (self._world > 1):
+            return  # a rank that has recorded for itself knows its own samples only
+        try:
+            keep_trace(self._disk.path, self._name, recorder.fd, self._disk.keep_free)
+        except OSError as e:
+            _log.debug("what samples read is not kept for later jobs: %s", e)
 
 
 def memory_of_ranks(dataset: Dataset[Any], config: Config) -> JointMemory | None:

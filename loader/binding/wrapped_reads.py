@@ -35,7 +35,7 @@ from creel.loader.binding.access_trace import AccessTrace
 from creel.loader.binding.bind import Binding, bind, bound
 from creel.loader.binding.gather import StepReader
 from creel.loader.binding.joint_recording import JointMemory
-from creel.loader.binding.recording import memory_of_ranks, recorder_on
+from creel.loader.binding.recording import KeptTrace, memory_of_ranks, recorder_on
 from creel.loader.binding.tree import bindable
 from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.unmet_settings import warn_of_unmet
@@ -229,6 +229,7 @@ class WrappedReads:
         self._recorder: AccessRecorder | None = None  # while the objects are unknown
         self._memory: JointMemory | None = None  # of several ranks, meanwhile
         self._trace: AccessTrace | None = None
+        self._kept: KeptTrace | None = None  # of an earlier job, and for later ones
 
     def forget(self) -> None:
         """Create the state that belongs to one process."""
@@ -293,17 +294,24 @@ class WrappedReads:
             self._bypass.saw(len(indices), thread_use() - began)
             if self._bypass.active:
                 recorder.drop()
+                if self._binding is not None:  # what an earlier job has recorded is still so
+                    with self._lock:
+                        self._leave_recorder()
             elif not self._bypass.undecided:
                 recorder.write()
 
     def trace(self) -> AccessTrace | None:
         """The trace of the dataset once it is complete (see `access_recorder`), else None.
 
-        The first call starts recording, unless `bind` finds the dataset's objects.
+        The first call starts recording, unless `bind` finds the dataset's objects; until that is
+        complete, the trace is that of an earlier job, if there is one.
         """
         with self._lock:
             if self._bound or not bindable(self._dataset):
+                first = not self._bound
                 self._bind()
+                if first and self._recorder is not None and self._kept is not None:
+                    self._use(self._kept.load())
             return self._trace
 
     def recorded(self) -> bool:
@@ -317,11 +325,14 @@ class WrappedReads:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
+                self._kept = KeptTrace(self._dataset, self._settings(), whole=self._whole)
                 self._recorder = self._new_recorder()
-        if self._binding is None and self._recorder is not None:
-            self._trace = self._recorder.trace()
-            if self._trace is not None:
-                self._binding = bound(self._dataset, self._trace)
+        if self._recorder is not None:
+            trace = self._recorder.trace()
+            if trace is not None:
+                if self._kept is not None and get_worker_info() is None:
+                    self._kept.keep(self._recorder)
+                self._use(trace)
                 self._leave_recorder()  # frees the memory of its journal
             elif self._recorder.void:
                 _log.info("ranks with different datasets do not learn from each other")
@@ -329,6 +340,14 @@ class WrappedReads:
                 self._joint = False
                 self._recorder = recorder_on([], self._dataset, self._settings(), self._whole)
         return self._binding
+
+    def _use(self, trace: AccessTrace | None) -> None:
+        """Bind the dataset by a trace, unless it is bound by an equal one."""
+        if trace is not None and (self._trace is None or not trace.same(self._trace)):
+            self._trace, self._binding = trace, bound(self._dataset, trace)
+            if self._link is not None:
+                self._link.session.close()
+                self._link = None
 
     def _leave_recorder(self) -> None:
         self._recorder = None

@@ -92,6 +92,50 @@ def test_with_a_disk_tier_they_are_opened_once_more(
     assert sum(opens[2:]) < N / 2
 
 
+class Other(OpaqueFiles):
+    """Looks as `OpaqueFiles` at its first, middle and last file; the others are dealt anew."""
+
+    def __init__(self, folder: str | Path, kind: str) -> None:
+        super().__init__(folder, kind)
+        self.paths[1 : N // 2] = self.paths[N // 2 - 1 : 0 : -1]
+
+
+Other.__qualname__ = OpaqueFiles.__qualname__
+
+
+def test_a_later_job_finds_on_disk_what_its_samples_read(
+    slow: SlowFiles, daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its first epoch on, unless the files, or what samples read, are others by then."""
+    (tmp_path / "disk").mkdir()
+    settings = {"LOADER__EMBED": "false", "LOADER__DIRECT": "never", "DISK__KEEP_FREE": "0"}
+    settings |= {"DISK__PATH": str(tmp_path / "disk"), "DISK__BUDGET": "16MiB"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"CREEL_{name}", value)
+
+    def job(dataset: Any, expected: Any, epochs: int) -> list[int]:
+        opens = []
+        with Running(daemon_name, memory="16MiB") as daemon:
+            ours, theirs = slow.loader(dataset), slow.torchs(expected)
+            for _ in range(epochs):
+                before = slow.opens()
+                assert same(ours, theirs)
+                opens.append(slow.opens() - before)
+            connections.disconnect(daemon_name)
+            daemon.end()  # which writes what only memory has
+        return opens
+
+    bare, mounted = (OpaqueFiles(f, "npy") for f in (slow.folder, slow.fs.mountpoint))
+    assert job(mounted, bare, 2) == [N, N]
+    assert job(mounted, bare, 2) == [0, 0]
+    slow.fill(1)
+    assert job(mounted, bare, 2) == [N, 0]
+    other, mounted = (Other(f, "npy") for f in (slow.folder, slow.fs.mountpoint))
+    dealt_anew = N // 2 - 2  # one of them lies in the middle of these
+    assert job(mounted, other, 2) == [dealt_anew, 0]
+    assert job(mounted, other, 1) == [0]
+
+
 @pytest.mark.usefixtures("daemon")
 def test_files_that_have_changed_since_they_were_copied_give_their_new_bytes(
     slow: SlowFiles,

@@ -139,14 +139,13 @@ class SlowFiles:
     def opens(self) -> int:
         return int(self.fs.totals()["opens"])  # type: ignore[no-untyped-call]
 
-    def loader(self, **more: Any) -> Any:
-        dataset = creel.wrap(OpaqueFiles(self.fs.mountpoint, self.kind))
+    def loader(self, dataset: Any = None, **more: Any) -> Any:
+        dataset = creel.wrap(dataset or OpaqueFiles(self.fs.mountpoint, self.kind))
         return creel.DataLoader(dataset, 4, True, generator=generator(), **more)
 
-    def torchs(self, **more: Any) -> Any:
-        return DataLoader(
-            OpaqueFiles(self.folder, self.kind), 4, True, generator=generator(), **more
-        )
+    def torchs(self, dataset: Any = None, **more: Any) -> Any:
+        dataset = dataset or OpaqueFiles(self.folder, self.kind)
+        return DataLoader(dataset, 4, True, generator=generator(), **more)
 
 
 def generator() -> torch.Generator:

@@ -1,0 +1,72 @@
+"""What datasets were seen to read, in the folder of a disk tier, where a later job finds it.
+
+What a trace consists of is up to who keeps it (`loader/binding/recording.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from creel.cache.disk.folder import private_folder
+
+_FOLDER = "traces"
+#: Most traces in a folder; of more, those go that were used longest ago.
+_MOST = 16
+_PIECE = 1 << 20  # bytes written at a time
+
+
+def open_trace(path: str, name: str) -> int:
+    """Descriptor of the trace of that name, for reading.
+
+    Raises:
+        OSError: there is none.
+    """
+    with _traces(path) as folder:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        with suppress(OSError):
+            os.utime(fd)
+        return fd
+
+
+def keep_trace(path: str, name: str, fd: int, keep_free: int) -> None:
+    """Keep what can be read by this descriptor as the trace of that name, in place of another.
+
+    `keep_free`: bytes that stay free on the disk; where they would not, nothing is kept.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    disk = os.statvfs(path)
+    if disk.f_bavail * disk.f_frsize - os.fstat(fd).st_size < keep_free:
+        return
+    with _traces(path) as folder:
+        new, flags = f"{name}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(new, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder), "wb") as out:
+            at = 0
+            while data := os.pread(fd, _PIECE, at):
+                at += out.write(data)
+        os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        names = os.listdir(folder)  # noqa: PTH208  a descriptor
+        used = {one: os.stat(one, dir_fd=folder).st_mtime_ns for one in names}
+        for one in sorted(used, key=used.__getitem__)[:-_MOST]:
+            os.unlink(one, dir_fd=folder)
+
+
+@contextmanager
+def _traces(path: str) -> Iterator[int]:
+    """Descriptor of the folder of traces; made where it is missing."""
+    own = private_folder(path)
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(_FOLDER, 0o700, dir_fd=own)
+        folder = os.open(
+            _FOLDER, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own
+        )
+    finally:
+        os.close(own)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
