@@ -91,7 +91,7 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _binary(original: Callable[..., Any], address: str, file: Any, buffering: int) -> Any:
-    data = cached(address)
+    data = cached(address, bytes)
     if data is not None:
         return CachedFile(data, os.fspath(file))
     real, waited_ns = timed(lambda: open_source(original, file, "rb", buffering))
@@ -100,7 +100,7 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
-    data = cached(address)
+    data = cached(address, bytes)
     if data is None:
         real, waited_ns = timed(lambda: open_source(original, file, mode, -1, *more))
         if not isinstance(real, io.TextIOWrapper) or observing() is None:
@@ -124,7 +124,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         if flags & _WRITE_FLAGS:
             written(address)
         elif not flags & ~_READ_FLAGS:
-            data = cached(address) or read_for_c(address)
+            data = cached(address, bytes) or read_for_c(address)
             if data is not None:
                 with suppress(OSError):  # no room
                     return memory_file(data)

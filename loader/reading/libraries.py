@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
-from creel.loader.reading.observer import intercepts, observing, timed
+from creel.loader.reading.observer import Buffer, intercepts, observing, timed
 from creel.loader.reading.opened import (
     cached,
     local_address,
@@ -37,9 +37,11 @@ def torchvision_read_file(original: Call) -> Call:
     @wraps(original)
     def read_file(path: Any) -> Any:
         address = local_address(path) if intercepts() else None
-        data = None if address is None else cached(address) or read_for_c(address)
+        data = None
+        if address is not None:
+            data = cached(address, bytearray) or bytearray(read_for_c(address) or b"")
         if data:
-            return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return torch.frombuffer(data, dtype=torch.uint8)
         return original(path) if address is None else whole_in_c(address, lambda: original(path))
 
     return read_file
@@ -53,7 +55,7 @@ def reads_whole(original: Call) -> Call:
         address = local_address(args[0]) if args and intercepts() else None
         if address is None:
             return original(*args, **more)
-        data = cached(address) or read_for_c(address)
+        data = cached(address, bytes) or read_for_c(address)
         if data is not None:
             with _real_path(data, args[0]) as held:
                 return original(held, *args[1:], **more)
@@ -68,7 +70,7 @@ def maps(original: Call) -> Call:
     @wraps(original)
     def mapping(path: Any, mode: str = "r") -> Any:
         address = local_address(path) if intercepts() and mode == "r" else None
-        data = None if address is None else cached(address)
+        data = None if address is None else cached(address, bytes)
         if data is not None:
             with _real_path(data, path) as held:
                 return original(held, mode)
@@ -92,7 +94,7 @@ def parquet(original: Call, at: int) -> Call:
         address = local_address(args[at]) if plain and intercepts() else None
         if address is None:
             return original(*args, **more)
-        data = cached(address)
+        data = cached(address, bytes)
         if data is not None:
             return original(*args[:at], pa.BufferReader(data), **more)
         if observing() is None or not os.path.isfile(address):  # noqa: PTH113
@@ -126,8 +128,10 @@ def hdf5(original: Call) -> Call:
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
             original(self, name, *args, **more)
             return
-        data = cached(address) or read_for_c(address)
-        image = None if data is None else _image(data, name)
+        access = cached(address, _image)
+        if access is None and (data := read_for_c(address)) is not None:
+            access = _image(data)
+        image = None if access is None else _opened(access, name)
         if image is not None:
             original(self, image)
             return
@@ -138,18 +142,28 @@ def hdf5(original: Call) -> Call:
     return opening
 
 
-def _image(data: bytes, path: Any) -> Any:
-    """A file of HDF5 with these bytes; None where HDF5 does not take them."""
+def _image(data: Buffer) -> Any:
+    """How HDF5 is to open a copy of these bytes, which it makes here, and another to open it.
+
+    None where it cannot. (A file on a memfd has no path that HDF5 takes.)
+    """
     h5py = sys.modules["h5py"]
-    name = f"{os.fsdecode(path)}{_IN_MEMORY}{next(_images)}".ljust(_LONGER, "\1")
-    try:
+    with suppress(Exception):  # whatever it is, the file itself shows it
         access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
         access.set_libver_bounds(h5py.h5f.LIBVER_EARLIEST, h5py.h5f.LIBVER_LATEST)
         access.set_fapl_core(backing_store=False)
         access.set_file_image(data)
+        return access
+    return None
+
+
+def _opened(access: Any, path: Any) -> Any:
+    """The file of HDF5 with the bytes of an `_image`; None where it takes them for no such file."""
+    h5py = sys.modules["h5py"]
+    name = f"{os.fsdecode(path)}{_IN_MEMORY}{next(_images)}".ljust(_LONGER, "\1")
+    with suppress(Exception):  # whatever it is, the file itself shows it
         return h5py.h5f.open(os.fsencode(name), h5py.h5f.ACC_RDONLY, fapl=access)
-    except Exception:  # noqa: BLE001  whatever it is, the file itself shows it
-        return None
+    return None
 
 
 def hdf5_name(original: Any) -> property:

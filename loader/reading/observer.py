@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Copied = TypeVar("Copied", bytes, bytearray)
 T = TypeVar("T")
+Buffer = bytes | memoryview
 _NONE: NDArray[np.int32] = np.empty(0, np.int32)
 #: The system's, whatever `os.open` stands for while a dataset is read.
 os_open = os.open
@@ -199,19 +200,29 @@ class Lease:
         return data
 
     def _copy(self, number: int, kind: type[Copied]) -> Copied | None:
-        session = self._session
-        if session is None:
-            return None
-        pieces = self._there(session).get(number)
-        if pieces is None:
-            return None
-        data = kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
-        return data if session.stamp() == self._stamp else None
+        return self._copied(
+            number, lambda pieces: kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
+        )
 
-    def copy_at(self, address: str) -> bytes | None:
-        """A copy of the step's object at an address; None if it has none, or not in the arena."""
+    def copy_at(self, address: str, copying: Callable[[Buffer], T]) -> T | None:
+        """What `copying` makes of the step's object at an address: a copy in some form.
+
+        None if there is no such object, or not in the arena.
+        """
         number = self.find(address)
-        return None if number is None else self._copy(number, bytes)
+        if number is None:
+            return None
+        return self._copied(
+            number, lambda pieces: copying(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        )
+
+    def _copied(self, number: int, copying: Callable[[list[memoryview]], T]) -> T | None:
+        session = self._session
+        pieces = None if session is None else self._there(session).get(number)
+        if session is None or pieces is None:
+            return None
+        copy = copying(pieces)
+        return copy if session.stamp() == self._stamp else None
 
     def take_rows(
         self,
@@ -458,13 +469,13 @@ def take_address(address: str, number: int | None, direct: Callable[[str], bytes
     return data
 
 
-def copy_at(address: str) -> bytes | None:
-    """A copy of the object at an address; None where this thread's lease does not have it."""
+def copy_at(address: str, copying: Callable[[Buffer], T]) -> T | None:
+    """`Lease.copy_at`; None where this thread's lease does not have the object."""
     lease = _thread.lease
-    data = None if lease is None else lease.copy_at(address)
-    if data is not None and _thread.observed is not None:
+    copy = None if lease is None else lease.copy_at(address, copying)
+    if copy is not None and _thread.observed is not None:
         _thread.observed.add(address)
-    return data
+    return copy
 
 
 # --- what other code opens --------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import IO, Any, TypeVar, cast
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from creel.loader.reading.observer import (
+    Buffer,
     PartialRead,
     copy_at,
     find,
@@ -418,10 +419,14 @@ def local_address(file: object) -> str | None:
     return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
 
 
-def cached(address: str) -> bytes | None:
-    """The bytes of a file that is to be read, from the cache; None if they are not there."""
+def cached(address: str, copying: Callable[[Buffer], T]) -> T | None:
+    """A copy, made by `copying`, of the cached bytes of a file that is to be read.
+
+    None if they are not there. What `copying` is given is good during the call only, and may be
+    torn; then its result is not used.
+    """
     unsure = address in _written or len(_written) > _MAX_WRITTEN
-    return None if unsure else copy_at(address)
+    return None if unsure else copy_at(address, copying)
 
 
 def written(address: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import sys
+import tracemalloc
 import types
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,30 @@ def test_links_and_virtual_datasets_of_an_hdf5_file_in_memory_lead_to_their_file
     assert same(
         sorted(int(x[0][1][0]) for x in found), sorted(int(bare[i][0][1][0]) for i in range(N))
     )
+
+
+def hdf5_driver(path: str) -> Any:
+    with library("h5py").File(path, "r") as f:
+        return f.driver
+
+
+@pytest.mark.usefixtures("daemon")
+def test_no_copy_of_an_hdf5_file_is_made_on_its_way_to_hdf5(tmp_path: Path) -> None:
+    """Whose image is a copy already, and whose memory is not Python's."""
+    bare = Plain(tmp_path, hdf5_driver)
+    for i, path in enumerate(bare.paths):
+        write_large_hdf5(path, i)
+    ours = loader(creel.wrap(bare, whole=True))
+    for _ in range(2):
+        assert len(list(ours)) == N // BATCH
+    tracemalloc.start()
+    try:
+        drivers = [driver for batch in ours for driver in batch]
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert drivers == ["core"] * N
+    assert most < Path(bare.paths[0]).stat().st_size
 
 
 def read_hdf5_part(path: str) -> Any:
