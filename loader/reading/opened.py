@@ -318,7 +318,9 @@ def opened_part(status: os.stat_result, address: str, waited_ns: int = 0) -> Par
 
 
 def _cacheable(status: os.stat_result, address: str) -> bool:
-    return stat.S_ISREG(status.st_mode) and not address.startswith(_NO_FILES)
+    """Whether this is a file with bytes: an empty one may be a lock, which a copy would not be."""
+    regular = stat.S_ISREG(status.st_mode) and status.st_size > 0
+    return regular and not address.startswith(_NO_FILES)
 
 
 #: Of files that C reads, one in `_LOOK` is left to it, to see whether it still reads all of them.

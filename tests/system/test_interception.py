@@ -307,3 +307,25 @@ def test_descriptors_are_for_reading_only(tmp_path: Path) -> None:
     ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
     for _ in range(3):
         assert list(ours) == list(theirs)
+
+
+def locked(path: str) -> bool:
+    """Whether a lock on a file shuts out another one on it."""
+    with open(path + ".lock") as held, open(path + ".lock", "rb") as other:  # noqa: PTH123
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return len(read_all(path)) > 0
+    return False
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("kind", [DataLoader, creel.DataLoader], ids=["torch", "creel"])
+def test_locks_on_empty_files_are_locks(tmp_path: Path, kind: Any) -> None:
+    bare = Plain(tmp_path, locked)
+    for path in bare.paths:
+        Path(path + ".lock").touch()
+    ours = loader(creel.wrap(bare), kind)
+    for _ in range(3):
+        assert [got for batch in ours for got in batch] == [True] * N
