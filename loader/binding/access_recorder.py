@@ -21,7 +21,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -35,6 +34,7 @@ from creel.loader.binding.adapters import serve_torchvision
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
 from creel.loader.datasets.base import Transformed, fetch_many, position
+from creel.loader.reading.intercept import look_again
 from creel.loader.reading.observer import Asked, ObservedReads
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class AccessRecorder:
         self.dataset = dataset
         self.joint = joint
         self.copies = copies
-        self._observing = partial(ObservedReads, whole=whole, copies=copies)
+        self._whole = whole
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
@@ -116,6 +116,11 @@ class AccessRecorder:
     def empty(self) -> bool:
         """Whether nobody has written to the journal."""
         return os.fstat(self.fd).st_size == 0
+
+    def _observing(self) -> ObservedReads:
+        """A record for one sample."""
+        look_again()  # the sample before may have imported the library that it reads with
+        return ObservedReads(whole=self._whole, copies=self.copies)
 
     def __getitem__(self, index: int) -> Sample:
         """The dataset's sample; its reads are kept until `write`."""

@@ -245,15 +245,23 @@ class _Replacements:
     def enter(self) -> None:
         with self._lock:
             self._inside += 1
-            modules = [sys.modules.get(module) for module in _MODULES]
-            new = modules != self._modules
-            if new:
-                self._modules = modules
-                for owner, name, over in _importable():
-                    self._names.setdefault((id(owner), name), _Name(owner, name, over))
-            if new or self._inside == 1:
-                for one in self._names.values():
-                    one.replace()
+            self._look(first=self._inside == 1)
+
+    def look_again(self) -> None:
+        with self._lock:
+            if self._inside:
+                self._look(first=False)
+
+    def _look(self, *, first: bool) -> None:
+        modules = [sys.modules.get(module) for module in _MODULES]
+        new = modules != self._modules
+        if new:
+            self._modules = modules
+            for owner, name, over in _importable():
+                self._names.setdefault((id(owner), name), _Name(owner, name, over))
+        if new or first:
+            for one in self._names.values():
+                one.replace()
 
     def leave(self) -> None:
         with self._lock:
@@ -278,4 +286,11 @@ def _importable() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
 
 
 _replacements = _Replacements()
+
+
+def look_again() -> None:
+    """Replace the names of modules that were imported since a thread came inside."""
+    _replacements.look_again()
+
+
 at_fork(after_in_child=_replacements.forget)

@@ -273,6 +273,27 @@ def test_a_module_that_takes_the_place_of_another_is_served_too(
     assert [source["reads"] for source in daemon_stats(daemon)["sources"]] == [N, N]
 
 
+def test_a_library_that_the_first_sample_imports_is_seen_from_the_second_on(
+    daemon: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package: Any = types.ModuleType("torchvision.io")
+    package.read_file = lambda path: torch.tensor(list(read_in_c(str(path))), dtype=torch.uint8)
+    monkeypatch.delitem(sys.modules, "torchvision.io", raising=False)
+    monkeypatch.delitem(sys.modules, "torchvision.io.image", raising=False)
+
+    def read(path: str) -> Any:
+        if "torchvision.io" not in sys.modules:
+            monkeypatch.setitem(sys.modules, "torchvision.io", package)
+        return package.read_file(path)
+
+    bare = Plain(tmp_path, read)
+    ours = creel.DataLoader(creel.wrap(bare), N, collate_fn=list)
+    theirs = DataLoader(bare, N, collate_fn=list)
+    for _ in range(2):
+        assert same(list(ours), list(theirs))
+    assert [source["reads"] for source in daemon_stats(daemon)["sources"]] == [N - 1]
+
+
 def daemon_stats(daemon: Running) -> Any:
     with daemon.client("cli") as client:
         return client.ask("stats")
