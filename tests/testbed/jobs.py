@@ -36,8 +36,11 @@ def unavailable() -> str:
 
 
 @contextmanager
-def storage(files: int) -> Iterator[Any]:
-    """A file system that counts what reaches it, with as many files."""
+def storage(files: int, attr_timeout: float = 1.0) -> Iterator[Any]:
+    """A file system that counts what reaches it, with as many files.
+
+    attr_timeout: seconds for which the kernel may keep names and attributes.
+    """
     # Each host has a /tmp of its own.
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         data, mountpoint = Path(folder, "data"), Path(folder, "mount")
@@ -45,7 +48,8 @@ def storage(files: int) -> Iterator[Any]:
         mountpoint.mkdir()
         for i in range(files):
             (data / f"{i:04}.bin").write_bytes(random.Random(i).randbytes(NBYTES))
-        with SlowFS(str(data), str(mountpoint), seed=1) as mount:  # type: ignore[no-untyped-call]
+        options: dict[str, float] = {"seed": 1, "attr_timeout": attr_timeout}
+        with SlowFS(str(data), str(mountpoint), **options) as mount:  # type: ignore[no-untyped-call]
             yield mount
 
 
