@@ -20,7 +20,7 @@ from creel.policies.cluster.boundary import ClusterBoundary, Deals, Placed
 from creel.policies.cluster.homes import FOR_PEERS, Homes
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.eviction.candidates import Index, Sorted
-from creel.policies.eviction.farthest import FarthestNextUse
+from creel.policies.eviction.farthest import FarthestNextUse, soonest
 from creel.policies.eviction.policy import joined
 from creel.policies.eviction.recent import ReleaseLog
 from creel.policies.eviction.retention import EpochBoundary, Kept
@@ -137,16 +137,15 @@ class MergedUses:
 
     def due(self, ids: Index) -> NDArray[np.int64]:
         """(k,) common time of the next read; far away where none is known."""
-        out, read = np.full(len(ids), np.inf), self._read[ids]
+        read, times = self._read[ids], []
         for epochs, (a, b), done in zip(self.jobs, self.clocks, self.done, strict=True):
             since = np.maximum(np.floor((read - b) / a), done)
             due = np.full(len(ids), a * self._beyond(epochs) + b)
             for epoch in reversed(epochs):
                 first = epoch.steps(ids)
                 due = np.where((first < NEVER) & (first >= since), a * first + b, due)
-            np.minimum(out, due, out=out)
-        keys: NDArray[np.int64] = np.clip(out, 0, NEVER).astype(np.int64)
-        return keys
+            times.append(due)
+        return soonest(times, len(ids), NEVER)
 
     @staticmethod
     def _beyond(epochs: list[FirstReads]) -> float:

@@ -6,7 +6,7 @@ unpinned.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -110,9 +110,21 @@ def _next_uses(
     jobs: list[NextUses], lines: list[tuple[float, float, float]], ids: Index
 ) -> NDArray[np.int64]:
     """(k,) common time of each object's next use; `lines`: (a, b, time of unknown uses) per job."""
-    out = np.full(len(ids), np.inf)
+    times = []
     for uses, (a, b, beyond) in zip(jobs, lines, strict=True):
         due = uses.due[ids]
-        np.minimum(out, np.where(due == NEVER, beyond, a * due + b), out=out)
-    keys: NDArray[np.int64] = np.clip(out, 0, 2**62).astype(np.int64)
+        times.append(np.where(due == NEVER, beyond, a * due + b))
+    return soonest(times, len(ids), 2**62)
+
+
+def soonest(times: Iterable[NDArray[np.float64]], objects: int, latest: int) -> NDArray[np.int64]:
+    """(k,) the first of several times of each of `objects` objects, from 0 to `latest`.
+
+    >>> soonest([np.array([3.0, -1.0, 7.5]), np.array([4.0, 2.0, np.inf])], 3, 5).tolist()
+    [3, 0, 5]
+    """
+    out = np.full(objects, np.inf)
+    for one in times:
+        np.minimum(out, one, out=out)
+    keys: NDArray[np.int64] = np.clip(out, 0, latest).astype(np.int64)
     return keys
