@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.client import connections
 from daemons import Running
+from testbed.same import same
 
 pytestmark = [
     pytest.mark.system,
@@ -239,28 +239,11 @@ KINDS: dict[str, tuple[Callable[[Path], Any], bool | None]] = {
 }
 
 
-@pytest.fixture
-def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
-    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
-    with Running(daemon_name, memory="32MB") as daemon:
-        yield daemon
-        connections.disconnect(daemon_name)
-
-
 def batches(kind: Any, dataset: Any, workers: int) -> list[Any]:
     """Those of three epochs, and the next number of the generator."""
     torch.manual_seed(7)
     loader = kind(dataset, BATCH, shuffle=True, num_workers=workers)
     return [copy.deepcopy(batch) for _ in range(3) for batch in loader] + [torch.rand(1)]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return len(a) == len(b) and all(map(same, a, b))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

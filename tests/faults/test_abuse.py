@@ -31,6 +31,7 @@ from creel.loader.client.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, encode
 from kit import daemon_of, gone, knock, nothing_left, until
 from programs import Program
+from testbed.same import needs_fuse
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(180)]
 
@@ -184,10 +185,6 @@ def _story(batches: Any) -> object:
 
 
 # --- storage ------------------------------------------------------------------------------------
-
-needs_fuse = pytest.mark.skipif(
-    os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
-)
 
 
 @pytest.fixture

@@ -397,16 +397,6 @@ class Opaque(Dataset[Any]):
         return self.read(self.paths[i])
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and bool(a == b)
-
-
 def loader(dataset: Any, kind: Any = creel.DataLoader, workers: int = 0, **more: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
     more |= {"collate_fn": list, "generator": generator, "num_workers": workers}

@@ -7,7 +7,6 @@ import io
 import os
 import resource
 import tarfile
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_wrap import BATCH, HOW, N, batches, folder, hang_up
+from test_wrap import BATCH, HOW, N, batches, folder
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import creel
@@ -79,14 +78,6 @@ class Batched(Own):
 
 def kind_and_items(samples: Any) -> tuple[type, list[Any]]:
     return type(samples), list(samples)
-
-
-@pytest.fixture
-def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
-    with Running(daemon_name, memory="16MB") as daemon:
-        yield daemon
-        hang_up(daemon_name)
 
 
 @pytest.fixture

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_wrap import hang_up
 from torch.utils.data import Dataset
 
 import creel
@@ -77,14 +76,6 @@ def as_if_untouched(path: Path, data: bytes) -> None:
     before = path.stat()
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-@pytest.fixture
-def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
-    with Running(daemon_name) as running:
-        yield running
-    hang_up(daemon_name)
 
 
 @pytest.fixture

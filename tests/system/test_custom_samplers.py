@@ -15,6 +15,7 @@ import creel
 from creel.loader.client import connections
 from daemons import Running
 from kit import until
+from testbed.same import same
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -96,10 +97,6 @@ def told(daemon: Running) -> Any:
         return client.ask("stats")
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_each_sample_is_read_once_from_the_source(
     daemon: Running, data: Dataset[Any], workers: int
@@ -111,7 +108,7 @@ def test_each_sample_is_read_once_from_the_source(
     OUTSIDE.manual_seed(5)
     got = [*ours, *ours, *ours]
     assert len(got) == len(expected)
-    assert all(same(a, b) for a, b in zip(got, expected, strict=True))
+    assert same(got, expected)
     assert ours.stats()["direct_reads"] == 0
     stats = told(daemon)
     assert [s["nbytes"] for s in stats["sources"]] == [N * NBYTES]
@@ -316,4 +313,4 @@ def test_an_epoch_left_early_holds_nothing(daemon: Running, data: Dataset[Any]) 
     got = list(ours)
     OUTSIDE.manual_seed(7)
     expected = list(DataLoader(data, BATCH, sampler=Drawing(), num_workers=2))
-    assert all(same(a, b) for a, b in zip(got, expected, strict=True))
+    assert same(got, expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from torch.utils.data import DataLoader
 import creel
 from creel.loader.client import connections
 from daemons import Running
+from testbed.same import needs_fuse, opened_by_epoch, same
 from testbed.slow_files import KINDS, SIDE, N, OpaqueFiles, SlowFiles, write_npy
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
-    ),
+    needs_fuse,
 ]
 
 
@@ -39,19 +37,12 @@ class Parts(OpaqueFiles):
             return torch.frombuffer(bytearray(f.read(self.read)), dtype=torch.uint8)
 
 
-def same(ours: Any, theirs: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("slow", ["npy", "png", "text", "pt"], indirect=True)
 def test_every_file_is_opened_at_the_source_once(slow: SlowFiles, workers: int) -> None:
-    ours, theirs, opens = slow.loader(num_workers=workers), slow.torchs(num_workers=workers), []
-    for _ in range(3):
-        before = slow.opens()
-        assert same(ours, theirs)
-        opens.append(slow.opens() - before)
+    ours, theirs = slow.loader(num_workers=workers), slow.torchs(num_workers=workers)
+    opens = opened_by_epoch(slow.opens, ours, theirs)
     assert opens == [N, 0, 0]
 
 
@@ -60,11 +51,8 @@ def test_every_file_is_opened_at_the_source_once(slow: SlowFiles, workers: int) 
 @pytest.mark.parametrize("slow", ["h5", "raw", "bit", "fd", "cv2", "torchvision"], indirect=True)
 def test_files_that_c_reads_are_too_but_for_the_first(slow: SlowFiles, workers: int) -> None:
     """Each process has to see first that they are read whole."""
-    ours, theirs, opens = slow.loader(num_workers=workers), slow.torchs(num_workers=workers), []
-    for _ in range(3):
-        before = slow.opens()
-        assert same(ours, theirs)
-        opens.append(slow.opens() - before)
+    ours, theirs = slow.loader(num_workers=workers), slow.torchs(num_workers=workers)
+    opens = opened_by_epoch(slow.opens, ours, theirs)
     first = max(workers, 1)
     more = first if slow.kind == "cv2" else 0  # it opens a file twice, some versions of it
     assert N <= opens[0] <= N + more
@@ -81,11 +69,7 @@ def test_with_a_disk_tier_they_are_opened_once_more(
     for name, value in (("DISK__PATH", str(tmp_path / "disk")), ("DISK__BUDGET", "16MiB")):
         monkeypatch.setenv(f"CREEL_{name}", value)
     with Running(daemon_name, memory="1MiB"):  # for less than half of them
-        ours, theirs, opens = slow.loader(), slow.torchs(), []
-        for _ in range(4):
-            before = slow.opens()
-            assert same(ours, theirs)
-            opens.append(slow.opens() - before)
+        opens = opened_by_epoch(slow.opens, slow.loader(), slow.torchs(), 4)
         connections.disconnect(daemon_name)
     assert opens[0] == N
     assert N <= opens[1] < 2 * N  # some leave again before they are on disk
@@ -142,7 +126,7 @@ def test_files_that_have_changed_since_they_were_copied_give_their_new_bytes(
 ) -> None:
     ours, theirs = slow.loader(), slow.torchs()
     for epoch in range(3):
-        assert same(ours, theirs)
+        assert same(list(ours), list(theirs))
         slow.fill(epoch + 1)
     assert slow.opens() == 3 * N
 
@@ -150,7 +134,7 @@ def test_files_that_have_changed_since_they_were_copied_give_their_new_bytes(
 def test_a_daemon_that_ends_takes_its_copies_along(slow: SlowFiles, daemon: Running) -> None:
     """The next one reads the source: what its predecessor took is not there any more."""
     ours, theirs = slow.loader(), slow.torchs()
-    assert same(ours, theirs)
+    assert same(list(ours), list(theirs))
     for i, (batch, expected) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(batch, expected)
         if i == 2:
@@ -158,7 +142,7 @@ def test_a_daemon_that_ends_takes_its_copies_along(slow: SlowFiles, daemon: Runn
             daemon.process.wait()
     with Running(daemon.name, memory="32MB") as another:
         for _ in range(2):
-            assert same(ours, theirs)
+            assert same(list(ours), list(theirs))
         assert another.process.poll() is None
         connections.disconnect(daemon.name)
 
@@ -184,12 +168,7 @@ def test_odd_ways_of_reading_give_what_they_give(
     slow: SlowFiles, read: Any, opens: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KINDS, "npy", (write_npy, read))
-    ours, theirs, found = slow.loader(), slow.torchs(), []
-    for _ in range(3):
-        before = slow.opens()
-        assert same(ours, theirs)
-        found.append(slow.opens() - before)
-    assert found == opens
+    assert opened_by_epoch(slow.opens, slow.loader(), slow.torchs()) == opens
 
 
 @pytest.mark.usefixtures("daemon")
@@ -202,12 +181,8 @@ def test_a_file_of_several_samples_is_kept_if_they_read_a_quarter_of_it_together
     ours: Any = creel.DataLoader(
         creel.wrap(Parts(slow.fs.mountpoint, read)), 4, num_workers=workers
     )
-    theirs, found = DataLoader(Parts(slow.folder, read), 4), []
-    for _ in range(3):
-        before = slow.opens()
-        assert same(ours, theirs)
-        found.append(slow.opens() - before)
-    assert found == opens
+    theirs = DataLoader(Parts(slow.folder, read), 4)
+    assert opened_by_epoch(slow.opens, ours, theirs) == opens
 
 
 @pytest.mark.usefixtures("daemon")
@@ -216,11 +191,7 @@ def test_copies_take_no_more_than_the_budget(
 ) -> None:
     """The rest is read by the daemon, as it was without any."""
     monkeypatch.setenv("CREEL_MEMORY__BUDGET", "1MiB")
-    ours, theirs, opens = slow.loader(), slow.torchs(), []
-    for _ in range(3):
-        before = slow.opens()
-        assert same(ours, theirs)
-        opens.append(slow.opens() - before)
+    opens = opened_by_epoch(slow.opens, slow.loader(), slow.torchs())
     kept = (1 << 20) // (SIDE * SIDE * 6 + 128)
     assert opens[0] == N
     assert N - kept <= opens[1] <= N - kept + 1

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from opaque import SMALL, N, Opaque, Plain, library, loader, read_all, same
+from opaque import SMALL, N, Opaque, Plain, library, loader, read_all
 from torch.utils.data import DataLoader
 
 import creel
 from creel.errors import ConfigError
 from daemons import Running
+from testbed.same import same
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
 from testbed.ranks import ranks
+from testbed.same import needs_fuse, same
 from testbed.slow_files import N, OpaqueFiles, SlowFiles
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
-    ),
+    needs_fuse,
 ]
 
 EPOCHS = 4
@@ -69,7 +67,7 @@ def each_rank(slow: SlowFiles, tmp_path: Path, loaders: Any) -> list[int]:
             dist.barrier()
             found.append(slow.opens() - before)
             dist.barrier()
-            assert all(torch.equal(a, b) for a, b in zip(batches, theirs, strict=True))
+            assert same(batches, list(theirs))
         return found
 
     one, other = ranks(read, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import sys
 import tracemalloc
@@ -28,7 +27,6 @@ from opaque import (
     read_in_c,
     read_linked_hdf5,
     read_mapped,
-    same,
     write_large_hdf5,
     write_linked_hdf5,
     write_raw,
@@ -37,6 +35,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import creel
 from daemons import Running
+from testbed.same import needs_fuse, same
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
@@ -147,9 +146,7 @@ class Mixed(Dataset[Any]):
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
-)
+@needs_fuse
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_is_opened_at_the_source_once_all_is_in_memory(
     tmp_path: Path, workers: int
@@ -225,9 +222,7 @@ def read_hdf5_part(path: str) -> Any:
 
 
 @pytest.mark.usefixtures("daemon")
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
-)
+@needs_fuse
 @pytest.mark.parametrize(
     ("read", "write", "served"),
     [

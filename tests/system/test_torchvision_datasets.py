@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,15 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import creel
-from creel.loader.client import connections
-from daemons import Running
 from folders import folder  # torchvision.datasets, whichever build of torch it is for
+from testbed.same import needs_fuse, opened_by_epoch
+from testbed.slow_files import generator
 from testbed.slowfs import SlowFS
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(
-        os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
-    ),
+    needs_fuse,
 ]
 
 N = 12
@@ -190,24 +187,6 @@ TREES: dict[Callable[[Path], Any], int] = {
 # --- the law ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def daemon(daemon_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
-    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
-    monkeypatch.setenv("CREEL_LOADER__DIRECT", "never")
-    with Running(daemon_name, memory="32MB") as daemon:
-        yield daemon
-        connections.disconnect(daemon_name)
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two samples are equal, down to the bits."""
-    if isinstance(ours, torch.Tensor):
-        return torch.equal(ours, theirs)
-    if isinstance(ours, (list, tuple)):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return bool(ours == theirs)
-
-
 @pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.__name__)
 def test_what_it_opens_is_opened_once_and_its_samples_are_torchs(tree: Any, tmp_path: Path) -> None:
@@ -220,16 +199,8 @@ def test_what_it_opens_is_opened_once_and_its_samples_are_torchs(tree: Any, tmp_
         kwargs: Any = {"shuffle": True, "num_workers": 2, "collate_fn": list}
         ours: Any = creel.DataLoader(wrapped, 3, generator=generator(), **kwargs)
         theirs = DataLoader(dataset(str(source)), 3, generator=generator(), **kwargs)
-        opens = []
-        for _ in range(3):
-            before = fs.totals()["opens"]
-            assert all(map(same, ours, theirs))
-            opens.append(fs.totals()["opens"] - before)
+        opens = opened_by_epoch(lambda: fs.totals()["opens"], ours, theirs)
     assert opens == [TREES[tree] * N, 0, 0]
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
 
 
 assert folder  # imported for what it makes importable

@@ -96,11 +96,7 @@ def node(
     memory = str(int(share * N * NBYTES))
     with Running(daemon_name, memory=memory) as daemon:
         yield Node(daemon, folder(tmp_path / "data"))
-        hang_up(daemon_name)
-
-
-def hang_up(name: str) -> None:
-    connections.disconnect(name)
+        connections.disconnect(daemon_name)
 
 
 def batches(dataset: Any, size: int = BATCH, kind: Any = DataLoader, **more: Any) -> Any:

@@ -36,6 +36,7 @@ from creel.loader.buffers import BufferPool
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
 from creel.loader.reading.observer import Lease
 from folders import folder
+from testbed.same import same
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -129,16 +130,6 @@ def photos(tmp_path: Path) -> Path:
         pixels = np.random.default_rng(i).integers(0, 256, (5, 4, 3), np.uint8)
         Image.fromarray(pixels).save(root / f"c{i % 2}/{i}.png")
     return root
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, Image.Image):
-        return (a.mode, a.size, a.tobytes()) == (b.mode, b.size, b.tobytes())
-    return bool(a == b)
 
 
 def _text(label: int) -> str:

@@ -36,6 +36,7 @@ from creel.loader.reading import storage
 from creel.loader.reading.storage import absolute, in_threads
 from folders import folder
 from kit import forget_stores
+from testbed.same import same
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -68,16 +69,6 @@ def pixels(sample: tuple[Any, int]) -> tuple[Any, int]:
 
 def to_tensor(picture: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(picture))
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    return bool(a == b)
 
 
 def check_in_torch(dataset: Dataset[Any]) -> None:

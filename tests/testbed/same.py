@@ -1,0 +1,45 @@
+"""Whether two loaders give the same, and what that cost their storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+#: For tests that count what reaches a SlowFS.
+needs_fuse = pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/fuse").exists(), reason="slowfs needs root and FUSE"
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two samples or batches are equal, in types and bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return bool(a == b)
+
+
+def opened_by_epoch(
+    opens: Callable[[], int], ours: Iterable[Any], theirs: Iterable[Any], epochs: int = 3
+) -> list[int]:
+    """What `opens` counts in each epoch of `ours`, whose batches are those of `theirs`."""
+    found = []
+    for _ in range(epochs):
+        before = opens()
+        batches = list(ours)
+        found.append(opens() - before)
+        assert same(batches, list(theirs))
+    return found
