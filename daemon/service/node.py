@@ -216,9 +216,6 @@ class Node:
         session = self.registry.sessions.get(action.session)
         if session is None:
             return
-        lost = [k for k in session.early if k >= action.ready and k not in action.early]
-        if action.ready < session.ready or lost:
-            session.unready(min(action.ready, *lost))
         session.words[OBJECT_NS] = self.fetcher.object_ns(session.dataset.key)
         for who, call, step in session.set_ready(action.ready, action.failed, action.early):
             self._send(who, Ready(call, session.id, step))

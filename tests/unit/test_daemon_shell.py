@@ -440,7 +440,7 @@ def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
     ready = session.words.ready
     assert [step for step in range(200) if ready(step)] == [0, 3, 4, 64]
     stamp = session.words[shared_words.REVOKED]
-    session.unready(4)
+    assert session.set_ready(1, 0, early=(3,)) == []
     assert [step for step in range(200) if ready(step)] == [0, 3]
     assert session.words[shared_words.REVOKED] > stamp
     assert session.set_ready(60, 0, early=(67, 70)) == [(b"who", 0, 1), (b"who", 3, 70)]
