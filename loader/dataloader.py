@@ -104,22 +104,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         **kwargs: Any,
     ) -> None:
         self.creel = creel  # public, named as the parameter: Lightning rebuilds loaders by name
-        self.remap = remap
-        if remap not in {None, "global-batch"}:
-            raise ConfigError(f'remap={remap!r}: give "global-batch" or None')
-        if remap is not None and isinstance(dataset, IterableDataset):
-            raise ConfigError("remap: an IterableDataset has no order to be dealt")
-        self.replicate = replicate
-        if replicate is not None and MISSING is None:
-            check_replicate(replicate)
-            if remap is not None or isinstance(dataset, IterableDataset):
-                raise ConfigError("replicate: not with remap, nor for an IterableDataset")
+        self.remap, self.replicate = remap, replicate
         self.on_error, self.max_bad_samples = on_error, max_bad_samples
-        Tolerance(on_error, max_bad_samples).check()
-        if on_error != "raise" and isinstance(dataset, IterableDataset):
-            raise ConfigError(f"on_error={on_error!r}: an IterableDataset has no samples by number")
-        if creel and MISSING is None:
-            settings(creel)  # raise for a wrong setting here, not at the first epoch
+        _check_own_arguments(self, iterable=isinstance(dataset, IterableDataset))
         if _TORCH_HAS_IN_ORDER:
             kwargs["in_order"] = in_order
         else:
@@ -256,6 +243,25 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _OURS}
+
+
+def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
+    """Raise ConfigError for values of creel's arguments that are wrong or exclude each other."""
+    if loader.remap not in {None, "global-batch"}:
+        raise ConfigError(f'remap={loader.remap!r}: give "global-batch" or None')
+    if loader.remap is not None and iterable:
+        raise ConfigError("remap: an IterableDataset has no order to be dealt")
+    if loader.replicate is not None and MISSING is None:
+        check_replicate(loader.replicate)
+        if loader.remap is not None or iterable:
+            raise ConfigError("replicate: not with remap, nor for an IterableDataset")
+    Tolerance(loader.on_error, loader.max_bad_samples).check()
+    if loader.on_error != "raise" and iterable:
+        raise ConfigError(
+            f"on_error={loader.on_error!r}: an IterableDataset has no samples by number"
+        )
+    if loader.creel and MISSING is None:
+        settings(loader.creel)  # raise for a wrong setting here, not at the first epoch
 
 
 def _may_take(loader: DataLoader[Any]) -> bool:

@@ -193,6 +193,8 @@ class EpochRun:
         binding = loader_state.binding(loader)
         #: Whether this epoch's files lie in the page cache: then nothing is published.
         self._page_cached = binding is not None and loader_state.page_cached(loader, binding, None)
+        #: Whether `begin` asks again: in later epochs, and where only a session tells who is alone.
+        self._asks_again = rank_and_world()[1] > 1
         self.stream = loader_state.take_stream(loader, wait=not self._page_cached)
         #: What its readers are made with; None: they read without creel.
         self.binding = None if self.stream is None and not self._page_cached else binding
@@ -291,9 +293,9 @@ class EpochRun:
     def _attach(self, loader: DataLoader[Any]) -> None:
         """Find a session for this epoch; where it only counts, without waiting for a daemon."""
         loader_state, binding = self._loader_state, self.binding
-        self._page_cached = binding is not None and loader_state.page_cached(
-            loader, binding, self.stream
-        )
+        if binding is not None and self._asks_again:
+            self._page_cached = loader_state.page_cached(loader, binding, self.stream)
+        self._asks_again = True
         if self.stream is not None or binding is None:
             return
         stream = loader_state.take_stream(loader, wait=not self._page_cached)
