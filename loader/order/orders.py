@@ -159,7 +159,7 @@ class KnownOrder(EpochOrder):
         super().__init__(loader, begun)
         self._exchange = exchange
         self._batcher = self._sampler if type(self._sampler) is BatchSampler else None
-        self.inner: object = self._sampler if self._batcher is None else self._batcher.sampler
+        self.inner = inner_of(self._sampler)
         self._given, self._redraw = given, redraw
         self.lookahead = 2 if getattr(self.inner, "replacement", False) else 1
         self._stream: SamplerStream | None = None
@@ -361,9 +361,13 @@ def index_sampler(loader: DataLoader[object]) -> Iterable[object]:
     return cast("Iterable[object]", loader._index_sampler)  # noqa: SLF001  torch's
 
 
+def inner_of(sampler: object) -> object:
+    """Return the sampler that draws: what torch's BatchSampler wraps, else `sampler` itself."""
+    return sampler.sampler if type(sampler) is BatchSampler else sampler
+
+
 def kind_of(sampler: object) -> str:
-    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
-    return type(inner).__name__
+    return type(inner_of(sampler)).__name__
 
 
 def _epochs_of(sampler: object) -> tuple[object, object]:
@@ -380,5 +384,4 @@ def foreseeable(sampler: object) -> bool:
     will yield, without side effects. (The dataset is not copied; the global generators of torch,
     numpy and `random` are restored.)
     """
-    inner = sampler.sampler if type(sampler) is BatchSampler else sampler
-    return getattr(inner, "foreseeable", False) is True
+    return getattr(inner_of(sampler), "foreseeable", False) is True

@@ -51,6 +51,7 @@ from creel.loader.order.orders import (
     Moment,
     State,
     index_sampler,
+    inner_of,
     kind_of,
 )
 from creel.loader.order.recipes import is_sequence, opened, trusted
@@ -154,8 +155,7 @@ def dealt_anew(
     Raises:
         ConfigError: the state is of another number of samples.
     """
-    sampler = index_sampler(loader)
-    inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
+    inner = inner_of(index_sampler(loader))
     facts = state.get("stream", {})
     world = facts.get("world", 0)
     if type(inner) is not DistributedSampler or world in {0, inner.num_replicas}:
@@ -259,8 +259,7 @@ def _raises(loader: DataLoader[object]) -> bool:
 
 def _total(loader: DataLoader[object], given: Facts) -> int:
     """Items of an epoch of which these facts are known."""
-    sampler = index_sampler(loader)
-    inner: object = sampler.sampler if type(sampler) is BatchSampler else sampler
+    inner = inner_of(index_sampler(loader))
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
     return opened(inner, shadow, given).total
 

@@ -8,13 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
-from creel.loader.order.draws import RandomSource
-from creel.loader.order.streams import Facts, Items, SamplerStream, Sequential
+from creel.loader.order.streams import Derived, Facts, Items, SamplerStream, Sequential
 from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 from creel.policies.cluster.remap import Exchange
 
 
-class Distributed(SamplerStream):
+class Distributed(Derived):
     """One rank's share of an order: every world-th item, with the head repeated or the tail cut.
 
     `offset`: where dealing begins, in an epoch that ranks of another number have begun.
@@ -29,7 +28,8 @@ class Distributed(SamplerStream):
         offset: int = 0,
         exchange: Exchange | None = None,
     ) -> None:
-        self._order, self._epoch, self._offset = order, epoch, offset
+        super().__init__(order)
+        self._epoch, self._offset = epoch, offset
         self._exchange = exchange
         self._rank, self._world = sampler.rank, sampler.num_replicas
         self._n = order.total
@@ -57,9 +57,6 @@ class Distributed(SamplerStream):
             batch = self._exchange.batch
             return max(there, 0) // (batch * self._world) * batch
         return max(there - self._rank, 0) // self._world
-
-    def draw(self) -> None:
-        self._order.draw()
 
     def items(self, start: int, stop: int) -> Items:
         if start >= stop:
@@ -97,20 +94,18 @@ class Distributed(SamplerStream):
             return None
         return JobOrder(self._n, self._world, each, batch, seed, self._exchange is not None)
 
-    def rebase(self, source: RandomSource) -> None:
-        self._order = self._order.fork(source)
-
     def facts(self) -> Facts:
         facts: Facts = {"epoch": self._epoch, "world": self._world}
         return {**facts, "offset": self._offset} if self._offset else facts
 
 
-class Without(SamplerStream):
+class Without(Derived):
     """A stream without the items of some batches, of `each` items."""
 
     def __init__(self, whole: SamplerStream, batches: Sequence[int], each: int) -> None:
         """batches: their numbers in the whole stream."""
-        self._whole, self._each = whole, each
+        super().__init__(whole)
+        self._each = each
         self._gone = np.unique(np.asarray(batches, np.int64))
         self._gone = self._gone[self._gone * each < whole.total]
         self.total = whole.total - self._missing(whole.total)
@@ -126,35 +121,29 @@ class Without(SamplerStream):
 
     @property
     def drawn(self) -> int:
-        return self._whole.drawn - self._missing(self._whole.drawn)
+        return self._order.drawn - self._missing(self._order.drawn)
 
     @property
     def ready(self) -> int:
-        return self._whole.ready - self._missing(self._whole.ready)
-
-    def draw(self) -> None:
-        self._whole.draw()
+        return self._order.ready - self._missing(self._order.ready)
 
     def need(self, item: int) -> None:
         places = in_whole(np.array([item]) // self._each, self._gone) * self._each
-        self._whole.need(min(int(places[0]) + item % self._each, self._whole.total))
+        self._order.need(min(int(places[0]) + item % self._each, self._order.total))
 
     def items(self, start: int, stop: int) -> Items:
         if start >= stop:
-            return self._whole.items(0, 0)
+            return self._order.items(0, 0)
         batch, rest = np.divmod(np.arange(start, stop), self._each)
         places = in_whole(batch, self._gone) * self._each + rest
         first = int(places[0])
-        found = self._whole.items(first, int(places[-1]) + 1)
+        found = self._order.items(first, int(places[-1]) + 1)
         if isinstance(found, np.ndarray):
             return found[places - first]
         return [found[i] for i in (places - first).tolist()]
 
-    def rebase(self, source: RandomSource) -> None:
-        self._whole = self._whole.fork(source)
-
     def facts(self) -> Facts:
-        return {**self._whole.facts(), "without": self._gone.tolist(), "each": self._each}
+        return {**self._order.facts(), "without": self._gone.tolist(), "each": self._each}
 
 
 def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.int64]:

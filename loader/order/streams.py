@@ -276,16 +276,12 @@ class Shuffled(Drawing):
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
-class ShuffledList(SamplerStream):
-    """A shuffled list: item i is listed[order[i]]."""
+class Derived(SamplerStream):
+    """Base of streams whose items follow from those of another, `_order`; of as many by default."""
 
-    live = True
-
-    def __init__(self, listed: Sequence[object], order: SamplerStream) -> None:
-        self._listed = listed
+    def __init__(self, order: SamplerStream) -> None:
         self._order = order
         self.total = order.total
-        self.thread_safe = _plain(listed)
 
     @property
     def drawn(self) -> int:
@@ -301,15 +297,26 @@ class ShuffledList(SamplerStream):
     def need(self, item: int) -> None:
         self._order.need(item)
 
-    def items(self, start: int, stop: int) -> Items:
-        places = np.asarray(self._order.items(start, stop))
-        return [self._listed[i] for i in places.tolist()]
-
     def rebase(self, source: RandomSource) -> None:
         self._order = self._order.fork(source)
 
     def facts(self) -> Facts:
         return self._order.facts()
+
+
+class ShuffledList(Derived):
+    """A shuffled list: item i is listed[order[i]]."""
+
+    live = True
+
+    def __init__(self, listed: Sequence[object], order: SamplerStream) -> None:
+        super().__init__(order)
+        self._listed = listed
+        self.thread_safe = _plain(listed)
+
+    def items(self, start: int, stop: int) -> Items:
+        places = np.asarray(self._order.items(start, stop))
+        return [self._listed[i] for i in places.tolist()]
 
 
 class WithReplacement(Drawing):
