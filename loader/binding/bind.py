@@ -26,11 +26,12 @@ from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable
 from creel.loader.datasets.base import CreelDataset, Ids, Indices, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, stacked
-from creel.loader.reading.observer import Lease, ReadableSession
+from creel.loader.reading.observer import Lease
 from creel.loader.reading.page_cache import in_page_cache
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
+    from creel.loader.client.session import Session
 
 #: Samples or files by which `Binding.one_to_one` and `in_page_cache` judge.
 _PROBED = 64
@@ -162,7 +163,7 @@ class Binding:
         some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
         return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))
 
-    def reading(self, session: ReadableSession, ids: NDArray[np.integer], stamp: int) -> Lease:
+    def reading(self, session: Session, ids: NDArray[np.integer], stamp: int) -> Lease:
         """A lease: inside its `with`, this thread's reads of a step's objects are copies.
 
         Args:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
@@ -11,33 +11,16 @@ from creel.loader.datasets.base import Sample, fetch_many
 
 if TYPE_CHECKING:
     from creel.loader.binding.access_trace import AccessTrace
-
-T = TypeVar("T")
-
-
-class ProxyReads(Protocol):
-    """How a proxy reads its dataset: `WrappedReads`, which imports all that binds a dataset."""
-
-    def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T], /) -> T:
-        """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        ...
-
-    def trace(self) -> AccessTrace | None:
-        """What the dataset was seen to read, once that is complete; the first call starts it."""
-        ...
-
-    def recorded(self) -> bool:
-        """Whether anything was recorded so far, as reads had to wait for their source."""
-        ...
+    from creel.loader.binding.wrapped_reads import WrappedReads
 
 
 class Wrapped(Dataset[Sample]):
     """A proxy with the length, samples, attributes and (for isinstance) class of a dataset."""
 
     _wrapped: Dataset[Sample]
-    _reads: ProxyReads
+    _reads: WrappedReads
 
-    def __init__(self, dataset: Dataset[Sample], reads: ProxyReads) -> None:
+    def __init__(self, dataset: Dataset[Sample], reads: WrappedReads) -> None:
         object.__setattr__(self, "_wrapped", dataset)
         object.__setattr__(self, "_reads", reads)
 
@@ -84,11 +67,11 @@ def trace_of(dataset: object) -> AccessTrace | None:
     """The trace of a proxy's dataset; None if there is none so far, or for another dataset."""
     if type(dataset) is not Wrapped:
         return None
-    reads: ProxyReads = object.__getattribute__(dataset, "_reads")
+    reads: WrappedReads = object.__getattribute__(dataset, "_reads")
     return reads.trace()
 
 
 def recorded(dataset: Wrapped) -> bool:
     """Whether reads of a proxy's dataset were recorded, which had to wait for their source."""
-    reads: ProxyReads = object.__getattribute__(dataset, "_reads")
+    reads: WrappedReads = object.__getattribute__(dataset, "_reads")
     return reads.recorded()

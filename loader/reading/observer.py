@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from numpy.typing import NDArray
 from creel.policies.bypass import ThreadUse
 
 if TYPE_CHECKING:
+    from creel.loader.binding.adapters import Addressed
+    from creel.loader.client.session import Session
+    from creel.loader.datasets.base import CreelDataset
     from creel.loader.reading.file_copies import FileCopies
 
 Copied = TypeVar("Copied", bytes, bytearray)
@@ -35,43 +38,6 @@ os_open = os.open
 #: What a thread reads: an address; an object of a leaf as (id(leaf), object number); a small part
 #: of a file as (address, bytes that were read, bytes of the file).
 Asked = str | tuple[int, int] | tuple[str, int, int]
-
-
-class ReadableSession(Protocol):
-    """The part of `loader.client.session.Session` that a reader needs."""
-
-    def pieces(self, ids: NDArray[np.integer], /) -> Mapping[int, list[memoryview]]:
-        """The bytes of those of (k,) objects that are in the arena, read-only and in order."""
-        ...
-
-    def stamp(self) -> int:
-        """A number that changes once anything that could be copied before may be invalid."""
-        ...
-
-    def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8], /) -> NDArray[np.bool_]:
-        """Copy object ids[i] to row i of `out`; (n,) whether each was in the arena."""
-        ...
-
-
-class Named(Protocol):
-    """A leaf whose objects can be found by their address."""
-
-    @property
-    def object_count(self) -> int:
-        """Number of objects."""
-        ...
-
-    def addresses(self, ids: NDArray[np.integer], /) -> list[str]:
-        """The addresses of (k,) objects."""
-        ...
-
-
-class Leaf(Protocol):
-    """A dataset whose objects are read through the observer."""
-
-    def address(self, object_id: int, /) -> str | None:
-        """The address of an object that is a whole file, None for a part of a file."""
-        ...
 
 
 class _Thread(threading.local):
@@ -91,28 +57,13 @@ class Lease:
     each lease for one `with` only.
     """
 
-    __slots__ = (
-        "_bases",
-        "_ids",
-        "_named",
-        "_numbers",
-        "_outer",
-        "_pieces",
-        "_session",
-        "_stamp",
-        "blocked",
-        "direct_nbytes",
-        "direct_ns",
-        "direct_reads",
-    )
-
     def __init__(
         self,
-        session: ReadableSession | None = None,
+        session: Session | None = None,
         ids: NDArray[np.integer] = _NONE,
         stamp: int = -1,
         bases: Mapping[int, int] | None = None,
-        named: Sequence[Named] = (),
+        named: Sequence[Addressed] = (),
     ) -> None:
         """Make a lease.
 
@@ -153,7 +104,7 @@ class Lease:
         """Whether it has a session to copy from."""
         return self._session is not None
 
-    def number(self, leaf: Leaf, object_id: int) -> int | None:
+    def number(self, leaf: CreelDataset, object_id: int) -> int | None:
         """Number in the session of an object of `leaf`; None if the lease does not cover it.
 
         A leaf that the lease does not know may have files that it knows by their address.
@@ -174,7 +125,7 @@ class Lease:
             self._numbers = self._by_address() if self._there(self._session) else {}
         return self._numbers.get(address)
 
-    def _there(self, session: ReadableSession) -> Mapping[int, list[memoryview]]:
+    def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
         """Those of the step's objects that are in the arena: all at once takes little longer."""
         pieces = self._pieces
         if pieces is None:
@@ -226,7 +177,7 @@ class Lease:
 
     def take_rows(
         self,
-        leaf: Leaf,
+        leaf: CreelDataset,
         ids: NDArray[np.int64],
         out: NDArray[np.uint8],
         direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],
@@ -405,7 +356,9 @@ def leased() -> bool:
     return _thread.lease is not None
 
 
-def take(leaf: Leaf, object_id: int, direct: Callable[[int], bytes], kind: type[Copied]) -> Copied:
+def take(
+    leaf: CreelDataset, object_id: int, direct: Callable[[int], bytes], kind: type[Copied]
+) -> Copied:
     """A copy of the bytes of an object of `leaf`: from the arena, else by `direct`.
 
     Args:
@@ -425,7 +378,7 @@ def take(leaf: Leaf, object_id: int, direct: Callable[[int], bytes], kind: type[
 
 
 def take_rows(
-    leaf: Leaf,
+    leaf: CreelDataset,
     ids: NDArray[np.int64],
     out: NDArray[np.uint8],
     direct: Callable[[NDArray[np.int64], NDArray[np.uint8]], None],

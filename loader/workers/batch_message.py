@@ -33,7 +33,7 @@ class Outbox:
 
     def __init__(self, slots: int, inherited: Sequence[mmap.mmap] = ()) -> None:
         self._writer = SlotWriter(max_slots=slots if may_keep() else 0, inherited=inherited)
-        self.take_back = self._writer.give_back
+        self.take_back, self.close = self._writer.give_back, self._writer.close
 
     def collate(self, collate_fn: Collate) -> Collate:
         """`collate_fn`, or for default_collate one that collates right into a slot."""
@@ -57,10 +57,6 @@ class Outbox:
             fd for _, fd, _ in unsent
         ]
 
-    def close(self) -> None:
-        """Close all descriptors; what was sent stays."""
-        self._writer.close()
-
     def without_slots(self, data: object, lost: BatchMessage) -> BatchMessage:
         """The batch again, all in the message: the trainer got none of the new slots of `lost`."""
         message = BatchMessage((), pack(data, _NoSlots()))
@@ -82,6 +78,7 @@ class Inbox:
         """`private`: other processes read the same slots, and see nothing of what is written."""
         self._reader = SlotReader(max_leased=max_leased, inherited=inherited, private=private)
         self.take_freed = self._reader.returned
+        self.spare, self.close = self._reader.spare, self._reader.close
 
     def accept(self, message: BatchMessage, fds: list[int]) -> Packed:
         """Map the new slots and close their descriptors.
@@ -105,11 +102,3 @@ class Inbox:
     def discard(self, packed: Packed) -> None:
         """Give back the slots of a batch that is not wanted."""
         discard(packed, self._reader)
-
-    def spare(self, nbytes: int) -> list[mmap.mmap]:
-        """Call `SlotReader.spare`."""
-        return self._reader.spare(nbytes)
-
-    def close(self) -> None:
-        """Release all slots; tensors over them stay valid."""
-        self._reader.close()

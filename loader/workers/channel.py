@@ -25,6 +25,8 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from creel.loader.client.packets import close_all
+
 #: Longest packet in bytes; longer messages use a memfd. A socket's buffer is 208 KiB by default.
 _INLINE = 16 << 10
 #: Most descriptors in one packet (the kernel's SCM_MAX_FD); any more are sent before it in packets
@@ -55,7 +57,7 @@ class _Packet:
 
     def close(self) -> None:
         """Close the owned descriptors, once it was sent or never will be."""
-        _close(self._ours)
+        close_all(self._ours)
         self._ours = self.fds = []
 
     def keep(self) -> None:
@@ -151,7 +153,7 @@ class Channel:
             for piece, some in _packets(body, [*owned, *fds]):
                 _send(self._sock, piece, some)
         finally:
-            _close(owned)
+            close_all(owned)
 
     def _answered(self, answer: bytes) -> None:
         """Handle the answer to the earliest message that has none."""
@@ -200,7 +202,7 @@ class Channel:
         """
         cut, self._cut = self._cut, False
         if cut:
-            _close(self._fds)
+            close_all(self._fds)
             self._fds, self._pieces = [], []
         if kind in (_PLAIN_TOLD, _SPILLED_TOLD):
             with (
@@ -302,8 +304,3 @@ def _spilled(fds: list[int]) -> tuple[tuple[object, ...], list[int]]:
     with os.fdopen(fds[0], "rb") as file:
         file.seek(0)
         return pickle.loads(file.read()), fds[1:]  # noqa: S301  from our own child or parent
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.forks import forget_in_child
+from creel.loader.client.packets import close_all
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.batch_message import Inbox
@@ -94,7 +95,7 @@ class Follower:
         if iterator in self._arrived or iterator > self._count:
             self._arrived.setdefault(iterator, deque()).append(arrived)
         else:
-            _close(arrived[1])
+            close_all(arrived[1])
 
     def take(self, iterator: int) -> Arrived:
         """Take what `peek` has returned."""
@@ -109,7 +110,7 @@ class Follower:
         """End an iterator: what still comes for it is dropped."""
         self._open.discard(iterator)
         for _, fds in self._arrived.pop(iterator, ()):
-            _close(fds)
+            close_all(fds)
         if self._closing:
             self.close()
 
@@ -120,7 +121,7 @@ class Follower:
             return
         while self._arrived:
             for _, fds in self._arrived.popitem()[1]:
-                _close(fds)
+                close_all(fds)
         self._channel.close()
 
     def forget(self) -> None:
@@ -291,8 +292,3 @@ class ReplicaReader:
     def close(self) -> None:
         """End the iterator."""
         self._pool.close()
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -19,7 +19,7 @@ import select
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.batch_message import BatchMessage, Outbox
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.worker import portable
+
+if TYPE_CHECKING:
+    from creel.loader.iterators.inline_iter import BatchReader
 
 _log = logging.getLogger("creel.loader")
 
@@ -221,17 +224,10 @@ class SentBatches:
         self._leader.end(self._number)
 
 
-class Reads(Protocol):
-    """Reads batches in this process, as `iterators.inline_iter.BatchReader`."""
-
-    def read(self, i: int, step: int, index: Any) -> Any:
-        """Read the i-th batch."""
-
-
 class LeaderReader:
     """Reads batches in the leader itself (`num_workers=0`), and sends each to the followers."""
 
-    def __init__(self, reader: Reads, leader: Leader, slots: int) -> None:
+    def __init__(self, reader: BatchReader, leader: Leader, slots: int) -> None:
         self._reader = reader
         self._outbox = Outbox(slots)
         self._sent = leader.open(0)
