@@ -11,43 +11,12 @@ import numpy as np
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
+from creel.daemon.core import events
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks
 from creel.daemon.core.cluster.plans import ClusterPlans
 from creel.daemon.core.cluster.serving import Serving
 from creel.daemon.core.disk.spilling import Spilling
-from creel.daemon.core.events import (
-    Action,
-    Checked,
-    ClusterChanged,
-    DatasetAdded,
-    DiskOpened,
-    Dropped,
-    EpochBegan,
-    EpochDealt,
-    EpochFollowed,
-    Event,
-    Fetched,
-    FetchObjects,
-    FoundOnDisk,
-    PeerAsked,
-    PeerServed,
-    PlanAsked,
-    PlanDoubted,
-    PlanExtended,
-    PlanRetention,
-    PlanShared,
-    PlanTruncated,
-    Progressed,
-    RetentionPlanned,
-    SessionClosed,
-    SessionOpened,
-    SetReady,
-    Spilled,
-    Tick,
-    Unregistered,
-    Warm,
-)
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
@@ -82,44 +51,44 @@ class Core:
         self._spilling = Spilling(self._admission.disk, self._residencies, self._admission.part)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
-        self._out: list[Action] = []
+        self._out: list[events.Action] = []
         self._plans = ClusterPlans(self._residencies, self._window, self._emit)
         self._landing = Landing(
             *(self._admission, self._inflight, self._prefetcher, self._checks, self._spilling),
             *(self._sessions, self._emit, self._announce),
         )
         timed: dict[type, Callable[[Any, float], None]] = {
-            SessionOpened: self._opened,
-            Progressed: self._progressed,
-            Fetched: self._landing.fetched,
-            PeerAsked: self._serving.asked,
-            Tick: self._ticked,
+            events.SessionOpened: self._opened,
+            events.Progressed: self._progressed,
+            events.Fetched: self._landing.fetched,
+            events.PeerAsked: self._serving.asked,
+            events.Tick: self._ticked,
         }
         untimed: dict[type, Callable[[Any], None]] = {
-            DatasetAdded: self._registered,
-            PlanExtended: self._extended,
-            EpochBegan: self._begun,
-            EpochDealt: self._dealt,
-            EpochFollowed: self._followed,
-            PlanTruncated: self._truncated,
-            SessionClosed: self._closed,
-            Checked: self._landing.checked,
-            RetentionPlanned: self._planned,
-            Warm: self._warmed,
-            Dropped: self._dropped,
-            Unregistered: self._unregistered,
-            ClusterChanged: self._plans.changed,
-            PlanShared: self._plans.shared,
-            PlanDoubted: self._plans.doubted,
-            PlanAsked: self._plans.asked,
-            PeerServed: self._serving.served,
-            DiskOpened: self._disk_opened,
-            FoundOnDisk: self._found,
-            Spilled: self._spilling.landed,
+            events.DatasetAdded: self._registered,
+            events.PlanExtended: self._extended,
+            events.EpochBegan: self._begun,
+            events.EpochDealt: self._dealt,
+            events.EpochFollowed: self._followed,
+            events.PlanTruncated: self._truncated,
+            events.SessionClosed: self._closed,
+            events.Checked: self._landing.checked,
+            events.RetentionPlanned: self._planned,
+            events.Warm: self._warmed,
+            events.Dropped: self._dropped,
+            events.Unregistered: self._unregistered,
+            events.ClusterChanged: self._plans.changed,
+            events.PlanShared: self._plans.shared,
+            events.PlanDoubted: self._plans.doubted,
+            events.PlanAsked: self._plans.asked,
+            events.PeerServed: self._serving.served,
+            events.DiskOpened: self._disk_opened,
+            events.FoundOnDisk: self._found,
+            events.Spilled: self._spilling.landed,
         }
         self._handlers = timed | {event: _without_now(handle) for event, handle in untimed.items()}
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """Return what to do about an event, in order; `now` in monotonic seconds.
 
         Raises:
@@ -130,11 +99,11 @@ class Core:
         self._out = []
         self._inflight.mark()
         self._spilling.look(now)
-        if not isinstance(event, Fetched | Tick):
+        if not isinstance(event, (events.Fetched, events.Tick)):
             # Room may have been freed, or a session may be more urgent now.
             self._prefetcher.stuck.clear()
         self._handlers[type(event)](event, now)
-        self._serving.advance(now, every=isinstance(event, Tick))
+        self._serving.advance(now, every=isinstance(event, events.Tick))
         for session in self._sessions.values():
             self._prefetcher.advance_ready(session)
         self._out += self._prefetcher.advance_all(self._sessions.values(), now)
@@ -145,7 +114,7 @@ class Core:
                 self._out += self._inflight.warm(residency, now)
             boundary = residency.planning_task(self._admission, self._window)
             if boundary is not None:
-                self._out.append(PlanRetention(residency.name, boundary))
+                self._out.append(events.PlanRetention(residency.name, boundary))
             self._plans.ask(residency, now)
         lacking = self._prefetcher.lacking.values()
         if self._spilling.start(lacking, self._serving.short, self._inflight.from_disk):
@@ -158,7 +127,7 @@ class Core:
         self._forget_fresh()
         return self._out
 
-    def _emit(self, action: Action) -> None:
+    def _emit(self, action: events.Action) -> None:
         self._out.append(action)
 
     def _forget_fresh(self) -> None:
@@ -169,17 +138,17 @@ class Core:
     def _announce(self, s: RankStream) -> None:
         if (s.ready, s.early) != s.published:
             s.published = s.ready, s.early
-            self._out.append(SetReady(s.id, s.ready, s.failed, s.early))
+            self._out.append(events.SetReady(s.id, s.ready, s.failed, s.early))
 
     # --- events --------------------------------------------------------------------------------
 
-    def _registered(self, e: DatasetAdded) -> None:
+    def _registered(self, e: events.DatasetAdded) -> None:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
         self._residencies[e.dataset] = Residency(e.dataset, *columns, self._admission.disk)
 
-    def _opened(self, e: SessionOpened, now: float) -> None:
+    def _opened(self, e: events.SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:
             raise IllegalEventError(f"session {e.session} of {e.dataset!r} cannot open")
         residency = self._residencies[e.dataset]
@@ -192,12 +161,12 @@ class Core:
         self._inflight.generation += 1
         return self._inflight.generation
 
-    def _begun(self, e: EpochBegan) -> None:
+    def _begun(self, e: events.EpochBegan) -> None:
         s = self._sessions.get(e.session)
         if s is not None:
             s.begin(e.epoch, self._generation())
 
-    def _dealt(self, e: EpochDealt) -> None:
+    def _dealt(self, e: events.EpochDealt) -> None:
         s = self._sessions.get(e.session)
         if s is None:
             return
@@ -206,13 +175,13 @@ class Core:
         s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
         s.residency.choose_policy()
 
-    def _followed(self, e: EpochFollowed) -> None:
+    def _followed(self, e: events.EpochFollowed) -> None:
         s = self._sessions.get(e.session)
         if s is not None:
             s.group.deals.view, s.group.deals.followed = e.view, True
             s.residency.choose_policy()
 
-    def _extended(self, e: PlanExtended) -> None:
+    def _extended(self, e: events.PlanExtended) -> None:
         s = self._sessions.get(e.session)
         if s is None:
             return  # closed meanwhile
@@ -226,7 +195,7 @@ class Core:
         self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._survey()
 
-    def _truncated(self, e: PlanTruncated) -> None:
+    def _truncated(self, e: events.PlanTruncated) -> None:
         s = self._sessions.get(e.session)
         if s is None or e.step >= s.stream.end:
             return
@@ -237,7 +206,7 @@ class Core:
         s.group.replan()
         self._unplanned(s.residency, unpinned)
 
-    def _progressed(self, e: Progressed, now: float) -> None:
+    def _progressed(self, e: events.Progressed, now: float) -> None:
         s = self._sessions.get(e.session)
         if s is None:
             return
@@ -256,7 +225,7 @@ class Core:
             s.stalls += s.stalling
         self._prefetcher.set_reach(s, len(self._sessions))
 
-    def _closed(self, e: SessionClosed) -> None:
+    def _closed(self, e: events.SessionClosed) -> None:
         s = self._sessions.pop(e.session, None)
         if s is None:
             return
@@ -266,33 +235,33 @@ class Core:
         s.group.replan()
         self._unplanned(s.residency, unpinned)
 
-    def _planned(self, e: RetentionPlanned) -> None:
+    def _planned(self, e: events.RetentionPlanned) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None and residency.policy is not None:
             residency.policy.retention_planned(e.boundary, e.kept)
             residency.disk.changed(len(residency))
 
-    def _disk_opened(self, e: DiskOpened) -> None:
+    def _disk_opened(self, e: events.DiskOpened) -> None:
         self._spilling.opened(e.nbytes, e.unit)
         for residency in self._residencies.values():
             residency.choose_policy()
         self._survey()
 
-    def _found(self, e: FoundOnDisk) -> None:
+    def _found(self, e: events.FoundOnDisk) -> None:
         self._residencies[e.dataset].found_on_disk(e.ids.astype(np.intp), e.nbytes)
 
-    def _warmed(self, e: Warm) -> None:
+    def _warmed(self, e: events.Warm) -> None:
         if e.dataset in self._residencies:
             self._residencies[e.dataset].warming = 0
 
-    def _dropped(self, e: Dropped) -> None:
+    def _dropped(self, e: events.Dropped) -> None:
         residency = self._residencies.get(e.dataset)
         if residency is not None:
             residency.warming = -1
             residency.disk.lost_all()
             residency.evict(residency.unpinned(), "dropped")
 
-    def _unregistered(self, e: Unregistered) -> None:
+    def _unregistered(self, e: events.Unregistered) -> None:
         if e.dataset not in self._residencies or self.busy(e.dataset):
             raise IllegalEventError(f"dataset {e.dataset!r} is still in use")
         residency = self._residencies[e.dataset]
@@ -304,7 +273,7 @@ class Core:
         self._plans.forget(e.dataset)
         del self._residencies[e.dataset]
 
-    def _ticked(self, e: Tick, now: float) -> None:
+    def _ticked(self, e: events.Tick, now: float) -> None:
         """Give up objects that a reader has waited for too long; let it go on with later steps.
 
         Sessions that wait for room or for their turn are handled after every event.
@@ -377,7 +346,7 @@ class Core:
             if residency.policy is not None:
                 residency.policy.resized()
 
-    def recover(self, session: int) -> list[Action]:
+    def recover(self, session: int) -> list[events.Action]:
         """Make all tables consistent again after an exception in `handle`.
 
         The session that the event was about, if any, is gone; fetches that the shell was not given
@@ -395,9 +364,9 @@ class Core:
             residency.rebuild(self._inflight.ids(residency), self._spilling.ids(residency))
         self._survey()
         decided, self._out = self._out, []
-        return [action for action in decided if not isinstance(action, FetchObjects)]
+        return [action for action in decided if not isinstance(action, events.FetchObjects)]
 
-    def end(self) -> list[Action]:
+    def end(self) -> list[events.Action]:
         """Return what to write to disk before the daemon ends; no event may follow.
 
         As nothing moves in memory any more, what readers and peers hold is written, too.

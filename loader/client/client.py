@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import NDArray
 
+from creel import messages
 from creel.addresses import second_address
 from creel.cache.memory.arena import ArenaView
 from creel.cache.memory.shared_words import LocationTable, SharedWords
@@ -48,30 +49,6 @@ from creel.loader.client.packets import (
 )
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
-from creel.messages import (
-    PROTOCOL,
-    Attach,
-    Close,
-    Command,
-    CommandReply,
-    ControlRequest,
-    Failed,
-    Hello,
-    Host,
-    Hosting,
-    Join,
-    Joined,
-    Member,
-    Open,
-    Opened,
-    Register,
-    Registered,
-    RequestMessage,
-    RequestReply,
-    Welcome,
-    decode,
-    encode,
-)
 from creel.peers import holder
 
 if TYPE_CHECKING:
@@ -84,7 +61,9 @@ _REGISTER_TIMEOUT_S = 120.0  # checking a manifest of 10 million files takes sec
 class Client:
     """A connection to the daemon. Make one with `connect`; all methods are thread-safe."""
 
-    def __init__(self, control_socket: socket.socket, welcome: Welcome, arena: ArenaView) -> None:
+    def __init__(
+        self, control_socket: socket.socket, welcome: messages.Welcome, arena: ArenaView
+    ) -> None:
         self.token = welcome.token
         self.daemon_pid = welcome.pid
         self.arena = arena
@@ -102,7 +81,7 @@ class Client:
         self.received = 0  # messages received so far
         self._wakeups: set[int] = set()  # eventfds of listening threads, to wake them up
         self.calls = itertools.count(1)
-        self._answers: dict[int, CommandReply | Failed] = {}
+        self._answers: dict[int, messages.CommandReply | messages.Failed] = {}
         #: The cluster that this node's daemon has joined for this process's job; "": none.
         self.cluster = ""
         self.joining = False
@@ -156,9 +135,9 @@ class Client:
             control_socket.settimeout(timeout_s)
             _connect_socket(control_socket, where, timeout_s)
             check_owner(control_socket, where)
-            hello = Hello(PROTOCOL, role, os.getpid(), token)
+            hello = messages.Hello(messages.PROTOCOL, role, os.getpid(), token)
             with pidfd_of(trainer_pid) as along:
-                welcome, fds = exchange(control_socket, hello, Welcome, along)
+                welcome, fds = exchange(control_socket, hello, messages.Welcome, along)
             return cls(control_socket, welcome, map_arena(fds, welcome.arena_nbytes))
         except BaseException as e:
             control_socket.close()
@@ -192,7 +171,9 @@ class Client:
         fd = sealed_copy(data)
         fds = (fd,) if copies is None else (fd, copies.fd)
         try:
-            reply, _ = self._call(Register(len(data)), Registered, fds, _REGISTER_TIMEOUT_S)
+            reply, _ = self._call(
+                messages.Register(len(data)), messages.Registered, fds, _REGISTER_TIMEOUT_S
+            )
         finally:
             os.close(fd)
         return reply.dataset
@@ -211,8 +192,8 @@ class Client:
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        request = Open(dataset, job, rank, world, name, cast(Any, recheck))
-        reply, fds = self._call(request, Opened)
+        request = messages.Open(dataset, job, rank, world, name, cast(Any, recheck))
+        reply, fds = self._call(request, messages.Opened)
         return self._session(reply, fds, trainer=True)
 
     def attach(self, session_id: int) -> Session:
@@ -221,24 +202,24 @@ class Client:
         Raises:
             UnavailableError: no such session, or the daemon is lost.
         """
-        reply, fds = self._call(Attach(session_id), Opened)
+        reply, fds = self._call(messages.Attach(session_id), messages.Opened)
         return self._session(reply, fds, trainer=False)
 
-    def host(self, address: str, port: int = 0) -> Member:
+    def host(self, address: str, port: int = 0) -> messages.Member:
         """Have the daemon serve peers at this address of this node; port 0: any.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        return self._call(Host(address, port), Hosting)[0].member
+        return self._call(messages.Host(address, port), messages.Hosting)[0].member
 
-    def join(self, request: Join) -> bool:
+    def join(self, request: messages.Join) -> bool:
         """Give the daemon its peers; see `messages.Join`. False: they are not all there yet.
 
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        ready = self._call(request, Joined)[0].ready
+        ready = self._call(request, messages.Joined)[0].ready
         if ready:
             self.cluster = request.cluster
         return ready
@@ -251,7 +232,7 @@ class Client:
             DaemonLostError: no reply in time.
         """
         call = next(self.calls)
-        self.send(Command(self.token, call, what, args))
+        self.send(messages.Command(self.token, call, what, args))
         deadline = time.monotonic() + timeout_s
         while True:
             received = self.received
@@ -262,7 +243,7 @@ class Client:
             if left <= 0 or not self.alive:
                 raise DaemonLostError(f"the daemon did not answer {what!r} within {timeout_s:g} s")
             self.listen(min(left, POLL_S), received)
-        if isinstance(answer, Failed):
+        if isinstance(answer, messages.Failed):
             raise ConfigError(answer.reason)
         return answer.body
 
@@ -307,7 +288,7 @@ class Client:
 
     def _call(
         self,
-        request: ControlRequest,
+        request: messages.ControlRequest,
         kind: type[M],
         fds: tuple[int, ...] = (),
         timeout_s: float = _REPLY_TIMEOUT_S,
@@ -327,27 +308,27 @@ class Client:
                 self._lost = True
                 raise
 
-    def notify(self, request: Close) -> None:
+    def notify(self, request: messages.Close) -> None:
         with self._control_lock:
             if self.alive:
                 try:
-                    self._control_socket.send(encode(request))
+                    self._control_socket.send(messages.encode(request))
                 except OSError:
                     self._lost = True
 
-    def _session(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
+    def _session(self, reply: messages.Opened, fds: list[int], *, trainer: bool) -> Session:
         try:
             session = self._mapped(reply, fds, trainer=trainer)
         except BaseException:  # e.g. no room for a mapping: the session will not be used
             if trainer:
-                self.notify(Close(reply.session))
+                self.notify(messages.Close(reply.session))
             raise
         finally:
             close_all(fds)
         self.sessions.add(session)
         return session
 
-    def _mapped(self, reply: Opened, fds: list[int], *, trainer: bool) -> Session:
+    def _mapped(self, reply: messages.Opened, fds: list[int], *, trainer: bool) -> Session:
         if len(fds) != 2:
             raise DaemonLostError(f"the daemon sent {len(fds)} descriptors with a session, not 2")
         table = LocationTable(fds[1], reply.objects, reply.record)
@@ -355,7 +336,7 @@ class Client:
 
     # --- request socket -----------------------------------------------------------------------
 
-    def send(self, message: RequestMessage, *arrays: NDArray[Any]) -> None:
+    def send(self, message: messages.RequestMessage, *arrays: NDArray[Any]) -> None:
         """Send a message over the request socket.
 
         Raises:
@@ -366,7 +347,7 @@ class Client:
             check_threads()
         import zmq
 
-        frames = [encode(message), *(a.tobytes() for a in arrays)]
+        frames = [messages.encode(message), *(a.tobytes() for a in arrays)]
         with self._request_lock:
             if not self.alive:
                 raise DaemonLostError("the daemon has ended")
@@ -452,14 +433,14 @@ class Client:
 
         try:
             body = request_socket.recv_multipart(zmq.DONTWAIT)[0]
-            message = decode(body, RequestReply)
+            message = messages.decode(body, messages.RequestReply)
         except zmq.Again:
             return False
         except (zmq.ZMQError, MalformedError):
             self._lost = True
             return False
         # Ready only wakes this thread: the shared words hold the same information.
-        if isinstance(message, (CommandReply, Failed)):
+        if isinstance(message, (messages.CommandReply, messages.Failed)):
             self._answers[message.call] = message
             while len(self._answers) > 1024:  # no caller waits for the oldest any more
                 self._answers.pop(next(iter(self._answers)))

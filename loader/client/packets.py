@@ -8,26 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+from creel import messages
 from creel.addresses import first_address
 from creel.cache.memory.arena import ArenaView
 from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
 from creel.limits import may_map
-from creel.messages import (
-    MAX_BODY,
-    ControlReply,
-    ControlRequest,
-    Hosting,
-    Joined,
-    Opened,
-    Refused,
-    Registered,
-    Welcome,
-    decode,
-    encode,
-)
 from creel.peers import known_apart, peer_of
 
-M = TypeVar("M", Welcome, Registered, Opened, Hosting, Joined)
+M = TypeVar(
+    "M", messages.Welcome, messages.Registered, messages.Opened, messages.Hosting, messages.Joined
+)
 
 _MAX_FDS = 4
 _SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
@@ -55,7 +45,10 @@ def resolve(address: str = "") -> str:
 
 
 def exchange(
-    control_socket: socket.socket, request: ControlRequest, kind: type[M], fds: tuple[int, ...] = ()
+    control_socket: socket.socket,
+    request: messages.ControlRequest,
+    kind: type[M],
+    fds: tuple[int, ...] = (),
 ) -> tuple[M, list[int]]:
     """Send a request and return its reply with descriptors, which the caller closes.
 
@@ -64,8 +57,10 @@ def exchange(
         UnavailableError: the daemon refused.
         MalformedError: the reply is not a `kind`.
     """
-    socket.send_fds(control_socket, [encode(request)], fds)
-    body, got, _, _ = socket.recv_fds(control_socket, MAX_BODY, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    socket.send_fds(control_socket, [messages.encode(request)], fds)
+    body, got, _, _ = socket.recv_fds(
+        control_socket, messages.MAX_BODY, _MAX_FDS, socket.MSG_CMSG_CLOEXEC
+    )
     try:
         return _expected(body, kind), got
     except BaseException:
@@ -76,8 +71,8 @@ def exchange(
 def _expected(body: bytes, kind: type[M]) -> M:
     if not body:
         raise DaemonLostError("the daemon closed the connection")
-    reply = decode(body, ControlReply)
-    if isinstance(reply, Refused):
+    reply = messages.decode(body, messages.ControlReply)
+    if isinstance(reply, messages.Refused):
         raise UnavailableError(reply.reason, retry_after=reply.retry_after)
     if not isinstance(reply, kind):
         raise MalformedError(f"the daemon sent {type(reply).__name__}, not {kind.__name__}")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from creel import messages
 from creel.cache.memory import runs
 from creel.cache.memory.arena import Rows
 from creel.cache.memory.shared_words import (
@@ -32,17 +33,6 @@ from creel.cache.memory.shared_words import (
     SharedWords,
 )
 from creel.forks import forget_in_child
-from creel.messages import (
-    Begin,
-    Close,
-    Deal,
-    Extend,
-    Follow,
-    Opened,
-    RequestMessage,
-    Truncate,
-    Wait,
-)
 from creel.policies.cluster.job_order import JobOrder
 
 if TYPE_CHECKING:  # the two modules import each other
@@ -91,7 +81,7 @@ class Session:
     def __init__(
         self,
         client: Client,
-        opened: Opened,
+        opened: messages.Opened,
         words: SharedWords,
         table: LocationTable,
         trainer: bool,
@@ -164,7 +154,7 @@ class Session:
             if fresh and not self._sent:
                 max_objects = 0
             last = max(int(np.searchsorted(ends, start + max_objects, side="right")), first + 1)
-            message = Extend(self.token, self.id, epoch, step + first, unplanned)
+            message = messages.Extend(self.token, self.id, epoch, step + first, unplanned)
             piece = objects[start : int(ends[last - 1])]
             if not self._send(message, piece, ends[first:last] - start):
                 self._lost |= first > 0  # the daemon has an incomplete plan
@@ -185,7 +175,7 @@ class Session:
         self._void_from = step if self._settled() else min(step, self._void_from)
         self._truncates += 1
         self.words[WANTED] = min(self.words[WANTED], step)  # it was of the cancelled plan
-        if not self._send(Truncate(self.token, self.id, step)):
+        if not self._send(messages.Truncate(self.token, self.id, step)):
             self._lost = True  # READY would still mean the old plan
             return False
         return True
@@ -209,7 +199,7 @@ class Session:
 
     def begin(self, epoch: int) -> bool:
         """Begin an epoch: the daemon checks its files' versions before its steps are ready."""
-        return self._send(Begin(self.token, self.id, epoch))
+        return self._send(messages.Begin(self.token, self.id, epoch))
 
     def stamp(self) -> int:
         """Return how often READY was revoked; bytes copied while this changes may be torn."""
@@ -253,7 +243,7 @@ class Session:
             self.words[WANTED] = max(self.words[WANTED], step + 1)
         client = self.client
         call = next(client.calls)
-        if not self._send(Wait(self.token, call, self.id, step)):
+        if not self._send(messages.Wait(self.token, call, self.id, step)):
             return False
         began = time.monotonic()
         while True:
@@ -274,11 +264,11 @@ class Session:
 
     def deal(self, epoch: int, deal: JobOrder) -> None:
         """Tell the daemon how an epoch is dealt to all ranks of the job."""
-        self._send(Deal(self.token, self.id, epoch, self.client.cluster, *deal))
+        self._send(messages.Deal(self.token, self.id, epoch, self.client.cluster, *deal))
 
     def follow(self) -> None:
         """Tell the daemon that the job's nodes are to ask each other without a plan for all."""
-        self._send(Follow(self.token, self.id, self.client.cluster))
+        self._send(messages.Follow(self.token, self.id, self.client.cluster))
 
     def forget(self) -> None:
         """In a forked child: stop using the session, whose shared words belong to the parent."""
@@ -328,10 +318,10 @@ class Session:
             return
         self._closed = True
         if self._trainer:
-            self.client.notify(Close(self.id))
+            self.client.notify(messages.Close(self.id))
         # Words and table stay mapped until the session is freed: other threads may be reading.
 
-    def _send(self, message: RequestMessage, *arrays: NDArray[Any]) -> bool:
+    def _send(self, message: messages.RequestMessage, *arrays: NDArray[Any]) -> bool:
         if self._closed or self._lost:
             return False
         try:

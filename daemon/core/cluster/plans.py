@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from creel.daemon.core.events import (
-    Action,
-    AskPlan,
-    ClusterChanged,
-    PlanAsked,
-    PlanDoubted,
-    PlanShared,
-    SharePlan,
-)
+from creel.daemon.core import events
 from creel.daemon.core.residency import Residency
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.members import EpochMoment, PlanDigest
@@ -31,14 +23,17 @@ class ClusterPlans:
     """
 
     def __init__(
-        self, residencies: Mapping[str, Residency], window: Window, emit: Callable[[Action], None]
+        self,
+        residencies: Mapping[str, Residency],
+        window: Window,
+        emit: Callable[[events.Action], None],
     ) -> None:
         self._residencies = residencies
         self._window = window
         self._emit = emit
         self._ask_again: dict[str, float] = {}  # by dataset: when, in seconds
 
-    def changed(self, e: ClusterChanged) -> None:
+    def changed(self, e: events.ClusterChanged) -> None:
         """Nodes left or came back."""
         for residency in self._residencies.values():
             for group in residency.groups:
@@ -46,22 +41,22 @@ class ClusterPlans:
                     group.deals.view = e.view
             residency.choose_policy()
 
-    def shared(self, e: PlanShared) -> None:
+    def shared(self, e: events.PlanShared) -> None:
         """A peer has said where objects lie."""
         policy = self._policy(e.dataset)
         if policy is not None:
             policy.adopt(e.plan)
 
-    def doubted(self, e: PlanDoubted) -> None:
+    def doubted(self, e: events.PlanDoubted) -> None:
         """Peers say that objects lie elsewhere."""
         policy = self._policy(e.dataset)
         if policy is not None:
             policy.doubt(e.seed)
 
-    def asked(self, e: PlanAsked) -> None:
+    def asked(self, e: events.PlanAsked) -> None:
         """A peer asks where objects lie."""
         policy = self._policy(e.dataset)
-        self._emit(SharePlan(e.request, None if policy is None else policy.share(e.seed)))
+        self._emit(events.SharePlan(e.request, None if policy is None else policy.share(e.seed)))
 
     def ask(self, residency: Residency, now: float) -> None:
         """Ask peers about the epoch, once a second, where what it began with was missed."""
@@ -71,7 +66,7 @@ class ClusterPlans:
         seed, view = policy.lacks, policy.deals.view
         if seed is not None and view is not None:
             self._ask_again[residency.name] = now + _ASK_AGAIN_S
-            self._emit(AskPlan(residency.name, view.cluster, seed))
+            self._emit(events.AskPlan(residency.name, view.cluster, seed))
 
     def forget(self, dataset: str) -> None:
         """A dataset is removed."""
