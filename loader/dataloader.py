@@ -144,7 +144,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if not _may_take(self):
             begun: LoaderState | None = self.__dict__.get("_creel_state")
             if begun is not None and (begun.exchanges or begun.shares):
-                raise ConfigError("the other ranks count on this loader's creel: enable it")
+                raise ConfigError(
+                    "other ranks share batches or samples with this loader: enable creel again"
+                )
             return super()._get_iterator()
         loader_state = self._loader_state()
         role = loader_state.role(self)
@@ -194,9 +196,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if delivered is not None and delivered < 0:
             raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
         if not _may_take(self):
-            warnings.warn(
-                f"{_TORCHS}: the epoch of this state_dict begins from its start", stacklevel=2
-            )
+            warnings.warn(f"{_TORCHS}: this state_dict restarts the epoch", stacklevel=2)
             return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
         loader_state = self._loader_state()
         if loader_state.resume is not None:
@@ -223,7 +223,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             ConfigError: the state is of another version or kind of loader, or incomplete.
         """
         if not _may_take(self):
-            warnings.warn(f"{_TORCHS}: it begins the epoch from its start", stacklevel=2)
+            warnings.warn(f"{_TORCHS}: the epoch restarts", stacklevel=2)
             return
         prepare_resume(self._loader_state(), self, state, leave_out)
 
@@ -250,11 +250,13 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
     if loader.remap not in {None, "global-batch"}:
         raise ConfigError(f'remap={loader.remap!r}: give "global-batch" or None')
     if loader.remap is not None and iterable:
-        raise ConfigError("remap: an IterableDataset has no order to be dealt")
+        raise ConfigError(
+            "remap needs a map-style dataset: an IterableDataset has no order to deal to ranks"
+        )
     if loader.replicate is not None and MISSING is None:
         check_replicate(loader.replicate)
         if loader.remap is not None or iterable:
-            raise ConfigError("replicate: not with remap, nor for an IterableDataset")
+            raise ConfigError("replicate cannot be combined with remap or an IterableDataset")
     Tolerance(loader.on_error, loader.max_bad_samples).check()
     if loader.on_error != "raise" and iterable:
         raise ConfigError(

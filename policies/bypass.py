@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-#: Reads are judged by so many samples together.
+#: Number of samples whose reads are judged together.
 _WINDOW_SAMPLES = 64
-#: A dataset is not left alone while two of so many windows had to wait: one may be its reader's own
-#: affair.
+#: A dataset is not left alone while two of its last windows had to wait: one may be chance. This is
+#: how many windows are remembered.
 _REMEMBERED_WINDOWS = 8
 #: A window waits for its source where its thread sleeps for every fourth sample or more often ...
 _SAMPLES_PER_SLEEP = 4
@@ -64,7 +64,7 @@ class Bypass:
         return self._allowed and not self.active and not self._slept
 
     def measures(self, samples: int) -> bool:
-        """Whether the next read past creel, of so many samples, is to be measured."""
+        """Whether the next read past creel, of `samples` samples, is to be measured."""
         self._unmeasured += samples
         if self._unmeasured < _UNMEASURED_SAMPLES:
             return False
@@ -72,7 +72,7 @@ class Bypass:
         return True
 
     def saw(self, samples: int, use: ThreadUse) -> None:
-        """Enter a read of so many samples, and what its thread used for it."""
+        """Enter a read of `samples` samples, and what its thread used for it."""
         self._slept |= _slept(samples, use)
         self._samples += samples
         self._use += use

@@ -143,7 +143,7 @@ class ArenaView:
             MalformedError: it is smaller than `nbytes`, or could shrink, so that a read could kill.
         """
         if os.fstat(fd).st_size < nbytes or not _seals(fd) & _F_SEAL_SHRINK:
-            raise MalformedError(f"the descriptor is no sealed arena of {nbytes} bytes")
+            raise MalformedError(f"the descriptor is not a sealed arena of {nbytes} bytes")
         return cls(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), nbytes)
 
     def rows(self, stride: int) -> NDArray[np.uint8]:

@@ -192,7 +192,7 @@ class PeerConnection:
         return request
 
     def send(self, request: Request, nbytes: int) -> bool:
-        """Send about so many bytes of the current answer; whether the socket took them all."""
+        """Send about `nbytes` of the current answer; return whether the socket took them all."""
         ready = sum(map(len, request.left[: wire.MAX_BUFFERS])) if self.sealer else nbytes
         while self.sealer is not None and request.plain and ready < nbytes:
             record, request.plain = self.sealer.record(request.plain)

@@ -27,8 +27,8 @@ log = logging.getLogger("creel.peers")
 _CONNECT_S = 2.0  # also of the whole handshake
 _STALL_S = 3.0  # a payload may pause for so long
 _PLAN_S = 5.0  # until a plan is sent
-#: A thread that receives payload is woken for so many bytes, not for each 64 KiB: half the CPU of
-#: both sides, and 1.8 times the rate (benchmarks/peers.py, 2 cores).
+#: A thread that receives payload is woken for this many bytes, not for each 64 KiB: that takes half
+#: the CPU of both sides, at 1.8 times the rate (benchmarks/peers.py, 2 cores).
 _WAKE_NBYTES = 256 << 10
 _CHUNK_NBYTES = 16 << 20  # allocated at once for an object of unknown length
 
@@ -96,7 +96,6 @@ class PeerLink:
         self.socket.sendall(wire.pack(request, seal=self._session.requests))
 
     def plan(self, until: float) -> SharedPlan | None:
-        """The answer to `ask_plan`."""
         answer, _ = self._message(wire.PlanAnswer, until, self._session.answers)
         columns = [None if k < 0 else self.whole(k) for k in (answer.holder, answer.planned)]
         return wire.shared_plan(answer, *columns)

@@ -90,7 +90,7 @@ class Opener:
         """Bytes that follow a record's header.
 
         Raises:
-            MalformedError: no record has so many.
+            MalformedError: no record has as many bytes.
         """
         (nbytes,) = HEADER.unpack(header)
         if not 0 < nbytes <= RECORD_NBYTES:

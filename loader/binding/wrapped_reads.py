@@ -335,7 +335,7 @@ class WrappedReads:
                 self._use(trace)
                 self._leave_recorder()  # frees the memory of its journal
             elif self._recorder.void:
-                _log.info("ranks with different datasets do not learn from each other")
+                _log.info("the ranks' datasets differ: each rank records what its own samples read")
                 self._leave_recorder()
                 self._joint = False
                 self._recorder = recorder_on([], self._dataset, self._settings(), self._whole)
@@ -466,7 +466,6 @@ class WrappedReads:
 
 
 def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]) -> T:
-    """Call `fetch(dataset)`; what the dataset opens by itself comes through creel."""
     with Intercepted():
         return fetch(dataset)
 

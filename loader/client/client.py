@@ -150,7 +150,7 @@ class Client:
                 raise NoDaemonError(f"no creel daemon at {shown}: {e}") from e
             if isinstance(e, MalformedError):
                 raise UnavailableError(
-                    f"the process at {shown} is no daemon of this version of creel: end it, or"
+                    f"the process at {shown} is not a daemon of this version of creel: end it, or"
                     f" choose another daemon.name ({e})"
                 ) from e
             raise

@@ -139,7 +139,7 @@ class Session:
 
         Returns:
             False if the plan does not matter any more: the daemon is lost, or a finaliser has
-            truncated the plan amid this call.
+            truncated the plan during this call.
         """
         objects = np.asarray(objects, np.dtype("<i4"))
         ends = np.asarray(ends, np.dtype("<i8"))

@@ -62,7 +62,7 @@ def expanded(text: str) -> list[str]:
     out: list[str] = []
     for entry in entries:
         if not _ENTRY.fullmatch(entry):
-            raise ConfigError(f"{entry!r} is no list of nodes, such as n[0-3],m1")
+            raise ConfigError(f"{entry!r} is not a list of nodes: write it like n[0-3],m1")
         parts = _RANGES.split(entry)
         choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
         count = 1

@@ -73,7 +73,7 @@ def ranks_in_blocks(nodes: int, world: int) -> list[int]:
     """
     each, left = divmod(world, nodes)
     if left or not each:
-        raise ConfigError(f"{world} ranks on {nodes} nodes: each node must have as many")
+        raise ConfigError(f"{world} ranks on {nodes} nodes: all nodes must have the same number")
     return [rank // each for rank in range(world)]
 
 
@@ -129,14 +129,14 @@ def secret_of(settings: ClusterSettings, env: Mapping[str, str]) -> bytes:
     if not settings.key_file:
         raise ConfigError(
             f"cluster.hosts needs a key: set cluster.key_file, or {KEY_VARIABLE}; without one,"
-            " daemons serve nobody"
+            " daemons do not serve each other"
         )
     path = Path(settings.key_file).expanduser()
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if stat.S_IMODE(found.st_mode) & 0o077 or found.st_uid not in {os.getuid(), 0}:
-                raise ConfigError(f"the key {path} is not yours alone: chmod 600 {path}")
+                raise ConfigError(f"the key {path} may be read by others: chmod 600 {path}")
             return _long_enough(file.read(4096).strip(), str(path))
     except OSError as e:
         raise ConfigError(f"the key {path} cannot be read: {e.strerror}") from e
@@ -145,6 +145,6 @@ def secret_of(settings: ClusterSettings, env: Mapping[str, str]) -> bytes:
 def _long_enough(secret: bytes, where: str) -> bytes:
     if len(secret) < _MIN_KEY:
         raise ConfigError(
-            f"the key in {where} has less than {_MIN_KEY} bytes: openssl rand -hex 32"
+            f"the key in {where} is shorter than {_MIN_KEY} bytes: openssl rand -hex 32"
         )
     return secret

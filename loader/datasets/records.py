@@ -292,7 +292,9 @@ def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
 
 def _check_offset(offset: object) -> None:
     if not isinstance(offset, SupportsIndex) or operator.index(offset) < 0:
-        raise ConfigError(f"offset is {offset!r}: bytes before the first record, 0 or more")
+        raise ConfigError(
+            f"offset is {offset!r}: give the bytes before the first record, 0 or more"
+        )
 
 
 def _shape(shape: SupportsIndex | Sequence[int]) -> tuple[int, ...]:
@@ -325,7 +327,9 @@ def _shape_of(path: str, header: _Npy | None, wanted: tuple[int, ...] | None) ->
             raise ConfigError(f"{path} does not say what shape a record has: give shape=")
         return own
     if header is not None and math.prod(header.shape) % math.prod(wanted):
-        raise ConfigError(f"{path} has shape {header.shape}: no whole records of {wanted}")
+        raise ConfigError(
+            f"{path} has shape {header.shape}: that is not a whole number of records of {wanted}"
+        )
     return wanted
 
 
@@ -355,7 +359,7 @@ def _range_of(path: str, header: _Npy | None, offset: int, nbytes: int) -> _Reco
     if (size - offset) % nbytes:
         raise ConfigError(
             f"{path} has {size - offset} bytes from offset {offset} on: "
-            f"no multiple of a record of {nbytes}"
+            f"not a multiple of the record size, {nbytes}"
         )
     return _RecordRange(path, offset, (size - offset) // nbytes)
 

@@ -49,8 +49,8 @@ def agreed(index_sampler: Iterable[object]) -> Exchange:
     rank, world = rank_and_world()
     if sampler.num_replicas != world:
         raise ConfigError(
-            f"remap needs one rank of the sampler for each of the job: it has"
-            f" {sampler.num_replicas}, the job {world}"
+            f"remap: num_replicas of the sampler is {sampler.num_replicas}, the job has {world}"
+            " ranks: they must be equal"
         )
     if world == 1:
         return Exchange((0,), batch)

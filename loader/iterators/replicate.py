@@ -51,7 +51,9 @@ def group_of(replicate: Any) -> tuple[int, ...]:
     mesh = getattr(replicate, "mesh", None)
     if isinstance(replicate, int):
         if world % replicate:
-            raise ConfigError(f"replicate={replicate}: {world} ranks are no groups of as many")
+            raise ConfigError(
+                f"replicate={replicate}: {world} ranks cannot be divided into groups of that size"
+            )
         first = rank - rank % replicate
         ranks = tuple(range(first, first + replicate))
     elif isinstance(mesh, torch.Tensor):

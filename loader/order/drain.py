@@ -111,7 +111,7 @@ def _same_start(
     if isinstance(begun, types.GeneratorType):
         # No code of a generator function has run yet, so a new one yields the same.
         if type(sampler).__iter__.__code__ is not begun.gi_code:  # type: ignore[attr-defined]  # else AttributeError
-            raise TypeError("a generator made by something else than __iter__ cannot be copied")
+            raise TypeError("a generator that __iter__ did not make cannot be copied")
         return iter(copied)
     if isinstance(begun, _REUSABLE):
         return copy.copy(begun)

@@ -161,7 +161,9 @@ def dealt_anew(
     if type(inner) is not DistributedSampler or world in {0, inner.num_replicas}:
         return state, batches, over
     if "without" in facts:
-        raise ConfigError("an epoch without some batches goes on with as many ranks as it had")
+        raise ConfigError(
+            "an epoch with batches left out must be resumed with the same number of ranks"
+        )
     offset, n = facts.get("offset", 0), len(inner.dataset)  # type: ignore[arg-type]  # it has one
     if state["total"] != each_of(n - offset, world, drop_last=inner.drop_last):
         raise ConfigError(f"the saved state is of other data than this loader's {n} samples")

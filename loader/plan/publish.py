@@ -54,7 +54,7 @@ SIZES = PieceSizes()
 _MAX_UNPROCESSED = 2
 _POLL_S = 0.002  # polling interval
 #: A lock that is not free after this time waits for this thread: `cancel` was called by a finaliser
-#: amid a message, or the planner thread was stopped.
+#: during a message, or the planner thread was stopped.
 LOCKED_S = 5.0
 
 
@@ -347,7 +347,7 @@ class PlanPublisher:
 
     def _extend(self, published: PublishedEpoch, piece: PlanPiece) -> bool:
         """Send a piece; its steps follow those published before."""
-        self._end = piece.step + len(piece.ends)  # before: a finaliser may cancel it amid this call
+        self._end = piece.step + len(piece.ends)  # before: a finaliser may cancel it meanwhile
         sent = self._session.extend(
             published.epoch, piece.step, piece.objects, piece.stops, unplanned=not published.planned
         )

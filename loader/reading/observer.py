@@ -245,7 +245,7 @@ _SMALL = 1 << 16
 
 
 def worth(got: int, nbytes: int) -> bool:
-    """Whether a file is worth caching of which so many bytes were read."""
+    """Whether a file is worth caching if a sample read `got` of its `nbytes`."""
     return got * _WORTH >= nbytes
 
 
@@ -325,7 +325,7 @@ class ObservedReads:
         self._asked[asked] = None
 
     def opened(self, path: str, nbytes: int, waited_ns: int) -> PartialRead | None:
-        """Record a file that was opened, after the storage made the thread wait so long.
+        """Record a file that was opened, and that the storage made the thread wait for `waited_ns`.
 
         Returns where its reads are to be counted, one place for all file objects of a path; None
         where the file is worth caching however little is read.

@@ -43,7 +43,6 @@ class ReleaseLog:
         self._at[ids] = -1
 
     def clear(self) -> None:
-        """Remove all."""
         self._end = 0
         self._at[:] = -1
 
@@ -67,7 +66,7 @@ class ReleaseLog:
         return joined(out)
 
     def _squeeze(self, more: int) -> None:
-        """Remove invalid entries, and make room for so many more: at most half of it is taken."""
+        """Remove invalid entries, and make room for `more` others: at most half of it is taken."""
         ids = self.all()
         self._end = len(ids)
         if len(self._log) < 2 * (len(ids) + more):

@@ -63,7 +63,7 @@ def taken(name: str, uid: int | None) -> NoDaemonError:
     who = "somebody" if uid is None else f"user {uid}"
     return NoDaemonError(
         f"{who} holds the address of your daemon {name!r}, and there is no second one, since"
-        " XDG_RUNTIME_DIR is no private folder of yours: choose another daemon.name"
+        " XDG_RUNTIME_DIR is not a private folder of yours: choose another daemon.name"
     )
 
 
