@@ -41,7 +41,8 @@ def _leaves(value: Any, where: str) -> Iterator[Leaf]:
 def _value(value: Any) -> tuple[str, str]:
     """Return (type and shape, hash or the value itself) of a value without parts."""
     if isinstance(value, torch.Tensor):
-        return _tensor_kind(value), _hash(_tensor_bytes(value))
+        kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return kind, _hash(_tensor_bytes(value))
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"{value.dtype} {list(value.shape)}", _hash(np.ascontiguousarray(value).tobytes())
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -49,10 +50,6 @@ def _value(value: Any) -> tuple[str, str]:
     if isinstance(value, (str, int, float, complex, bool, type(None))):
         return type(value).__name__, repr(value)
     return type(value).__name__, _hash(pickle.dumps(value))
-
-
-def _tensor_kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:

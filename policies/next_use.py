@@ -51,7 +51,6 @@ class Steps:
         self._left[ids] = _LAST - steps
 
     def clear(self) -> None:
-        """NEVER everywhere."""
         self._left = np.zeros(len(self._left), np.int32)
 
 
@@ -198,7 +197,6 @@ class NextUses:
         self._incomplete = {e for e in self._incomplete if e >= epoch}
 
     def clear(self) -> None:
-        """Forget all plans."""
         self._epochs.clear()
         self.due.clear()
 
@@ -208,7 +206,6 @@ class NextUses:
         return 0 if known is None else known.accesses
 
     def knows(self, epoch: int) -> bool:
-        """Whether `epoch` has a table."""
         return epoch in self._epochs
 
     @property

@@ -65,7 +65,7 @@ def _own(path: str) -> Path:
 def _check_private(fd: int, path: Path) -> None:
     status = os.fstat(fd)
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise PermissionError(errno.EPERM, "not this user's alone (mode 0700 is needed)", str(path))
+        raise PermissionError(errno.EPERM, "others may use it: mode 0700 is needed", str(path))
 
 
 def _lock(fd: int, path: Path) -> None:
@@ -184,7 +184,6 @@ class DataFile:
         return got
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write a view."""
         done = 0
         while done < len(view):
             done += os.pwrite(self._fd, view[done:], offset + done)
@@ -192,7 +191,6 @@ class DataFile:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 

@@ -60,7 +60,6 @@ def runs_of(entries: Entries) -> Sizes:
 
 
 def entries_of(index: DatasetIndex, length: Sizes) -> Entries:
-    """Entries for all objects of a dataset."""
     place = index.place
     single, several = np.flatnonzero(place > 0), np.flatnonzero(place < 0)
     chains = [index.chains[-number] for number in place[several].tolist()]

@@ -84,7 +84,6 @@ class Journal:
         self._fd, self._blocks = fd, len(data) // _BLOCK_NBYTES
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def _open(self, name: str, flags: int) -> int:

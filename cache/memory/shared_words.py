@@ -101,7 +101,6 @@ class SharedWords:
         self._words[COUNTER[counter]] += value
 
     def counters(self) -> dict[str, int]:
-        """Return all counters by name."""
         return {name: self._words[word] for name, word in COUNTER.items()}
 
     def close(self) -> None:

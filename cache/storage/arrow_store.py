@@ -62,7 +62,6 @@ class ArrowStore:
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        """See Store."""
         with self._fs.open_input_file(self._path(stored.uri)) as f:
             found = self._version(stored.uri, f) if versioned else version.UNKNOWN
             nbytes = f.size() if length == UNKNOWN else length
@@ -74,7 +73,6 @@ class ArrowStore:
         return data, found
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        """See Store."""
         with self._fs.open_input_file(self._path(stored.uri)) as f:
             check_size(stored, f.size(), runs[0].length)
             found = self._version(stored.uri, f)
@@ -87,11 +85,9 @@ class ArrowStore:
                 yield Filled(int(run is runs[0]), found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
-        """See Store."""
         return of_each(self._ask, uris)
 
     def size(self, uri: str) -> int | None:
-        """See Store."""
         info = self._status(uri)
         return None if info.size is None else int(info.size)
 
@@ -137,7 +133,6 @@ class GcsStore(ArrowStore):
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        """See Store."""
         del versioned  # asking for the size tells it, too
         info = self._file(stored.uri)
         nbytes = info.size if length == UNKNOWN else length
@@ -145,7 +140,6 @@ class GcsStore(ArrowStore):
         return self._bytes(stored, [(offset, nbytes)])[0], _version_of(info)
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        """See Store."""
         info = self._file(stored.uri)
         check_size(stored, info.size, runs[0].length)
         parts = self._bytes(stored, [(run.offset, run.length) for run in runs])

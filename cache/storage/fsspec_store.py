@@ -42,7 +42,6 @@ class HttpStore:
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        """See Store."""
         del versioned  # an answer has it
         if length == 0 and not stored.whole:
             return b"", version.UNKNOWN
@@ -50,15 +49,12 @@ class HttpStore:
         return found
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        """See Store."""
         for run in runs:
             data, found = self.read(stored, run.offset, run.length)
             copy_over(memoryview(data), run.buffers)
             yield Filled(1, found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
-        """See Store."""
-
         async def ask() -> list[int | Exception]:
             gate = asyncio.Semaphore(AT_ONCE)
 
@@ -116,7 +112,6 @@ class HttpStore:
         return found
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
-        """See Store."""
         for name, size in _found(self._fs, root, on_error=_unless_missing):
             # A web page links to more than the folder's files: to other sort orders.
             if not {"?", "#"} & set(name):
@@ -222,7 +217,6 @@ class FsspecStore:
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        """See Store."""
         found = self._ask(stored.uri) if versioned else version.UNKNOWN
         return self._read(stored, offset, length), found
 
@@ -242,14 +236,12 @@ class FsspecStore:
         return data
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        """See Store."""
         found = self._ask(stored.uri)
         for run in runs:
             copy_over(memoryview(self._read(stored, run.offset, run.length)), run.buffers)
             yield Filled(1, found)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
-        """See Store."""
         return of_each(self._ask, uris)
 
     def size(self, uri: str) -> int | None:
@@ -258,7 +250,6 @@ class FsspecStore:
         return None if size is None else int(size)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
-        """See Store."""
         return _found(self._fs, root)
 
     def _ask(self, uri: str) -> int:

@@ -165,7 +165,6 @@ class LocalStore:
     def read(
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
-        """See Store."""
         if length == UNKNOWN and versioned:
             return _read_unchanged(stored.uri)
         if length == UNKNOWN:
@@ -182,7 +181,6 @@ class LocalStore:
             return data, version.of_stat(file.status, now) if versioned else version.UNKNOWN
 
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
-        """See Store."""
         now = time.time_ns()
         with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
             _check_size(stored, file.status.st_size, runs[0].length)
@@ -240,7 +238,6 @@ class LocalStore:
         return version.of_stat(before, now)
 
     def versions(self, uris: Sequence[str]) -> list[int | Exception]:
-        """See Store."""
         versions: list[int | Exception] = []
         for uri in uris:  # microseconds for each of a million: no calls but those there must be
             now = time.time_ns()
@@ -253,7 +250,6 @@ class LocalStore:
         return versions
 
     def size(self, uri: str) -> int | None:
-        """See Store."""
         return os.stat(path_of(uri)).st_size  # noqa: PTH116  as in `versions`
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:

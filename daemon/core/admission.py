@@ -210,7 +210,7 @@ class Admission:
         for excess, other in sorted(above, key=lambda x: -x[0]):
             taken = 0
             while freed + taken < nbytes and taken < excess:
-                got = other.evict_region(nbytes - freed, self.busy(other)[0], "other_dataset")
+                got = other.evict_region(nbytes - freed, self.busy(other)[0])
                 if not got:
                     break
                 taken += got

@@ -192,7 +192,10 @@ class Core:
         if s.recheck == "step":
             s.begin(e.epoch, self._generation())
         s.announce(e.step)
-        self._replanned(s, e.objects.astype(np.intp), e.epoch + s.epoch_shift)
+        s.residency.choose_policy()
+        if s.residency.policy is not None:
+            ids, epoch = e.objects.astype(np.intp), e.epoch + s.epoch_shift
+            s.residency.policy.plan_extended(ids, epoch)
         self._survey()
 
     def _truncated(self, e: events.PlanTruncated) -> None:
@@ -290,13 +293,6 @@ class Core:
                 self._prefetcher.find_early(s)
 
     # --- plans and cursors ---------------------------------------------------------------------
-
-    def _replanned(self, s: RankStream, ids: Index, epoch: int) -> None:
-        """Tell the eviction policy that a session's plan continues with these reads of `epoch`."""
-        residency = s.residency
-        residency.choose_policy()
-        if residency.policy is not None:
-            residency.policy.plan_extended(ids, epoch)
 
     def _unplanned(self, residency: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that were pinned for it."""

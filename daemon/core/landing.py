@@ -130,7 +130,6 @@ class Landing:
         return ~late
 
     def checked(self, e: Checked) -> None:
-        """A check of versions ended."""
         asked = self._checks.land(e.check)
         if asked is not None:
             residency = asked.residency

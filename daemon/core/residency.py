@@ -146,7 +146,6 @@ class Residency:
 
     @property
     def active(self) -> bool:
-        """Whether any session reads it."""
         return any(g.sessions for g in self.groups)
 
     # --- objects -------------------------------------------------------------------------------
@@ -177,7 +176,6 @@ class Residency:
                 self.policy.released(ids)
 
     def set_lengths(self, ids: Index, nbytes: Sizes) -> None:
-        """Enter lengths that are known now."""
         new = self.length[ids] < 0
         self._known += int(new.sum())
         self._known_nbytes += int(nbytes[new].sum())
@@ -325,7 +323,7 @@ class Residency:
         """(k,) residents that are not pinned."""
         return np.flatnonzero((self.state == RESIDENT) & (self.pins == 0))
 
-    def evict_region(self, nbytes: int, busy: Sizes, why: str) -> int:
+    def evict_region(self, nbytes: int, busy: Sizes) -> int:
         """Evict a stretch of the space, for another dataset or a large object; bytes freed.
 
         Args:
@@ -349,7 +347,7 @@ class Residency:
                 return 0
             best = int((held - stuck).argmax())  # in pages, a part of a region is of use, too
         inside = ids[(place == best) & (self.pins[ids] == 0)]
-        return self.evict(inside, why)
+        return self.evict(inside, "other_dataset")
 
     def _regions(self, offset: Sizes, nbytes: int) -> tuple[Index, int]:
         if self.pool.same_size:
@@ -401,6 +399,7 @@ class Residency:
                 self.policy = None
             return
         first = next(iter(groups[0].sessions.values()))
+        view = next((g.deals.view for g in groups if g.deals.view is not None), None)
         readers = Readers(
             [g.uses for g in groups],
             lambda: clocks(groups),
@@ -408,26 +407,20 @@ class Residency:
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
             deals=groups[0].deals,
-            homes=self._homes(groups),
-            together=self._together(groups),
+            homes=self._homes(groups, view),
+            together=view is not None and self.nbytes <= float(view.capacity.sum()),
             dealt=_dealt(groups),
         )
         self.policy = choose(self.policy, readers, self.state, self.pins)
         self.policy.stored = self.disk.column
 
-    def _homes(self, groups: list[JobGroup]) -> Homes | None:
+    def _homes(self, groups: list[JobGroup], view: ClusterView | None) -> Homes | None:
         """Where to ask peers, if no plan for all nodes says who holds what."""
-        view = _view(groups)
         if view is None or not (len(groups) > 1 or groups[0].deals.followed):
             return None
         if self._seen is None or self._seen[0] is not view:
             self._seen = view, Homes(view)
         return self._seen[1]
-
-    def _together(self, groups: list[JobGroup]) -> bool:
-        """Whether the memories of all nodes hold the whole dataset."""
-        view = _view(groups)
-        return view is not None and self.nbytes <= float(view.capacity.sum())
 
     def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
@@ -449,31 +442,32 @@ class Residency:
         self.state[self.state == FETCHING] = ABSENT
         self.state[under_way] = FETCHING
         self.served = {r: ids[self.state[ids] != ABSENT] for r, ids in self.served.items()}
-        self.pins[:] = 0
-        for s in (s for group in self.groups for s in group.sessions.values()):
-            np.add.at(self.pins, s.stream.objects(s.at, s.front), ONE)
-        for ids in self.served.values():
-            np.add.at(self.pins, ids, ONE)
-        self.pins[storing] += ONE
+        self.pins[:] = self._held(storing)
         for group in self.groups:
             group.replan()
         self.policy = None
         self.choose_policy()
 
+    def _held(self, storing: Index) -> NDArray[np.int32]:
+        """(n,) the pins of sessions, of peers' requests and of what is being written to disk."""
+        pins = np.zeros(len(self), np.int32)
+        sessions = (s for group in self.groups for s in group.sessions.values())
+        for s in sessions:
+            np.add.at(pins, s.stream.objects(s.at, s.front), ONE)
+        for ids in self.served.values():
+            np.add.at(pins, ids, ONE)
+        pins[storing] += ONE
+        return pins
+
     def check(self, under_way: Index, storing: Index) -> None:
         """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
-        pins = np.zeros(len(self), np.int64)
         for s in (s for group in self.groups for s in group.sessions.values()):
             must(0 <= s.done <= s.ready <= s.stream.end, f"session {s.id}: steps out of order")
             must(s.at == s.stream.start(s.done), f"session {s.id}: at is not where done begins")
             must(s.at <= s.checked <= s.front <= s.stream.stop, f"session {s.id}: front")
             early = s.stream.start(s.early[-1] + 1) if s.early else s.at
             must(early <= s.front, f"session {s.id}: an early step is not pinned")
-            np.add.at(pins, s.stream.objects(s.at, s.front), 1)
-        for ids in self.served.values():
-            np.add.at(pins, ids, 1)
-        pins[storing] += 1
-        must(bool((pins == self.pins).all()), "pins are not what the sessions hold")
+        must(bool((self._held(storing) == self.pins).all()), "pins are not what the sessions hold")
         must(not (self.pins[self.state == ABSENT] > 0).any(), "a pinned object was evicted")
         resident, known = self.state == RESIDENT, self.length >= 0
         must(bool(((self.offset[:] != NOWHERE) == resident).all()), "published is not resident")
@@ -483,16 +477,10 @@ class Residency:
         fetching = np.flatnonzero(self.state == FETCHING)
         coming = np.append(fetching, np.flatnonzero(self.state == OVERDUE))
         must(
-            np.array_equal(np.sort(coming), np.sort(under_way)),
-            "fetching is not under way, or twice",
+            np.array_equal(np.sort(coming), np.sort(under_way)), "fetching: not in flight, or twice"
         )
         must(int(known.sum()) == self._known, "known lengths are miscounted")
         must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")
-
-
-def _view(groups: list[JobGroup]) -> ClusterView | None:
-    """The nodes of the first job that runs on several."""
-    return next((g.deals.view for g in groups if g.deals.view is not None), None)
 
 
 def _dealt(groups: list[JobGroup]) -> list[DealtJob] | None:

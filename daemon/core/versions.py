@@ -55,7 +55,6 @@ class Versions:
 
     @property
     def number(self) -> int:
-        """The number of files."""
         return len(self.version)
 
     def objects(self, file: int) -> tuple[int, int]:

@@ -201,7 +201,6 @@ class PeerSession:
         self.answers = Seal(self._mac("answers"))
 
     def proof(self, side: str) -> Proof:
-        """The proof of one side, "client" or "server"."""
         return Proof(self._mac(side))
 
     def proves(self, side: str, proof: Proof) -> bool:

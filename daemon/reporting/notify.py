@@ -42,11 +42,9 @@ class Notify:
         self("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        """The service drains."""
         self("STOPPING=1", "STATUS=draining")
 
     def close(self) -> None:
-        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -79,18 +79,15 @@ def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def dataset(node: Node, one: DatasetRecord) -> dict[str, Any]:
-    """Counters of one dataset."""
     counted = node.core.snapshot()["datasets"][one.key]
     return {"dataset": one.key, "root": public(one.manifest.root), **counted}
 
 
 def datasets(node: Node) -> list[dict[str, Any]]:
-    """Counters of all datasets."""
     return [dataset(node, one) for one in node.registry.datasets.values()]
 
 
 def source(one: DatasetRecord) -> dict[str, Any]:
-    """Counters of reads from one dataset's storage."""
     counted = one.source.counters.snapshot()
     return {
         "source": public(one.manifest.root) or one.key[:12],

@@ -49,7 +49,6 @@ class Gather:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one object."""
         return self.raw.nbytes
 
     @property

@@ -89,7 +89,6 @@ class CreelDataset(Dataset[Sample]):
     _opened: tuple[int, Source] | None = None
 
     def __len__(self) -> int:
-        """Number of samples."""
         raise NotImplementedError
 
     def _build_manifest(self) -> Manifest:

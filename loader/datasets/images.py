@@ -265,7 +265,10 @@ class ImageFolder(CreelDataset):
                 [UNKNOWN] * len(keep) if found.nbytes is None else [found.nbytes[i] for i in keep]
             )
         if empty and not allow_empty:
-            raise NotFoundError(_no_files(empty, self.extensions))
+            why = f"Found no valid file for the classes {', '.join(sorted(empty))}. "
+            if self.extensions is not None:
+                why += f"Supported extensions are: {', '.join(self.extensions)}"
+            raise NotFoundError(why)
         known = None if not sizes or UNKNOWN in sizes else np.array(sizes, np.int64)
         return pa.concat_arrays(names), np.concatenate(labels), known
 
@@ -278,13 +281,6 @@ class ImageFolder(CreelDataset):
 
 def _has_extension(path: str) -> bool:
     return path.lower().endswith(IMG_EXTENSIONS)
-
-
-def _no_files(empty: list[str], extensions: tuple[str, ...] | None) -> str:
-    sentence = f"Found no valid file for the classes {', '.join(sorted(empty))}. "
-    if extensions is not None:
-        sentence += f"Supported extensions are: {', '.join(extensions)}"
-    return sentence
 
 
 def _subfolders(directory: str) -> list[str]:

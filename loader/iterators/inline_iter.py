@@ -123,7 +123,6 @@ class BatchReader(StepReader):
         self._copying = time.monotonic_ns()
 
     def copied(self, *, done: bool) -> None:  # noqa: ARG002  the time is spent either way
-        """Count the time of copying."""
         self._meter["stall_collate_ns"] += time.monotonic_ns() - self._copying
 
     def _gatherer_of(self, stream: BatchStream, binding: Binding) -> Gatherer | None:
@@ -237,7 +236,6 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
     _run: EpochRun  # unset until an epoch has begun
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState) -> None:
-        """Begin an epoch."""
         moment = before(loader)
         super().__init__(loader)
         self._meter = loader_state.meter

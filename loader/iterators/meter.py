@@ -49,5 +49,4 @@ class Meter(dict[str, int]):
         return {k: n - then[k] for k, n in self.items() if n != then[k] and k != "batches"}
 
     def stats(self) -> dict[str, Any]:
-        """Return all counters under the names of `creel stats --json`."""
         return report(self)

@@ -37,7 +37,6 @@ class Topic(NamedTuple):
     group: str = ""
 
     def key(self, kind: str) -> str:
-        """The key in the store."""
         return f"creel/{self.name}{self.group}/{kind}"
 
 

@@ -74,7 +74,6 @@ def clone(generator: torch.Generator) -> torch.Generator:
 
 
 def state_of(generator: torch.Generator) -> bytes:
-    """Return the generator's state as bytes."""
     return bytes(generator.get_state().numpy().tobytes())
 
 
@@ -144,7 +143,6 @@ class Permutation:
         return self.whole()
 
     def _extend_head(self) -> None:
-        """Compute one more piece of the head."""
         if self._shuffle is None:
             self._shuffle = torch_random.Shuffle(self._n, torch_random.TorchRandom(self._start))
             self._head = np.empty(self._n, np.int32)  # the system gives it as it is written to

@@ -311,8 +311,8 @@ class ForeignOrder(EpochOrder):
         if wrong:
             self.unpredictable = True
             _log.warning(
-                "a copy of %s yielded other samples than itself: creel runs it ahead no more, and"
-                " reads ahead only what torch has pulled from it",
+                "a copy of %s yielded other samples than the sampler itself: creel no longer runs"
+                " copies of it, and only reads ahead what torch has pulled from it",
                 kind_of(self._sampler),
             )
 
@@ -371,7 +371,6 @@ def kind_of(sampler: object) -> str:
 
 
 def _epochs_of(sampler: object) -> tuple[object, object]:
-    """Return the `epoch` of a sampler and of the one it wraps."""
     return getattr(sampler, "epoch", None), getattr(
         getattr(sampler, "sampler", None), "epoch", None
     )

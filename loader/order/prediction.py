@@ -37,7 +37,6 @@ class Division:
     starts: NDArray[np.int64] | None = None
 
     def steps(self, total: int) -> int:
-        """Return the number of steps of `total` items."""
         if self.starts is not None:
             return len(self.starts) - 1
         return total // self.size if self.drop_last else -(-total // self.size)
@@ -96,7 +95,6 @@ class EpochPlan:
 
     @property
     def opened(self) -> bool:
-        """Whether the plan is opened."""
         return self._predicted is not None
 
     @property
@@ -111,7 +109,6 @@ class EpochPlan:
 
     @property
     def steps(self) -> int:
-        """The number of steps, if all can be computed."""
         predicted = self._opened()
         return predicted.division.steps(predicted.stream.total)
 

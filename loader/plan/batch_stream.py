@@ -202,7 +202,6 @@ class BatchStream:
             _log.debug("the daemon did not note bad samples", exc_info=True)
 
     def close(self) -> None:
-        """End the session."""
         self._publisher.cancel()
         self.session.close()
 

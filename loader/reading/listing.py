@@ -82,7 +82,14 @@ def load_index(address: str) -> Listing:
 def parse_index(data: bytes, address: str) -> Listing:
     """Parse the bytes of an index; `address` gives its format and is named in errors."""
     try:
-        names, nbytes = _from_json(data) if address.endswith(".json") else _from_arrow(data)
+        if address.endswith(".json"):
+            found = msgspec.json.decode(data, type=list[str] | _Index)
+            names, nbytes = (
+                (found, None) if isinstance(found, list) else (found.names, found.nbytes)
+            )
+        else:
+            manifest = Manifest.from_arrow(data)
+            names, nbytes = manifest.table.column("uri").to_pylist(), manifest.lengths().tolist()
     except (msgspec.DecodeError, MalformedError, UnicodeDecodeError) as e:
         raise ConfigError(f"{public(address)} is not an index of files: {e}") from e
     if nbytes is not None and len(nbytes) != len(names):
@@ -90,16 +97,6 @@ def parse_index(data: bytes, address: str) -> Listing:
     if any(name.startswith("/") or ".." in name.split("/") for name in names):
         raise ConfigError(f"{public(address)} names files outside of its own folder")
     return in_walk_order(zip(names, nbytes or [UNKNOWN] * len(names), strict=True))
-
-
-def _from_json(data: bytes) -> tuple[list[str], list[int] | None]:
-    index = msgspec.json.decode(data, type=list[str] | _Index)
-    return (index, None) if isinstance(index, list) else (index.names, index.nbytes)
-
-
-def _from_arrow(data: bytes) -> tuple[list[str], list[int] | None]:
-    manifest = Manifest.from_arrow(data)
-    return manifest.table.column("uri").to_pylist(), manifest.lengths().tolist()
 
 
 def write_index(path: Path, names: Sequence[str], nbytes: NDArray[np.int64] | None) -> None:

@@ -172,7 +172,6 @@ class ReplicaPool:
             self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
 
     def next_event(self, timeout_s: float) -> Event | None:
-        """The next event, or None on timeout."""
         return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
 
     def receive(self, timeout_s: float) -> Event | None:
@@ -248,7 +247,6 @@ class ReplicaPool:
         return f"worker {worker} of rank {self._follower.leader}, which makes this rank's batches"
 
     def close(self) -> Slots:
-        """End the iterator."""
         if os.getpid() != self.pid:
             return ()
         if self.pinner is not None:
@@ -290,5 +288,4 @@ class ReplicaReader:
         return data
 
     def close(self) -> None:
-        """End the iterator."""
         self._pool.close()

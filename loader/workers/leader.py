@@ -127,7 +127,6 @@ class Leader:
             sent.forget(number)
 
     def end(self, iterator: int) -> None:
-        """End an iterator."""
         if self._sent.pop(iterator, None) is None:
             return
         self.send(("closed", iterator))

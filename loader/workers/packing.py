@@ -80,7 +80,6 @@ class _Storage:
         return (self.low & ~63, self.high) if used else (0, 0)
 
     def read(self, low: int, high: int) -> bytes:
-        """A copy of bytes [low, high)."""
         return ctypes.string_at(self.address + low, high - low) if high > low else b""
 
     def write(self, low: int, high: int, slot: Slot, at: int) -> None:

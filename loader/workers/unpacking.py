@@ -94,7 +94,6 @@ class _Arrival:
                 self._reader.release(slot_id, once=once)
 
     def part(self, number: int) -> Part:
-        """The `Part` of storage `number`."""
         return Part._make(PART.unpack_from(self._rows, number * PART.size))
 
     def buffer(self, part: Part) -> tuple[object, int]:

@@ -79,7 +79,6 @@ class EpochBoundary:
     stored: NDArray[np.uint8] | None = None
 
     def plan(self) -> Kept:
-        """See `plan`."""
         return plan(self)
 
     def nbytes(self, ids: Ids) -> Ints:

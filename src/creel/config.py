@@ -213,7 +213,10 @@ def _layers(
     asked_for = _expanded(named) if named else None
     for path in config_files(env, cwd):
         yield from _from_file(path, asked_for=path == asked_for)
-    yield from _from_env(env)
+    for name in sorted(n for n in env if n.startswith("CREEL_")):
+        key = _SHORT.get(name) or _env_key(name)
+        if key is not None and env[name] != "":
+            yield _Given(key, env[name], name, text=True)
     for key, value in flags.items():
         if value is not None:
             named = origin or f"flag {_FLAGS.get(key, key)}"
@@ -289,27 +292,16 @@ def _read_toml(path: Path) -> dict[str, object]:
         raise ConfigError(f"{path} is not TOML: {e}") from e
 
 
-def _from_env(env: Mapping[str, str]) -> Iterator[_Given]:
-    for name in sorted(n for n in env if n.startswith("CREEL_")):
-        key = _SHORT.get(name) or _env_key(name)
-        if key is not None and env[name] != "":
-            yield _Given(key, env[name], name, text=True)
-
-
 def _env_key(name: str) -> str | None:
     """The dotted key that a variable sets; None for a variable that is not creel's."""
     section, double, rest = name.removeprefix("CREEL_").lower().partition("__")
     if double:
         return _known(f"{section}.{rest}", name)
-    known = {_env_name(key): key for key in fields()} | _SHORT
+    known = {"CREEL_" + key.replace(".", "__").upper(): key for key in fields()} | _SHORT
     meant = {n.replace("__", "_"): n for n in known}.get(name)
     if meant or (close := difflib.get_close_matches(name, known, n=1, cutoff=0.85)):
         raise ConfigError(f"{name} is not a setting: did you mean {meant or close[0]}?")
     return None  # another program's: CREEL_ is a common word
-
-
-def _env_name(key: str) -> str:
-    return "CREEL_" + key.replace(".", "__").upper()
 
 
 def _known(key: str, origin: str) -> str:

@@ -28,7 +28,8 @@ def memory(root: Path = _ROOT) -> MemoryLimits:
     Args:
         root: the folder of proc/ and sys/; for tests.
     """
-    info = _meminfo(root)
+    lines = re.finditer(r"^(\w+):\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    info = {line[1]: int(line[2]) * 1024 for line in lines}
     total = info.get("MemTotal", 0)
     available = info.get("MemAvailable", total)
     if _read(root / "proc/sys/vm/overcommit_memory").strip() == "2":  # strict overcommit accounting
@@ -38,11 +39,6 @@ def memory(root: Path = _ROOT) -> MemoryLimits:
         total = min(total, limit)
         available = min(available, max(limit - used, 0))
     return MemoryLimits(total, available)
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    text = _read(root / "proc/meminfo")
-    return {m[1]: int(m[2]) * 1024 for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
 def _cgroups(root: Path) -> list[tuple[int, int]]:

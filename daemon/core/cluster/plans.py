@@ -42,19 +42,16 @@ class ClusterPlans:
             residency.choose_policy()
 
     def shared(self, e: events.PlanShared) -> None:
-        """A peer has said where objects lie."""
         policy = self._policy(e.dataset)
         if policy is not None:
             policy.adopt(e.plan)
 
     def doubted(self, e: events.PlanDoubted) -> None:
-        """Peers say that objects lie elsewhere."""
         policy = self._policy(e.dataset)
         if policy is not None:
             policy.doubt(e.seed)
 
     def asked(self, e: events.PlanAsked) -> None:
-        """A peer asks where objects lie."""
         policy = self._policy(e.dataset)
         self._emit(events.SharePlan(e.request, None if policy is None else policy.share(e.seed)))
 
@@ -69,7 +66,6 @@ class ClusterPlans:
             self._emit(events.AskPlan(residency.name, view.cluster, seed))
 
     def forget(self, dataset: str) -> None:
-        """A dataset is removed."""
         self._ask_again.pop(dataset, None)
 
     def moments(self, cluster: str) -> tuple[EpochMoment, ...]:

@@ -53,12 +53,10 @@ class DiskTier:
         self.slow = False  # whether a write takes too long to wait for it
 
     def __bool__(self) -> bool:
-        """Whether there is a disk."""
         return self.nbytes > 0
 
     @property
     def free(self) -> int:
-        """Bytes that no record takes."""
         return self.nbytes - self.used
 
     def rooms(self, nbytes: Sizes) -> Sizes:
@@ -139,7 +137,7 @@ class DiskCopies:
             self.changed(len(ids))
 
     def changed(self, objects: int) -> None:
-        """So many objects changed state: walks that found nothing may find some now."""
+        """Note that `objects` changed state: walks that found nothing may find some now."""
         for walk in self._walks:
             walk.changes += objects
 

@@ -412,15 +412,12 @@ def doctor(context: click.Context, *, as_json: bool) -> int:
         view.print_json({"ok": ok, "checks": [check._asdict() for check in found]})
     else:
         for check in found:
-            _show_check(check.name, check.level, check.found, check.remedy)
+            colour = {"ok": "green", "warn": "yellow", "bad": "red"}[check.level]
+            level = click.style(f"{check.level:<4}", fg=colour)
+            click.echo(f"{level}  {check.name:<13}  {check.found}")
+            if check.remedy:
+                click.echo(f"{'':19}  {click.style('-> ' + check.remedy, dim=True)}")
     return 0 if ok else _FAILED
-
-
-def _show_check(name: str, level: str, found: str, remedy: str) -> None:
-    colour = {"ok": "green", "warn": "yellow", "bad": "red"}[level]
-    click.echo(f"{click.style(f'{level:<4}', fg=colour)}  {name:<13}  {found}")
-    if remedy:
-        click.echo(f"{'':19}  {click.style('-> ' + remedy, dim=True)}")
 
 
 @creel.command()

@@ -147,7 +147,6 @@ def memory_line(memory: Values) -> str:
 
 
 def status_pairs(answer: Values) -> list[tuple[str, str]]:
-    """Format the answer to `status`."""
     kind = (
         "embedded, ends with its last client" if answer.get("embedded") else "stays until stopped"
     )

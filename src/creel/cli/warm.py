@@ -139,7 +139,6 @@ def _bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 
 def sentence(result: Values) -> str:
-    """Summarize the result in one line."""
     seconds = max(result["seconds"], 1e-3)
     line = (
         f"{format_count(result['resident'])} of {format_count(result['objects'])} files"
