@@ -143,7 +143,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
             begun: LoaderState | None = self.__dict__.get("_creel_state")
-            if begun is not None and (begun.exchanges or begun.shares):
+            if begun is not None and begun.shares:
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )

@@ -15,8 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -50,11 +49,8 @@ def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: in
     if store is None and not settings.hosts:
         return
     client.joining = True
-    if store is None:
-        join = partial(_join_listed, client, settings, rank, world)
-    else:
-        join = partial(_join, client, store, rank, world)
-    thread = threading.Thread(target=_attempt, args=(client, join), name="creel-join", daemon=True)
+    args = client, settings, store, rank, world
+    thread = threading.Thread(target=_attempt, args=args, name="creel-join", daemon=True)
     client.joining_until = time.monotonic() + _SOON_S
     try:
         thread.start()
@@ -63,9 +59,15 @@ def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: in
         _log.debug("no thread to join the cluster", exc_info=True)
 
 
-def _attempt(client: Client, join: Callable[[], None]) -> None:
+def _attempt(client: Client, settings: ClusterSettings, store: Any, rank: int, world: int) -> None:
     try:
-        join()
+        if store is None:
+            join_listed(client, settings, rank, world)
+        else:
+            _join(client, store, rank, world)
+    except (ConfigError, UnavailableError, OSError, RuntimeError, msgspec.MsgspecError) as e:
+        level = logging.WARNING if store is None else logging.INFO  # a list was asked for
+        _log.log(level, "this node shares no cache with the job's others: %s", e)
     finally:
         client.joining_until = 0.0
 
@@ -82,35 +84,25 @@ def on_one_node(env: Mapping[str, str], world: int) -> bool:
     )
 
 
-def _join_listed(client: Client, settings: ClusterSettings, rank: int, world: int) -> None:
-    try:
-        join_listed(client, settings, rank, world)
-    except (ConfigError, UnavailableError, OSError) as e:
-        _log.warning("this node shares no cache with the job's others: %s", e)
-
-
 def _join(client: Client, store: Any, rank: int, world: int) -> None:
-    try:
-        member = client.host(own_address(store))
-        again: bool = store.check([f"{_PREFIX}{rank}"])
-        key = f"{_PREFIX}{rank}/now" if again else f"{_PREFIX}{rank}"
-        store.set(key, msgspec.msgpack.encode(member))
-        if rank == 0 and not again:
-            store.set(f"{_PREFIX}key", secrets.token_bytes(48))
-        if not _all_there(client, store, world):
-            return
-        secret: bytes = store.get(f"{_PREFIX}key")
-        first = [_member(store, f"{_PREFIX}{r}") for r in range(world)]
-        later = {
-            r: _member(store, f"{_PREFIX}{r}/now")
-            for r in range(world)
-            if again and store.check([f"{_PREFIX}{r}/now"])
-        }
-        members, ranks = nodes_of(first, later)
-        if len(members) > 1:
-            client.join(Join(secret[:16].hex(), secret[16:], members, ranks))
-    except (UnavailableError, OSError, RuntimeError, msgspec.MsgspecError) as e:
-        _log.info("this node shares no cache with the job's others: %s", e)
+    member = client.host(own_address(store))
+    again: bool = store.check([f"{_PREFIX}{rank}"])
+    key = f"{_PREFIX}{rank}/now" if again else f"{_PREFIX}{rank}"
+    store.set(key, msgspec.msgpack.encode(member))
+    if rank == 0 and not again:
+        store.set(f"{_PREFIX}key", secrets.token_bytes(48))
+    if not _all_there(client, store, world):
+        return
+    secret: bytes = store.get(f"{_PREFIX}key")
+    first = [_member(store, f"{_PREFIX}{r}") for r in range(world)]
+    later = {
+        r: _member(store, f"{_PREFIX}{r}/now")
+        for r in range(world)
+        if again and store.check([f"{_PREFIX}{r}/now"])
+    }
+    members, ranks = nodes_of(first, later)
+    if len(members) > 1:
+        client.join(Join(secret[:16].hex(), secret[16:], members, ranks))
 
 
 def _member(store: Any, key: str) -> Member:

@@ -101,11 +101,6 @@ class LoaderState:
         still(self._exchange, index_sampler(loader))
         return self._exchange if self._exchange.moves else None
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether this process has agreed with others to deal samples in another way than torch."""
-        return self._exchange is not None and self._exchange.moves
-
     def role(self, loader: DataLoader[Any]) -> Role:
         """What this rank does for the others of its group, as agreed with them at the first call.
 
@@ -121,8 +116,8 @@ class LoaderState:
 
     @property
     def shares(self) -> bool:
-        """Whether another rank makes this one's batches, or waits for them."""
-        return self._role is not None
+        """Whether other ranks count on this one's creel: for batches, or for samples exchanged."""
+        return self._role is not None or (self._exchange is not None and self._exchange.moves)
 
     def expect(self, loader: DataLoader[Any]) -> None:
         """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
