@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from creel.policies.bypass import ThreadUse
 
 if TYPE_CHECKING:
+    from resource import struct_rusage
+
     from creel.loader.binding.adapters import Addressed
     from creel.loader.client.session import Session
     from creel.loader.datasets.base import CreelDataset
@@ -104,7 +106,7 @@ class Lease:
 
     def __enter__(self) -> Lease:
         if self._session is None:
-            self.blocked -= _sleeps()
+            self.blocked -= _usage().ru_nvcsw  # how often it slept
         self._outer, _thread.lease = _thread.lease, self
         return self
 
@@ -112,7 +114,7 @@ class Lease:
         _thread.lease = self._outer
         self._pieces = None
         if self._session is None:
-            self.blocked += _sleeps()
+            self.blocked += _usage().ru_nvcsw
 
     @property
     def serves(self) -> bool:
@@ -237,18 +239,15 @@ class Lease:
         self.direct_ns += ns
 
 
-def _sleeps() -> int:
-    """Voluntary context switches of this thread so far."""
+def _usage() -> struct_rusage:
     import resource  # there is none on Windows, where this module is imported, too
 
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    return resource.getrusage(resource.RUSAGE_THREAD)
 
 
 def thread_use() -> ThreadUse:
     """What this thread has used so far."""
-    import resource  # there is none on Windows, where this module is imported, too
-
-    counts = resource.getrusage(resource.RUSAGE_THREAD)
+    counts = _usage()
     reads = counts.ru_inblock + counts.ru_majflt
     return ThreadUse(time.monotonic_ns(), time.thread_time_ns(), counts.ru_nvcsw, reads)
 
@@ -274,8 +273,7 @@ class PartialRead:
         self._read = 0
         #: How long the storage made the thread wait for the open, in ns.
         self.waited_ns = waited_ns
-        #: What `got` gave last.
-        self.got_last = 0
+        self.got_last = 0  # what `got` gave last
 
     def count(self, nbytes: int) -> None:
         """Count bytes that were read through a file object."""
@@ -426,12 +424,10 @@ def find(address: str) -> int | None:
 
 def take_address(address: str, number: int | None, direct: Callable[[str], bytes]) -> bytes:
     """The bytes at an address: from the arena if the lease has it, as `find` says, else direct."""
-
     if _thread.intercepts:
         return by_creel(lambda: take_address(address, number, direct))
     lease = _thread.lease
-    read = partial(direct, address)
-    data = read() if lease is None else lease.take(number, read, bytes)
+    data = direct(address) if lease is None else lease.take(number, partial(direct, address), bytes)
     if _thread.observed is not None:
         _thread.observed.add(address)
     return data
@@ -504,10 +500,10 @@ def timed(opening: Callable[[], T]) -> tuple[T, int]:
     """
     if _thread.observed is None:
         return opening(), 0
-    before, began = _sleeps(), time.monotonic_ns()
+    before, began = _usage().ru_nvcsw, time.monotonic_ns()
     opened = opening()
     took = time.monotonic_ns() - began
-    return opened, took if took > _QUICK_OPEN_NS and _sleeps() > before else 0
+    return opened, took if took > _QUICK_OPEN_NS and _usage().ru_nvcsw > before else 0
 
 
 def read_whole(address: str) -> None:
