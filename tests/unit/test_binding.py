@@ -98,9 +98,9 @@ class Taken(dict[int, list[memoryview]]):
         return super().get(object_id, default)
 
 
-def lent(binding: Binding, arena: Arena) -> Lease:
-    """A lease for a step of all objects."""
-    return binding.reading(arena, np.arange(len(binding.manifest)), 0)
+def lent(binding: Binding, arena: Any, ids: Any = None) -> Lease:
+    """A lease for a step of these objects, None for all, from the stand-in for a session."""
+    return binding.reading(arena, np.arange(len(binding.manifest)) if ids is None else ids, 0)
 
 
 def bound(dataset: object) -> Binding:
@@ -333,7 +333,7 @@ def test_a_lease_serves_from_the_arena_and_ends(tmp_path: Path) -> None:
 def test_only_the_steps_objects_are_taken_when_they_are_named(tmp_path: Path) -> None:
     binding = bound(files(tmp_path, "a", 4))
     arena = Arena(binding.manifest)
-    with binding.reading(arena, np.array([1, 3], np.int32), 0):
+    with lent(binding, arena, np.array([1, 3], np.int32)):
         for i in range(4):
             binding.dataset[i]
     assert arena.taken == [1, 3]
@@ -550,7 +550,7 @@ def test_a_dataset_that_declares_its_reads_is_served(tmp_path: Path, how: str) -
     arena = Arena(binding.manifest, flip=255)
     plain = [binding.dataset[i] for i in range(3)]
     other = leaf.read(2)
-    with binding.reading(arena, ids, 0) as lease:
+    with lent(binding, arena, ids) as lease:
         leased = [binding.dataset[i] for i in range(3)]
         assert creel.read(leaf.paths[2]) == other  # not one of these objects
     assert [bytes(b ^ 255 for b in sample) for sample in leased] == plain

@@ -386,7 +386,7 @@ def test_an_empty_file_is_an_empty_tensor(tmp_path: Path) -> None:
         (lambda p: FileDataset([p / "gone"], nbytes=True), "there is no file"),
         (lambda _: FileDataset(["\udcff"]), "UTF-8"),
         (lambda p: RecordDataset(p / "gone", "f4", 3), "there is no file"),
-        (lambda p: RecordDataset(p / "b10", "f4", 3), "not a multiple of the record size of 12"),
+        (lambda p: RecordDataset(p / "b10", "f4", 3), "not a multiple of the record size, 12"),
         (lambda p: RecordDataset(p / "b10", "u1", 5, offset=-1), "offset is -1"),
         (lambda p: RecordDataset(p / "b10", "u1", 5, offset=11), "fewer than the offset"),
         (lambda p: RecordDataset(p / "b10", "u1", 5, offset=10), "no records"),
@@ -655,7 +655,7 @@ def test_a_shape_or_offset_that_is_no_number_is_refused_in_words(tmp_path: Path)
     (tmp_path / "r").write_bytes(bytes(16))
     with pytest.raises(ConfigError, match="shape is '8': give whole numbers"):
         creel.RecordDataset(tmp_path / "r", torch.uint8, "8")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="offset is '4': bytes before"):
+    with pytest.raises(ConfigError, match="offset is '4': give the bytes before"):
         creel.RecordDataset(tmp_path / "r", torch.uint8, 8, "4")  # type: ignore[arg-type]
 
 
