@@ -186,7 +186,7 @@ class SessionRecord:
         """Publish READY and the early steps; return (client, call, step) of waits that are over."""
         lost = [k for k in self.early if k >= ready and k not in early]
         if ready < self.ready or lost:
-            self.unready(min(ready, *lost))
+            self.unready(min((ready, *lost)))
         self.ready = ready
         self.words[FAILED] = failed
         self.words[READY] = ready

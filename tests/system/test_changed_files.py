@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 import creel
-from daemons import Running
+from creel.cache.storage.manifest import Manifest
+from daemons import Running, plan, read_steps
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(120)]
 
@@ -192,3 +193,20 @@ def test_what_did_not_change_is_not_read_again(daemon: Running, folder: Path) ->
     list(loader)
     list(loader)
     assert before + 2 <= reads(daemon) <= before + 4
+
+
+def test_what_was_ready_is_withdrawn_where_another_job_finds_a_change(
+    daemon: Running, folder: Path
+) -> None:
+    manifest = Manifest.of_files(names(folder), lengths=[NBYTES] * N)
+    ids = np.arange(N)
+    with daemon.client() as client:
+        dataset = client.register(manifest)
+        session = client.open(dataset, "a", recheck="open")
+        plan(session, ids, BATCH)
+        assert session.wait(2, 20)
+        in_place(folder / "07", content(7, 1))
+        other = client.open(dataset, "b", recheck="open")
+        plan(other, ids, BATCH)
+        assert read_steps(other, manifest, ids, BATCH) == N
+        assert read_steps(session, manifest, ids, BATCH) == N

@@ -25,6 +25,8 @@ from creel.cache.memory.free_ranges import ABSENT
 from creel.cache.memory.runs import Runs, chained, pieces
 from creel.cache.memory.shared_words import (
     HEARTBEAT,
+    READY,
+    REVOKED,
     WANTED,
     WORDS_NBYTES,
     SharedWords,
@@ -414,6 +416,15 @@ def _record(steps: int) -> SessionRecord:
     """A session that nobody but the test knows; to be closed."""
     fd = sealed_memfd("words", WORDS_NBYTES)
     return SessionRecord(1, "token", mock.Mock(), Open("d"), SharedWords(fd), fd, steps=steps)
+
+
+def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:
+    session = _record(10)
+    session.set_ready(5, 0)
+    revoked = session.words[REVOKED]
+    session.set_ready(3, 0)
+    assert session.words[READY] == session.ready == 3
+    assert session.words[REVOKED] == revoked + 1
 
 
 def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
