@@ -73,6 +73,8 @@ class RequestSocket:
         for _ in range(_MESSAGES):
             if time.monotonic() > until:
                 break
+            if not self.more():
+                return False
             try:
                 who, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -81,7 +83,11 @@ class RequestSocket:
         return True
 
     def more(self) -> bool:
-        """Whether messages wait: call it after sending, which may swallow the wake-up."""
+        """Whether messages wait: call it after sending, which may swallow the wake-up.
+
+        Also before receiving: libzmq then sees whose messages have come. Of itself it looks only
+        after 100 messages as long as one client has more.
+        """
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def send(self, who: bytes, message: Any) -> None:

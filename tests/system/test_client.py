@@ -99,7 +99,7 @@ def test_who_answers_nonsense_means_direct_reads(
         assert connect_or_start(config(daemon_name)) is None
         thread.join()
     (said,) = caplog.messages
-    assert "no daemon of this version" in said
+    assert "is not a daemon of this version" in said
 
 
 # --- embedded ---------------------------------------------------------------------------------

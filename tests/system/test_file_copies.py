@@ -98,13 +98,9 @@ def test_a_later_job_finds_on_disk_what_its_samples_read(
         monkeypatch.setenv(f"CREEL_{name}", value)
 
     def job(dataset: Any, expected: Any, epochs: int) -> list[int]:
-        opens = []
         with Running(daemon_name, memory="16MiB") as daemon:
             ours, theirs = slow.loader(dataset), slow.torchs(expected)
-            for _ in range(epochs):
-                before = slow.opens()
-                assert same(ours, theirs)
-                opens.append(slow.opens() - before)
+            opens = opened_by_epoch(slow.opens, ours, theirs, epochs)
             connections.disconnect(daemon_name)
             daemon.end()  # which writes what only memory has
         return opens

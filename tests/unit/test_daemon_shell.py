@@ -18,6 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import zmq
 
 from creel.cache.memory import shared_words
 from creel.cache.memory.arena import Arena
@@ -41,6 +42,7 @@ from creel.daemon.peers.wire import Credentials
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
+from creel.daemon.service.request_socket import RequestSocket
 from creel.daemon.service.storage import fetcher
 from creel.daemon.service.storage.fetcher import Fetcher
 from creel.errors import UnavailableError
@@ -470,3 +472,42 @@ def test_each_shared_word_has_a_number_of_its_own() -> None:
     numbers += shared_words.COUNTER.values()
     assert len(set(numbers)) == len(numbers)
     assert max(n for n in numbers if n != shared_words._MAX_RECORDS) < shared_words.WORDS_NBYTES / 8
+
+
+def test_a_busy_client_does_not_hold_up_the_messages_of_others(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+
+    class Hearing(RequestSocket):
+        def _message(self, who: bytes, frames: list[zmq.Frame]) -> None:  # noqa: ARG002
+            heard.append(frames[0].bytes)
+
+    with zmq.Context(io_threads=1) as context, contextlib.ExitStack() as stack:
+        requests = Hearing(mock.Mock(), mock.Mock(), context)
+        stack.callback(requests.close)
+        busy, other, ping, pong = (
+            stack.enter_context(context.socket(kind))
+            for kind in (zmq.DEALER, zmq.DEALER, zmq.PUSH, zmq.PULL)
+        )
+        for client in (busy, other):
+            client.linger = 0
+            client.connect(requests.address)
+        pong.bind(f"ipc://{tmp_path}/pong")
+        ping.connect(f"ipc://{tmp_path}/pong")
+
+        def moved() -> None:
+            """The thread that moves all messages has moved those that were sent."""
+            for _ in range(3):
+                ping.send(b"")
+                pong.recv()
+
+        other.send(b"other")
+        until(requests.more)
+        assert not requests.turn()
+        for _ in range(500):
+            busy.send(b"busy")
+        moved()
+        assert requests.more()
+        other.send(b"other")
+        moved()
+        requests.turn()
+        assert b"other" in heard[1:10]
