@@ -167,12 +167,14 @@ class Prefetcher:
         return coming
 
     def advance_all(self, sessions: Iterable[RankStream], now: float) -> list[FetchObjects]:
-        """Advance the most urgent session until none can advance or enough is started; return the
-        fetches to start.
+        """Advance the most urgent session until none can advance, or enough is started.
+
+        Returns the fetches to start.
         """
         out: list[FetchObjects] = []
+        before = self._inflight.objects
         todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
-        while todo and sum(len(fetch.ids) for fetch in out) < _MAX_STARTED:
+        while todo and self._inflight.objects - before < _MAX_STARTED:
             s = todo[0] if len(todo) == 1 else min(todo, key=_order)
             if not self._advance(s, now, out) or s.front >= s.reach:
                 todo.remove(s)

@@ -86,7 +86,7 @@ class RequestSocket:
         """Whether messages wait: call it after sending, which may swallow the wake-up.
 
         Also before receiving: libzmq then sees whose messages have come. Of itself it looks only
-        after 100 messages as long as one client has more.
+        after 100 parts of messages as long as one client has more.
         """
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 

@@ -56,10 +56,9 @@ class AccessTrace:
 
     def same(self, other: AccessTrace) -> bool:
         """Whether each sample reads the same by both."""
-        pairs = list(zip(self.leaves, other.leaves, strict=False))
         return (
-            len(self.leaves) == len(other.leaves)
-            and all(a is b or a.manifest.key == b.manifest.key for a, b in pairs)
+            [leaf.manifest.key for leaf in self.leaves]
+            == [leaf.manifest.key for leaf in other.leaves]
             and np.array_equal(self.counts, other.counts)
             and np.array_equal(self._leaf, other._leaf)
             and np.array_equal(self._object, other._object)
