@@ -8,18 +8,17 @@ memory. The loop does nothing with the batches. `memcpy` is numpy's gather alone
 With --cold it is the first epoch instead, over warm page cache: the worst case for a cache that has
 to be filled. `creel` makes a loader and reads it at once, daemon start included; `served` has
 an (empty) daemon already, as with creeld or after the seconds that making a model takes. `first` is
-the time to the first batch, `rest` that of each later one.
+the time to the first batch, `rest` that of each later one. Before each of these epochs memory is
+touched and freed again (`measure.touch_memory`).
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import Comparison, Round, measured, report
+from measure import Comparison, Round, fresh_name, measured, report, touch_memory
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.client import connections
 from creel.loader.client.embed import connect_or_start
+
+#: More than the largest workload's bytes and its slots.
+_ROOM_NBYTES = 2 << 30
 
 
 class MappedRecords(Dataset[torch.Tensor]):
@@ -176,6 +177,7 @@ def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callabl
     def way(into: Round) -> None:
         with fresh_name():
             client = connect_or_start() if served else None
+            touch_memory(_ROOM_NBYTES)
             with measured(into):
                 start = time.perf_counter()
                 batches = iter(make())
@@ -186,22 +188,6 @@ def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callabl
                 client.close()
 
     return way
-
-
-@contextmanager
-def fresh_name() -> Iterator[None]:
-    """Loaders meet no daemon that was there before, and leave none that holds memory."""
-    before = {k: os.environ.get(k) for k in ("CREEL_SOCKET", "CREEL_DAEMON__LINGER_S")}
-    name = f"cold-{os.getpid()}-{time.monotonic_ns()}"
-    os.environ |= {"CREEL_SOCKET": name, "CREEL_DAEMON__LINGER_S": "0"}
-    try:
-        yield
-    finally:
-        connections.disconnect(name)
-        for key, value in before.items():
-            os.environ.pop(key)
-            if value is not None:
-                os.environ[key] = value
 
 
 def memcpy(work: Workload) -> Callable[[Round], None] | None:

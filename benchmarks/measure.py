@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import mmap
 import os
 import platform
 import resource
@@ -22,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from creel.errors import CreelError
+from creel.loader.client import connections
 from creel.loader.client.client import Client
 
 _daemons: dict[str, psutil.Process] = {}
@@ -40,6 +42,33 @@ class Round:
     def rest_s(self) -> float:
         """Wall seconds per batch after the first."""
         return (self.wall_s - self.first_s) / max(self.batches - 1, 1)
+
+
+def touch_memory(nbytes: int) -> None:
+    """Have so much of the system's free memory backed by the machine's host, for whoever is next.
+
+    A virtual machine may have given free memory back: getting a page then took 16 us here instead
+    of 1.4 (150 KB out of the page cache into fresh shared memory: 650 us instead of 97).
+    """
+    with mmap.mmap(-1, nbytes) as memory:
+        for page in range(0, nbytes, mmap.PAGESIZE):
+            memory[page] = 1
+
+
+@contextmanager
+def fresh_name() -> Iterator[str]:
+    """Loaders meet no daemon that was there before, and leave none that holds memory; its name."""
+    before = {k: os.environ.get(k) for k in ("CREEL_SOCKET", "CREEL_DAEMON__LINGER_S")}
+    name = f"cold-{os.getpid()}-{time.monotonic_ns()}"
+    os.environ |= {"CREEL_SOCKET": name, "CREEL_DAEMON__LINGER_S": "0"}
+    try:
+        yield name
+    finally:
+        connections.disconnect(name)
+        for key, value in before.items():
+            os.environ.pop(key)
+            if value is not None:
+                os.environ[key] = value
 
 
 def tree_cpu_s() -> float:

@@ -52,7 +52,7 @@ from creel.daemon.service.storage.fetch_queue import (
 log = logging.getLogger("creel.fetch")
 
 #: Size of the read buffer in front of the arena; stays within a core's cache.
-_SCRATCH_NBYTES = 512 << 10
+_SCRATCH_NBYTES = 1 << 20
 #: Held objects are joined up to this size: a system call costs less than another copy of more.
 _JOINED_NBYTES = 64 << 10
 #: Objects up to this size go through the buffer where the arena was never written to.
