@@ -43,7 +43,6 @@ _REUSABLE: tuple[type, ...] = (
 class DrainedSampler(NamedTuple):
     """What a copy yielded: `indices` (total,) int32; step i ends at `ends[i]`, (b,) int64."""
 
-    base_seed: int | None
     indices: NDArray[np.int32]
     ends: NDArray[np.int64]
 
@@ -74,7 +73,7 @@ def drain(
     """
     deadline = time.monotonic() + budget_s
     generator = loader.generator
-    base_seed = found = None
+    found = None
     with _undisturbed():
         try:
             memo: dict[int, object] = {id(kept): kept for kept in _datasets_of(loader, sampler)}
@@ -87,14 +86,14 @@ def drain(
                 _advance(sampler, copied, advance)
                 source = iter(copied)
                 if not keep_seed:
-                    base_seed = RandomSource().seed(generator)
+                    RandomSource().seed(generator)
                     if loader.num_workers > 0:
                         source = iter(copied)  # torch's iterator with workers calls iter() twice
                 found = gather(source, deadline)
         except Exception as e:  # noqa: BLE001  any error means that it cannot be predicted
             _log.info("a copy of %s cannot be run: %r", type(sampler).__name__, e)
             return None
-    return found and found._replace(base_seed=base_seed)
+    return found
 
 
 def _same_start(
@@ -149,7 +148,7 @@ def gather(source: Iterator[object], deadline: float = math.inf) -> DrainedSampl
         if count % 256 == 0 and (time.monotonic() > deadline or len(indices) > LIMIT):
             return None
     array = indices_of(np.array(indices, dtype=np.int64))
-    return DrainedSampler(None, array, np.array(ends, dtype=np.int64))
+    return DrainedSampler(array, np.array(ends, dtype=np.int64))
 
 
 @contextlib.contextmanager

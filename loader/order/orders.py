@@ -246,13 +246,12 @@ class KnownOrder(EpochOrder):
     def _predicted(
         self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
     ) -> PredictedEpoch:
-        base_seed = self.base_seed
         division = self._division if now is not None and not epochs_ahead else self._divided()
         stream = now or opened(sampler, shadow, self._given, self._exchange)
         for _ in range(epochs_ahead):
             stream.need(stream.total)
             if not self._keeps_seed():
-                base_seed = shadow.seed(self._loader.generator)
+                shadow.seed(self._loader.generator)  # as torch draws the base seed
             if isinstance(sampler, DistributedSampler):
                 sampler.epoch = stream.facts()["epoch"] + self._stride
             stream = opened(sampler, shadow, None, self._exchange)
@@ -260,8 +259,8 @@ class KnownOrder(EpochOrder):
             found = gather(iter(sampler))  # type: ignore[call-overload]  # a sequence
             if found is None:
                 raise ValueError("the sequence is too long to predict")
-            return drained_epoch(base_seed, found)
-        return PredictedEpoch(base_seed, division, stream)
+            return drained_epoch(found)
+        return PredictedEpoch(division, stream)
 
     def epochs_to(self, sampler: object) -> int:
         """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""
@@ -343,8 +342,7 @@ class ForeignOrder(EpochOrder):
         if found is None:
             self.unpredictable = True
             return None
-        seed = self.base_seed if found.base_seed is None else found.base_seed
-        made = EpochPlan(lambda: drained_epoch(seed, found))
+        made = EpochPlan(lambda: drained_epoch(found))
         if not epochs_ahead:
             self._first = made
         return made

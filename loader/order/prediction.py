@@ -68,15 +68,14 @@ class Division:
 class PredictedEpoch(NamedTuple):
     """A predicted epoch: its items, and how they are divided into steps."""
 
-    base_seed: int
     division: Division
     stream: SamplerStream
 
 
-def drained_epoch(base_seed: int, drained: DrainedSampler) -> PredictedEpoch:
+def drained_epoch(drained: DrainedSampler) -> PredictedEpoch:
     """Return the epoch of a sampler that was run to its end."""
     starts = np.concatenate([[0], drained.ends]).astype(np.int64)
-    return PredictedEpoch(base_seed, Division(starts=starts), FromArray(drained.indices))
+    return PredictedEpoch(Division(starts=starts), FromArray(drained.indices))
 
 
 class EpochPlan:
@@ -96,11 +95,6 @@ class EpochPlan:
     @property
     def opened(self) -> bool:
         return self._predicted is not None
-
-    @property
-    def base_seed(self) -> int:
-        """The workers' base seed of that epoch; -1 if it cannot be predicted."""
-        return self._opened().base_seed
 
     @property
     def stream(self) -> SamplerStream:
@@ -132,7 +126,7 @@ class EpochPlan:
 
     def ready(self, step: int) -> bool:
         """Whether steps [0, step) are drawn already, so that computing them is cheap."""
-        _, division, stream = self._opened()
+        division, stream = self._opened()
         return stream.ready >= min(division.start(step), stream.total)
 
     def draw(self) -> None:
@@ -151,7 +145,7 @@ class EpochPlan:
         Raises:
             Exception: the computation fails; a sampler that raises does so again when pulled.
         """
-        _, division, stream = self._opened()
+        division, stream = self._opened()
         start, stop = division.start(first), min(division.start(last), stream.total)
         with self._lock:
             stream.need(stop - 1)
@@ -159,13 +153,13 @@ class EpochPlan:
         return indices, division.ends(first, last, len(indices))
 
     def same(self, other: EpochPlan) -> bool:
-        """Whether both plans have the same batches and base seed; compares seeds if they decide.
+        """Whether both plans have the same batches, by the keys of their streams if both have one.
 
         Otherwise the first steps are compared: a later step that differs is noticed when it is
         pulled.
         """
-        (seed, division, stream), (seed2, division2, stream2) = self._opened(), other._opened()
-        if seed != seed2 or not division.same(division2) or self.steps != other.steps:
+        (division, stream), (division2, stream2) = self._opened(), other._opened()
+        if not division.same(division2) or self.steps != other.steps:
             return False
         if stream.key is not None and stream2.key is not None:
             return stream.key == stream2.key
@@ -185,7 +179,7 @@ class EpochPlan:
                     self._predicted = self._work()
                 except Exception:  # noqa: BLE001  (a sampler that raises does so again when pulled)
                     _log.debug("an epoch cannot be predicted", exc_info=True)
-                    self._predicted = PredictedEpoch(-1, Division(), Sequential(0))
+                    self._predicted = PredictedEpoch(Division(), Sequential(0))
             return self._predicted
 
 

@@ -116,12 +116,12 @@ def begun(
 
 
 def drained(order: list[int], ends: list[int]) -> EpochPlan:
-    found = DrainedSampler(None, np.array(order, np.int32), np.array(ends, np.int64))
-    return EpochPlan(lambda: drained_epoch(0, found))
+    found = DrainedSampler(np.array(order, np.int32), np.array(ends, np.int64))
+    return EpochPlan(lambda: drained_epoch(found))
 
 
 def counted(size: int, total: int = N) -> EpochPlan:
-    return EpochPlan(lambda: PredictedEpoch(0, Division(size), Sequential(total)))
+    return EpochPlan(lambda: PredictedEpoch(Division(size), Sequential(total)))
 
 
 def any_plan(rng: random.Random) -> tuple[EpochPlan, list[list[int]]]:

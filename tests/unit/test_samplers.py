@@ -258,7 +258,6 @@ def test_a_prediction_is_what_comes(case: int) -> None:
         assert now is not None
         if foreseen is not None:
             assert foreseen.same(now), epoch
-            assert foreseen.base_seed == order.base_seed
         pulled = [plain(b) for b in itertools.islice(order, steps)]
         foreseen = order.predict(1)
         assert foreseen is not None
@@ -287,6 +286,25 @@ def test_a_wrong_prediction_is_noticed() -> None:
     assert not foreseen.same(actual)
     assert not same_batch(foreseen.cut(0, 1)[0], next(now))
     assert not same_batch(foreseen.cut(0, 1)[0], ["a", object()])
+
+
+@pytest.mark.parametrize("kind", ["distributed", "generator"])
+def test_draws_of_the_training_leave_a_sampler_of_its_own_generator_predicted(kind: str) -> None:
+    dataset = Echo(50)
+    sampler: Any = DistributedSampler(dataset, 2, 0)
+    if kind == "generator":
+        sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
+    loader: Loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    order = observe(loader)
+    list(order)
+    foreseen = order.predict(1)
+    torch.rand(1)  # from the global generator, as dropout does
+    if kind == "distributed":
+        sampler.set_epoch(1)
+    actual = observe(loader, previous=order).predict(0)
+    assert foreseen is not None
+    assert actual is not None
+    assert foreseen.same(actual)
 
 
 @pytest.mark.parametrize("case", [3, 11, 17, 29, 42, 58])
