@@ -159,7 +159,7 @@ class Lease:
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
         """The bytes of an object: a copy from the arena if it is there, else by `direct`."""
-        copied = None if number is None else self._copy(number, kind)
+        copied = None if number is None else self.copy(number, kind)
         if copied is not None:
             return copied
         began = time.monotonic_ns()
@@ -167,30 +167,17 @@ class Lease:
         self._note(1, len(data), time.monotonic_ns() - began)
         return data
 
-    def _copy(self, number: int, kind: type[Copied]) -> Copied | None:
-        return self._copied(
-            number, lambda pieces: kind(pieces[0]) if len(pieces) == 1 else kind().join(pieces)
-        )
+    def copy(self, number: int, copying: Callable[[Buffer], T]) -> T | None:
+        """What `copying` makes of an object's bytes: a copy in some form.
 
-    def copy_at(self, address: str, copying: Callable[[Buffer], T]) -> T | None:
-        """What `copying` makes of the step's object at an address: a copy in some form.
-
-        None if there is no such object, or not in the arena.
+        None if the object is not one of the step's, or not in the arena.
         """
-        number = self.find(address)
-        if number is None:
-            return None
-        return self._copied(
-            number, lambda pieces: copying(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        )
-
-    def _copied(self, number: int, copying: Callable[[list[memoryview]], T]) -> T | None:
         session = self._session
         pieces = None if session is None else self._there(session).get(number)
         if session is None or pieces is None:
             return None
-        copy = copying(pieces)
-        return copy if session.stamp() == self._stamp else None
+        copied = copying(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        return copied if session.stamp() == self._stamp else None
 
     def take_rows(
         self,
@@ -434,12 +421,13 @@ def take_address(address: str, number: int | None, direct: Callable[[str], bytes
 
 
 def copy_at(address: str, copying: Callable[[Buffer], T]) -> T | None:
-    """`Lease.copy_at`; None where this thread's lease does not have the object."""
+    """`Lease.copy` of the object at an address; None where this thread's lease has none there."""
     lease = _thread.lease
-    copy = None if lease is None else lease.copy_at(address, copying)
-    if copy is not None and _thread.observed is not None:
+    number = None if lease is None else lease.find(address)
+    copied = None if lease is None or number is None else lease.copy(number, copying)
+    if copied is not None and _thread.observed is not None:
         _thread.observed.add(address)
-    return copy
+    return copied
 
 
 # --- what other code opens --------------------------------------------------------------------
