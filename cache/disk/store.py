@@ -137,10 +137,6 @@ class DiskStore:
             if index is not None:
                 self._idle[half(index.identity)] = entries_of(index, length)
 
-    def held(self, dataset: str) -> int:
-        """How many objects of an attached dataset are here."""
-        return int(np.count_nonzero(self._datasets[dataset].place))
-
     # --- reading ---------------------------------------------------------------------------------
 
     def read(

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from creel.daemon.core.events import CheckVersions
-from creel.daemon.core.inflight import Inflight
+from creel.daemon.core.inflight import SCANNED_AT_ONCE, Inflight
 from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
 from creel.daemon.core.versions import Files
 from creel.policies.eviction.policy import RESIDENT
 
-#: Most files of one check, and most positions processed at once.
-_FILES, _CHUNK = 512, 1 << 13
+#: Most files of one check.
+_MAX_FILES = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,10 +45,11 @@ class Checks:
             return []
         out: list[CheckVersions] = []
         limit = s.limit
-        chunk = _FILES if s.residency.versions.number > _FILES else _CHUNK
+        many_files = s.residency.versions.number > _MAX_FILES
+        at_once = _MAX_FILES if many_files else SCANNED_AT_ONCE
         next_step = s.stream.start(min(s.ready + 1, s.stream.end))
         while s.verified < limit:
-            stop = min(s.verified + chunk, limit)
+            stop = min(s.verified + at_once, limit)
             if s.verified < next_step:  # a reader may wait for it: not for what comes after it, too
                 stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)

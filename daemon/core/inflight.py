@@ -21,7 +21,11 @@ from creel.policies.prefetch import Window, affordable, portions
 _SPARED = 0.25
 #: Deadline, in seconds, of a fetch without a reader (`Warm`).
 _WHENEVER_S = 3600.0
-_CHUNK = 512
+#: Objects, or positions of a plan, taken on at once to be fetched: about one urgency class at 256
+#: objects a step.
+FETCHED_AT_ONCE = 512
+#: Most positions of a plan of which one pass only looks at the states.
+SCANNED_AT_ONCE = 1 << 13
 
 
 @dataclass(eq=False, slots=True)
@@ -169,7 +173,7 @@ class Inflight:
         """Load the dataset in order of ids, into free room only, while little else is in flight."""
         out: list[FetchObjects] = []
         while 0 <= residency.warming < len(residency):
-            stop = min(residency.warming + _CHUNK, len(residency))
+            stop = min(residency.warming + FETCHED_AT_ONCE, len(residency))
             ids = residency.warming + np.flatnonzero(
                 residency.state[residency.warming : stop] <= SKIPPED
             )

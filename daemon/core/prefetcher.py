@@ -10,17 +10,13 @@ from numpy.typing import NDArray
 from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE, FetchObjects
-from creel.daemon.core.inflight import Inflight
+from creel.daemon.core.inflight import FETCHED_AT_ONCE, SCANNED_AT_ONCE, Inflight
 from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 from creel.policies.masks import some
 from creel.policies.prefetch import Window, lead
 
-#: Positions processed at once: about one urgency class at 256 objects a step.
-_CHUNK = 512
-#: Most positions of which one pass says whether their objects are there.
-_MAX_PASS = 1 << 13
 #: An event starts fetches until they have this many objects: the event of one that lands goes on.
 #: In fresh tables each object costs some 10 us, and other clients wait meanwhile.
 _MAX_STARTED = 1024
@@ -92,7 +88,7 @@ class Prefetcher:
         """
         residency, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
-        landed_s = rate.seconds(self._inflight.number(residency) + _CHUNK)
+        landed_s = rate.seconds(self._inflight.number(residency) + FETCHED_AT_ONCE)
         steps = lead(s.pace, step_s, landed_s, self._window)
         stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
         ids = stream.objects(s.checked, stop).astype(np.intp)
@@ -115,10 +111,10 @@ class Prefetcher:
         if s.checked < limit and s.blocked >= 0 and self._still_blocked(s):
             return
         s.blocked = -1
-        positions = _CHUNK
+        positions = FETCHED_AT_ONCE
         while s.checked < limit and s.blocked < 0:
             ids = s.stream.objects(s.checked, min(s.checked + positions, limit))
-            positions = min(2 * positions, _MAX_PASS)
+            positions = min(2 * positions, SCANNED_AT_ONCE)
             found = s.residency.state[ids]
             coming = self._awaited(s, ids.astype(np.intp), found)
             settled = int(coming.argmax())
@@ -214,11 +210,11 @@ class Prefetcher:
         if s.stalling:
             stop = stream.start(s.ready + 1)
             if s.front < stop:
-                return True, min(stop, s.front + _CHUNK)
+                return True, min(stop, s.front + FETCHED_AT_ONCE)
         # one urgency class: a step where the reader is close, more steps further ahead
         step = stream.step_at(s.front)
         last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
-        return False, min(s.reach, s.front + _CHUNK, stream.start(last))
+        return False, min(s.reach, s.front + FETCHED_AT_ONCE, stream.start(last))
 
     def _at_once(self, s: RankStream, absent: Index, stop: int) -> int:
         """End of the positions from `front` to fetch together: a step, or more from a quick source.
@@ -297,7 +293,7 @@ class Prefetcher:
         # The queue of a quick source is short. Ordered by deadline, it would wake the reader for
         # every step: small records from the page cache are slower then.
         deadline = s.deadline(
-            step, now, in_turn=residency.source_rate.deliverable(_GRAIN_S) < _CHUNK
+            step, now, in_turn=residency.source_rate.deliverable(_GRAIN_S) < FETCHED_AT_ONCE
         )
         for origin, which in residency.origins(ids, epoch):
             fetch = ids[which], offset[which], length[which]

@@ -33,10 +33,10 @@ from creel.loader.order.draws import (
 Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
 
 #: Items that RandomSampler(replacement=True) draws at a time.
-_CHUNK = 32
+_DRAWN_AT_ONCE = 32
 
 #: Items per draw with replacement from a private generator.
-_PRIVATE_CHUNK = 1 << 15
+_DRAWN_PRIVATELY = 1 << 15
 
 
 class Facts(TypedDict, total=False):
@@ -327,7 +327,7 @@ class WithReplacement(Drawing):
         self._n = n
         self._have = 0
         kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
-        self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _PRIVATE_CHUNK), dtype=kind)
+        self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _DRAWN_PRIVATELY), dtype=kind)
         self.key = (*self._key, n)
 
     def rebase(self, source: RandomSource) -> None:
@@ -343,14 +343,16 @@ class WithReplacement(Drawing):
         return self.total  # items that are not drawn yet cost no more one by one
 
     def need(self, item: int) -> None:
-        wanted = min(_CHUNK * (item // _CHUNK + 1), self.total)
+        wanted = min(_DRAWN_AT_ONCE * (item // _DRAWN_AT_ONCE + 1), self.total)
         if not self.visible and self._have < wanted:
-            wanted = min(max(wanted, self._have + _PRIVATE_CHUNK), self.total)
+            wanted = min(max(wanted, self._have + _DRAWN_PRIVATELY), self.total)
         k = wanted - self._have
         if k <= 0:
             return
         if wanted > len(self._buffer):
-            larger = np.empty(min(max(2 * wanted, _PRIVATE_CHUNK), self.total), self._buffer.dtype)
+            larger = np.empty(
+                min(max(2 * wanted, _DRAWN_PRIVATELY), self.total), self._buffer.dtype
+            )
             larger[: self._have] = self._buffer[: self._have]
             self._buffer = larger
         # torch's CPU generator draws entry by entry: one call for all chunks gives the same items.

@@ -11,9 +11,9 @@ from creel.policies.eviction.policy import NONE, joined
 
 Index = NDArray[np.intp]
 
-#: Objects looked at together, and how often in one call, in search of some kind of object; of those
-#: found, the part (1/n) that is due last is used, and at least this many.
-_CHUNK, _CHUNKS = 1 << 16, 4
+#: Objects looked at together in search of some kind of object, and how often in one call.
+_SCANNED_AT_ONCE, _MAX_SCANS = 1 << 16, 4
+#: Of those found, the part (1/n) that is due last is used, and at least this many.
 _BEST_PART, _BEST = 4, 64
 #: After this many changes a search that found nothing is repeated; sooner where it is cheap.
 _CHANGES = 256
@@ -44,7 +44,7 @@ class Walk:
     ) -> Index:
         """Up to k distinct objects that are of this kind now; only those due after `above`."""
         out = []
-        for _ in range(_CHUNKS + 1):
+        for _ in range(_MAX_SCANS + 1):
             while k > 0 and len(self._found):
                 head, self._found = np.split(self._found, [2 * k + 64])
                 head = head[matches(head)]
@@ -58,13 +58,13 @@ class Walk:
 
     def _look(self, matches: Predicate, due: Callable[[Index], NDArray[np.int64]]) -> bool:
         """Look into the next chunk; False where it is known that there is none in any."""
-        if self._empty * _CHUNK >= self._objects:
+        if self._empty * _SCANNED_AT_ONCE >= self._objects:
             if self.changes < min(_CHANGES, 1 + self._objects // 1024):
                 return False
             self._empty = 0
         if not self._empty:
             self.changes = 0
-        stop = min(self._hand + _CHUNK, self._objects)
+        stop = min(self._hand + _SCANNED_AT_ONCE, self._objects)
         ids = self._hand + np.flatnonzero(matches(slice(self._hand, stop)))
         self._hand = stop if stop < self._objects else 0
         order = np.argsort(due(ids), kind="stable")[::-1]
