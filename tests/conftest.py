@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import http.server
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -155,3 +158,20 @@ def nothing_stays_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     # A thread that was collecting a loader itself may still be at it.
     until(lambda: not multiprocessing.active_children(), what="no child process")
     until(lambda: len(descriptors()) <= before, what=f"{before} descriptors again")
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    """A web server of tmp_path that lists folders."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 #: For tests that count what reaches a SlowFS.
 needs_fuse = pytest.mark.skipif(
@@ -43,3 +44,12 @@ def opened_by_epoch(
         found.append(opens() - before)
         assert same(batches, list(theirs))
     return found
+
+
+def check_in_torch(dataset: Dataset[Any]) -> None:
+    """The same batches with no worker and with two forked ones; tests/system spawns them."""
+    indices = list(range(len(dataset)))  # type: ignore[arg-type]
+    expected = [default_collate([dataset[i] for i in indices[k : k + 3]]) for k in indices[::3]]
+    assert same(list(DataLoader(dataset, 3)), expected)
+    loader = DataLoader(dataset, 3, num_workers=2, multiprocessing_context="fork")
+    assert same(list(loader), expected)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
-import operator
-import os
 import pickle
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from glob import glob as globbed
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import creel
-from creel.errors import ConfigError, CreelError, NotFoundError
+from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets import (
     FileDataset,
     ImageFolder,
@@ -31,297 +21,14 @@ from creel.loader.datasets import (
     TarDataset,
     Transformed,
 )
-from creel.loader.datasets.base import Labels, addresses
 from creel.loader.reading import storage
-from creel.loader.reading.storage import absolute, in_threads
-from folders import folder
 from kit import forget_stores
-from testbed.same import same
+from testbed.same import check_in_torch, same
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def image(path: Path, seed: int, mode: str = "RGB") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(seed).integers(0, 256, (8, 9, 3), np.uint8)
-    Image.fromarray(pixels).convert(mode).save(path)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    """Three classes: nested, oddly sorting and hidden folders, modes, cases, files to skip."""
-    root = tmp_path / "photos"
-    names = (
-        "cat/b.png cat/a.PNG cat/z/1.png cat/z-1/2.png cat/z/y/3.jpeg dog/1.jpg dog/10.jpg "
-        "dog/2.bmp dog/.hidden.png Emu/ü ñ.png Emu/50%.png"
-    ).replace("ü ñ", "ü_ñ")
-    for i, name in enumerate(names.split()):
-        image(root / name, i, "L" if i % 3 == 0 else "P" if name.endswith(".bmp") else "RGB")
-    (root / "cat/readme.txt").write_text("no image")
-    (root / "loose.png").write_bytes(b"not in a class")
-    (root / "dog/link").symlink_to(root / "cat/z", target_is_directory=True)
-    return root
-
-
-def pixels(sample: tuple[Any, int]) -> tuple[Any, int]:
-    return sample[0].mode, sample[0].size, sample[0].tobytes(), sample[1]  # type: ignore[return-value]
-
-
-def to_tensor(picture: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(picture))
-
-
-def check_in_torch(dataset: Dataset[Any]) -> None:
-    """The same batches with no worker and with two forked ones; tests/system spawns them."""
-    indices = list(range(len(dataset)))  # type: ignore[arg-type]
-    expected = [default_collate([dataset[i] for i in indices[k : k + 3]]) for k in indices[::3]]
-    assert same(list(DataLoader(dataset, 3)), expected)
-    loader = DataLoader(dataset, 3, num_workers=2, multiprocessing_context="fork")
-    assert same(list(loader), expected)
-
-
 # --- ImageFolder ------------------------------------------------------------------------------
-
-
-def test_an_image_folder_is_torchvisions(photos: Path) -> None:
-    ours, theirs = ImageFolder(photos), folder.ImageFolder(photos)
-    assert ours.samples == theirs.samples
-    assert list(ours.samples) == theirs.samples
-    assert ours.samples[2] == theirs.samples[2]
-    assert ours.samples[-1] == theirs.samples[-1]
-    assert ours.samples[1:4] == theirs.samples[1:4]
-    assert ours.imgs == theirs.imgs
-    for name in ("classes", "class_to_idx", "targets", "extensions", "root"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    assert len(ours) == len(theirs)
-    for i in range(-len(theirs), len(theirs)):
-        assert pixels(ours[i]) == pixels(theirs[i])
-
-
-@pytest.mark.parametrize("form", ["{}", "{}/", "{}//", "relative", "~/photos"])
-def test_paths_are_shown_as_torchvision_shows_them(
-    photos: Path, form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(photos.parent))
-    monkeypatch.chdir(photos.parent)
-    root = photos.name if form == "relative" else form.format(photos)
-    ours, theirs = ImageFolder(root), folder.ImageFolder(root)
-    assert ours.samples == theirs.samples
-    assert ours.root == theirs.root
-    monkeypatch.chdir("/")
-    assert ours.manifest.uri(0) == str(photos / "Emu/50%.png")
-    assert pixels(ours[0])[0] == "RGB"  # a later chdir does no harm
-
-
-def test_valid_files_and_empty_classes_are_torchvisions(photos: Path) -> None:
-    def valid(path: str) -> bool:
-        return path.endswith("1.png") or "Emu" in path
-
-    args = {"is_valid_file": valid, "allow_empty": True}
-    ours, theirs = ImageFolder(photos, **args), folder.ImageFolder(photos, **args)  # type: ignore[arg-type]
-    assert ours.samples == theirs.samples
-    assert ours.extensions is None
-
-
-class _Two(folder.ImageFolder):  # type: ignore[misc]
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:  # noqa: ARG002
-        return ["dog", "cat"], {"dog": 0, "cat": 5}
-
-
-class _OurTwo(ImageFolder):
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:  # noqa: ARG002
-        return ["dog", "cat"], {"dog": 0, "cat": 5}
-
-
-def test_a_subclass_may_choose_classes(photos: Path) -> None:
-    assert _OurTwo(photos).samples == _Two(photos).samples
-
-
-def test_transforms_loader_and_decode(photos: Path) -> None:
-    def loader(path: str) -> int:
-        return Path(path).stat().st_size
-
-    args = {"transform": lambda s: s + 1, "target_transform": str, "loader": loader}
-    ours, theirs = ImageFolder(photos, **args), folder.ImageFolder(photos, **args)  # type: ignore[arg-type]
-    assert [ours[i] for i in range(len(ours))] == [theirs[i] for i in range(len(theirs))]
-    assert not ours.cacheable
-    assert ImageFolder(photos, decode=len)[0] == ((photos / "Emu/50%.png").stat().st_size, 0)
-    with pytest.raises(ConfigError, match="not both"):
-        ImageFolder(photos, loader=loader, decode=len)
-
-
-def test_samples_may_be_assigned_as_in_torchvision(photos: Path) -> None:
-    ours, theirs = ImageFolder(photos), folder.ImageFolder(photos)
-    ours.samples = theirs.samples = theirs.samples[::3]
-    ours.manifest  # noqa: B018 - built before the next change, then stale
-    ours.samples = ours.samples[1:]
-    assert ours.samples == theirs.samples[1:]
-    assert [pixels(ours[i]) for i in range(len(ours))] == [
-        pixels(theirs[i + 1]) for i in range(len(ours))
-    ]
-    assert len(ours.manifest) == len(ours)
-    again = pickle.loads(pickle.dumps(ours))
-    assert again.samples == ours.samples
-    with pytest.raises(ConfigError, match="path, number of the class"):
-        ours.samples = [("a", "b", "c")]  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize("make", [ImageFolder, folder.ImageFolder])
-def test_errors_of_a_folder_are_torchvisions(tmp_path: Path, make: Callable[..., object]) -> None:
-    with pytest.raises(FileNotFoundError):
-        make(tmp_path / "nowhere")
-    (tmp_path / "a").mkdir()
-    with pytest.raises(FileNotFoundError, match="Couldn't find any class folder in"):
-        make(tmp_path / "a")
-    (tmp_path / "a/x").mkdir()
-    (tmp_path / "a/w").mkdir()
-    with pytest.raises(FileNotFoundError) as e:
-        make(tmp_path / "a")
-    assert str(e.value) == (
-        "Found no valid file for the classes w, x. Supported extensions are: "
-        ".jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp"
-    )
-    assert make is not ImageFolder or isinstance(e.value, ConfigError)
-
-
-def test_an_image_folder_in_torchs_loader(photos: Path) -> None:
-    check_in_torch(ImageFolder(photos, transform=to_tensor))
-
-
-def test_an_image_that_vanished_is_a_source_error_with_its_path(photos: Path) -> None:
-    images = ImageFolder(photos)
-    (photos / "Emu/50%.png").unlink()
-    with pytest.raises(OSError, match=r"50%\.png") as e:
-        images[0]
-    assert isinstance(e.value, CreelError)
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take notes since 3.11")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_image_that_cannot_be_decoded_is_named(photos: Path, workers: int) -> None:
-    (photos / "Emu/50%.png").write_bytes(b"no image")
-    batches: Any = iter(DataLoader(ImageFolder(photos, transform=to_tensor), num_workers=workers))
-    with pytest.raises(OSError, match="cannot identify image file") as e:
-        list(batches)
-    list(batches)  # torch's iterator waits 5 s for workers of an epoch that was left
-    told = [str(e.value), *getattr(e.value, "__notes__", [])]
-    assert f"while decoding {photos}/Emu/50%.png (object 0 of ImageFolder)" in "\n".join(told)
-
-
-def test_an_empty_path_is_not_the_working_directory() -> None:
-    makers: list[Callable[[str], object]] = [ImageFolder, FileDataset, TarDataset]
-    for make in (*makers, creel.open, creel.read):
-        with pytest.raises(NotFoundError, match="the path is empty"):
-            make("")
-
-
-def test_a_scheme_alone_and_a_folder_for_a_file_are_said_to_be_that(tmp_path: Path) -> None:
-    makers: list[Callable[[str], object]] = [ImageFolder, FileDataset, TarDataset]
-    for make in (*makers, creel.open, creel.read):
-        with pytest.raises(NotFoundError, match=r"s3:/* lacks a bucket or host: write s3://"):
-            make("s3://")
-    for file in (TarDataset, lambda path: RecordDataset(path, "uint8", 4)):
-        with pytest.raises(NotFoundError, match="is a folder: give the files in it, as a list"):
-            file(str(tmp_path))
-
-
-FOLDER = str(Path(__file__).parent)
-
-
-@pytest.mark.parametrize(
-    "make, first, given, says",
-    [
-        (FileDataset, ["x"], {"nbytes": ["a"]}, "nbytes are whole numbers"),
-        (FileDataset, ["x"], {"nbytes": [1.5]}, "nbytes are whole numbers"),
-        (FileDataset, FOLDER, {"glob": 5}, "glob is a pattern of names"),
-        (FileDataset, ["x"], {"decode": 5}, "decode is a function of one argument, not 5"),
-        (ImageFolder, FOLDER, {"decode": 5}, "decode is a function of one argument, not 5"),
-        (RecordDataset, __file__, {"dtype": "u1", "shape": 1, "transform": 5}, "transform is a f"),
-        (TarDataset, "x", {"decode": 5}, "decode is a function for each extension"),
-        (TarDataset, "x", {"decode": {"png": 5}}, "decode of png is a function"),
-        (TarDataset, "x", {"extensions": "jpg"}, r"as in extensions=\['jpg'\]"),
-        (TarDataset, "x", {"index": 5}, "index is 'beside', 'user' or a path"),
-        (TarDataset, [5], {}, "a path is a string or a Path, not 5"),
-    ],
-)
-def test_what_is_of_the_wrong_kind_is_named(
-    make: Callable[..., object], first: object, given: dict[str, object], says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says):
-        make(first, **given)
-
-
-def test_pickles_are_as_big_as_the_paths(tmp_path: Path) -> None:
-    n, root = 20_000, tmp_path / "many"
-    (root / "a").mkdir(parents=True)
-    for i in range(200):
-        (root / f"a/{i:030d}.png").touch()
-    images = ImageFolder(root)
-    images.samples = [(f"/data/{i:030d}.png", i % 1000) for i in range(n)]
-    files = FileDataset([p for p, _ in images.samples], labels=list(range(n)))
-    for dataset in (images, files):
-        dataset.manifest  # noqa: B018 - built, and left out
-        assert len(pickle.dumps(dataset)) < n * (len("/data/.png") + 30 + 8 + 8) + 4096
-    _ = images.targets, images.imgs
-    assert len(pickle.dumps(images)) < n * (len("/data/.png") + 30 + 8 + 8) + 4096
-    assert pickle.loads(pickle.dumps(images)).targets == images.targets
-
-
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[str]:
-    """A web server of tmp_path that lists folders."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("index", ["none", "index.json", "index.arrow", "named", "list"])
-def test_a_folder_over_http_is_the_local_one(photos: Path, web: str, index: str) -> None:
-    local = ImageFolder(photos)
-    if index in {"index.json", "index.arrow", "named"}:
-        name = "other.json" if index == "named" else index
-        local.save_index(photos / name)
-    elif index == "list":
-        names = ", ".join(f'"{os.path.relpath(p, photos)}"' for p, _ in local.samples)
-        (photos / "index.json").write_text(f"[{names}]")
-    other = f"{web}/photos/other.json" if index == "named" else None
-    remote = ImageFolder(f"{web}/photos", index=other)
-    assert remote.classes == local.classes
-    assert remote.targets == local.targets
-    for i in range(len(local)):
-        assert pixels(remote[i]) == pixels(local[i])
-    assert remote.samples[0][0] == f"{web}/photos/Emu/50%25.png"
-
-
-def test_a_folder_by_file_uri_and_by_fsspec(photos: Path) -> None:
-    local = ImageFolder(photos)
-    assert ImageFolder(photos.as_uri()).samples == local.samples
-    fsspec = pytest.importorskip("fsspec")
-    memory = fsspec.filesystem("memory")
-    for path, _ in local.samples:
-        memory.pipe_file(f"/m/{os.path.relpath(path, photos)}", Path(path).read_bytes())
-    remote = ImageFolder("memory://m")
-    assert remote.targets == local.targets
-    assert [pixels(remote[i]) for i in range(3)] == [pixels(local[i]) for i in range(3)]
-    assert remote.manifest.lengths().min() > 0  # what a listing tells for free is kept
-
-
-@pytest.mark.parametrize(
-    "text", ["{}", '["/etc/passwd"]', '["a/../../b"]', '{"names": ["a"], "nbytes": []}', "\xff"]
-)
-def test_a_bad_index_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "index.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match=r"index\.json"):
-        ImageFolder(tmp_path, index=tmp_path / "index.json")
 
 
 # --- FileDataset ------------------------------------------------------------------------------
@@ -426,97 +133,6 @@ def test_bad_input_gives_one_clear_sentence(
     with pytest.raises(ConfigError, match=words) as e:
         make(tmp_path)
     assert "\n" not in str(e.value)
-
-
-# --- RecordDataset ----------------------------------------------------------------------------
-
-
-DTYPES = ["f4", "f8", "f2", "i8", "i4", "i2", "i1", "u1", "u2", "?", "c8"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3)])
-def test_records_are_rows_of_the_file(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
-    rows = np.random.default_rng(0).integers(0, 2, (7, *shape)).astype(dtype)
-    (tmp_path / "r.bin").write_bytes(b"head" + rows.tobytes())
-    dataset = RecordDataset(tmp_path / "r.bin", dtype, shape, offset=4)
-    assert len(dataset) == 7
-    for i in range(-7, 7):
-        assert same(dataset[i], torch.from_numpy(rows.copy())[i])
-    with pytest.raises(IndexError):
-        dataset[7]
-
-
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_npy_files_are_np_load(tmp_path: Path, version: tuple[int, int]) -> None:
-    rows = np.random.default_rng(0).standard_normal((9, 4, 2))
-    with (tmp_path / "a.npy").open("wb") as f:
-        np.lib.format.write_array(f, rows[:5], version)
-    np.save(tmp_path / "b.npy", rows[5:])
-    dataset = RecordDataset([tmp_path / "a.npy", tmp_path / "b.npy"])
-    assert dataset.shape == (4, 2)
-    assert same(torch.stack([dataset[i] for i in range(9)]), torch.from_numpy(rows))
-    check_in_torch(dataset)
-
-
-def test_a_row_of_tokens_is_cut_into_sequences(tmp_path: Path) -> None:
-    tokens = np.arange(24, dtype=np.uint16)
-    np.save(tmp_path / "t.npy", tokens)
-    dataset = RecordDataset(tmp_path / "t.npy", shape=np.int64(8))
-    assert [row.tolist() for row in map(dataset.__getitem__, range(3))] == tokens.reshape(
-        3, 8
-    ).tolist()
-
-
-def test_bfloat16_records(tmp_path: Path) -> None:
-    rows = torch.randn(4, 6).to(torch.bfloat16)
-    (tmp_path / "r").write_bytes(rows.view(torch.int16).numpy().tobytes())
-    for dtype in ("bfloat16", torch.bfloat16):
-        dataset = RecordDataset(tmp_path / "r", dtype, 6)
-        assert same(torch.stack([dataset[i] for i in range(4)]), rows)
-    np.save(tmp_path / "r.npy", rows.view(torch.int16).numpy().view("V2"))
-    assert same(RecordDataset(tmp_path / "r.npy", torch.bfloat16)[2], rows[2])
-
-
-def test_records_with_labels_and_transform(tmp_path: Path) -> None:
-    np.arange(12, dtype="f4").tofile(tmp_path / "r")
-    labels = torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int16)
-    dataset = RecordDataset(tmp_path / "r", "f4", 4, labels=labels, transform=operator.neg)
-    assert same(dataset[1], (-torch.arange(4.0, 8.0), labels[1]))
-    dataset[1][1].fill_(0)
-    assert same(dataset[1][1], labels[1])
-    check_in_torch(dataset)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [3, 1, 2],
-        [True, False, True],
-        [0.5, 1.5, 2.5],
-        np.array([3, 1, 2], np.int16),
-        np.array([0.5, 1, 2], np.float32),
-        np.arange(6).reshape(3, 2),
-        torch.tensor([1.0, 2, 3], dtype=torch.bfloat16),
-        torch.arange(6).reshape(3, 2),
-        (1, 2, 3),
-    ],
-    ids=str,
-)
-def test_labels_collate_as_torch_would(values: Any) -> None:
-    labels = Labels(values, 3)
-    at = np.array([2, 0, 0, 1])
-    assert labels.kind is not None
-    assert same(default_collate([labels[i] for i in at]), default_collate([values[i] for i in at]))
-    assert same(labels.collated(at), default_collate([values[i] for i in at]))
-
-
-@pytest.mark.parametrize("values", [["a", "b"], [(1, 2), (3, 4)], [1, 2.5], [2**70, 1]], ids=str)
-def test_other_labels_are_kept_as_they_are(values: list[Any]) -> None:
-    labels = Labels(values, 2)
-    assert labels.kind is None
-    assert [labels[0], labels[1]] == values
-    assert [type(labels[0]), type(labels[1])] == [type(v) for v in values]
 
 
 # --- open, read, wrap, Transformed -------------------------------------------------------------
@@ -630,102 +246,27 @@ def test_not_found_is_both() -> None:
     assert str(error) == "there is no x"
 
 
+FOLDER = str(Path(__file__).parent)
+
+
 @pytest.mark.parametrize(
-    "make",
+    "make, first, given, says",
     [
-        lambda: creel.ImageFolder(3),  # type: ignore[arg-type]
-        lambda: creel.FileDataset(3),  # type: ignore[arg-type]
-        lambda: creel.RecordDataset(3, torch.uint8, 1),  # type: ignore[arg-type]
-        lambda: creel.TarDataset(3),  # type: ignore[arg-type]
-        lambda: creel.read(3),  # type: ignore[arg-type]
+        (FileDataset, ["x"], {"nbytes": ["a"]}, "nbytes are whole numbers"),
+        (FileDataset, ["x"], {"nbytes": [1.5]}, "nbytes are whole numbers"),
+        (FileDataset, FOLDER, {"glob": 5}, "glob is a pattern of names"),
+        (FileDataset, ["x"], {"decode": 5}, "decode is a function of one argument, not 5"),
+        (ImageFolder, FOLDER, {"decode": 5}, "decode is a function of one argument, not 5"),
+        (RecordDataset, __file__, {"dtype": "u1", "shape": 1, "transform": 5}, "transform is a f"),
+        (TarDataset, "x", {"decode": 5}, "decode is a function for each extension"),
+        (TarDataset, "x", {"decode": {"png": 5}}, "decode of png is a function"),
+        (TarDataset, "x", {"extensions": "jpg"}, r"as in extensions=\['jpg'\]"),
+        (TarDataset, "x", {"index": 5}, "index is 'beside', 'user' or a path"),
+        (TarDataset, [5], {}, "a path is a string or a Path, not 5"),
     ],
 )
-def test_what_is_no_path_is_refused_in_words(make: Callable[[], object]) -> None:
-    with pytest.raises(ConfigError, match=r"path.*not 3"):
-        make()
-
-
-def test_an_npy_says_itself_where_its_rows_begin(tmp_path: Path) -> None:
-    np.save(tmp_path / "rows.npy", np.arange(6).reshape(3, 2))
-    with pytest.raises(ConfigError, match=r"rows\.npy has a header that says where its rows begin"):
-        RecordDataset(tmp_path / "rows.npy", offset=8)
-
-
-def test_a_shape_or_offset_that_is_no_number_is_refused_in_words(tmp_path: Path) -> None:
-    (tmp_path / "r").write_bytes(bytes(16))
-    with pytest.raises(ConfigError, match="shape is '8': give whole numbers"):
-        creel.RecordDataset(tmp_path / "r", torch.uint8, "8")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="offset is '4': give the bytes before"):
-        creel.RecordDataset(tmp_path / "r", torch.uint8, 8, "4")  # type: ignore[arg-type]
-
-
-@given(st.lists(st.sampled_from(["/", ".", "..", "~", "a", "b c", ".x", "é"]), min_size=1))
-def test_a_local_address_is_an_absolute_path(parts: list[str]) -> None:
-    """As `abspath` gives it, but for `..`, which only the file system can follow."""
-    text = os.path.expanduser("".join(parts))  # noqa: PTH111
-    steps = [step for step in Path.cwd().joinpath(text).parts if step.strip("/")]
-    assert absolute("".join(parts)) == "/" + "/".join(steps)
-    if ".." not in steps:
-        assert absolute("".join(parts)) == os.path.abspath(text).replace("//", "/")  # noqa: PTH100
-
-
-_ADDRESSES = st.one_of(
-    st.text(alphabet="/.aé:~", min_size=1, max_size=8),
-    st.sampled_from(["/a/b.jpg", "s3://bucket/a", "file:///a%20b", "/a", "/a/.hidden"]),
-    st.just("/a/b").map(Path),
-)
-
-
-@given(st.lists(_ADDRESSES, max_size=4))
-def test_many_addresses_are_made_absolute_as_each_is(values: list[str | Path]) -> None:
-    try:
-        each = [absolute(value) for value in values]
-    except CreelError as e:
-        with pytest.raises(type(e)):
-            addresses(values)
-    else:
-        assert addresses(values).to_pylist() == each
-
-
-@pytest.fixture(params=["absolute", "relative"])
-def behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A folder behind a symbolic link, left by `..`: where a simpler path leads elsewhere."""
-    for data, text in (("far/data/cat", b"right!!!"), ("data/cat", b"wrong!!!")):
-        (tmp_path / data).mkdir(parents=True)
-        (tmp_path / data / "a.jpg").write_bytes(text)
-    (tmp_path / "far/inner").mkdir()
-    (tmp_path / "link").symlink_to("far/inner")
-    monkeypatch.chdir(tmp_path)
-    return f"{tmp_path}/link/../data" if request.param == "absolute" else "./link//../data/"
-
-
-def test_dots_behind_a_symbolic_link_lead_where_open_goes(behind: str) -> None:
-    with open(f"{behind}/cat/a.jpg", "rb") as f:  # noqa: PTH123
-        wanted = f.read()
-    assert wanted == b"right!!!"
-    path = f"{behind}/cat/a.jpg"
-    assert creel.read(path) == wanted
-    with creel.open(path) as real:
-        assert real.read() == wanted
-    files = FileDataset(behind, "**/*.jpg")
-    assert "link" in files.paths[0]
-    datasets = [
-        files,
-        FileDataset([path], nbytes=True),
-        RecordDataset(path, torch.uint8, 8),
-        creel.ImageFolder(behind, loader=lambda p: Path(p).read_bytes()),
-        creel.ImageFolder(behind, decode=bytes),
-    ]
-    for dataset in datasets:
-        sample = dataset[0]
-        assert bytes(sample[0] if isinstance(sample, tuple) else sample) == wanted
-
-
-def test_a_listing_needs_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none can be started, the caller does it alone."""
-
-    def scarce(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", scarce)
-    assert in_threads(str, [3, 1, 2]) == ["3", "1", "2"]
+def test_what_is_of_the_wrong_kind_is_named(
+    make: Callable[..., object], first: object, given: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make(first, **given)

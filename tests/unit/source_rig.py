@@ -1,0 +1,48 @@
+"""Small files to read by a Source, and ways to read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source, parts_in
+from creel.settings import FetchSettings
+
+QUICK = FetchSettings(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)
+
+
+def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[bytes]]:
+    """What `read_parts` fills into fresh buffers."""
+    where = np.array(ids)
+    lengths = source.manifest.ranges(where)[1]
+    buffer = bytearray(int(lengths.sum()))
+    got = source.read_parts(where, lengths, parts_in(memoryview(buffer), lengths)).nbytes
+    ends = lengths.cumsum().tolist()
+    return got, [bytes(buffer[b - n : b]) for b, n in zip(ends, lengths.tolist(), strict=True)]
+
+
+def whole(source: Source, *ids: int) -> list[bytes | None]:
+    """The bytes that `read_whole` gives."""
+    return [None if one is None else one[0] for one in source.read_whole(np.array(ids))]
+
+
+def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[bytes]]:
+    """Files of random bytes and their manifest."""
+    rng = np.random.default_rng(seed)
+    contents = [rng.bytes(n) for n in sizes]
+    for i, content in enumerate(contents):
+        (path / f"{i:03}").write_bytes(content)
+    names = [f"{i:03}" for i in range(len(sizes))]
+    return Manifest.of_files(names, root=str(path), lengths=sizes), contents
+
+
+def records(path: Path, size: int, count: int) -> tuple[Manifest, bytes]:
+    """One file of dense records behind a header of 5 bytes."""
+    content = np.random.default_rng(size).bytes(5 + size * count)
+    (path / "records").write_bytes(content)
+    one = np.array([1], np.int64)
+    runs = Manifest.of_runs([str(path / "records")], one * 5, one * size, one * count)
+    return runs, content[5:]
