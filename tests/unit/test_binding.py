@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from binding_rig import Arena, bound, files, lent, records
 from PIL import Image
 from torch.utils.data import (
     ConcatDataset,
@@ -22,104 +20,18 @@ from torch.utils.data import (
     StackDataset,
     Subset,
     TensorDataset,
-    default_collate,
 )
 
 import creel
-from creel.cache.memory.shared_words import ABSENT
-from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError
-from creel.loader.binding.bind import Binding, bind
+from creel.loader.binding.bind import bind
 from creel.loader.binding.tree import bindable
-from creel.loader.buffers import BufferPool
 from creel.loader.datasets import FileDataset, ImageFolder, RecordDataset, TarDataset, Transformed
-from creel.loader.reading.observer import Lease
 from folders import folder
 from testbed.same import same
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Table:
-    def __init__(self, n: int) -> None:
-        self.offset: NDArray[np.int64] = np.full(n, ABSENT, np.int64)
-
-
-class Arena:
-    """A session whose arena holds some objects, each with its bits turned over: so a test sees
-    whether bytes came from here.
-    """
-
-    def __init__(
-        self, manifest: Manifest, ids: Sequence[int] | None = None, *, flip: int = 0
-    ) -> None:
-        source = Source(manifest)
-        self.table = Table(len(manifest))
-        self.taken: list[int] = []
-        self.revoked = 0
-        self.lengths: dict[int, int] = {}
-        parts, end = [], 0
-        for i in range(len(manifest)) if ids is None else ids:
-            data = bytes(b ^ flip for b in source.read(i))
-            self.table.offset[i], self.lengths[i] = end, len(data)
-            parts.append(data)
-            end += len(data)
-        self.memory = memoryview(b"".join(parts))
-
-    def pieces(self, ids: NDArray[np.integer]) -> Taken:
-        found = Taken(self.taken)
-        for i in ids.tolist():
-            at = int(self.table.offset[i])
-            if at != ABSENT:
-                found[i] = [self.memory[at : at + self.lengths[i]]]
-        return found
-
-    def stamp(self) -> int:
-        return self.revoked
-
-    def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        found = self.pieces(ids)
-        there = np.array([i in found for i in ids.tolist()])
-        for i in np.flatnonzero(there).tolist():
-            out[i] = np.frombuffer(found.get(int(ids[i]))[0], np.uint8)
-        return there
-
-
-class Taken(dict[int, list[memoryview]]):
-    """Bytes by object, and a list of those that somebody took."""
-
-    def __init__(self, taken: list[int]) -> None:
-        self.taken = taken
-
-    def get(self, object_id: int, default: Any = None) -> Any:
-        if object_id in self:
-            self.taken.append(object_id)
-        return super().get(object_id, default)
-
-
-def lent(binding: Binding, arena: Any, ids: Any = None) -> Lease:
-    """A lease for a step of these objects, None for all, from the stand-in for a session."""
-    return binding.reading(arena, np.arange(len(binding.manifest)) if ids is None else ids, 0)
-
-
-def bound(dataset: object) -> Binding:
-    binding = bind(dataset)
-    assert binding is not None
-    return binding
-
-
-def records(tmp_path: Path, name: str, n: int, *, labels: Any = None) -> RecordDataset:
-    rows = np.random.default_rng(n).integers(0, 255, (n, 3, 4)).astype(np.float32)
-    np.save(tmp_path / f"{name}.npy", rows)
-    return RecordDataset(tmp_path / f"{name}.npy", labels=labels)
-
-
-def files(tmp_path: Path, name: str, n: int, **args: Any) -> FileDataset:
-    (tmp_path / name).mkdir()
-    for i in range(n):
-        (tmp_path / name / f"{i:03d}").write_bytes(np.random.default_rng(i).bytes(20))
-    return FileDataset(tmp_path / name, **args)
 
 
 @pytest.fixture
@@ -312,90 +224,6 @@ def test_what_cannot_be_cached_is_not_bound(tmp_path: Path, photos: Path) -> Non
 # --- reading ----------------------------------------------------------------------------------
 
 
-def test_a_lease_serves_from_the_arena_and_ends(tmp_path: Path) -> None:
-    a, b = files(tmp_path, "a", 4), files(tmp_path, "b", 3)
-    tree: Any = ConcatDataset([a, Subset(b, [2, 0])])
-    binding = bound(tree)
-    plain = [tree[i] for i in range(6)]
-    arena = Arena(binding.manifest, [0, 1, 6], flip=255)
-    with lent(binding, arena) as lease:
-        leased = [binding.dataset[i] for i in range(6)]
-    for i in range(6):
-        assert same(leased[i], ~plain[i] if i in {0, 1, 4} else plain[i])
-    assert arena.taken == [0, 1, 6]
-    assert (lease.direct_reads, lease.direct_nbytes) == (3, 60)
-    assert lease.direct_ns > 0
-    assert [same(tree[i], plain[i]) for i in range(6)] == [True] * 6
-    leased[0].fill_(7)  # the arena is not touched
-    assert a.read(0) == bytes(plain[0].numpy())
-
-
-def test_only_the_steps_objects_are_taken_when_they_are_named(tmp_path: Path) -> None:
-    binding = bound(files(tmp_path, "a", 4))
-    arena = Arena(binding.manifest)
-    with lent(binding, arena, np.array([1, 3], np.int32)):
-        for i in range(4):
-            binding.dataset[i]
-    assert arena.taken == [1, 3]
-
-
-def test_a_copy_made_while_the_step_was_revoked_is_thrown_away(tmp_path: Path) -> None:
-    binding = bound(files(tmp_path, "a", 2))
-    plain = binding.dataset[0]
-
-    class Revoking(Arena):
-        def pieces(self, ids: NDArray[np.integer]) -> Taken:
-            self.revoked += 1
-            return super().pieces(ids)
-
-    arena = Revoking(binding.manifest, flip=255)
-    with lent(binding, arena) as lease:
-        assert same(binding.dataset[0], plain)
-    assert arena.taken == [0]
-    assert lease.direct_reads == 1
-
-
-def test_a_lease_belongs_to_its_thread_and_replaces_the_one_around_it(tmp_path: Path) -> None:
-    a, b = files(tmp_path, "a", 2), files(tmp_path, "b", 2)
-    outer, inner = bound(a), bound(b)
-    first, second = Arena(outer.manifest), Arena(inner.manifest)
-    with lent(outer, first):
-        with lent(inner, second) as lease:
-            a[0], b[0]
-            other = threading.Thread(target=lambda: (a[1], b[1]))
-            other.start()
-            other.join()
-        a[1], b[1]
-    assert lease.direct_reads == 1
-    assert first.taken == [1]
-    assert second.taken == [0]
-
-
-def test_a_lease_ends_with_an_error(tmp_path: Path) -> None:
-    leaf = files(tmp_path, "a", 2)
-    binding = bound(leaf)
-    arena = Arena(binding.manifest)
-    with pytest.raises(KeyError), lent(binding, arena):
-        raise KeyError
-    leaf[0]
-    assert not arena.taken
-
-
-def test_a_lease_is_cheap(tmp_path: Path) -> None:
-    binding = bound(files(tmp_path, "a", 2))
-    arena = Arena(binding.manifest)
-    best = min(_seconds_of_leases(binding, arena) for _ in range(20))
-    assert best / 1000 < 20e-6  # 0.6 us here; the bound is for a machine in distress
-
-
-def _seconds_of_leases(binding: Binding, arena: Arena) -> float:
-    start = time.thread_time()
-    for _ in range(1000):
-        with lent(binding, arena):
-            pass
-    return time.thread_time() - start
-
-
 def test_every_kind_of_leaf_reads_the_same_from_an_arena(tmp_path: Path, photos: Path) -> None:
     import tarfile
 
@@ -574,74 +402,6 @@ def test_a_wrong_declaration_is_one_sentence(tmp_path: Path) -> None:
 # --- gather -----------------------------------------------------------------------------------
 
 
-def gathered(binding: Binding, indices: NDArray[np.int64]) -> Any:
-    """A batch as the engine makes it: rows of bytes, then `collate`."""
-    gather = binding.gather()
-    assert gather is not None
-    source = Source(binding.manifest)
-    ids, counts = binding.objects(indices)
-    assert (counts == 1).all()
-    rows = np.empty((len(ids), gather.nbytes), np.uint8)
-    for row, i in zip(rows, ids, strict=True):
-        row[:] = np.frombuffer(source.read(int(i)), np.uint8)
-    return gather.collate(torch.from_numpy(rows.reshape(-1)), indices, BufferPool().take)
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [None, [1, 2, 3, 4, 5], [0.5] * 5, np.arange(10, dtype=np.int16).reshape(5, 2), torch.ones(5)],
-    ids=lambda v: type(v).__name__,
-)
-def test_a_gather_is_default_collate(tmp_path: Path, labels: Any) -> None:
-    a, b = records(tmp_path, "a", 5, labels=labels), records(tmp_path, "b", 5, labels=labels)
-    tree: Any = creel.wrap(
-        Subset(ConcatDataset([a, Subset(b, [4, 2, -1]), a]), [12, 5, 0, 7, -1, 3, 6])
-    )
-    indices = np.array([3, -1, 0, 0, 6, 2, 1, 4, 5])
-    expected = default_collate([tree[int(i)] for i in indices])
-    assert same(gathered(bound(tree), indices), expected)
-
-
-def test_raw_files_of_one_size_gather(tmp_path: Path) -> None:
-    a = files(tmp_path, "a", 5, nbytes=True)
-    b = files(tmp_path, "b", 3, nbytes=[20, 20, 20])
-    indices = np.array([7, 0, 3])
-    tree: Any = ConcatDataset([a, b])
-    assert same(gathered(bound(tree), indices), default_collate([tree[int(i)] for i in indices]))
-
-
-def test_scalars_and_bfloat16_gather(tmp_path: Path) -> None:
-    (tmp_path / "r").write_bytes(bytes(range(16)))
-    for dtype, shape in (("i4", ()), (torch.bfloat16, 2), ("?", (2, 2))):
-        leaf = RecordDataset(tmp_path / "r", dtype, shape)
-        expected = default_collate([leaf[3], leaf[1]])
-        got = gathered(bound(leaf), np.array([3, 1]))
-        assert got.shape == expected.shape
-        assert got.dtype == expected.dtype
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-
-
-class Doubled(RecordDataset):
-    def __getitem__(self, i: int) -> Any:
-        return super().__getitem__(i) * 2
-
-
-def test_no_gather_where_code_comes_between(tmp_path: Path, photos: Path) -> None:
-    a, b = records(tmp_path, "a", 5), records(tmp_path, "b", 5, labels=list("vwxyz"))
-    path = tmp_path / "a.npy"
-    mixed: Any = ConcatDataset([a, RecordDataset(path, labels=[1] * 5)])
-    trees: list[Any] = [
-        b, mixed, ImageFolder(photos), Transformed(a, len), Doubled(path),
-        RecordDataset(path, transform=len), RecordDataset(path, shape=(2, 6)),
-        files(tmp_path, "f", 2),
-        FileDataset([path], decode=len, nbytes=True), StackDataset(a, a),
-        ConcatDataset([a, RecordDataset(path, shape=(2, 6))]), ConcatDataset([a, Opaque()]),
-    ]  # fmt: skip
-    expected = [False] * len(trees)
-    expected[6] = True
-    assert [bound(tree).gather() is not None for tree in trees] == expected
-
-
 def test_subsets_may_hold_what_only_their_dataset_understands() -> None:
     class Slices(Dataset[Any]):
         def __getitem__(self, many: Any) -> Any:
@@ -663,3 +423,24 @@ def test_trees_read_by_themselves_in_torchs_loader(tmp_path: Path, photos: Path)
 
 def _as_bytes(sample: Any) -> tuple[bytes, int]:
     return sample[0].tobytes(), sample[1]
+
+
+class Doubled(RecordDataset):
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i) * 2
+
+
+def test_no_gather_where_code_comes_between(tmp_path: Path, photos: Path) -> None:
+    a, b = records(tmp_path, "a", 5), records(tmp_path, "b", 5, labels=list("vwxyz"))
+    path = tmp_path / "a.npy"
+    mixed: Any = ConcatDataset([a, RecordDataset(path, labels=[1] * 5)])
+    trees: list[Any] = [
+        b, mixed, ImageFolder(photos), Transformed(a, len), Doubled(path),
+        RecordDataset(path, transform=len), RecordDataset(path, shape=(2, 6)),
+        files(tmp_path, "f", 2),
+        FileDataset([path], decode=len, nbytes=True), StackDataset(a, a),
+        ConcatDataset([a, RecordDataset(path, shape=(2, 6))]), ConcatDataset([a, Opaque()]),
+    ]  # fmt: skip
+    expected = [False] * len(trees)
+    expected[6] = True
+    assert [bound(tree).gather() is not None for tree in trees] == expected
