@@ -50,7 +50,7 @@ class Admission:
         self.residencies: dict[str, Residency] = {}
         self.expected = 0  # bytes in flight whose length is a guess
         #: Offsets and lengths that fetches in flight for a dataset write to; set by `Inflight`.
-        self.busy: Callable[[Residency], tuple[Sizes, Sizes]] = _none
+        self.busy: Callable[[Residency], tuple[Sizes, Sizes]]
 
     def share(self, residency: Residency) -> float:
         """Bytes that this dataset may claim."""
@@ -216,8 +216,3 @@ class Admission:
                 taken += got
             freed += taken
         return freed
-
-
-def _none(residency: Residency) -> tuple[Sizes, Sizes]:
-    del residency
-    return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -236,13 +236,10 @@ class RankStream:
             if self.unplanned:
                 self.group.uses.mark_incomplete(epoch + self.epoch_shift)
             else:
-                self._announce(epoch + self.epoch_shift, step, stop)
+                a, b = self.stream.start(step), self.stream.start(stop)
+                ids = self.stream.objects(a, b).astype(np.intp)
+                self.group.uses.extend(epoch + self.epoch_shift, self.clocked(a, b), ids)
             step = stop
-
-    def _announce(self, epoch: int, first: int, stop: int) -> None:
-        a, b = self.stream.start(first), self.stream.start(stop)
-        ids = self.stream.objects(a, b).astype(np.intp)
-        self.group.uses.extend(epoch, self.clocked(a, b), ids)
 
     def stretches(self, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Split positions start..stop-1 where the epoch changes: (epoch, first, last) each."""

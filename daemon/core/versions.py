@@ -36,7 +36,7 @@ class Versions:
         bounds: NDArray[np.int64] | None = None,
         remote: NDArray[np.bool_] | None = None,
     ) -> None:
-        if bounds is not None and len(bounds) == objects + 1 and _each(bounds):
+        if bounds is not None and len(bounds) == objects + 1 and (np.diff(bounds) == 1).all():
             bounds = None
         files = objects if bounds is None else len(bounds) - 1
         self._bounds = bounds
@@ -147,8 +147,3 @@ class Versions:
         self.seen[which] = np.maximum(seen, generation)
         out: Files = which[differs & ~same].astype(np.int32)
         return out
-
-
-def _each(bounds: NDArray[np.int64]) -> bool:
-    """Whether every file holds one object."""
-    return not len(bounds) or bool((bounds[1:] - bounds[:-1] == 1).all())

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from creel.daemon.peers import wire
@@ -30,17 +30,17 @@ class Heartbeats:
     """Watches peers; its methods are for one thread, the loop.
 
     Args:
-        heard: called with the cluster and the beat of a peer that has answered.
+        on_beat: called with the cluster and the beat of a peer that has answered.
         refused: called with the cluster and the number of a node where nobody listens.
             Both are called in the thread of the heartbeats.
     """
 
     def __init__(
         self,
-        heard: Callable[[str, wire.PeerBeat], None],
+        on_beat: Callable[[str, wire.PeerBeat], None],
         refused: Callable[[str, int], None],
     ) -> None:
-        self._heard = heard
+        self._on_beat = on_beat
         self._refused = refused
         self._beats: dict[str, wire.PeerBeat] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -110,7 +110,8 @@ class Heartbeats:
         while self._wanted(node, who.cluster):
             streams = None
             try:
-                streams = await asyncio.wait_for(_connect(peer), 2 * every_s)
+                connecting = asyncio.open_connection(peer.host, peer.port)
+                streams = await asyncio.wait_for(connecting, 2 * every_s)
                 session = await asyncio.wait_for(_shake_hands(streams, peer, who), 2 * every_s)
                 await self._ask(streams, session, node, who.cluster, every_s)
             except ConnectionRefusedError:
@@ -131,20 +132,16 @@ class Heartbeats:
     async def _ask(
         self, streams: Streams, session: wire.PeerSession, node: int, cluster: str, every_s: float
     ) -> None:
-        known = wire.NOTHING_TOLD
+        known = wire.NOTHING_KNOWN
         while self._wanted(node, cluster):
             wake, mine = self._wake[cluster], self._beats[cluster]
-            streams[1].write(wire.pack(wire.told(mine, known), seal=session.requests))
+            streams[1].write(wire.pack(wire.shortened(mine, known), seal=session.requests))
             frame = _message(streams[0], wire.PeerBeat, session.answers)
             answer = await asyncio.wait_for(frame, 2 * every_s)
             known = answer.latest
-            self._heard(cluster, answer)
+            self._on_beat(cluster, answer)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(wake.wait(), every_s)
-
-
-def _connect(peer: Member) -> Coroutine[Any, Any, Streams]:
-    return asyncio.open_connection(peer.host, peer.port)
 
 
 async def _shake_hands(streams: Streams, peer: Member, who: Credentials) -> wire.PeerSession:

@@ -189,15 +189,12 @@ class PeerSource:
                 if not now.all():
                     left.append(where[~now])
                 del asked[number]
-                self._count(nbytes, time.monotonic() - began)
+                here = nbytes >= 0
+                if here.any():
+                    reads, got = int(np.count_nonzero(here)), int(nbytes[here].sum())
+                    self.counters.count_evenly(reads, got, time.monotonic() - began, 0)
         finally:
             left.extend(asked.values())
-
-    def _count(self, nbytes: Numbers, seconds: float) -> None:
-        here = nbytes >= 0
-        reads = int(np.count_nonzero(here))
-        if reads:
-            self.counters.count_evenly(reads, int(nbytes[here].sum()), seconds, 0)
 
     def _open(self) -> tuple[PeerLink, bool]:
         """A connection, and whether it was kept."""

@@ -69,7 +69,7 @@ class PeerServer:
         asked: called with each request; it is to lead to one `serve` of its number.
         served: called once for each `serve`: its places are not read from any more.
         plan_wanted: called with each such request; it is to lead to one `serve_plan`.
-        heard: called with the cluster and the beat of each node that asks whether this one is
+        on_beat: called with the cluster and the beat of each node that asks whether this one is
             there; `say` has the answer.
             All are called in the server's thread and must neither wait nor raise.
         encrypt: whether payload leaves encrypted alone.
@@ -87,7 +87,7 @@ class PeerServer:
         asked: Callable[[Asked], None],
         served: Callable[[int], None],
         plan_wanted: Callable[[PlanWanted], None] = lambda wanted: None,  # noqa: ARG005
-        heard: Callable[[str, wire.PeerBeat], None] = lambda cluster, beat: None,  # noqa: ARG005
+        on_beat: Callable[[str, wire.PeerBeat], None] = lambda cluster, beat: None,  # noqa: ARG005
         *,
         encrypt: bool = False,
     ) -> None:
@@ -99,7 +99,7 @@ class PeerServer:
         self._asked = asked
         self._served = served
         self._plan_wanted = plan_wanted
-        self._heard = heard
+        self._on_beat = on_beat
         self._encrypt = encrypt
         self._beats: dict[str, wire.PeerBeat] = {}
         self._keys: dict[str, bytes] = {}
@@ -381,9 +381,9 @@ class PeerServer:
             raise MalformedError("a beat where none belongs")
         if beat.member.node != connection.greeting.name:
             raise MalformedError("a beat of another node")
-        answer = wire.told(mine, beat.latest)
+        answer = wire.shortened(mine, beat.latest)
         self._say_at_once(connection, answer, connection.session.answers)
-        self._heard(connection.greeting.cluster, beat)
+        self._on_beat(connection.greeting.cluster, beat)
 
     def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
         greeting, session = connection.greeting, connection.session

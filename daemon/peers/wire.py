@@ -275,10 +275,10 @@ def unpack(
 
 
 #: Stands for the changes that a receiver knows, where nothing is known of it.
-NOTHING_TOLD = ChangeId(-1, -1)
+NOTHING_KNOWN = ChangeId(-1, -1)
 
 
-def told(beat: PeerBeat, known: ChangeId) -> PeerBeat:
+def shortened(beat: PeerBeat, known: ChangeId) -> PeerBeat:
     """This beat, which has the whole log, for a node that knows the changes up to `known`."""
     return msgspec.structs.replace(beat, log=()) if known == beat.latest else beat
 

@@ -97,19 +97,16 @@ def _families(
     of: str, who: list[str], rows: list[tuple[list[str], dict[str, Any]]]
 ) -> Iterator[Metric]:
     """One family for each counter of `of`; `rows`: values of the labels, and counts."""
+    from prometheus_client import core
+
     for one in COUNTERS:
         if one.of == of:
-            family = _kind(one)(one.metric, one.help, labels=[*who, *filter(None, [one.label])])
+            kind = getattr(core, f"{one.kind.capitalize()}MetricFamily")
+            family = kind(one.metric, one.help, labels=[*who, *filter(None, [one.label])])
             for label, counts in rows:
                 if one.key in counts:
                     _add_metric(family, one, label, counts[one.key])
             yield family
-
-
-def _kind(one: Counter) -> Any:
-    from prometheus_client import core
-
-    return getattr(core, f"{one.kind.capitalize()}MetricFamily")
 
 
 def _add_metric(family: Any, one: Counter, label: list[str], count: Any) -> None:

@@ -112,8 +112,8 @@ class ClusterService:
                     asked=self._on_loop(self._asked),
                     served=self._on_loop(self._served),
                     plan_wanted=self._on_loop(self._plan_wanted),
-                    heard=lambda name, beat: self._daemon.call_soon(
-                        partial(self._heard, name, beat, answer=False)
+                    on_beat=lambda name, beat: self._daemon.call_soon(
+                        partial(self._on_beat, name, beat, answer=False)
                     ),
                     encrypt=self._encrypt,
                 )
@@ -207,7 +207,7 @@ class ClusterService:
         if self._beats is None:
             self._beats = Heartbeats(
                 lambda name, beat: self._daemon.call_soon(
-                    partial(self._heard, name, beat, answer=True)
+                    partial(self._on_beat, name, beat, answer=True)
                 ),
                 self._on_loop(self._refused),
             )
@@ -304,7 +304,7 @@ class ClusterService:
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
 
-    def _heard(self, name: str, beat: wire.PeerBeat, *, answer: bool) -> None:
+    def _on_beat(self, name: str, beat: wire.PeerBeat, *, answer: bool) -> None:
         """A node has said that it is there; `answer`: over the way that fetches take."""
         cluster = self._clusters.get(name)
         if cluster is None or not cluster.has(beat.node):

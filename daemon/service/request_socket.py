@@ -62,7 +62,8 @@ class RequestSocket:
         self._socket.setsockopt(zmq.RCVHWM, 256)
         self._socket.setsockopt(zmq.SNDHWM, 4096)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-        _only_own_uid(self._socket)
+        with contextlib.suppress(zmq.ZMQError, AttributeError):  # where libzmq was built with that
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
         self.address = request_address(os.getuid(), secrets.token_hex(16))
         self._socket.bind(self.address)
         self.fd = int(self._socket.getsockopt(zmq.FD))
@@ -180,9 +181,3 @@ def _checked(
     if len(objects) and (objects.min() < 0 or objects.max() >= n):
         raise MalformedError(f"object ids outside [0, {n})")
     return [objects, ends]
-
-
-def _only_own_uid(socket_: zmq.Socket[bytes]) -> None:
-    """Have libzmq reject other users (where it was built with that; tokens guard in any case)."""
-    with contextlib.suppress(zmq.ZMQError, AttributeError):
-        socket_.setsockopt(zmq.IPC_FILTER_UID, os.getuid())

@@ -77,8 +77,9 @@ class FileDataset(Labelled):
         self.decode = decode
         self.transform = transform
         self.labels = labels
-        self._nbytes = self._sizes(nbytes, known)
-        self._each_nbytes = _common_size(self._nbytes)
+        sizes = self._nbytes = self._sizes(nbytes, known)
+        #: Bytes of each file, or -1 where sizes differ or are not known.
+        self._each_nbytes = -1 if sizes is None or (sizes != sizes[0]).any() else int(sizes[0])
 
     @property
     def paths(self) -> Sequence[str]:
@@ -139,13 +140,6 @@ class FileDataset(Labelled):
         if size <= 0 or (self.labels is not None and self.labels.kind is None):
             return None
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
-
-
-def _common_size(sizes: NDArray[np.int64] | None) -> int:
-    """The size of each file, or -1 where sizes differ or are not known."""
-    if sizes is None or (sizes != sizes[0]).any():
-        return -1
-    return int(sizes[0])
 
 
 def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:

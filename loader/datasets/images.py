@@ -152,7 +152,7 @@ class ImageFolder(CreelDataset):
             listed = files_below(self._base)
         self._listed = _by_class(listed) if listed is not None else None
         self.classes, self.class_to_idx = self.find_classes(self._shown)
-        valid = is_valid_file or _has_extension
+        valid = is_valid_file or (lambda path: path.lower().endswith(IMG_EXTENSIONS))
         self._names, self._labels, self._nbytes = self._collect(valid, allow_empty)
         self._listed = None
 
@@ -277,10 +277,6 @@ class ImageFolder(CreelDataset):
             return [self._listed.get(name, Listing([])) for name in classes]
         root = self._shown
         return in_threads(walk, [os.path.join(root, name) for name in classes])  # noqa: PTH118
-
-
-def _has_extension(path: str) -> bool:
-    return path.lower().endswith(IMG_EXTENSIONS)
 
 
 def _subfolders(directory: str) -> list[str]:

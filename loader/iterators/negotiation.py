@@ -102,12 +102,12 @@ def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late
     """Rank 0: call, and decide from all answers."""
     call = secrets.token_hex(8)
     store.set(topic.key("call"), call)
-    heard = [terms]
+    terms_of_all = [terms]
     pause_s = _FIRST_S
-    while len(heard) < world:
-        answer = _read(store, topic.key(f"terms/{len(heard)}"), AnsweredTerms)
+    while len(terms_of_all) < world:
+        answer = _read(store, topic.key(f"terms/{len(terms_of_all)}"), AnsweredTerms)
         if answer is not None and answer.call == call:
-            heard.append(answer.terms)
+            terms_of_all.append(answer.terms)
             continue
         decision = _read(store, topic.key("decision"), Decision)
         if decision is not None and decision.call == call:
@@ -116,7 +116,7 @@ def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late
             return _settled(topic, store, Decision(call, (), (), late))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
-    return _settled(topic, store, decide(topic, call, heard))
+    return _settled(topic, store, decide(topic, call, terms_of_all))
 
 
 def _follow(
@@ -165,17 +165,17 @@ def _read(store: Any, key: str, kind: type[_T]) -> _T | None:
     return None if raw is None else msgspec.msgpack.decode(raw, type=kind)
 
 
-def decide(topic: Topic, call: str, heard: list[Terms]) -> Decision:
+def decide(topic: Topic, call: str, terms_of_all: list[Terms]) -> Decision:
     """Decide from what all ranks have answered to a call.
 
     >>> terms = [Terms("x", 1, "b", (2, 8)), Terms("y", 0, "a", (2, 8))]
     >>> decide(Topic("remap", "batch_size"), "c", terms).node_of
     (0, 1)
     """
-    names = tuple(terms.name for terms in heard)
-    if sorted(terms.rank for terms in heard) != list(range(len(heard))):
+    names = tuple(terms.name for terms in terms_of_all)
+    if sorted(terms.rank for terms in terms_of_all) != list(range(len(terms_of_all))):
         return Decision(call, names, (), f"{topic.name}: two processes have the same rank")
-    if len({terms.alike for terms in heard}) > 1:
+    if len({terms.alike for terms in terms_of_all}) > 1:
         return Decision(call, names, (), f"{topic.name}: ranks differ in {topic.alike}")
-    by_rank = sorted(heard, key=lambda terms: terms.rank)
+    by_rank = sorted(terms_of_all, key=lambda terms: terms.rank)
     return Decision(call, names, nodes_alike([terms.node for terms in by_rank]))

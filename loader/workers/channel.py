@@ -220,7 +220,9 @@ class Channel:
         fds, self._fds = self._fds, []
         pieces, self._pieces = self._pieces, []
         if packet[:1] in (_SPILLED, _SPILLED_TOLD):
-            return _spilled(fds)
+            with os.fdopen(fds[0], "rb") as file:
+                file.seek(0)
+                return pickle.loads(file.read()), fds[1:]  # noqa: S301  from our own child or parent
         body = b"".join([*pieces, packet[1:]]) if pieces else memoryview(packet)[1:]
         return pickle.loads(body), fds  # noqa: S301  from our own child or parent
 
@@ -298,9 +300,3 @@ def _reduced(tensor: torch.Tensor) -> _Reduced:
 
 _INDICES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool})
 _REDUCERS = ChainMap({torch.Tensor: _reduced}, cast(Any, copyreg.dispatch_table))
-
-
-def _spilled(fds: list[int]) -> tuple[tuple[object, ...], list[int]]:
-    with os.fdopen(fds[0], "rb") as file:
-        file.seek(0)
-        return pickle.loads(file.read()), fds[1:]  # noqa: S301  from our own child or parent

@@ -306,8 +306,8 @@ class WorkerPool:
                 if self._followers is not None:
                     self._followers.send(tag, index, worker, sent, fds, times, bad)
                 packed = member.inbox.accept(sent, fds)
-                told = BatchTimes(*times)
-                self._events.append(BatchResult(worker, tag, index, packed, told, member.inbox))
+                stages = BatchTimes(*times)
+                self._events.append(BatchResult(worker, tag, index, packed, stages, member.inbox))
                 self._bad.extend(cast("tuple[BadSample, ...]", bad))
         return True
 

@@ -217,13 +217,11 @@ class _Worker(StepReader):
         while True:
             message, _ = self._get()
             match message:
-                case ("tasks", int(tag), int(batch), np.ndarray() as array, list(freed), int(step)):
+                case ("task" | "tasks", int(tag), int(batch), index, list(freed), int(step)):
                     self._outbox.take_back(freed)
                     if tag >= self._words[VOID]:
-                        self._task(tag, batch, array.tolist(), step)
-                case ("task", int(tag), int(batch), index, list(freed), int(step)):
-                    self._outbox.take_back(freed)
-                    if tag >= self._words[VOID]:
+                        if message[0] == "tasks" and isinstance(index, np.ndarray):
+                            index = index.tolist()
                         self._task(tag, batch, index, step)
                 case ("bind", str(digest)):
                     self._bind(digest)

@@ -43,11 +43,9 @@ class FarthestNextUse(EvictionPolicy):
         self._pool = self._sorted(0)
 
     def replanned(self) -> None:
-        """Plans were rebuilt, or a job ended."""
         self.stale = True
 
     def plan_extended(self, ids: Index, epoch: int) -> None:  # noqa: ARG002
-        """A job's plan continues with these reads of `epoch`."""
         loose = ids[self._leaving(ids)]
         if len(loose):
             self.released(loose)
@@ -83,7 +81,6 @@ class FarthestNextUse(EvictionPolicy):
         return int(a * step + b)
 
     def released(self, ids: Index) -> None:
-        """Add residents that are no longer pinned (an object may come twice)."""
         if not self.stale:
             self._list(unique(ids))
 

@@ -196,7 +196,6 @@ class PlannedEviction(EvictionPolicy):
     # --- what may leave --------------------------------------------------------------------------
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
-        """The first object of `epoch` was read."""
         if uses is not self.uses or epoch <= self.epoch:
             return
         self.epoch = epoch
@@ -204,21 +203,17 @@ class PlannedEviction(EvictionPolicy):
         self._asked = 0
 
     def plan_extended(self, ids: Index, epoch: int) -> None:
-        """A plan continues with these reads of `epoch`."""
         if epoch <= self.epoch:
             self._listed[ids[self.uses.due[ids] < self._limit]] = False
             self._asked = 0
 
     def replanned(self) -> None:
-        """Plans were rebuilt, or a job ended."""
         self.stale, self._capacity = True, -1
 
     def resized(self) -> None:
-        """The dataset's share of the memory may have changed."""
         self.stale = True
 
     def released(self, ids: Index) -> None:
-        """Residents are no longer pinned (an object may come twice)."""
         if self._all_fits:
             return
         unwanted = ~self.wanted(ids)
@@ -239,7 +234,6 @@ class PlannedEviction(EvictionPolicy):
         return self.uses.start(self.epoch + 1)
 
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
-        """(k,) whether the current epoch reads each again."""
         wanted: NDArray[np.bool_] = self.uses.due[ids] < self._limit
         return wanted
 
@@ -262,7 +256,6 @@ class PlannedEviction(EvictionPolicy):
         return ~self.dispensable(ids)
 
     def victims(self, k: int, step: int) -> Index:  # noqa: ARG002  (the plan knows)
-        """Up to k distinct objects to evict."""
         if self._all_fits and self.stored is not None:
             return NONE  # in memory and on disk together, that is
         out = []

@@ -92,7 +92,6 @@ class MostRecentFirst(EvictionPolicy):
         self._log = ReleaseLog(len(state))
 
     def replanned(self) -> None:
-        """Plans were rebuilt, or a job ended."""
         self.stale = True
 
     def relist(self) -> None:
@@ -103,7 +102,6 @@ class MostRecentFirst(EvictionPolicy):
         self._enter(np.flatnonzero(absent))
 
     def released(self, ids: Index) -> None:
-        """Add residents that are no longer pinned (an object may come twice)."""
         self._enter(unique(ids))
 
     def _enter(self, ids: Index) -> None:

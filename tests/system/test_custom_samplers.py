@@ -92,7 +92,7 @@ def data(request: pytest.FixtureRequest, tmp_path: Path) -> Dataset[Any]:
     return creel.FileDataset(sorted(map(str, tmp_path.iterdir())), labels=range(N))
 
 
-def told(daemon: Running) -> Any:
+def stats_of(daemon: Running) -> Any:
     with daemon.client("cli") as client:
         return client.ask("stats")
 
@@ -110,7 +110,7 @@ def test_each_sample_is_read_once_from_the_source(
     assert len(got) == len(expected)
     assert same(got, expected)
     assert ours.stats()["direct_reads"] == 0
-    stats = told(daemon)
+    stats = stats_of(daemon)
     assert [s["nbytes"] for s in stats["sources"]] == [N * NBYTES]
     (session,) = stats["sessions"]
     assert session["known"] == session["done"] == 3 * N // BATCH
@@ -131,7 +131,7 @@ def test_with_half_the_memory_half_is_read(
     epochs = 6
     for _ in range(epochs):
         assert sum(len(batch[1]) for batch in ours) == N
-    nbytes = sum(s["nbytes"] for s in told(daemon)["sources"])
+    nbytes = sum(s["nbytes"] for s in stats_of(daemon)["sources"])
     pinned = BATCH * (2 * workers + 2)
     assert nbytes <= (N + (epochs - 1) * (N / 2 + pinned)) * NBYTES
     assert ours.stats()["direct_reads"] == 0
@@ -150,7 +150,7 @@ def test_whatever_a_sampler_yields(daemon: Running, data: Dataset[Any], workers:
     assert [len(batch) for batch in got] == [len(batch) for batch in expected]
     for mine, his in zip(got, expected, strict=True):
         assert all(torch.equal(a, b) and x == y for (a, x), (b, y) in zip(mine, his, strict=True))
-    (session,) = told(daemon)["sessions"]
+    (session,) = stats_of(daemon)["sessions"]
     assert session["batches"] == len(expected)
     assert session["samples"] == sum(map(len, expected))
     # Negative numbers are read directly, and nothing else.
@@ -196,7 +196,7 @@ def test_a_step_that_reads_nothing_is_part_of_a_plan(
     for _ in range(2):
         assert [[y for _, y in batch] for batch in ours] == batches
     assert ours.stats()["direct_reads"] == 0
-    assert [s["nbytes"] for s in told(daemon)["sources"]] == [N * NBYTES]
+    assert [s["nbytes"] for s in stats_of(daemon)["sources"]] == [N * NBYTES]
 
 
 SEEN = [0]
@@ -260,11 +260,11 @@ def test_a_sampler_is_foreseen_where_that_is_asked_for(
         iterator = iter(loader)
         first = next(iterator)[1].tolist()
         if cls is creel.DataLoader:
-            until(all_told, what="the daemon is told of the whole epoch")
+            until(all_told, what="the daemon is stats_of of the whole epoch")
         return first, [batch[1].tolist() for batch in iterator], torch.get_rng_state().tolist()
 
     def all_told() -> bool:
-        (session,) = told(daemon)["sessions"]
+        (session,) = stats_of(daemon)["sessions"]
         return bool(session["known"] >= N // BATCH)
 
     more = {} if how == "declared" else {"creel": {"loader.foresee": True}}
@@ -290,11 +290,11 @@ def test_a_sampler_that_decides_as_it_goes_is_run_ahead_no_more(
     ours = epochs(creel.DataLoader, creel={"loader.foresee": True})
     for seen, expected in zip(ours, epochs(DataLoader), strict=True):
         assert seen == expected
-        (core,) = told(daemon)["core"]["sessions"].values()
+        (core,) = stats_of(daemon)["core"]["sessions"].values()
         ran_ahead.append(core["misses"] + core["hits"] + core["joined"])
     # One epoch was foreseen, wrongly; the plan of another would have been fetched ahead.
     assert ran_ahead[3] - ran_ahead[2] == N
-    assert sum(s["nbytes"] for s in told(daemon)["sources"]) <= N * NBYTES
+    assert sum(s["nbytes"] for s in stats_of(daemon)["sources"]) <= N * NBYTES
 
 
 def test_an_epoch_left_early_holds_nothing(daemon: Running, data: Dataset[Any]) -> None:
@@ -305,7 +305,7 @@ def test_an_epoch_left_early_holds_nothing(daemon: Running, data: Dataset[Any]) 
         del iterator
 
     def given_back() -> bool:
-        (session,) = told(daemon)["sessions"]
+        (session,) = stats_of(daemon)["sessions"]
         return bool(session["known"] == session["done"] > 0)
 
     until(given_back, what="all steps are given back")

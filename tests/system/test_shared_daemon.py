@@ -54,14 +54,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> creel.FileDataset:
     return creel.FileDataset(sorted(map(str, path.iterdir())))
 
 
-def told(daemon: Running) -> Any:
+def stats_of(daemon: Running) -> Any:
     with daemon.client("cli") as client:
         return client.ask("stats")
 
 
 def reads(daemon: Running) -> int:
     """Of the source, by the daemon."""
-    return sum(int(source["reads"]) for source in told(daemon)["sources"])
+    return sum(int(source["reads"]) for source in stats_of(daemon)["sources"])
 
 
 # --- batches made by workers out of rows -----------------------------------------------------
@@ -114,7 +114,7 @@ def test_workers_make_large_batches_of_rows(
         pairs = zip(mine, his, strict=True) if labelled else [(mine, his)]
         assert all(torch.equal(a, b) for a, b in pairs)
     assert kept.stats()["direct_reads"] == 0
-    assert told(daemon)["sources"][0]["nbytes"] == rows * values[0].nbytes
+    assert stats_of(daemon)["sources"][0]["nbytes"] == rows * values[0].nbytes
 
 
 # --- wrong predictions -----------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_wrong_prediction_leaves_no_step_pinned(
         monkeypatch.setattr(Moody, "shift", Moody.shift + 7)
 
     def all_given_back() -> bool:
-        (session,) = told(daemon)["sessions"]
+        (session,) = stats_of(daemon)["sessions"]
         return bool(session["known"] - session["done"] <= 2 * workers)  # what torch pulls ahead
 
     def nothing_pinned() -> None:
@@ -259,7 +259,7 @@ def test_a_daemon_restarted_between_epochs_is_found_again(
     ours, theirs = loader(creel.DataLoader), loader(DataLoader)
 
     def read_all(daemon: Running) -> bool:
-        return bool(told(daemon)["sources"][0]["nbytes"] == N * NBYTES)
+        return bool(stats_of(daemon)["sources"][0]["nbytes"] == N * NBYTES)
 
     def same_epoch() -> None:
         for mine, his in itertools.zip_longest(ours, theirs):
@@ -306,12 +306,12 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
         found += [next(it) for _ in range(3)]
     with Running(name) as second:
         found += [next(it) for _ in range(2)]
-        until(lambda: len(told(second)["sessions"]) == 1)
+        until(lambda: len(stats_of(second)["sessions"]) == 1)
         found += [next(it) for _ in range(5)]
         direct = loader.stats()["direct_reads"]
         found += it
         assert loader.stats()["direct_reads"] == direct
-        assert told(second)["sources"][0]["nbytes"] >= 10 * BATCH * NBYTES
+        assert stats_of(second)["sources"][0]["nbytes"] >= 10 * BATCH * NBYTES
         assert len(list(loader)) == N // BATCH
         assert loader.stats()["direct_reads"] == direct
     assert [int(row[0]) for batch in found for row in batch] == order
@@ -453,7 +453,7 @@ def test_what_is_copied_while_the_session_closes_is_read_anew(
     ours = numbers(itertools.islice(batches, 3))
     until(gate.arrived.exists, what="the batch is being made")
     connections.disconnect(tight.name)  # as after a reply that came too late
-    until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
+    until(lambda: not stats_of(tight)["sessions"], what="the daemon takes everything back")
     write_over(tight, rows)
     gate.let_through()
     assert ours + numbers(batches) == list(range(40))
@@ -471,7 +471,7 @@ def test_a_thread_that_hangs_up_costs_the_others_no_batch(
         """In the midst of the fourth batch, something else happens in this process."""
         if next(heard) == (3 if kind == "rows" else 3 * FEW + 1):
             connections.disconnect(tight.name)
-            until(lambda: not told(tight)["sessions"], what="the daemon takes everything back")
+            until(lambda: not stats_of(tight)["sessions"], what="the daemon takes everything back")
             write_over(tight, rows)
         return thing
 

@@ -58,7 +58,7 @@ class SlowSampler(Sampler[int]):
 class Endless(SlowSampler):
     """Cannot be foreseen: it has no length, and no copy of it can be drained.
 
-    Nor is the daemon told of its batches one by one: it counts from the end.
+    Nor is the daemon stats_of of its batches one by one: it counts from the end.
     """
 
     def __iter__(self) -> Iterator[int]:
@@ -86,7 +86,7 @@ def node(daemon_name: str) -> Iterator[Running]:
         connections.disconnect(daemon_name)
 
 
-def told(node: Running) -> dict[str, Any]:
+def stats_of(node: Running) -> dict[str, Any]:
     """The one session, as `creel stats` has it."""
     with node.client("cli") as client:
         (session,) = client.ask("stats")["sessions"]
@@ -100,7 +100,7 @@ def worst(seconds: dict[str, float]) -> str:
 
 def worst_since(before: dict[str, float], node: Running) -> str:
     """The greatest cause of stalls since `before`."""
-    now = told(node)["stall_s"]
+    now = stats_of(node)["stall_s"]
     return worst({cause: now[cause] - before[cause] for cause in now})
 
 
@@ -136,7 +136,7 @@ def test_what_is_slow_in_a_persons_own_code_is_named(
     files = creel.FileDataset(folder, "*.raw", decode=decoding)
     loader = creel.DataLoader(files, 4, num_workers=workers, **how)
     epoch(loader)  # workers start, files are read
-    before = told(node)["stall_s"]
+    before = stats_of(node)["stall_s"]
 
     def named() -> bool:
         epoch(loader)
@@ -153,7 +153,7 @@ def test_a_slow_sampler_of_rows_is_named(workers: int, node: Running, folder: Pa
 
     def named() -> bool:
         epoch(loader)
-        return worst(told(node)["stall_s"]) == "sampler"
+        return worst(stats_of(node)["stall_s"]) == "sampler"
 
     until(named, what="the sampler is the greatest")
 
@@ -168,7 +168,7 @@ def test_a_slow_source_is_named(workers: int, node: Running, folder: Path) -> No
         def named() -> bool:
             forget(node)
             epoch(loader)
-            return worst(told(node)["stall_s"]) == "source"
+            return worst(stats_of(node)["stall_s"]) == "source"
 
         until(named, what="the source is the greatest")
 
@@ -187,10 +187,10 @@ def test_a_slow_source_is_named_where_the_loader_reads_it_itself(
             for _ in range(17):
                 next(batches)
             del batches
-            return worst(told(node)["stall_s"]) == "source"
+            return worst(stats_of(node)["stall_s"]) == "source"
 
         until(named, what="the source is the greatest")
-        session = told(node)
+        session = stats_of(node)
     assert session["direct_reads"] >= 17 * 4
     assert session["direct_nbytes"] == session["direct_reads"] * NBYTES
 
@@ -200,7 +200,7 @@ def test_a_stopped_daemon_is_named(workers: int, node: Running, folder: Path) ->
     files = creel.FileDataset(folder, "*.raw", decode=decode)
     loader = creel.DataLoader(files, 4, num_workers=workers)
     epoch(loader)
-    before = told(node)["stall_s"]
+    before = stats_of(node)["stall_s"]
 
     def named() -> bool:
         node.signal(signal.SIGSTOP)
@@ -208,7 +208,7 @@ def test_a_stopped_daemon_is_named(workers: int, node: Running, folder: Path) ->
             epoch(loader)
         finally:
             node.signal(signal.SIGCONT)
-        assert told(node)["pid"] == os.getpid()  # it serves again
+        assert stats_of(node)["pid"] == os.getpid()  # it serves again
         epoch(loader)  # and is told of the time when it could not hear
         return worst_since(before, node) == "daemon"
 
@@ -225,7 +225,7 @@ def test_batches_that_were_not_foreseen_are_counted_exactly(
     for _ in range(40):
         next(batches)
     del batches
-    session = told(node)
+    session = stats_of(node)
     assert (session["batches"], session["samples"]) == (40, 160)
 
 
@@ -236,10 +236,10 @@ def test_what_workers_do_is_told_by_stage(workers: int, node: Running, folder: P
 
     def named() -> bool:
         epoch(loader)
-        return not workers or worst(told(node)["busy_s"]) == "decode"
+        return not workers or worst(stats_of(node)["busy_s"]) == "decode"
 
     until(named, what="decoding is the greatest")
-    session = told(node)
+    session = stats_of(node)
     busy = session["busy_s"]
     assert set(busy) == {"source", "decode", "collate", "handover"}
     assert all(seconds >= 0 for seconds in busy.values())
