@@ -64,14 +64,16 @@ class Core:
             events.PeerAsked: self._serving.asked,
             events.Tick: self._ticked,
         }
-        untimed: dict[type, Callable[[Any], None]] = {
-            events.DatasetAdded: self._registered,
+        of_session: dict[type, Callable[[RankStream, Any], None]] = {
             events.PlanExtended: self._extended,
             events.EpochBegan: self._begun,
             events.EpochDealt: self._dealt,
             events.EpochFollowed: self._followed,
             events.PlanTruncated: self._truncated,
             events.SessionClosed: self._closed,
+        }
+        untimed: dict[type, Callable[[Any], None]] = {
+            events.DatasetAdded: self._registered,
             events.Checked: self._landing.checked,
             events.RetentionPlanned: self._planned,
             events.Warm: self._warmed,
@@ -86,6 +88,7 @@ class Core:
             events.FoundOnDisk: self._found,
             events.Spilled: self._spilling.landed,
         }
+        untimed |= {event: self._if_open(handle) for event, handle in of_session.items()}
         self._handlers = timed | {event: _without_now(handle) for event, handle in untimed.items()}
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
@@ -161,30 +164,30 @@ class Core:
         self._inflight.generation += 1
         return self._inflight.generation
 
-    def _begun(self, e: events.EpochBegan) -> None:
-        s = self._sessions.get(e.session)
-        if s is not None:
-            s.begin(e.epoch, self._generation())
+    def _if_open(self, handle: Callable[[RankStream, Any], None]) -> Callable[[Any], None]:
+        """A handler of events of a session; a session may have been closed meanwhile."""
 
-    def _dealt(self, e: events.EpochDealt) -> None:
-        s = self._sessions.get(e.session)
-        if s is None:
-            return
+        def handle_if_open(e: Any) -> None:
+            session = self._sessions.get(e.session)
+            if session is not None:
+                handle(session, e)
+
+        return handle_if_open
+
+    def _begun(self, s: RankStream, e: events.EpochBegan) -> None:
+        s.begin(e.epoch, self._generation())
+
+    def _dealt(self, s: RankStream, e: events.EpochDealt) -> None:
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.followed = False
         s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
         s.residency.choose_policy()
 
-    def _followed(self, e: events.EpochFollowed) -> None:
-        s = self._sessions.get(e.session)
-        if s is not None:
-            s.group.deals.view, s.group.deals.followed = e.view, True
-            s.residency.choose_policy()
+    def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
+        s.group.deals.view, s.group.deals.followed = e.view, True
+        s.residency.choose_policy()
 
-    def _extended(self, e: events.PlanExtended) -> None:
-        s = self._sessions.get(e.session)
-        if s is None:
-            return  # closed meanwhile
+    def _extended(self, s: RankStream, e: events.PlanExtended) -> None:
         if e.step != s.stream.end:
             raise MalformedError(f"the plan goes on at step {s.stream.end}, not {e.step}")
         s.stream.extend(e.epoch, e.objects, e.ends)
@@ -198,9 +201,8 @@ class Core:
             s.residency.policy.plan_extended(ids, epoch)
         self._survey()
 
-    def _truncated(self, e: events.PlanTruncated) -> None:
-        s = self._sessions.get(e.session)
-        if s is None or e.step >= s.stream.end:
+    def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
+        if e.step >= s.stream.end:
             return
         step = max(e.step, s.done)
         unpinned = s.rewind(step)
@@ -228,10 +230,8 @@ class Core:
             s.stalls += s.stalling
         self._prefetcher.set_reach(s, len(self._sessions))
 
-    def _closed(self, e: events.SessionClosed) -> None:
-        s = self._sessions.pop(e.session, None)
-        if s is None:
-            return
+    def _closed(self, s: RankStream, e: events.SessionClosed) -> None:
+        del self._sessions[e.session]
         unpinned = s.stream.objects(s.at, s.front).astype(np.intp)
         s.residency.unpin(unpinned)
         s.residency.leave(s)

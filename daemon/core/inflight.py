@@ -200,32 +200,33 @@ class Inflight:
         residency.warming = -1
         return out
 
+    def _all(self, residency: Residency) -> list[InflightFetch]:
+        return [f for f in self._inflight.values() if f.residency is residency]
+
     def of(self, residency: Residency, object_id: int) -> InflightFetch | None:
         """Return the fetch in flight that brings an object, or None."""
-        inflight = (f for f in self._inflight.values() if f.residency is residency)
-        return next((f for f in inflight if object_id in f.ids), None)
+        return next((f for f in self._all(residency) if object_id in f.ids), None)
 
     def number(self, residency: Residency) -> int:
         """How many objects of a dataset are in flight."""
-        return sum(len(f.ids) for f in self._inflight.values() if f.residency is residency)
+        return sum(len(f.ids) for f in self._all(residency))
 
     def from_disk(self, residency: Residency) -> bool:
         """Whether objects of a dataset are being read from disk."""
-        return any(f.residency is residency and f.origin == DISK for f in self._inflight.values())
+        return any(f.origin == DISK for f in self._all(residency))
 
     def from_peers(self, residency: Residency) -> Index:
         """(k,) objects of a dataset that peers were asked for and have not answered yet."""
-        own = [f.ids for f in self._inflight.values() if f.residency is residency and f.origin >= 0]
-        return np.concatenate([np.empty(0, np.intp), *own])
+        ids = (f.ids for f in self._all(residency) if f.origin >= 0)
+        return np.concatenate([np.empty(0, np.intp), *ids])
 
     def ids(self, residency: Residency) -> Index:
         """(k,) objects of a dataset that are in flight."""
-        own = [f.ids for f in self._inflight.values() if f.residency is residency]
-        return np.concatenate([np.empty(0, np.intp), *own])
+        return np.concatenate([np.empty(0, np.intp), *(f.ids for f in self._all(residency))])
 
     def offsets(self, residency: Residency) -> tuple[Sizes, Sizes]:
         """(k,) offsets and (k,) lengths that fetches of a dataset write to."""
-        own = [f for f in self._inflight.values() if f.residency is residency]
+        own = self._all(residency)
         none = np.empty(0, np.int64)
         offset = np.concatenate([none, *(f.offset for f in own)])
         length = np.concatenate([none, *(f.length for f in own)])

@@ -5,6 +5,7 @@ Label sets are bounded: no sample, path or token.
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -121,10 +122,9 @@ def _add_metric(family: Any, one: Counter, label: list[str], count: Any) -> None
 
 def _errors(answer: dict[str, Any]) -> dict[str, int]:
     """Failures by kind, of all sources and of the daemon itself."""
-    kinds: dict[str, int] = {"bug": answer["fetch"]["bugs"]}
+    kinds = collections.Counter(bug=answer["fetch"]["bugs"])
     for some in (answer["fetch"]["past_errors"], *(s["errors_by_kind"] for s in answer["sources"])):
-        for kind, count in some.items():
-            kinds[kind] = kinds.get(kind, 0) + count
+        kinds.update(some)
     return kinds
 
 

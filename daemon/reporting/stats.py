@@ -6,6 +6,7 @@ where trainers and workers count. Which counters there are says `creel.counters`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -47,16 +48,16 @@ def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """
     past = core.get("past", {}).get("datasets")
     datasets = [*core["datasets"].values(), *([past] if past else [])]
-    evictions: dict[str, int] = {}
+    evictions: Counter[str] = Counter()
     for one in datasets:
-        for name, count in one.items():
-            if name.startswith("evicted_"):
-                why = name.removeprefix("evicted_")
-                evictions[why] = evictions.get(why, 0) + int(count)
+        evicted = {
+            k.removeprefix("evicted_"): int(n) for k, n in one.items() if k[:8] == "evicted_"
+        }
+        evictions.update(evicted)
     hits = sum(int(d["hits"] + d["joined"]) for d in datasets)
     misses = sum(int(d["misses"]) for d in datasets)
     out: dict[str, dict[str, Any]] = {
-        "memory": {"hits": hits, "misses": misses, "evictions": evictions}
+        "memory": {"hits": hits, "misses": misses, "evictions": dict(evictions)}
     }
     disk = core.get("disk", {}).get("node", {})
     found, missed, spilled = (

@@ -245,11 +245,15 @@ class Node:
 
     def poll_words(self) -> bool:
         """Give the core the trainers' progress; return whether there was any."""
-        moved = False
-        for session, done, wanted in self.registry.progress():
-            moved = True
-            self.handle_event(events.Progressed(session.id, done, wanted))
-        return moved
+        moved = [self._progressed(s) for s in list(self.registry.sessions.values())]
+        return any(moved)
+
+    def _progressed(self, session: SessionRecord) -> bool:
+        """Give the core a trainer's progress; return whether there was any."""
+        moved = session.progress()
+        if moved is not None:
+            self.handle_event(events.Progressed(session.id, *moved))
+        return moved is not None
 
     def tick(self) -> None:
         """Handle the passing of time."""
@@ -478,9 +482,7 @@ class Node:
         """Answer waits that are over, and give the core the urgency of the others."""
         for who, call, step in session.over():
             self._send(who, Ready(call, session.id, step))
-        moved = session.progress()
-        if moved is not None:
-            self.handle_event(events.Progressed(session.id, *moved))
+        self._progressed(session)
 
     def close(self) -> None:
         """Stop all threads and close everything."""

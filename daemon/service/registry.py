@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from creel.cache.memory.allocator import Lengths
@@ -347,13 +347,6 @@ class Registry:
         """Mark all sessions as draining: nothing new will come."""
         for session in self.sessions.values():
             session.words[STATE] = DRAINING
-
-    def progress(self) -> Iterator[tuple[SessionRecord, int, int]]:
-        """Yield (session, done, wanted) of those that moved."""
-        for session in list(self.sessions.values()):
-            moved = session.progress()
-            if moved is not None:
-                yield session, *moved
 
     def close(self) -> None:
         """Close everything."""

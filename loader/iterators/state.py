@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from creel.loader.plan.batch_stream import BatchStream, Ticket, open_stream, sam
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import BadSample, Tolerance, plain
-from creel.loader.torch_private import collate
+from creel.loader.torch_private import BaseDataLoaderIter, collate
 from creel.policies.cluster.remap import Exchange
 from creel.policies.direct import DirectReads
 
@@ -46,14 +46,6 @@ _log = logging.getLogger("creel.loader")
 
 #: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
 _COUNT_S = 0.25
-
-
-class TorchIter(Protocol):
-    """The attributes of torch's iterators that `EpochRun` uses."""
-
-    _sampler_iter: Any
-    _base_seed: Any
-    _num_workers: int
 
 
 class LoaderState:
@@ -227,7 +219,7 @@ class EpochRun:
         self.binding = None if self.stream is None else binding
         return None if self.binding is None else binding.digest()
 
-    def begin(self, loader: DataLoader[Any], it: TorchIter, before: Moment) -> EpochOrder:
+    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: Moment) -> EpochOrder:
         """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
         loader_state = self._loader_state
         if self._search is not None:
@@ -242,7 +234,7 @@ class EpochRun:
         if loader_state.order is not None and self.stream is not None and not self._page_cached:
             loader_state.order.record_outcome(wrong=self.stream.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
-        begun = IteratorStart(it._sampler_iter, it._base_seed, before)  # noqa: SLF001
+        begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
         held: Any = weakref.proxy(loader)
         given = None if resume is None else resume["order"]

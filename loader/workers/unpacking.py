@@ -110,16 +110,14 @@ class _Arrival:
 
     def storage(self, number: int, part: Part) -> torch.UntypedStorage:
         """Storage `number`, the same object at each call."""
-        storage = self._storages.get(number)
-        if storage is None:
-            storage = self._storages[number] = self._built(part)
-        return storage
-
-    def _built(self, part: Part) -> torch.UntypedStorage:
-        if not part.nbytes:
-            return torch.empty(0, dtype=torch.uint8, device="cpu").untyped_storage()
-        buffer, offset = self.buffer(part)
-        return over(buffer, part.nbytes, offset).untyped_storage()
+        if number not in self._storages:
+            if part.nbytes:
+                buffer, offset = self.buffer(part)
+                built = over(buffer, part.nbytes, offset)
+            else:
+                built = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._storages[number] = built.untyped_storage()
+        return self._storages[number]
 
 
 def _copied(source: bytes | memoryview, part: Part) -> NDArray[np.uint8]:
