@@ -27,7 +27,7 @@ _ROUNDS = 4
 class Urgency(IntEnum):
     """What may be evicted for a fetch; each level allows what the ones before it do.
 
-    AHEAD: what the eviction policy lets go, or what is on disk; else the fetch waits for the disk.
+    AHEAD: what the eviction policy lets go, or what is on disk; otherwise the fetch waits.
     SOON: also what the policy would keep, rather than wait for the disk.
     STALLED: a reader waits and has nothing else to read: whatever is not pinned.
     """
@@ -194,7 +194,7 @@ class Admission:
         return NONE, ""
 
     def waits(self, residency: Residency) -> bool:
-        """Whether to wait until objects are on disk that may leave memory then."""
+        """Whether to wait until objects are written to disk, so that they may leave memory."""
         if not self.disk or self.disk.slow or residency.disk.hopeless:
             return False
         replaces = residency.policy is not None and residency.policy.replaces

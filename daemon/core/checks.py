@@ -36,7 +36,7 @@ class Checks:
 
     def __init__(self, inflight: Inflight) -> None:
         self._inflight = inflight
-        self._under_way: dict[int, InflightCheck] = {}
+        self._checks: dict[int, InflightCheck] = {}
         self._last = 0
 
     def ask(self, s: RankStream, now: float) -> list[CheckVersions]:
@@ -54,11 +54,13 @@ class Checks:
                 stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
             deadline = s.deadline(s.stream.step_at(s.verified), now, in_turn=False)
-            out += self._about(s, ids[s.residency.state[ids] == RESIDENT], now, deadline)
+            out += self._check_files(s, ids[s.residency.state[ids] == RESIDENT], now, deadline)
             s.verified = stop
         return out
 
-    def _about(self, s: RankStream, ids: Index, now: float, deadline: float) -> list[CheckVersions]:
+    def _check_files(
+        self, s: RankStream, ids: Index, now: float, deadline: float
+    ) -> list[CheckVersions]:
         residency = s.residency
         files = residency.versions.unasked(ids, s.since, s.since_remote)
         if not len(files):
@@ -66,21 +68,19 @@ class Checks:
         generation = self._inflight.generation
         residency.versions.asked[files] = generation
         self._last += 1
-        self._under_way[self._last] = InflightCheck(residency, files, generation, now)
+        self._checks[self._last] = InflightCheck(residency, files, generation, now)
         return [CheckVersions(self._last, residency.name, files, deadline)]
 
     def land(self, check: int) -> InflightCheck | None:
         """Remove a check that ended and return it; None when it is unknown."""
-        return self._under_way.pop(check, None)
+        return self._checks.pop(check, None)
 
     def hung(self, residency: Residency, object_id: int, before: float) -> list[InflightCheck]:
         """Return checks of an object's file that began before the time `before`."""
         file = int(residency.versions.files(np.array([object_id]))[0])
-        asked = (
-            a for a in self._under_way.values() if a.residency is residency and a.begun < before
-        )
+        asked = (a for a in self._checks.values() if a.residency is residency and a.begun < before)
         return [a for a in asked if file in a.files]
 
     def forget(self, residency: Residency) -> None:
         """Forget a removed dataset's checks; their answers will be ignored."""
-        self._under_way = {n: a for n, a in self._under_way.items() if a.residency is not residency}
+        self._checks = {n: a for n, a in self._checks.items() if a.residency is not residency}

@@ -157,7 +157,7 @@ class Core:
         residency = self._residencies[e.dataset]
         who = (e.session, e.job, e.rank, e.world)
         self._sessions[e.session] = residency.join(*who, now, e.recheck, self._generation())
-        self._survey()
+        self._set_reaches()
 
     def _generation(self) -> int:
         """Start a generation: what was known of files may be out of date for some session."""
@@ -199,7 +199,7 @@ class Core:
         if s.residency.policy is not None:
             ids, epoch = e.objects.astype(np.intp), e.epoch + s.epoch_shift
             s.residency.policy.plan_extended(ids, epoch)
-        self._survey()
+        self._set_reaches()
 
     def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
         if e.step >= s.stream.end:
@@ -248,7 +248,7 @@ class Core:
         self._spilling.opened(e.nbytes, e.unit)
         for residency in self._residencies.values():
             residency.choose_policy()
-        self._survey()
+        self._set_reaches()
 
     def _found(self, e: events.FoundOnDisk) -> None:
         self._residencies[e.dataset].found_on_disk(e.ids.astype(np.intp), e.nbytes)
@@ -300,7 +300,7 @@ class Core:
         if residency.policy is not None:
             residency.policy.replanned()
         residency.release(unpinned)
-        self._survey()
+        self._set_reaches()
 
     def _consume(self, s: RankStream, done: int) -> None:
         """Release the bytes of all steps before `done`."""
@@ -334,8 +334,8 @@ class Core:
         if s.residency.policy is not None:
             s.residency.policy.epoch_began(s.group.uses, epoch)
 
-    def _survey(self) -> None:
-        """Recompute all windows after sessions or plans changed."""
+    def _set_reaches(self) -> None:
+        """Recompute how far each session may read ahead, after sessions or plans changed."""
         for session in self._sessions.values():
             self._prefetcher.set_reach(session, len(self._sessions))
         for residency in self._residencies.values():
@@ -358,7 +358,7 @@ class Core:
         self._inflight.abort()
         for residency in self._residencies.values():
             residency.rebuild(self._inflight.ids(residency), self._spilling.ids(residency))
-        self._survey()
+        self._set_reaches()
         decided, self._out = self._out, []
         return [action for action in decided if not isinstance(action, events.FetchObjects)]
 
@@ -376,12 +376,12 @@ class Core:
     def busy(self, dataset: str) -> bool:
         """Whether the dataset has readers, is being warmed or has fetches in flight."""
         residency = self._residencies[dataset]
-        under_way = (
+        in_flight = (
             len(self._inflight.ids(residency)) > 0
             or len(residency.served) > 0
             or residency.disk.storing > 0
         )
-        return residency.active or residency.warming >= 0 or under_way
+        return residency.active or residency.warming >= 0 or in_flight
 
     def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
         """From when on nodes of a cluster can follow a change of its members; see `EpochMoment`."""
@@ -427,10 +427,10 @@ class Core:
         space.check()
         self._inflight.check()
         self._spilling.check()
-        under_way = sum(
+        in_flight = sum(
             len(self._inflight.ids(residency)) for residency in self._residencies.values()
         )
-        must(under_way == self._inflight.objects, "something is under way for nobody")
+        must(in_flight == self._inflight.objects, "something is in flight for nobody")
         must(space.pools == len(self._residencies), "a pool without a dataset")
         at, end = [], []
         for residency in self._residencies.values():

@@ -68,16 +68,16 @@ class Inflight:
         self._mark = 0
         admission.busy = self.offsets
 
-    def leave(self, nbytes: Sizes, *, urgent: bool) -> int:
-        """How many objects of these sizes may start now; at least one when nothing is in flight."""
+    def may_start(self, nbytes: Sizes, *, urgent: bool) -> int:
+        """How many fetches of these sizes may start now; at least one when nothing is in flight."""
         part = 1.0 if urgent else 1.0 - _SPARED
         objects = int(part * self._window.inflight_objects) - self.objects
         room = int(part * self._window.inflight_nbytes) - self.nbytes
         k = max(min(len(nbytes), objects, affordable(nbytes, room)), 0)
         return k if self._inflight else min(max(k, 1), len(nbytes))
 
-    def leave_for_peers(self, nbytes: Sizes) -> int:
-        """How many objects of these sizes may start for peers now.
+    def may_start_for_peers(self, nbytes: Sizes) -> int:
+        """How many fetches of these sizes may start for peers now.
 
         They have a share of their own: two nodes whose readers wait for each other both go on.
         """
@@ -178,7 +178,7 @@ class Inflight:
                 residency.state[residency.warming : stop] <= SKIPPED
             )
             guess = residency.expected(residency.length[ids])
-            k = self.leave(2 * guess, urgent=False)  # half of what sessions may have
+            k = self.may_start(2 * guess, urgent=False)  # half of what sessions may have
             fit = min(k, affordable(guess, self._admission.free_nbytes))
             length = residency.length[ids[:fit]]
             offset = np.full(fit, NOWHERE, np.int64)
@@ -235,6 +235,6 @@ class Inflight:
     def check(self) -> None:
         """Raise IllegalEventError unless the sums are right."""
         inflight = self._inflight.values()
-        must(self.objects == sum(len(f.ids) for f in inflight), "objects under way")
-        must(self.nbytes == sum(f.nbytes for f in inflight), "bytes under way")
+        must(self.objects == sum(len(f.ids) for f in inflight), "objects in flight")
+        must(self.nbytes == sum(f.nbytes for f in inflight), "bytes in flight")
         must(self._admission.expected == sum(f.expected for f in inflight), "bytes expected")

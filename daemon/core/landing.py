@@ -50,7 +50,7 @@ class Landing:
         self._announce = announce
 
     def fetched(self, e: Fetched, now: float) -> None:
-        """A fetch ended."""
+        """Enter what a fetch has brought."""
         pending = self._inflight.land(e.fetch, len(e.nbytes))
         if pending is None:
             return  # forgotten meanwhile
@@ -83,9 +83,9 @@ class Landing:
     def _received(
         self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float
     ) -> tuple[Fetched, InflightFetch]:
-        """Handle an answer of disk or peer: fetch what it did not have from the source.
+        """Handle an answer of disk or peer: what it did not have is fetched from the source.
 
-        Returns the rest: what it had.
+        Returns the event and the fetch, of what it had alone.
         """
         residency = pending.residency
         version = np.zeros(len(good), np.int64) if e.version is None else e.version
@@ -130,6 +130,7 @@ class Landing:
         return ~late
 
     def checked(self, e: Checked) -> None:
+        """Enter the versions that a check has found."""
         asked = self._checks.land(e.check)
         if asked is not None:
             residency = asked.residency

@@ -81,10 +81,10 @@ class Prefetcher:
     def overtaken(self, s: RankStream) -> None:
         """Handle that a reader has read steps directly, before they were ready.
 
-        If it is faster than the source, do not fetch the next steps: it would read them before the
-        fetches land. It reads these itself (what is absent becomes SKIPPED, what is in flight
-        OVERDUE), and finds the steps after them in memory. Not where disk or peers have some of
-        them: the reader would ask the source.
+        If the reader is faster than the source, the next steps are not fetched, as it would read
+        them before the fetches land. It reads these steps itself (absent objects become SKIPPED,
+        those in flight OVERDUE), and finds the steps after them in memory. Steps of which disk or
+        peers have some objects are fetched all the same: the reader would ask the source.
         """
         residency, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
@@ -187,8 +187,8 @@ class Prefetcher:
         state = residency.state[ids]
         absent = (state <= FAILED).nonzero()[0]
         if len(absent):
-            absent = self._worth(residency, ids, state, absent, distinct=distinct)
-            taken = self._at_once(s, absent, stop)
+            absent = self._to_fetch(residency, ids, state, absent, distinct=distinct)
+            taken = self._first_portion(s, absent, stop)
             ids, state, absent = ids[:taken], state[:taken], absent[absent < taken]
         residency.pin(ids, distinct=distinct)
         taken = len(ids)
@@ -216,7 +216,7 @@ class Prefetcher:
         last = min(step + max((step - s.done) // 2, 1), stream.epoch(step)[1])
         return False, min(s.reach, s.front + FETCHED_AT_ONCE, stream.start(last))
 
-    def _at_once(self, s: RankStream, absent: Index, stop: int) -> int:
+    def _first_portion(self, s: RankStream, absent: Index, stop: int) -> int:
         """End of the positions from `front` to fetch together: a step, or more from a quick source.
 
         All objects of a fetch land together, whichever of them is due first.
@@ -228,7 +228,7 @@ class Prefetcher:
             stop = min(stop, stream.start(max(beyond, stream.step_at(s.front) + 1)))
         return stop - s.front
 
-    def _worth(
+    def _to_fetch(
         self,
         residency: Residency,
         ids: Index,
@@ -237,7 +237,7 @@ class Prefetcher:
         *,
         distinct: bool,
     ) -> Index:
-        """Which of ids[absent] to fetch: each once, and no failed one while a step saw it fail."""
+        """Which of ids[absent] to fetch: each once, failed ones only where no step pins them."""
         if state[absent].any():
             absent = absent[(state[absent] <= SKIPPED) | (residency.pins[ids[absent]] == 0)]
         if distinct:
@@ -266,7 +266,7 @@ class Prefetcher:
             self.stuck.add(s.id)
             return 0
         length = residency.length[ids]
-        k = self._inflight.leave(residency.expected(length), urgent=urgent)
+        k = self._inflight.may_start(residency.expected(length), urgent=urgent)
         if not k:
             return 0  # not for lack of room: later
         if k < len(ids):

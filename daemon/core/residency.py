@@ -433,14 +433,14 @@ class Residency:
         """The policy, if it is one that the nodes of a cluster follow together."""
         return None if self.policy is None else self.policy.among_nodes
 
-    def rebuild(self, under_way: Index, storing: Index) -> None:
+    def rebuild(self, in_flight: Index, storing: Index) -> None:
         """Rebuild pins, states, eviction policy and next uses.
 
         From the plans, from fetches in flight, and from what is being written to disk.
         """
         self.groups = [g for g in self.groups if g.sessions]
         self.state[self.state == FETCHING] = ABSENT
-        self.state[under_way] = FETCHING
+        self.state[in_flight] = FETCHING
         self.served = {r: ids[self.state[ids] != ABSENT] for r, ids in self.served.items()}
         self.pins[:] = self._held(storing)
         for group in self.groups:
@@ -459,7 +459,7 @@ class Residency:
         pins[storing] += ONE
         return pins
 
-    def check(self, under_way: Index, storing: Index) -> None:
+    def check(self, in_flight: Index, storing: Index) -> None:
         """Raise IllegalEventError unless states, pins, offsets and sums are consistent."""
         for s in (s for group in self.groups for s in group.sessions.values()):
             must(0 <= s.done <= s.ready <= s.stream.end, f"session {s.id}: steps out of order")
@@ -477,7 +477,7 @@ class Residency:
         fetching = np.flatnonzero(self.state == FETCHING)
         coming = np.append(fetching, np.flatnonzero(self.state == OVERDUE))
         must(
-            np.array_equal(np.sort(coming), np.sort(under_way)), "fetching: not in flight, or twice"
+            np.array_equal(np.sort(coming), np.sort(in_flight)), "fetching: not in flight, or twice"
         )
         must(int(known.sum()) == self._known, "known lengths are miscounted")
         must(int(self.length[known].sum()) == self._known_nbytes, "known bytes")

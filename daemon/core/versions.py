@@ -43,7 +43,7 @@ class Versions:
         self._remote = remote if remote is not None and remote.any() else None
         self.version = np.zeros(files, np.int64)  # of the residents
         self.seen = np.zeros(files, np.int32)  # generation of the latest answer
-        self.asked = np.zeros(files, np.int32)  # generation of the latest question
+        self.asked = np.zeros(files, np.int32)  # generation of the latest check
 
     def files(self, ids: Index) -> Index:
         """(k,) the file of each object."""

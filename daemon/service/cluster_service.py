@@ -45,7 +45,7 @@ log = logging.getLogger("creel.clusters")
 #: Nodes of a cluster: their numbers are bytes, and one stands for nobody.
 _MAX_MEMBERS = 255
 _MAX_RANKS = 1 << 16
-#: The others are told of another size of the disk where it differs by more than this part (1/n).
+#: The other nodes hear of a new size of the disk where it differs by more than this part (1/n).
 _DISK_PARTS = 16
 
 
@@ -89,7 +89,7 @@ class ClusterService:
         #: By origin of a fetch: who is to be asked, and as whom.
         self._peers: dict[int, tuple[Member, Credentials]] = {}
         self._asking: set[str] = set()  # datasets whose plan a peer is asked for
-        self._disk = 0, 1  # bytes and unit, as the others are told
+        self._disk = 0, 1  # bytes and unit, as the other nodes know them
 
     # --- serving ------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class ClusterService:
         me = request.me if request.me >= 0 else nodes.index(self.node)
         who = Credentials(nodes[me], request.cluster, request.key, self._encrypt)
         origins = [
-            SOURCE if node == me else self._number(one, who)
+            SOURCE if node == me else self._new_origin(one, who)
             for node, one in enumerate(request.members)
         ]
         own = self._member(nodes[me])
@@ -211,14 +211,14 @@ class ClusterService:
                 ),
                 self._on_loop(self._refused),
             )
-        self._say(cluster, now=False)
+        self._update_beats(cluster, now=False)
         for node, one in enumerate(request.members):
             if node != cluster.me:
                 self._beats.watch(node, one, who, cluster.members.patience.beat_s)
         log.info("joined %d nodes", len(request.members))
         return cluster
 
-    def _number(self, peer: Member, who: Credentials) -> int:
+    def _new_origin(self, peer: Member, who: Credentials) -> int:
         """Give a peer the lowest number that is free."""
         number = next(n for n in count() if n not in self._peers)
         self._peers[number] = peer, who
@@ -244,7 +244,7 @@ class ClusterService:
                 self._daemon.unreachable(number)
                 del self._peers[number]
 
-    # --- who is there -------------------------------------------------------------------------
+    # --- members ------------------------------------------------------------------------------
 
     def view(self, name: str) -> ClusterView | None:
         """The nodes of a cluster; None where this node does not belong to it."""
@@ -252,39 +252,39 @@ class ClusterService:
         return known.view if known is not None and known.complete else None
 
     def tick(self, now: float) -> None:
-        """Notice who is silent; tell the core who is there, and write changes that are due."""
-        self._look_at_disk()
+        """Notice silent nodes; tell the core which are there, and log changes that are due."""
+        self._tell_disk_size()
         for cluster in self._clusters.values():
             due = cluster.members.due(now)
             if due is not None:
                 change = cluster.members.change(due, self._daemon.moments(cluster.name))
                 log.warning("plans now count on %s of the nodes", cluster.names(due))
                 log.debug("change %s at %s", change.id, change.moments)
-                self._say(cluster, now=True)
+                self._update_beats(cluster, now=True)
             plans = self._daemon.digests(cluster.name)
             if plans != cluster.plans:
                 cluster.plans = plans
-                self._say(cluster, now=False)
-            self._see(cluster, now)
+                self._update_beats(cluster, now=False)
+            self._update_view(cluster, now)
 
-    def _look_at_disk(self) -> None:
+    def _tell_disk_size(self) -> None:
         """Tell all nodes where the disk has another size now: it was lost, or is full earlier."""
         nbytes, unit = self._daemon.disk()
-        told = self._disk[0]
-        if abs(nbytes - told) * _DISK_PARTS <= told:
+        known_nbytes = self._disk[0]
+        if abs(nbytes - known_nbytes) * _DISK_PARTS <= known_nbytes:
             return
         self._disk = nbytes, unit
         for cluster in self._clusters.values():
             self._resize(cluster, cluster.me, nbytes, unit)
-            self._say(cluster, now=True)
+            self._update_beats(cluster, now=True)
 
     def _resize(self, cluster: Cluster, node: int, nbytes: int, unit: int) -> None:
         """A node's disk has this size now: all plan with it from their next plan on."""
         if cluster.resized(node, nbytes, unit):
             self._daemon.handle(ClusterChanged(cluster.name, cluster.view))
 
-    def _see(self, cluster: Cluster, now: float) -> None:
-        """Tell the core what has changed of a cluster, and ask nothing of who is not there."""
+    def _update_view(self, cluster: Cluster, now: float) -> None:
+        """Tell the core what has changed of a cluster; end fetches from nodes that are gone."""
         before, view = cluster.view, cluster.seen(now)
         if view is before:
             return
@@ -293,8 +293,8 @@ class ClusterService:
             log.warning("node %s is not reached", self._peers[number][0].host)
             self._daemon.unreachable(number)
 
-    def _say(self, cluster: Cluster, *, now: bool) -> None:
-        """Have all beats tell what this node knows of the cluster's changes."""
+    def _update_beats(self, cluster: Cluster, *, now: bool) -> None:
+        """Put what this node knows of the cluster's changes into the beats that it sends."""
         assert self._server is not None  # noqa: S101
         assert self._beats is not None  # noqa: S101
         members = cluster.members
@@ -305,7 +305,7 @@ class ClusterService:
         self._beats.say(beat, cluster.name, now=now)
 
     def _on_beat(self, name: str, beat: wire.PeerBeat, *, answer: bool) -> None:
-        """A node has said that it is there; `answer`: over the way that fetches take."""
+        """Take in a beat of a node; `answer`: it came over the connection that fetches use."""
         cluster = self._clusters.get(name)
         if cluster is None or not cluster.has(beat.node):
             return
@@ -316,8 +316,8 @@ class ClusterService:
         if cluster.joined[beat.node].born == beat.member.born:
             self._resize(cluster, beat.node, beat.member.disk_nbytes, beat.member.disk_unit)
         if cluster.members.learn(beat.log):
-            self._say(cluster, now=False)
-        self._see(cluster, now)
+            self._update_beats(cluster, now=False)
+        self._update_view(cluster, now)
         right = beat.node == authority(cluster.members.log)
         for plan in differing(cluster.plans, beat.plans, authority=right):
             self._daemon.handle(PlanDoubted(plan.dataset, plan.seed))
@@ -328,7 +328,7 @@ class ClusterService:
         if cluster is not None:
             now = time.monotonic()
             cluster.members.refused(node, now)
-            self._see(cluster, now)
+            self._update_view(cluster, now)
 
     def _replace(self, cluster: Cluster, node: int, member: Member) -> None:
         """Take another daemon for a node, if it is a younger one."""
@@ -341,8 +341,8 @@ class ClusterService:
         mine = cluster.joined[cluster.me].node
         who = Credentials(mine, cluster.name, cluster.key, self._encrypt)
         number, now = cluster.origins[node], time.monotonic()
-        cluster.replaced(node, member, self._number(member, who), now)
-        self._see(cluster, now)
+        cluster.replaced(node, member, self._new_origin(member, who), now)
+        self._update_view(cluster, now)
         self._daemon.unreachable(number)
         del self._peers[number]
         if self._beats is not None:

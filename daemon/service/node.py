@@ -283,14 +283,14 @@ class Node:
     ) -> None:
         """Read and check a manifest in the background, then register it here."""
 
-        def keyed() -> Manifest:
+        def read_with_key() -> Manifest:
             manifest = read()
             _ = manifest.key, manifest.summed  # cached: computing them takes too long for the loop
             return manifest
 
         def enter(dataset: DatasetRecord) -> None:
             self.quota.coming.pop(token, None)
-            reply(self._enter(token, dataset))
+            reply(self._add_dataset(token, dataset))
 
         def look(manifest: Manifest) -> None:
             known = self.registry.datasets.get(manifest.key)
@@ -306,15 +306,15 @@ class Node:
                 refuse(Answer(Refused(str(e))))
                 return
             self.quota.coming[token] = nbytes
-            self._elsewhere(lambda: self._prepare(manifest), enter, refuse)
+            self._in_background(lambda: self._prepare(manifest), enter, refuse)
 
         def refuse(answer: Answer) -> None:
             self.quota.coming.pop(token, None)
             reply(answer)
 
-        self._elsewhere(keyed, look, reply)
+        self._in_background(read_with_key, look, reply)
 
-    def _elsewhere(
+    def _in_background(
         self, work: Callable[[], T], then: Callable[[T], None], reply: Callable[[Answer], None]
     ) -> None:
         """Run `work` in the background, then `then` on its result here; or refuse."""
@@ -332,7 +332,7 @@ class Node:
         self.disk.attach(manifest.key, len(manifest))
         return record
 
-    def _enter(self, token: str, dataset: DatasetRecord) -> Answer:
+    def _add_dataset(self, token: str, dataset: DatasetRecord) -> Answer:
         known = self.registry.datasets.get(dataset.key)
         if known is None:
             try:

@@ -1,8 +1,8 @@
 """How the ranks of a job come to exchange samples alike (`remap`): they agree once, or fail.
 
 A rank that exchanged and one that did not would read samples twice and others never. So there is no
-way back to torch's deal: all ranks take one decision (`negotiation`). From then on nothing is
-asked: the exchange follows from the order and from what was agreed.
+way back to torch's deal: all ranks take one decision (`negotiation`). After that they need not
+communicate: the exchange follows from the order and from what was agreed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def agreed(index_sampler: Iterable[object]) -> Exchange:
     return Exchange(negotiated(REMAP, store, rank, world, terms).node_of, batch)
 
 
-def still(exchange: Exchange, index_sampler: Iterable[object]) -> None:
+def check_unchanged(exchange: Exchange, index_sampler: Iterable[object]) -> None:
     """Check that a loader's ranks are those that have agreed.
 
     Raises:

@@ -220,7 +220,7 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         if index is self:
             return
         run, i = self._run, self._pulled
-        step = run.give(i, index)
+        step = run.step_of(i, index)
         ids = None if step < 0 or run.stream is None else run.stream.ids(run.skipped + i)
         task = Task(i % self._num_workers, run.stream, step, index, ids)
         self._queue.append(task if self._threads is None else self._threads.read(task))

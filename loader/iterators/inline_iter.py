@@ -69,20 +69,20 @@ class BatchReader(StepReader):
         self._warn_after_s = loader_state.config.loader.hung_s
         self._direct = direct or loader_state.direct
         self._gatherer: Gatherer | None = None
-        self._gathers: BatchStream | None = None  # the stream `_gatherer` reads rows of
+        self._gatherer_stream: BatchStream | None = None  # the stream `_gatherer` reads rows of
         self._warned = False
         self._gather: Gather | None = None
         self._labels: list[object] = []  # the binding's labels when `_gather` was made
         self._binding: Binding | None = None
         self._copying = 0  # when rows began to be copied, monotonic ns
         self._collating = [0]  # when the batch's collation began, monotonic ns
-        fetcher.collate_fn = _noting(fetcher.collate_fn, self._collating)
+        fetcher.collate_fn = _timed(fetcher.collate_fn, self._collating)
         self._plainly = collates_plainly(loader)
         self._tolerance = loader_state.tolerance
         if run.binding is not None:
             self._binding = frozen or run.binding
             fetcher.dataset = self._binding.dataset  # the frozen one, if any
-            self._look(self._binding)
+            self._inspect(self._binding)
         if self._tolerance.wanted:
             fetcher.dataset = Tolerant(fetcher.dataset, self._tolerance)
             if fetcher.auto_collation:
@@ -128,10 +128,10 @@ class BatchReader(StepReader):
     def _gatherer_of(self, stream: BatchStream, binding: Binding) -> Gatherer | None:
         """Return the gatherer for this session's rows, remade for a new session; None if none."""
         if not self._as_worker and self._changed(binding):
-            self._look(binding)
-            self._gathers = None
-        if self._gathers is not stream:
-            self._gathers = stream
+            self._inspect(binding)
+            self._gatherer_stream = None
+        if self._gatherer_stream is not stream:
+            self._gatherer_stream = stream
             self._gatherer = None
             if self._gather is not None:
                 memory = self._ring.take
@@ -139,12 +139,12 @@ class BatchReader(StepReader):
         return self._gatherer
 
     def _changed(self, binding: Binding) -> bool:
-        """Whether the user has assigned attributes or labels since `_look`."""
+        """Whether the user has assigned attributes or labels since `_inspect`."""
         if any(a is not b for a, b in zip(self._labels, binding.labels(), strict=True)):
             return True
         return self._gather is not None and not binding.gathers(self._gather)
 
-    def _look(self, binding: Binding) -> None:
+    def _inspect(self, binding: Binding) -> None:
         """Record the present labels, and how batches follow from bytes."""
         self._labels = binding.labels()
         # Bytes alone would raise what the dataset would, but for all samples at once.
@@ -217,17 +217,17 @@ class BatchReader(StepReader):
         return index.tolist() if self._run.slices and isinstance(index, np.ndarray) else index
 
 
-def _noting(collate: Callable[[Any], Any], when: list[int]) -> Callable[[Any], Any]:
+def _timed(collate: Callable[[Any], Any], when: list[int]) -> Callable[[Any], Any]:
     """Wrap `collate` to store its call time in `when[0]`.
 
     A list, not the reader: that would be a reference cycle, which delays freeing the reader.
     """
 
-    def noted(samples: Any) -> Any:
+    def timed(samples: Any) -> Any:
         when[0] = time.monotonic_ns()
         return collate(samples)
 
-    return noted
+    return timed
 
 
 class InlineIter(Step, SingleProcessDataLoaderIter):
@@ -265,7 +265,7 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
         i = self._given
         self._given = i + 1
         try:
-            data = self._reader.read(i, run.give(i, index), index)
+            data = self._reader.read(i, run.step_of(i, index), index)
         finally:
             run.done(i + 1)
             run.note_bad(self._tolerance.take_new())

@@ -24,7 +24,7 @@ from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.iterators.exchange import agreed, still
+from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, joined
@@ -84,13 +84,13 @@ class LoaderState:
         """How the ranks exchange samples, as agreed with them in the first epoch; None: not at all.
 
         Raises:
-            ConfigError: as `exchange.agreed` and `exchange.still`.
+            ConfigError: as `exchange.agreed` and `exchange.check_unchanged`.
         """
         if loader.remap is None:
             return None
         if self._exchange is None:
             self._exchange = agreed(index_sampler(loader))
-        still(self._exchange, index_sampler(loader))
+        check_unchanged(self._exchange, index_sampler(loader))
         return self._exchange if self._exchange.moves else None
 
     def role(self, loader: DataLoader[Any]) -> Role:
@@ -114,8 +114,8 @@ class LoaderState:
     def expect(self, loader: DataLoader[Any]) -> None:
         """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
 
-        The dataset is bound at its first read only: until then it may change in place. What has to
-        be recorded first needs no daemon before it is (`EpochRun.deliver`).
+        The dataset is bound at its first read, as it may change in place until then. A dataset
+        whose reads are to be recorded needs no daemon before they are (`EpochRun.deliver`).
         """
         if loader.creel is not False and declares(loader.dataset):
             start_daemon_early(self.config)
@@ -145,8 +145,8 @@ class LoaderState:
     ) -> bool:
         """Whether the dataset's files lie in the page cache, and code of the person's reads them.
 
-        Then a copy in the arena would cost more than it gives: each file is copied twice, and the
-        daemon takes processors from whoever reads. Rows of the arena are quicker than any file.
+        A copy in the arena would then cost more than it gives: each file is copied twice, and the
+        daemon takes processors from the readers. Rows of the arena are faster than any file.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
@@ -207,8 +207,8 @@ class EpochRun:
         """
         loader_state = self._loader_state
         binding = loader_state.binding(loader) if self.binding is None else None
-        # What is in the page cache is left there; and only creel's code may say in another process
-        # which objects a sample has.
+        # Files in the page cache are left there; and only creel's own code may be asked in another
+        # process which objects a sample has.
         if (
             binding is None
             or not binding.thread_safe
@@ -266,13 +266,13 @@ class EpochRun:
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
         return order
 
-    def give(self, i: int, index: object) -> int:
+    def step_of(self, i: int, index: object) -> int:
         """Return the session's step of the i-th batch after those skipped; -1: read directly."""
         if self._search is not None:
             self._reattach(self.skipped + i)
         if self.stream is None:
             return -1
-        step = -1 if self._page_cached else self.stream.give(self.skipped + i, index)
+        step = -1 if self._page_cached else self.stream.step_of(self.skipped + i, index)
         if step < 0:
             self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
         return step
@@ -350,7 +350,7 @@ class EpochRun:
     def deliver(self, i: int) -> None:
         """Count a batch that is returned, before the i-th after those skipped.
 
-        So a batch that raised is behind a training that goes on, and before one that stops there.
+        A batch that raised counts as read if training goes on, and is read again if it stops there.
         """
         self._loader_state.meter["batches"] += 1
         self.delivered = self.skipped + i

@@ -214,7 +214,7 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         worker = self._choose_worker(self._prefetch_factor * self._num_workers)
         if worker is None:
             return
-        step = self._run.give(self._send_idx, index)
+        step = self._run.step_of(self._send_idx, index)
         if step >= 0 and self._run.ticket is not None:
             self._pool.join(self._run.ticket)  # another one, since the daemon was restarted
         many = self._run.slices and isinstance(index, np.ndarray)

@@ -101,8 +101,8 @@ class BatchStream:
             self._upcoming.append(PublishedEpoch(self._now.epoch + k, plan))
             self._publisher.add(self._upcoming[-1])
 
-    def give(self, i: int, index: object) -> int:
-        """Return the step of batch i, which is about to be read; -1: read it directly."""
+    def step_of(self, i: int, index: object) -> int:
+        """Return the step of batch i, which the caller is about to read; -1: read it directly."""
         step = self._published(i, index)
         if step < 0:
             return -1
@@ -131,7 +131,7 @@ class BatchStream:
         return self._publisher.publish_pulled(now, i, indices, objects) if len(objects) else -1
 
     def ids(self, i: int) -> NDArray[np.int32]:
-        """Return the (k,) objects of batch i, for which `give` returned a step."""
+        """Return the (k,) objects of batch i, for which `step_of` returned a step."""
         return self._now.ids(i)
 
     def done(self, i: int) -> None:
@@ -177,8 +177,8 @@ class BatchStream:
     def count(self, first: int, last: int, more: dict[str, int]) -> None:
         """Count delivered batches [first, last) of the epoch for `creel stats`.
 
-        Batches for which `give` returned -1 are not counted here; the caller adds them, and other
-        counters, in `more`.
+        Batches for which `step_of` returned -1 are not counted here; the caller adds them to
+        `more`, as other counters.
         """
         words = self.session.words
         before, self._counted_at = self._counted_at, time.monotonic_ns()

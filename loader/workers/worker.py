@@ -168,7 +168,7 @@ class _Worker(StepReader):
 
     def _new_fetcher(self) -> None:
         auto_collation, drop_last = self._flags
-        dataset, collate = self._dataset, self._noting(self._outbox.collate(self._collate))
+        dataset, collate = self._dataset, self._timed(self._outbox.collate(self._collate))
         if self._tolerance.wanted:
             dataset = Tolerant(dataset, self._tolerance)
             collate = without_skipped(collate) if auto_collation else collate
@@ -176,14 +176,14 @@ class _Worker(StepReader):
             DatasetKind.Map, dataset, auto_collation, collate, drop_last
         )
 
-    def _noting(self, collate: Collate) -> Collate:
+    def _timed(self, collate: Collate) -> Collate:
         """`collate`, also noting when it is called."""
 
-        def noted(samples: Sequence[object]) -> object:
+        def timed(samples: Sequence[object]) -> object:
             self._collating = self._enter(COLLATING)
             return collate(samples)
 
-        return noted
+        return timed
 
     def run_init_fn(self, init_fn: Callable[[int], None] | None) -> None:
         """Call the user's `worker_init_fn`; its exception becomes the result of every batch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils.data import (
     Subset,
 )
 
-from creel.loader.binding.bind import Binding
 from testbed.same import same
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,18 +87,3 @@ def test_a_lease_ends_with_an_error(tmp_path: Path) -> None:
         raise KeyError
     leaf[0]
     assert not arena.taken
-
-
-def test_a_lease_is_cheap(tmp_path: Path) -> None:
-    binding = bound(files(tmp_path, "a", 2))
-    arena = Arena(binding.manifest)
-    best = min(_seconds_of_leases(binding, arena) for _ in range(20))
-    assert best / 1000 < 20e-6  # 0.6 us here; the bound is for a machine in distress
-
-
-def _seconds_of_leases(binding: Binding, arena: Arena) -> float:
-    start = time.thread_time()
-    for _ in range(1000):
-        with lent(binding, arena):
-            pass
-    return time.thread_time() - start

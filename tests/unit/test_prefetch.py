@@ -114,5 +114,5 @@ def test_a_quarter_of_what_is_under_way_is_left_to_those_who_wait() -> None:
     )
     for nbytes in (1, 100):
         objects = np.full(20, nbytes)
-        assert flights.leave(objects, urgent=False) == 6
-        assert flights.leave(objects, urgent=True) == 8
+        assert flights.may_start(objects, urgent=False) == 6
+        assert flights.may_start(objects, urgent=True) == 8

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.iterators.exchange import REMAP, dealt_by, still
+from creel.loader.iterators.exchange import REMAP, check_unchanged, dealt_by
 from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.orders import EpochOrder, IteratorStart
 from creel.loader.order.samplers import adopt, before, dealt_anew, without
@@ -252,10 +252,10 @@ def test_a_loader_that_deals_otherwise_is_refused_when_it_is_made(how: dict[str,
 
 def test_ranks_and_batch_size_stay_as_they_were_agreed() -> None:
     dealt = BatchSampler(DistributedSampler(TensorDataset(torch.arange(10)), 2, 0), 4, False)
-    still(Exchange((0, 1), 4), dealt)
+    check_unchanged(Exchange((0, 1), 4), dealt)
     for other in (Exchange((0, 1), 5), Exchange((0, 1, 1), 4)):
         with pytest.raises(ConfigError, match="remap"):
-            still(other, dealt)
+            check_unchanged(other, dealt)
 
 
 def test_a_job_without_a_process_group_is_told_what_it_lacks() -> None:

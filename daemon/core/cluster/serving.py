@@ -108,7 +108,7 @@ class Serving:
         absent = ids[(residency.state[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
         absent = absent[policy.homes.mine(absent)]
         absent = absent[
-            : self._inflight.leave_for_peers(residency.expected(residency.length[absent]))
+            : self._inflight.may_start_for_peers(residency.expected(residency.length[absent]))
         ]
         if len(absent):
             length = residency.length[absent]
@@ -174,7 +174,7 @@ class Serving:
         length = residency.length[ids]
         others = self._nbytes - request.nbytes
         room = max(self._admission.disk.most_writing - others, 0)
-        k = min(self._inflight.leave(length, urgent=True), affordable(length, room))
+        k = min(self._inflight.may_start(length, urgent=True), affordable(length, room))
         if not k and not others:
             k = min(len(ids), 1)
         if not k:
