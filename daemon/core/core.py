@@ -119,8 +119,8 @@ class Core:
             if boundary is not None:
                 self._out.append(events.PlanRetention(residency.name, boundary))
             self._plans.ask(residency, now)
-        lacking = self._prefetcher.lacking.values()
-        if self._spilling.start(lacking, self._serving.short, self._inflight.from_disk):
+        lacking = [*self._prefetcher.lacking.values(), *self._serving.short.items()]
+        if self._spilling.start(lacking, self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
             self._serving.advance(now, every=True)
             self._out += self._prefetcher.advance_all(self._sessions.values(), now)

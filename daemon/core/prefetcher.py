@@ -43,7 +43,8 @@ class Prefetcher:
         self._inflight = inflight
         self._window = window
         self.stuck: set[int] = set()  # sessions that wait for room; cleared when some may be free
-        self.lacking: dict[int, Residency] = {}  # those of them for which no room can be made now
+        #: Those of them for which no room can be made now: dataset, and `due` of what lacks it.
+        self.lacking: dict[int, tuple[Residency, int]] = {}
 
     def set_reach(self, s: RankStream, sessions: int) -> None:
         """Set how far a session may read ahead, in positions, where `sessions` share the memory."""
@@ -288,7 +289,7 @@ class Prefetcher:
                 k = min(k, int(lack.argmax()))
                 self.stuck.add(s.id)
                 if self._admission.disk:
-                    self.lacking[s.id] = residency
+                    self.lacking[s.id] = residency, due
             ids, offset, length = ids[~lack], offset[~lack], length[~lack]
         # The queue of a quick source is short. Ordered by deadline, it would wake the reader for
         # every step: small records from the page cache are slower then.

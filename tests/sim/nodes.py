@@ -48,6 +48,8 @@ from creel.policies.cluster.members import authority, differing
 _VERSION = 5 << 40 | 1
 _CLUSTER = "c"
 _STEP_S = 0.1
+#: At most as many reads, writes and plans follow from what happens at one moment: a tenth is usual.
+_MOST_ACTIONS = 10_000
 
 
 class Nodes:
@@ -237,7 +239,10 @@ class Nodes:
 
     def _settle(self) -> None:
         """Until nothing is under way."""
+        left = _MOST_ACTIONS
         while self._queue:
+            left -= 1
+            assert left, "one action leads to another without end"
             node, action = self._next()
             if node in self.dead:
                 continue

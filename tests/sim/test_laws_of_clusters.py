@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from nodes import Nodes
 
@@ -49,6 +50,25 @@ def test_a_disk_that_fails_costs_what_it_held_and_is_not_planned_with() -> None:
     for counts in runs[2:]:
         assert counts["source"] <= (1 - 0.4 - 3 * 0.2 + 0.08) * order.samples
         assert counts["refused"] <= 0.015 * order.samples
+
+
+@pytest.mark.parametrize(
+    "samples, batch, held, disk, part, seed",
+    [
+        (240, 32, 0.3, 0.1, 0.55, 409),
+        (160, 16, 0.4, 0.2, 0.917, 613),
+        (240, 24, 0.3, 0.3, 0.2, 692),
+    ],
+)
+def test_memories_that_hardly_hold_a_step_wait_for_nothing_but_reads_and_writes(
+    samples: int, batch: int, held: float, disk: float, part: float, seed: int
+) -> None:
+    """Neither for each other's readers nor in writes without end; also where a disk fails."""
+    nodes = Nodes(4, job(4, samples, batch), held, disk=disk)
+    nodes.chance = np.random.default_rng(seed)
+    nodes.run(2)
+    nodes.run(1, lambda: nodes.lose_disk(3), part)
+    nodes.run(2)
 
 
 def test_what_neither_memories_nor_disks_hold_is_read_again() -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.allocator import Allocator, Lengths
 from creel.cache.memory.free_ranges import ABSENT
 from creel.daemon.core.core import Core
+from creel.daemon.core.disk.search import Walk
 from creel.daemon.core.events import (
     DISK,
     SOURCE,
@@ -108,6 +109,29 @@ def test_what_has_another_length_than_the_manifest_says_is_dropped() -> None:
     assert rig.disk["d"] == {}
     rig.open(1, "d")
     assert read(rig, 1) == [(10, 0)]
+
+
+@pytest.mark.parametrize("memory, disk, batch", [(11, 9, 10), (10, 6, 12), (15, 9, 20)])
+@pytest.mark.parametrize("seed", seeds(4))
+def test_a_step_that_memory_hardly_holds_is_not_awaited_in_writes_without_end(
+    memory: int, disk: int, batch: int, seed: int
+) -> None:
+    """Only what is due later makes room; what the step itself needs would take turns on disk."""
+    rig = rig_of(4 * batch, memory=memory, disk=disk)
+    rng, written = np.random.default_rng(seed), 0
+    for epoch in range(4):
+        rig.extend(1, epoch, rng.permutation(4 * batch).reshape(-1, batch).tolist())
+    for done in range(12):
+        rig.progress(1, done, done + 1)
+        while rig.fetches or rig.to_disk:
+            if rig.to_disk:
+                rig.write_disk()
+                written += 1
+                assert written <= 2 * batch * (done + 1), "it writes the same again and again"
+            else:
+                rig.land(next(iter(rig.fetches)))
+        assert rig.readers[1].ready > done, "a step that nothing is awaited for is not ready"
+        rig.progress(1, done + 1)
 
 
 def test_what_the_disk_gives_no_more_is_read_from_the_source() -> None:
@@ -210,6 +234,14 @@ def test_two_datasets_share_a_disk_that_one_had_filled() -> None:
     assert held == [100]
     assert told["b"]["disk_objects"] in range(35, 60)
     assert int(told["b"]["reads"]) <= 160  # of 200, were there no disk
+
+
+def test_those_due_last_are_found_first_however_often_it_looks() -> None:
+    due = np.random.default_rng(0).permutation(1000)
+    found = Walk(1000).take(300, lambda at: np.ones(1000, np.bool_)[at], lambda ids: due[ids])
+    first = due[found]
+    assert len(np.unique(found)) == len(found) > 0
+    assert (np.diff(first) < 0).all()
 
 
 @pytest.mark.parametrize("slow", [False, True])

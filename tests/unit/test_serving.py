@@ -178,17 +178,32 @@ def test_what_the_disk_has_lost_is_read_from_the_source_and_sent() -> None:
     assert node.reads == 2
 
 
-def test_what_a_peer_reads_from_disk_waits_for_room_in_memory() -> None:
+@pytest.mark.parametrize("waits_for", ["a write", "what is being sent"])
+def test_what_a_peer_reads_from_disk_waits_for_room_in_memory(waits_for: str) -> None:
     node = with_disk(6, 2, 4, 5)
     node.extend(1, 0, [[0, 1]])
     node.land_all()
-    node.ask_peer(4, 5)
-    assert not node.fetches
+    if waits_for == "what is being sent":
+        node.ask_peer(0, 1)
     node.progress(1, done=1)
-    while node.to_disk:
+    node.ask_peer(4, 5)
+    if waits_for == "what is being sent":
+        assert len(node.answers) == 1
+        node.feed(PeerServed(node.answers[0].request))
+    while node.to_disk or node.fetches:
         node.write_disk()
         node.land_all()
-    assert node.answers[0].nbytes.tolist() == [100, 100]
+    assert node.answers[-1].nbytes.tolist() == [100, 100]
+
+
+def test_a_peer_is_told_no_where_only_a_reader_could_make_room() -> None:
+    """That reader may wait for the peer: ranks go in step."""
+    node = with_disk(6, 2, 4, 5)
+    node.extend(1, 0, [[0, 1]])
+    node.land_all()
+    node.ask_peer(0, 4, 5)
+    assert node.answers[0].nbytes.tolist() == [100, -1, -1]
+    assert node.fetches == {}
 
 
 class Member(Rig):

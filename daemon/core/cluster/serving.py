@@ -1,9 +1,10 @@
 """Serving peers: residents are pinned from a peer's request until their bytes have left. Pure.
 
 What lies on this node's disk is read into memory first, a few requests at a time; the answer waits
-for that as long as the peer can, and then says "no" to what is still missing. Without a plan for
-all nodes (`policies/cluster/homes.py`) it waits also for what is on its way from source or disk,
-and for what this node is home of: that is read from the source here, once for all who ask.
+for that as long as the peer can, and then says "no" to what is still missing. It does so at once
+where only a reader here could make room, by going on: that reader may be waiting for the peer.
+Without a plan for all nodes (`policies/cluster/homes.py`) it waits also for what is on its way from
+source or disk, and for what this node is home of: that is read from the source here, once for all.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ class Serving:
         emit: takes the next action.
 
     Attributes:
-        short: datasets of which an object on disk finds no room in memory.
+        short: datasets of which an object on disk finds no room in memory, with `due` as in
+            `Admission.place`.
     """
 
     def __init__(
         self, admission: Admission, inflight: Inflight, emit: Callable[[Action], None]
     ) -> None:
-        self.short: set[Residency] = set()
+        self.short: dict[Residency, int] = {}
         self._admission = admission
         self._inflight = inflight
         self._residencies: Mapping[str, Residency] = admission.residencies
@@ -185,7 +187,7 @@ class Serving:
         place = self._admission.place(residency, length, due, Urgency.STALLED)
         good = place != NOWHERE
         if not every(good):
-            self.short.add(residency)
+            self.short[residency] = due
         rest = due, now, request.until, DISK
         for action in self._inflight.start(residency, ids[good], place[good], length[good], *rest):
             self._emit(action)
@@ -193,6 +195,16 @@ class Serving:
         request.nbytes += int(length[good].sum())
         self._nbytes += int(length[good].sum())
         request.lacking = np.append(ids[~good], left)
+        if not every(good) and self._hopeless(residency):
+            request.lacking = ids[:0]
+
+    def _hopeless(self, residency: Residency) -> bool:
+        """Whether there will be no room before a reader here goes on.
+
+        That reader may be waiting for the peer that asks.
+        """
+        sending = any(r.answered and r.residency is residency for r in self._serving.values())
+        return residency.disk.hopeless and not sending
 
     @staticmethod
     def _pin(request: _PeerWait, ids: Index) -> None:

@@ -216,10 +216,13 @@ class DiskCopies:
                 return ids[:k]
         return NONE
 
-    def next_due_last(self, nbytes: int) -> Index:
-        """Objects to write so that they may leave memory, `nbytes` at most: those due last."""
+    def next_due_last(self, nbytes: int, step: int) -> Index:
+        """Objects to write so that they may leave memory, `nbytes` at most: those due last.
+
+        Only what is due after `step`, as `clean` asks for: nothing else makes room for that step.
+        """
         policy = self._residency.policy
-        ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._due)
+        ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._due, step)
         if policy is not None and len(ids):
             ids = ids[policy.keeps(ids)]
         return ids[: self._fitting(ids, nbytes, 1 << 62)]

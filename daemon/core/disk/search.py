@@ -54,7 +54,10 @@ class Walk:
                 self._found = np.concatenate([good[len(out[-1]) :], self._found])
             if k <= 0 or not self._look(matches, due):
                 break
-        return np.unique(joined(out)) if len(out) > 1 else joined(out)
+        found = joined(out)
+        if len(out) > 1:  # a chunk may have come twice
+            found = found[np.sort(np.unique(found, return_index=True)[1])]
+        return found
 
     def _look(self, matches: Predicate, due: Callable[[Index], NDArray[np.int64]]) -> bool:
         """Look into the next chunk; False where it is known that there is none in any."""

@@ -13,7 +13,7 @@ or hangs: what that cannot take in time is lost, and read again from the source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,15 +88,14 @@ class Spilling:
 
     def start(
         self,
-        lacking: Collection[Residency],
-        short: Collection[Residency],
+        lacking: Iterable[tuple[Residency, int]],
         reading: Callable[[Residency], bool],
     ) -> bool:
         """Begin to write what should be.
 
         Args:
-            lacking: datasets that found no room in memory for what sessions read.
-            short: those that found none for what peers read.
+            lacking: datasets that found no room in memory for what is read at a step of their
+                eviction policy's clock.
             reading: whether objects of a dataset are being read from disk, whose room there may be
                 taken once they are in memory.
 
@@ -112,24 +111,29 @@ class Spilling:
                 if not len(ids):
                     break
                 self._write(residency, ids)
-        short_of_room = {*lacking, *short}
-        for residency in short_of_room:
+        soonest: dict[Residency, int] = {}
+        for residency, due in lacking:
+            soonest[residency] = min(due, soonest.get(residency, due))
+        for residency, due in soonest.items():
             if not residency.disk.storing:
-                residency.disk.hopeless = not self._make_writable_room(residency, reading)
-        return any(residency.disk.hopeless for residency in short_of_room)
+                residency.disk.hopeless = not self._make_writable_room(residency, due, reading)
+        return any(residency.disk.hopeless for residency in soonest)
 
     def _left(self) -> int:
         """Bytes that may be written in one go now."""
         return min(self._tier.most_writing - self._tier.writing, BATCH_NBYTES)
 
     def _make_writable_room(
-        self, residency: Residency, reading: Callable[[Residency], bool]
+        self, residency: Residency, due: int, reading: Callable[[Residency], bool]
     ) -> bool:
-        """Write what is due last, so that it may leave; False where nothing can be, or soon."""
+        """Write what is due last, and after `due`, so that it may leave for what is read then.
+
+        False where nothing can be, or soon.
+        """
         left = self._left()
         if left <= 0:
             return True
-        ids = residency.disk.next_due_last(left)
+        ids = residency.disk.next_due_last(left, due)
         if not len(ids):
             return False
         lack = int(self._tier.rooms(residency.length[ids]).sum()) - self._tier.free
