@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
+from types import BuiltinFunctionType
 from typing import Any, TypeVar
 
 from creel.forks import at_fork
@@ -159,6 +160,8 @@ def _static(over: Callable[[Any], Any]) -> Callable[[Any], Any]:
 # --- in place of the originals ------------------------------------------------------------------
 
 _CHANGES = ("rename", "replace", "remove", "unlink", "truncate")
+#: Names whose replacements pass each call on as it is.
+_PASSING = frozenset({*_CHANGES, "save"})
 
 #: (module, name in it, what stands for it). A module that is not imported has nothing to replace.
 _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
@@ -213,11 +216,27 @@ class _Name:
         if now is not self._original:
             if now is None or any(now is ours for ours in _made.values()):
                 return  # its module has bound ours, which pass on what is not for them
+            if not self._may_replace(now):
+                return
             self._original = now
             key = self._over, id(now)
             self._replacement = _made.get(key) or _made.setdefault(key, self._over(now))
         if now is not None:
             setattr(self._owner, self._name, self._replacement)
+
+    def _may_replace(self, now: Any) -> bool:
+        """Whether `now` is what its library put there, or only passes paths on.
+
+        Somebody else's `open` (a mock, one for other addresses) may read another file than the one
+        it is given, and need not take all arguments.
+        """
+        if self._name in _PASSING:
+            return isinstance(getattr(now, "__name__", ""), str)  # else a mock, not to be wrapped
+        if isinstance(now, BuiltinFunctionType):
+            return True
+        library = getattr(self._owner, "__module__", None) or self._owner.__name__
+        made_in = getattr(getattr(now, "fget", now), "__module__", None) or ""
+        return bool(made_in.partition(".")[0] == library.partition(".")[0])
 
     def restore(self) -> None:
         if vars(self._owner).get(self._name) is self._replacement:  # else somebody replaced ours

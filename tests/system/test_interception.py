@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -140,6 +141,37 @@ def test_file_objects_of_somebody_elses_open_stay_theirs(
     wrapped: Any = creel.wrap(bare)
     for _ in range(3):
         assert [wrapped[i] for i in range(N)] == list(map(os.fsencode, bare.paths))
+
+
+@pytest.mark.usefixtures("daemon")
+def test_what_somebody_elses_open_reads_elsewhere_is_read_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what it wants to take, and its path need not be that of the file."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    bare, other = Plain(tmp_path / "a", read_by_keyword), Plain(tmp_path / "b")
+    for path in other.paths:
+        Path(path).write_bytes(path.encode())
+
+    def elsewhere(path: str, mode: str = "r") -> Any:
+        return ORIGINALS[0](path.replace("/a/", "/b/"), mode)
+
+    ours = loader(creel.wrap(bare), creel={"loader.direct": "never"})
+    theirs = loader(bare, DataLoader)
+    monkeypatch.setattr(builtins, "open", elsewhere)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+    monkeypatch.setattr(builtins, "open", mock.mock_open(read_data=b"mocked"))
+    assert list(ours) == list(theirs)
+    monkeypatch.undo()
+    for _ in range(2):
+        assert list(ours) == list(theirs)
+
+
+def read_by_keyword(path: str) -> bytes:
+    with open(path, mode="rb") as f:  # noqa: PTH123
+        return f.read()
 
 
 @pytest.mark.usefixtures("daemon")
