@@ -18,6 +18,7 @@ import select
 import socket
 import threading
 import time
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -272,7 +273,9 @@ class Client:
         """In a forked child: close inherited descriptors without notifying the daemon."""
         self._lost = True
         self._control_socket.close()
-        self._request_socket = self._context = None
+        with warnings.catch_warnings():  # zmq's may not be closed here; `python -X dev` tells of it
+            warnings.simplefilter("ignore", ResourceWarning)
+            self._request_socket = self._context = None
         close_all(list(self._wakeups))
         self._wakeups.clear()
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,21 @@ def test_threads_that_wait_at_once_each_get_their_answer(daemon: Running, tmp_pa
 
 
 # --- fork and workers -------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_python_dev_mode_finds_nothing_left_open_in_a_forked_child(
+    daemon: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *what: told.append(what))
+    with daemon.client() as client:
+        assert client.ask("status")["sessions"] == 0
+        pid = os.fork()
+        if pid == 0:
+            os._exit(sum(issubclass(what[1], ResourceWarning) for what in told))  # type: ignore[index]
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
