@@ -289,6 +289,8 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
     def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not ends():  # at interpreter exit the modules needed here may be gone
             self._shutdown_workers()
+            if "_run" in self.__dict__:
+                self._run.leave(deleted=True)
 
 
 def _is_large(loader: DataLoader[Any], run: EpochRun) -> bool:

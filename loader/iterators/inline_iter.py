@@ -278,4 +278,4 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
         # At interpreter exit the modules needed here may be gone.
         if "_run" in self.__dict__ and not ends():
             self._reader.close()
-            self._run.leave()
+            self._run.leave(deleted=True)

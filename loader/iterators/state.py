@@ -392,8 +392,8 @@ class EpochRun:
         self.finished = True
         self.leave()
 
-    def leave(self) -> None:
-        """End the iterator and give back its session."""
+    def leave(self, *, deleted: bool = False) -> None:
+        """End the iterator and give back its session; `deleted`: its sampler ends now, too."""
         self._count()
         if self._search is not None:
             self._search.leave()
@@ -401,6 +401,8 @@ class EpochRun:
         if stream is not None:
             stream.leave()
             self._loader_state.leave_stream(stream)
+        if deleted and self.order is not None:
+            self.order.close()
 
     def progress(self, delivered: int | None) -> Progress:
         """Return the position after `delivered` batches of the epoch (None: all returned)."""

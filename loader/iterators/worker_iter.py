@@ -348,6 +348,8 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
 
     def __del__(self) -> None:
         self._shutdown_workers()
+        if self.__dict__.get("_shutdown") and os.getpid() == self._pool.pid:
+            self._run.leave(deleted=True)
 
 
 def _last_words(process: BaseProcess) -> str:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    RandomSampler,
     SequentialSampler,
 )
 
@@ -25,7 +26,7 @@ from creel.loader.order.draws import GeneratorCopies, RandomSource, pack, state_
 from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.recipes import is_sequence, opened
 from creel.loader.order.sampler_state import OwnState, own_states
-from creel.loader.order.streams import Facts, Items, SamplerStream
+from creel.loader.order.streams import Facts, Items, SamplerStream, Shuffled, WithReplacement
 from creel.policies.cluster.remap import Exchange
 
 _log = logging.getLogger("creel.loader")
@@ -130,6 +131,9 @@ class EpochOrder:
             state["own"] = own_states(self._sampler) if over else self._own
         return state
 
+    def close(self) -> None:
+        """Let go of a custom sampler's iterator, as torch does once its own is deleted."""
+
     def _keeps_seed(self) -> bool:
         """Whether the next epoch keeps this one's base seed."""
         return self._loader.num_workers > 0 and self._loader.persistent_workers
@@ -163,6 +167,7 @@ class KnownOrder(EpochOrder):
         self._given, self._redraw = given, redraw
         self.lookahead = 2 if getattr(self.inner, "replacement", False) else 1
         self._stream: SamplerStream | None = None
+        self._recounted = False
         self._division = Division()
         self._at = 0  # next item
         self._piece: Items = []
@@ -216,12 +221,13 @@ class KnownOrder(EpochOrder):
             StopIteration: the epoch is over; its final draws are made.
         """
         stream = self._open()
+        sure = self._recount(stream, stop - 1)
         stream.need(min(stop - 1, stream.total))
         if start >= stream.total or (self._division.drop_last and stop > stream.total):
             raise StopIteration
         stop = min(stop, stream.total)
         # Take only what is computed or needed now of a large permutation that is partly drawn.
-        there = min(stream.drawn, stream.ready)
+        there = min(stream.drawn, stream.ready, sure)
         size = min(self._piece_size, stream.at_a_time)
         end = stop if stream.live else max(stop, min(start + size, there))
         piece = stream.items(start, end)
@@ -230,6 +236,22 @@ class KnownOrder(EpochOrder):
         self._piece, self._piece_start, self._piece_end = piece, start, end
         self._piece_size *= 2
         return stop
+
+    def _recount(self, stream: SamplerStream, item: int) -> int:
+        """RandomSampler asks for its number of samples again before what it draws last.
+
+        A dataset that has grown or shrunk since the epoch began thus gets other batches there.
+        Returns how many items cannot become others before `item` is drawn.
+        """
+        if not isinstance(stream, (Shuffled, WithReplacement)) or self._recounted:
+            return stream.total
+        if not isinstance(self.inner, RandomSampler):
+            return stream.total
+        if item < stream.last_block:
+            return stream.last_block
+        self._recounted = True
+        stream.recount(self.inner.num_samples)
+        return stream.total
 
     def skip(self, batches: int) -> None:
         self._at += batches * (1 if self._batcher is None else self._batcher.batch_size)
@@ -319,6 +341,9 @@ class ForeignOrder(EpochOrder):
         pulled = next(self._begun)
         self.pulled += 1
         return pulled
+
+    def close(self) -> None:
+        self._begun = iter(())
 
     def skip(self, batches: int) -> None:
         for _ in range(batches):

@@ -230,6 +230,7 @@ class Shuffled(Drawing):
         super().__init__(total, origin)
         self._n = n
         self._blocks: list[Permutation] = []
+        self.last_block = total // n * n if spare else total
         self._max_blocks = total // n + 1 if spare and self.visible else -(-total // max(n, 1))
         self.key = (*self._key, n)
 
@@ -264,6 +265,11 @@ class Shuffled(Drawing):
             if self.visible:
                 block.leave(self._generator)
             self._blocks.append(block)
+
+    def recount(self, samples: int) -> None:
+        """Before `last_block` is drawn: the sampler has so many samples now."""
+        self.total = self.last_block + samples % self._n
+        self._max_blocks = self.total // self._n + 1
 
     def items(self, start: int, stop: int) -> Items:
         if start >= stop:
@@ -325,6 +331,7 @@ class WithReplacement(Drawing):
     def __init__(self, n: int, total: int, origin: Origin) -> None:
         super().__init__(total, origin)
         self._n = n
+        self.last_block = total // _CHUNK * _CHUNK
         self._have = 0
         kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
         self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _DRAWN_PRIVATELY), dtype=kind)
@@ -347,7 +354,7 @@ class WithReplacement(Drawing):
         if not self.visible and self._have < wanted:
             wanted = min(max(wanted, self._have + _DRAWN_PRIVATELY), self.total)
         k = wanted - self._have
-        if k <= 0:
+        if k <= 0 < self._n:  # of none torch draws, too, which raises
             return
         if wanted > len(self._buffer):
             larger = np.empty(
@@ -361,6 +368,10 @@ class WithReplacement(Drawing):
         )
         self._buffer[self._have : wanted] = drawn.numpy()
         self._have = wanted
+
+    def recount(self, samples: int) -> None:
+        """Before `last_block` is drawn: the sampler has so many samples now."""
+        self.total = self.last_block + samples % _CHUNK
 
     def items(self, start: int, stop: int) -> Items:
         return self._buffer[start:stop]

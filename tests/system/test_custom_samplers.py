@@ -248,6 +248,38 @@ def test_a_sampler_runs_as_often_as_under_torch(
     assert ours[2] == 3
 
 
+class Counting(Logging):
+    """Draws another order in each epoch, at once; counts them where an epoch ends."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self.run(np.random.default_rng(self.epoch).permutation(N).tolist())
+
+    def run(self, order: list[int]) -> Iterator[int]:
+        try:
+            yield from order
+        finally:
+            self.epoch += 1
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_is_cut_short_ends_with_its_iterator(
+    data: Dataset[Any], workers: int, tmp_path: Path
+) -> None:
+    def beginnings(cls: Any) -> Any:
+        sampler: Any = Counting(tmp_path / "log")
+        loader = cls(data, BATCH, sampler=sampler, num_workers=workers)
+        for _ in range(3):
+            for batch in loader:
+                first = batch[1].tolist()
+                break
+            yield first, sampler.epoch
+
+    assert list(beginnings(creel.DataLoader)) == list(beginnings(DataLoader))
+
+
 @pytest.mark.parametrize("how", ["declared", "set"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_sampler_is_foreseen_where_that_is_asked_for(

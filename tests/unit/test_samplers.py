@@ -244,6 +244,38 @@ def test_three_epochs_are_torch_s_at_every_moment(block: int) -> None:
             assert w[-1] == g[-1], (case, step)
 
 
+@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("later", [1, 10, 33, 45, 60])
+def test_a_dataset_that_grows_or_shrinks_amid_an_epoch_gets_torch_s_batches(
+    replacement: bool, own: bool, later: int
+) -> None:
+    """RandomSampler asks for the number of samples again before its last draw."""
+
+    def rest(begin: Callable[[Loader], Iterator[Any]]) -> tuple[Any, ...]:
+        torch.manual_seed(5)
+        data = Echo(37)
+        generator = torch.Generator().manual_seed(6) if own else None
+        sampler = RandomSampler(data, replacement, generator=generator)
+        loader = DataLoader(data, 4, sampler=sampler, collate_fn=same)
+        it = begin(loader)
+        first = plain(next(it))
+        data.n = later
+        return first, [plain(batch) for batch in it], states(loader)
+
+    assert rest(observe) == rest(iter)
+
+
+def test_none_left_of_a_dataset_is_torch_s_error() -> None:
+    for replacement, error in (False, ZeroDivisionError), (True, RuntimeError):
+        data = Echo(5)
+        loader = DataLoader(data, 4, sampler=RandomSampler(data, replacement))
+        data.n = 0
+        for begin in iter, observe:
+            with pytest.raises(error):
+                next(begin(loader))
+
+
 @pytest.mark.parametrize("case", seeds(80))
 def test_a_prediction_is_what_comes(case: int) -> None:
     loader = any_loader(case)
