@@ -1,13 +1,13 @@
 """Remote stores: s3, gs, hdfs and abfs through `pyarrow.fs`, http(s) and others by fsspec.
 
-Both are imported with the first such address (8 and 15 MB that local datasets save). Every request
-ends within a deadline. No retries here: `cache/storage/source.py` has them.
+Both are imported with the first such address (8 and 15 MB that local datasets save), and so is
+asyncio (16 ms of a daemon's start). Every request ends within a deadline. No retries here:
+`cache/storage/source.py` has them.
 """
 
 from __future__ import annotations
 
 from creel.cache.storage.arrow_store import ArrowStore, GcsStore
-from creel.cache.storage.fsspec_store import FsspecStore, HttpStore
 from creel.cache.storage.stores import Store
 
 #: Schemes that pyarrow.fs reads and lists with its own clients.
@@ -24,6 +24,8 @@ def open_store(uri: str, deadline_s: float = 30.0) -> Store:
         return GcsStore(uri, deadline_s)
     if scheme in ARROW:
         return ArrowStore(uri, deadline_s)
+    from creel.cache.storage.fsspec_store import FsspecStore, HttpStore
+
     if scheme in {"http", "https"}:
         return HttpStore(uri, deadline_s)
     return FsspecStore(uri, deadline_s)

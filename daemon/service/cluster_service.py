@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from creel.cache.memory.arena import Arena
 from creel.daemon.core.events import (
@@ -27,7 +27,6 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import Asked, PlanWanted
-from creel.daemon.peers.heartbeats import Heartbeats
 from creel.daemon.peers.link import ask_plan
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
@@ -39,6 +38,9 @@ from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import EpochMoment, PlanDigest, authority, differing, latest
 from creel.settings import ClusterSettings
+
+if TYPE_CHECKING:
+    from creel.daemon.peers.heartbeats import Heartbeats
 
 log = logging.getLogger("creel.clusters")
 
@@ -205,6 +207,8 @@ class ClusterService:
         self._clusters[request.cluster] = cluster
         self._server.admit(request.cluster, request.key, nodes[me])
         if self._beats is None:
+            from creel.daemon.peers.heartbeats import Heartbeats  # asyncio takes 16 ms
+
             self._beats = Heartbeats(
                 lambda name, beat: self._daemon.call_soon(
                     partial(self._on_beat, name, beat, answer=True)
