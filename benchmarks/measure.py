@@ -26,6 +26,9 @@ from creel.errors import CreelError
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 
+# An installed creel has been compiled; else each daemon compiles it anew (0.2 s of a processor).
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 _daemons: dict[str, psutil.Process] = {}
 
 

@@ -176,7 +176,11 @@ class FileCopy:
         return self._first
 
     def finish(self, file: BinaryIO) -> None:
-        """Complete the copy, before the file is closed, or give it up until the next open."""
+        """Complete the copy, before the file is closed, or give it up until the next open.
+
+        Whether the file has changed since it was opened is seen when the copy is taken, by its
+        version (`Copies.take`): to ask now as well would cost another call of the storage.
+        """
         self._write()
         gaps = missing(self._spans, self._status.st_size)
         if sum(end - at for at, end in gaps) * _GAPS <= self._status.st_size:
@@ -185,7 +189,6 @@ class FileCopy:
                 self.add(at, file.read(end - at))
             self._write()
         whole = not missing(self._spans, self._status.st_size)
-        whole = whole and not version.torn(self._status, os.fstat(file.fileno()))
         self._todo.append(partial(self._end_with, whole=whole))
         self._put()
 
