@@ -1,12 +1,13 @@
 """What datasets were seen to read, in the folder of a disk tier, where a later job finds it.
 
-What a trace consists of is up to who keeps it (`loader/binding/recording.py`).
+What a trace consists of, and its name, is up to who keeps it (`loader/binding/recording.py`). Its
+file is called by that name and by the key of the dataset it leads to, with which it is dropped.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from creel.cache.disk.folder import private_folder
@@ -24,15 +25,17 @@ def open_trace(path: str, name: str) -> int:
         OSError: there is none.
     """
     with _traces(path) as folder:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        found = next((one for one in os.listdir(folder) if one.startswith(f"{name}.")), name)  # noqa: PTH208  a descriptor
+        fd = os.open(found, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
         with suppress(OSError):
             os.utime(fd)
         return fd
 
 
-def keep_trace(path: str, name: str, fd: int, keep_free: int) -> None:
+def keep_trace(path: str, name: str, dataset: str, fd: int, keep_free: int) -> None:
     """Keep what can be read by this descriptor as the trace of that name, in place of another.
 
+    `dataset`: the key of the dataset to which it leads.
     `keep_free`: bytes that stay free on the disk; where they would not, nothing is kept.
 
     Raises:
@@ -42,15 +45,33 @@ def keep_trace(path: str, name: str, fd: int, keep_free: int) -> None:
     if disk.f_bavail * disk.f_frsize - os.fstat(fd).st_size < keep_free:
         return
     with _traces(path) as folder:
-        new, flags = f"{name}.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        new, flags = f"new.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with os.fdopen(os.open(new, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder), "wb") as out:
             at = 0
             while data := os.pread(fd, _PIECE, at):
                 at += out.write(data)
-        os.replace(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        kept = f"{name}.{dataset}"
+        os.replace(new, kept, src_dir_fd=folder, dst_dir_fd=folder)
+        _unlink(folder, lambda one: one.startswith(f"{name}.") and one != kept)
         names = os.listdir(folder)  # noqa: PTH208  a descriptor
         used = {one: os.stat(one, dir_fd=folder).st_mtime_ns for one in names}
         for one in sorted(used, key=used.__getitem__)[:-_MOST]:
+            os.unlink(one, dir_fd=folder)
+
+
+def drop_traces(path: str, dataset: str) -> None:
+    """Remove the traces that lead to a dataset.
+
+    Raises:
+        OSError: they cannot be removed.
+    """
+    with _traces(path) as folder:
+        _unlink(folder, lambda one: one.endswith(f".{dataset}"))
+
+
+def _unlink(folder: int, unwanted: Callable[[str], bool]) -> None:
+    for one in filter(unwanted, os.listdir(folder)):
+        with suppress(FileNotFoundError):  # another process was quicker
             os.unlink(one, dir_fd=folder)
 
 

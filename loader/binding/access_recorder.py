@@ -77,6 +77,8 @@ class AccessRecorder:
         `journal`: descriptor, taken over, of another process's journal; None for a new one.
         `whole`, `copies`: as for `ObservedReads`. `joint`: the journal is that of several ranks.
         """
+        self.fd = new_journal() if journal is None else journal
+        weakref.finalize(self, os.close, self.fd)  # also where what follows raises
         self.dataset = dataset
         self.joint = joint
         self.copies = copies
@@ -84,8 +86,6 @@ class AccessRecorder:
         self._size = len(dataset)  # type: ignore[arg-type]  # the caller handles a TypeError
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
-        self.fd = new_journal() if journal is None else journal
-        weakref.finalize(self, os.close, self.fd)
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
         self.forget()
         forget_in_child(self)

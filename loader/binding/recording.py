@@ -45,7 +45,7 @@ class KeptTrace:
         """`dataset`: as it is before a sample was read. `whole`: see `creel.wrap`."""
         self._dataset = dataset
         self._disk = config.disk
-        self._world = rank_and_world()[1]
+        self._rank, self._world = rank_and_world()
         self._name = ""
         # Where other nodes read it, too, all are to learn of it in the same epoch.
         if self._disk.path and all_here(self._world, os.environ):
@@ -63,12 +63,15 @@ class KeptTrace:
         except Exception:  # noqa: BLE001  there is none, or it is no trace
             return None
 
-    def keep(self, recorder: AccessRecorder) -> None:
-        """Keep what a recorder's complete trace is made of."""
-        if not self._name or recorder.joint != (self._world > 1):
+    def keep(self, recorder: AccessRecorder, dataset: str) -> None:
+        """Keep what a recorder's complete trace is made of, in the first rank.
+
+        `dataset`: the key of the dataset to which it leads.
+        """
+        if not self._name or self._rank or recorder.joint != (self._world > 1):
             return  # a rank that has recorded for itself knows its own samples only
         try:
-            keep_trace(self._disk.path, self._name, recorder.fd, self._disk.keep_free)
+            keep_trace(self._disk.path, self._name, dataset, recorder.fd, self._disk.keep_free)
         except OSError as e:
             _log.debug("what samples read is not kept for later jobs: %s", e)
 

@@ -278,7 +278,7 @@ class WrappedReads:
             link = self._usable_link()
         if link is None:
             return self._fetch_recorded(indices, fetch)
-        return link.read(indices, fetch)
+        return link.read(indices, lambda _: self._fetch_recorded(indices, fetch))
 
     def _fetch_recorded(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, recording its reads while there is a recorder."""
@@ -308,10 +308,7 @@ class WrappedReads:
         """
         with self._lock:
             if self._bound or not bindable(self._dataset):
-                first = not self._bound
                 self._bind()
-                if first and self._recorder is not None and self._kept is not None:
-                    self._use(self._kept.load())
             return self._trace
 
     def recorded(self) -> bool:
@@ -327,12 +324,14 @@ class WrappedReads:
             if self._binding is None:
                 self._kept = KeptTrace(self._dataset, self._settings(), whole=self._whole)
                 self._recorder = self._new_recorder()
+                if self._recorder is not None:
+                    self._use(self._kept.load())
         if self._recorder is not None:
             trace = self._recorder.trace()
             if trace is not None:
-                if self._kept is not None and get_worker_info() is None:
-                    self._kept.keep(self._recorder)
                 self._use(trace)
+                if self._kept is not None and self._binding is not None and not get_worker_info():
+                    self._kept.keep(self._recorder, self._binding.manifest.key)
                 self._leave_recorder()  # frees the memory of its journal
             elif self._recorder.void:
                 _log.info("the ranks' datasets differ: each rank records what its own samples read")
@@ -389,9 +388,11 @@ class WrappedReads:
 
     def _usable_link(self) -> DaemonLink | None:
         link = self._link
-        if link is not None and link.session.alive:
+        if link is not None and link.session.alive and self._recorder is None:
             return link
         with self._lock:
+            if link is not None:  # by the trace of an earlier job, which a new one may replace
+                self._bind()
             link = self._link
             if link is not None and link.client.alive:
                 # The daemon may be stopped for a while; or another thread has just made the link.

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 
 import creel
 from creel.loader.client import connections
+from creel.loader.client.client import Client
 from daemons import Running
+from kit import until
 from testbed.same import needs_fuse, opened_by_epoch, same
 from testbed.slow_files import KINDS, SIDE, N, OpaqueFiles, SlowFiles, write_npy
 
@@ -87,8 +89,14 @@ class Other(OpaqueFiles):
 Other.__qualname__ = OpaqueFiles.__qualname__
 
 
+@pytest.mark.parametrize(("kind", "workers"), [("creel", 0), ("torch", 0), ("torch", 2)])
 def test_a_later_job_finds_on_disk_what_its_samples_read(
-    slow: SlowFiles, daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow: SlowFiles,
+    daemon_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    workers: int,
 ) -> None:
     """From its first epoch on, unless the files, or what samples read, are others by then."""
     (tmp_path / "disk").mkdir()
@@ -100,6 +108,8 @@ def test_a_later_job_finds_on_disk_what_its_samples_read(
     def job(dataset: Any, expected: Any, epochs: int) -> list[int]:
         with Running(daemon_name, memory="16MiB") as daemon:
             ours, theirs = slow.loader(dataset), slow.torchs(expected)
+            if kind == "torch":
+                ours = slow.torchs(creel.wrap(dataset), num_workers=workers)
             opens = opened_by_epoch(slow.opens, ours, theirs, epochs)
             connections.disconnect(daemon_name)
             daemon.end()  # which writes what only memory has
@@ -114,6 +124,13 @@ def test_a_later_job_finds_on_disk_what_its_samples_read(
     dealt_anew = N // 2 - 2  # one of them lies in the middle of these
     assert job(mounted, other, 2) == [dealt_anew, 0]
     assert job(mounted, other, 1) == [0]
+    with Running(daemon_name, memory="16MiB"), Client.connect(daemon_name) as client:
+        opened_by_epoch(slow.opens, slow.loader(mounted), slow.torchs(other), 1)
+        (dataset,) = client.ask("datasets")["datasets"]
+        assert list((tmp_path / "disk").glob("creel-*/traces/*"))
+        client.ask("drop", dataset=dataset["dataset"])
+        until(lambda: not list((tmp_path / "disk").glob("creel-*/traces/*")))
+        connections.disconnect(daemon_name)
 
 
 @pytest.mark.usefixtures("daemon")

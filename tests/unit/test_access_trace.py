@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
-from creel.loader.binding.access_recorder import AccessRecorder
+from creel.config import Config
+from creel.loader.binding.access_recorder import AccessRecorder, new_journal
 from creel.loader.binding.access_trace import AccessTrace, parts_of
 from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.bind import bound
+from creel.loader.binding.recording import KeptTrace
 from creel.loader.datasets.base import CreelDataset, fetch_many
 from creel.loader.reading.observer import ObservedReads
 from creel.loader.reading.opened import CachedFile
@@ -351,3 +354,27 @@ def test_what_a_rank_reads_beside_its_samples_makes_no_other_dataset(tmp_path: P
             _ = rank[i]
             rank.write()
     assert [rank.trace() is None for rank in ranks] == [False, False]
+
+
+def test_a_journal_is_closed_where_nothing_can_be_recorded() -> None:
+    fd = new_journal()
+    with suppress(TypeError):
+        AccessRecorder(object(), fd)  # type: ignore[arg-type]  # of no length
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(fd)
+
+
+def test_one_rank_keeps_what_all_have_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    config = Config.load({"disk.path": str(tmp_path), "disk.keep_free": "0"})[0]
+    (tmp_path / "data").mkdir()
+    dataset = numbered(tmp_path / "data")
+    kept = []
+    for rank, recorder in reversed([*enumerate(pair(dataset, dataset))]):
+        monkeypatch.setenv("RANK", str(rank))
+        KeptTrace(dataset, config, whole=False).keep(recorder, "key")
+        kept.append(len(list(tmp_path.glob("creel-*/traces/*"))))
+    assert kept == [0, 1]

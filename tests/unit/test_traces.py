@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from creel.cache.disk.traces import keep_trace, open_trace
+from creel.cache.disk.traces import drop_traces, keep_trace, open_trace
 
 
-def keep(folder: Path, name: str, data: bytes, keep_free: int = 0) -> None:
+def keep(folder: Path, name: str, data: bytes, keep_free: int = 0, *, dataset: str = "key") -> None:
     file = folder / "source"
     file.write_bytes(data)
     fd = os.open(file, os.O_RDONLY)
     try:
-        keep_trace(str(folder), name, fd, keep_free)
+        keep_trace(str(folder), name, dataset, fd, keep_free)
     finally:
         os.close(fd)
 
@@ -39,11 +39,19 @@ def test_the_latest_of_a_name_is_kept(tmp_path: Path) -> None:
     assert [path.stat().st_mode & 0o777 for path in (own, own / "traces")] == [0o700] * 2
 
 
+def test_they_go_with_the_dataset_to_which_they_lead(tmp_path: Path) -> None:
+    drop_traces(str(tmp_path), "one")
+    for name, dataset in (("a", "other"), ("a", "one"), ("b", "other"), ("c", "one")):
+        keep(tmp_path, name, name.encode(), dataset=dataset)
+    drop_traces(str(tmp_path), "one")
+    assert [kept(tmp_path, name) for name in "abc"] == [None, b"b", None]
+
+
 def test_of_many_those_go_that_were_used_longest_ago(tmp_path: Path) -> None:
     names = [f"{i:02}" for i in range(16)]
     for at, name in enumerate(names):
         keep(tmp_path, name, name.encode())
-        (file,) = tmp_path.glob(f"creel-*/traces/{name}")
+        (file,) = tmp_path.glob(f"creel-*/traces/{name}.*")
         os.utime(file, (at, at))
     assert kept(tmp_path, "00") == b"00"
     keep(tmp_path, "new", b"new")

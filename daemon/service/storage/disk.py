@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.disk.store import DiskStore
+from creel.cache.disk.traces import drop_traces
 from creel.cache.memory.arena import Arena
 from creel.cache.storage.source import Part, Read
 from creel.cache.storage.version import UNKNOWN
@@ -125,6 +126,7 @@ class Disk:
         """Remove all of a dataset for good."""
         if self._store is not None:
             self._order(partial(self._store.forget, dataset))
+            self._order(partial(self._drop_traces, dataset))
 
     def source(self, dataset: str) -> DiskSource:
         """What reads a dataset from disk, in a queue of the fetcher."""
@@ -169,6 +171,12 @@ class Disk:
         self._writer.put(guarded)
 
     # --- in the writer's thread ------------------------------------------------------------------
+
+    def _drop_traces(self, dataset: str) -> None:
+        try:
+            drop_traces(self._settings.path, dataset)
+        except OSError as e:
+            log.warning("what samples of a dataset read is not forgotten: %s", e)
 
     def _write(self, action: SpillObjects) -> None:
         stored = np.zeros(len(action.ids), np.bool_)
