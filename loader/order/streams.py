@@ -331,7 +331,7 @@ class WithReplacement(Drawing):
     def __init__(self, n: int, total: int, origin: Origin) -> None:
         super().__init__(total, origin)
         self._n = n
-        self.last_block = total // _CHUNK * _CHUNK
+        self.last_block = total // _DRAWN_AT_ONCE * _DRAWN_AT_ONCE
         self._have = 0
         kind = np.int32 if n <= np.iinfo(np.int32).max else np.int64
         self._buffer: NDArray[np.signedinteger] = np.empty(min(total, _DRAWN_PRIVATELY), dtype=kind)
@@ -371,7 +371,7 @@ class WithReplacement(Drawing):
 
     def recount(self, samples: int) -> None:
         """Before `last_block` is drawn: the sampler has so many samples now."""
-        self.total = self.last_block + samples % _CHUNK
+        self.total = self.last_block + samples % _DRAWN_AT_ONCE
 
     def items(self, start: int, stop: int) -> Items:
         return self._buffer[start:stop]
