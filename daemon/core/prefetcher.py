@@ -7,11 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE, FetchObjects
 from creel.daemon.core.inflight import FETCHED_AT_ONCE, SCANNED_AT_ONCE, Inflight
-from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.daemon.core.sessions import RankStream
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
 from creel.policies.masks import some
@@ -201,6 +202,7 @@ class Prefetcher:
                 residency.unpin(ids[taken:], distinct=distinct)
                 residency.release(ids[taken:])
         s.front += taken
+        s.lacked = s.front if taken < len(ids) else -1
         residency.count(s, state[:taken], len(absent))
         self.advance_ready(s)
         return taken > 0
@@ -253,11 +255,13 @@ class Prefetcher:
     ) -> int:
         """Fetch objects as far as possible; return how many, from the first on, are handled.
 
-        Objects after one without room are fetched all the same: their turn comes soon. Where a
+        Objects after one without room are fetched all the same: their turn comes soon. But only
+        once: they are not pinned, and may leave for another session, again and again. Where a
         reader has nothing else to read, objects without room are given up: it reads them directly.
         """
         residency = s.residency
         starving = urgent and s.starving
+        again = s.front == s.lacked
         if (
             residency.policy is not None
             and residency.policy.by_epoch
@@ -274,16 +278,21 @@ class Prefetcher:
             ids, length = ids[:k], length[:k]
         step = s.stream.step_at(s.front)
         epoch = s.stream.epoch(step)[0] + s.epoch_shift
+        due = s.policy_step(step)
+        urgency = Urgency.STALLED if starving else _urgency(s, step, urgent=urgent)
         awaited = None if urgent else residency.awaited(ids, epoch, s.group.clock())
         if awaited is not None and some(awaited):
             k = int(awaited.argmax())
             self.stuck.add(s.id)
+            if again and not k:
+                return 0
             ids, length = ids[~awaited], length[~awaited]
-        due = s.policy_step(step)
-        urgency = Urgency.STALLED if starving else _urgency(s, step, urgent=urgent)
-        offset, lack = self._admission.room(residency, length, due, urgency)
+        gives_up = starving and not self._admission.waits(residency)
+        room = self._room_again if again and not gives_up else self._admission.room
+        offset, lack = room(residency, length, due, urgency)
+        k, ids, length = min(k, len(lack)), ids[: len(lack)], length[: len(lack)]
         if some(lack):
-            if starving and not self._admission.waits(residency):
+            if gives_up:
                 residency.fail(ids[lack])
             else:
                 k = min(k, int(lack.argmax()))
@@ -300,6 +309,19 @@ class Prefetcher:
             fetch = ids[which], offset[which], length[which]
             out += self._inflight.start(residency, *fetch, due, now, deadline, origin)
         return k
+
+    def _room_again(
+        self, residency: Residency, length: Sizes, due: int, urgency: Urgency
+    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        """`Admission.room` where the first object had none before; for others once it has.
+
+        For the first alone, too, if its length is unknown: its room is a guess, and not taken yet.
+        """
+        offset, lack = self._admission.room(residency, length[:1], due, urgency)
+        if lack[0] or offset[0] == NOWHERE or len(length) == 1:
+            return offset, lack
+        others = self._admission.room(residency, length[1:], due, urgency)
+        return np.append(offset, others[0]), np.append(lack, others[1])
 
 
 def _order(s: RankStream) -> tuple[bool, float]:

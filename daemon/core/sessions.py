@@ -101,6 +101,7 @@ class RankStream:
         self.at = 0  # position of `done`
         self.checked = 0  # positions before it are resident, current or failed
         self.front = 0
+        self.lacked = -1  # the `front` from which not all could be fetched
         self.reach = 0  # how far `front` may go for now
         self.early: tuple[int, ...] = ()  # steps after `ready` that a reader may take before it
         self.published: tuple[int, tuple[int, ...]] = (0, ())  # `ready`, `early` as last announced

@@ -88,7 +88,7 @@ class Nodes:
 
     def _begin(self, node: int) -> None:
         samples = self.order.samples
-        length = np.broadcast_to(np.int64(self.size), (samples,))
+        length = self._lengths()
         self.places[node] = np.full(samples, -1, np.int64)
         seen = self.places[node].view()
         seen.flags.writeable = False
@@ -97,6 +97,10 @@ class Nodes:
             self._feed(node, DiskOpened(self._disks[node], 1))
         self._feed(node, DatasetAdded("d", seen, length, *added))
         self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores)))
+
+    def _lengths(self) -> NDArray[np.int64]:
+        """(samples,) bytes of each object."""
+        return np.broadcast_to(np.int64(self.size), (self.order.samples,))
 
     def run(
         self, epochs: int, then: Callable[[], None] = lambda: None, part: float = 0.5
@@ -254,13 +258,21 @@ class Nodes:
             elif isinstance(action, ServeObjects):
                 self._arrive(node, action)
             elif isinstance(action, SpillObjects):
-                self._feed(node, Spilled(action.spill, np.ones(len(action.ids), np.bool_)))
+                self._feed(node, Spilled(action.spill, self._write(action)))
             elif isinstance(action, FetchObjects) and action.origin in {SOURCE, DISK}:
                 self.counts["disk" if action.origin == DISK else "source"] += len(action.ids)
                 version = np.full(len(action.ids), _VERSION)
-                self._feed(node, Fetched(action.fetch, action.length.copy(), version))
+                self._feed(node, Fetched(action.fetch, self._read(action), version))
             elif isinstance(action, FetchObjects):
                 self._from_peer(node, action)
+
+    def _read(self, action: FetchObjects) -> NDArray[np.int64]:
+        """(k,) bytes that source or disk gives of each object, -1 where it cannot be read."""
+        return action.length.copy()
+
+    def _write(self, action: SpillObjects) -> NDArray[np.bool_]:
+        """(k,) whether each object could be written to disk."""
+        return np.ones(len(action.ids), np.bool_)
 
     def _next(self) -> tuple[int, Action]:
         """What happens next: in order, or whatever `chance` says."""
