@@ -160,8 +160,8 @@ def _static(over: Callable[[Any], Any]) -> Callable[[Any], Any]:
 # --- in place of the originals ------------------------------------------------------------------
 
 _CHANGES = ("rename", "replace", "remove", "unlink", "truncate")
-#: Names whose replacements pass each call on as it is.
-_PASSING = frozenset({*_CHANGES, "save"})
+#: Names of Python's own functions that open files.
+_OPENS = frozenset({"open", "bltn_open", "_builtin_open"})
 
 #: (module, name in it, what stands for it). A module that is not imported has nothing to replace.
 _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
@@ -225,18 +225,14 @@ class _Name:
             setattr(self._owner, self._name, self._replacement)
 
     def _may_replace(self, now: Any) -> bool:
-        """Whether `now` is what its library put there, or only passes paths on.
+        """Whether `now` reads what it is told to: not if it is somebody else's `open`, or a mock.
 
-        Somebody else's `open` (a mock, one for other addresses) may read another file than the one
-        it is given, and need not take all arguments.
+        Such an `open` may read another file than the one it is given, and need not take all
+        arguments.
         """
-        if self._name in _PASSING:
-            return isinstance(getattr(now, "__name__", ""), str)  # else a mock, not to be wrapped
-        if isinstance(now, BuiltinFunctionType):
-            return True
-        library = getattr(self._owner, "__module__", None) or self._owner.__name__
-        made_in = getattr(getattr(now, "fget", now), "__module__", None) or ""
-        return bool(made_in.partition(".")[0] == library.partition(".")[0])
+        if self._name in _OPENS:
+            return isinstance(now, BuiltinFunctionType)
+        return isinstance(getattr(now, "__name__", ""), str)  # else a mock, not to be wrapped
 
     def restore(self) -> None:
         if vars(self._owner).get(self._name) is self._replacement:  # else somebody replaced ours
