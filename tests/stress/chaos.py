@@ -104,6 +104,7 @@ class Run:
         self._random = random.Random(seed)
         self._name = unique_name()
         self._daemons: set[int] = set()
+        self._before = _segments()  # which others left
         self.counts: Counter[str] = Counter(runs=1)
         context = multiprocessing.get_context("fork")
         self._result, result = context.Pipe(duplex=False)
@@ -155,7 +156,7 @@ class Run:
 
         def left() -> list[object]:
             daemons = [pid for pid in self._daemons if not gone(pid)]
-            return [*daemons, *_session(self._trainer.pid or 0), *_segments()]
+            return [*daemons, *_session(self._trainer.pid or 0), *(_segments() - self._before)]
 
         try:
             until(lambda: not left())
@@ -174,11 +175,11 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def _segments() -> list[str]:
+def _segments() -> set[str]:
     """Named shared memory of creel, and of torch's processes that have ended."""
-    names = [path.name for path in Path("/dev/shm").iterdir()]
-    torchs = [name for name in names if name.startswith("torch_") and gone(int(name.split("_")[1]))]
-    return [name for name in names if "creel" in name] + torchs
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    torchs = {name for name in names if name.startswith("torch_") and gone(int(name.split("_")[1]))}
+    return {name for name in names if "creel" in name} | torchs
 
 
 def main() -> int:
