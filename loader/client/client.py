@@ -72,6 +72,8 @@ class Client:
         self._control_socket = control_socket
         self._pid = os.getpid()
         self._lost = False
+        #: Whether this process has closed it.
+        self.closed = False
         # Reentrant: a finaliser may end a session while this thread holds either lock.
         self._control_lock = threading.RLock()
         self._request_lock = threading.RLock()
@@ -249,8 +251,11 @@ class Client:
         return answer.body
 
     def close(self) -> None:
-        """Close the connection; the daemon then releases everything it held for this client."""
-        self._lost = True
+        """Close the connection; the daemon then releases everything it held for this client.
+
+        A call that another thread has under way fails at once.
+        """
+        self._lost = self.closed = True
         for session in list(self.sessions):
             session.close()
         with self._request_lock:
@@ -260,7 +265,10 @@ class Client:
                 self._context.term()
             self._request_socket = self._context = None
             self._wake_listeners()
-        self._control_socket.close()
+        with contextlib.suppress(OSError):
+            self._control_socket.shutdown(socket.SHUT_RDWR)
+        with self._control_lock:  # until then its number is not free for another file
+            self._control_socket.close()
         self.arena.close()
 
     def __enter__(self) -> Client:

@@ -217,7 +217,8 @@ def open_stream(binding: Binding, config: Config) -> BatchStream | None:
         recheck = config.loader.recheck
         session = client.open(dataset, job_name(), rank, world, recheck=recheck)
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
-        _log.warning("creel reads directly, without a cache: %s", e)
+        if not client.closed:  # by the trainer's thread, as nothing is read any more
+            _log.warning("creel reads directly, without a cache: %s", e)
         return None
     if config.loader.cluster:
         join_cluster(client, config.cluster, rank, world)

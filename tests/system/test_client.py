@@ -23,15 +23,19 @@ import numpy as np
 import pytest
 import zmq
 
+import creel
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
 from creel.errors import DaemonLostError, NoDaemonError
+from creel.loader.binding.bind import bind
 from creel.loader.client import client as client_module
+from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
 from creel.loader.client.packets import resolve
 from creel.loader.client.session import MessageSizes
+from creel.loader.plan.batch_stream import open_stream
 from daemons import Running, content, folder, plan, read_steps, status
 from kit import descriptors, gone, until
 
@@ -395,6 +399,33 @@ def test_ctrl_c_amid_a_question_leaves_no_answer_to_the_next(daemon: Running) ->
             client.register(Manifest.of_files(["/a"]))
         with pytest.raises(DaemonLostError):
             client.register(Manifest.of_files(["/b"]))
+
+
+def test_closing_ends_a_question_of_another_thread_in_silence(
+    daemon: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    binding = bind(creel.FileDataset([str(tmp_path / "a")]))
+    assert binding is not None
+    settings, asked = config(daemon.name), threading.Event()
+    client = connections.client_of(settings)
+    assert client is not None
+    receive = socket.recv_fds
+
+    def asking(*args: Any) -> Any:
+        asked.set()
+        return receive(*args)
+
+    daemon.signal(signal.SIGSTOP)
+    try:
+        with mock.patch.object(socket, "recv_fds", asking), ThreadPoolExecutor() as threads:
+            opened = threads.submit(open_stream, binding, settings)
+            assert asked.wait(20)
+            connections.disconnect(daemon.name)
+            assert opened.result(20) is None  # it would have waited for 120 s
+    finally:
+        daemon.signal(signal.SIGCONT)
+    assert not caplog.records
 
 
 def test_a_session_that_cannot_be_mapped_is_not_left_open(daemon: Running) -> None:
