@@ -19,6 +19,10 @@ from creel.policies.prefetch import Window, affordable, portions
 
 #: Share of the objects and bytes in flight that is reserved for stalled readers.
 _SPARED = 0.25
+#: Once all that is allowed is in flight, this share of it must land before more is started. Else
+#: each object that lands starts one other, and every event is about one object, not hundreds: the
+#: silly window of TCP (RFC 1122, 4.2.3.4). An event costs the loop about 1 ms.
+_LANDED = 1 / 8
 #: Deadline, in seconds, of a fetch without a reader (`Warm`).
 _WHENEVER_S = 3600.0
 #: Objects, or positions of a plan, taken on at once to be fetched: about one urgency class at 256
@@ -71,10 +75,14 @@ class Inflight:
     def may_start(self, nbytes: Sizes, *, urgent: bool) -> int:
         """How many fetches of these sizes may start now; at least one when nothing is in flight."""
         part = 1.0 if urgent else 1.0 - _SPARED
-        objects = int(part * self._window.inflight_objects) - self.objects
-        room = int(part * self._window.inflight_nbytes) - self.nbytes
+        most, most_nbytes = self._window.inflight_objects, self._window.inflight_nbytes
+        objects = int(part * most) - self.objects
+        room = int(part * most_nbytes) - self.nbytes
         k = max(min(len(nbytes), objects, affordable(nbytes, room)), 0)
-        return k if self._inflight else min(max(k, 1), len(nbytes))
+        if not self._inflight:
+            return min(max(k, 1), len(nbytes))
+        full = k < len(nbytes) and min(objects / most, room / most_nbytes) < part * _LANDED
+        return 0 if full else k
 
     def may_start_for_peers(self, nbytes: Sizes) -> int:
         """How many fetches of these sizes may start for peers now.

@@ -202,7 +202,7 @@ class Prefetcher:
                 residency.unpin(ids[taken:], distinct=distinct)
                 residency.release(ids[taken:])
         s.front += taken
-        s.lacked = s.front if taken < len(ids) else -1
+        s.lacked = s.front if taken < len(ids) and s.id in self.stuck else -1
         residency.count(s, state[:taken], len(absent))
         self.advance_ready(s)
         return taken > 0
