@@ -31,6 +31,9 @@ _MAX_GAP = 1 << 18
 class RandomSource:
     """Source of an order's random numbers. This one draws from the real generators."""
 
+    #: Whether only the order itself sees the generators' states, which may lag behind its draws.
+    unseen = False
+
     def seed(self, generator: torch.Generator | None) -> int:
         """Draw a base seed or sampler seed as torch does; None is the global generator."""
         return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
@@ -42,6 +45,8 @@ class RandomSource:
 
 class GeneratorCopies(RandomSource):
     """Copies of generators in their present state: draws from them have no visible effect."""
+
+    unseen = True
 
     def __init__(self, *generators: torch.Generator | None) -> None:
         """Copy the global generator and all of `generators`, each once."""
