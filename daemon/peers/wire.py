@@ -38,6 +38,8 @@ from creel.errors import MalformedError
 from creel.messages import Member, Message, encode
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
+from creel.policies.cluster.placement import EPOCH, nobody, node_type
+from creel.policies.eviction.selection import Nodes
 
 #: Increased whenever two versions could misread each other.
 PEER_PROTOCOL = 3
@@ -304,13 +306,20 @@ def shared_plan(
     """
     if answer.known is None:
         return None
-    if not 0 < answer.nodes < 256:
+    if not 0 < answer.nodes < EPOCH:
         raise MalformedError(f"{answer.nodes} nodes")
-    columns = [None if x is None else np.frombuffer(x, np.uint8) for x in (holder, planned)]
-    for column in columns:
-        if column is not None and ((column >= answer.nodes) & (column != 255)).any():
-            raise MalformedError("an object on a node that does not exist")
+    columns = [None if x is None else _nodes(x, answer.nodes) for x in (holder, planned)]
     return SharedPlan(answer.seed, answer.known, unpacked(answer.members, answer.nodes), *columns)
+
+
+def _nodes(column: bytes, nodes: int) -> Nodes:
+    if len(column) % node_type(nodes).itemsize:
+        raise MalformedError("half a number of a node")
+    wide = node_type(nodes).itemsize == 2
+    out: Nodes = np.frombuffer(column, np.uint16) if wide else np.frombuffer(column, np.uint8)
+    if ((out >= nodes) & (out != nobody(out))).any():
+        raise MalformedError("an object on a node that does not exist")
+    return out
 
 
 def requested(request: PeerRequest, arrays: bytes) -> Ids:

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("creel.clusters")
 
-#: Nodes of a cluster: their numbers are bytes, and one stands for nobody.
-_MAX_MEMBERS = 255
+#: Nodes of a cluster: each asks each other one twice a second whether it is there.
+_MAX_MEMBERS = 1024
 _MAX_RANKS = 1 << 16
 #: The other nodes hear of a new size of the disk where it differs by more than this part (1/n).
 _DISK_PARTS = 16
