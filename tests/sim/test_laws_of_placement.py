@@ -121,10 +121,24 @@ def test_transfers_where_half_fits(nodes: int, most: float) -> None:
 
 
 def test_memory_beyond_one_copy_makes_most_reads_local_and_none_from_the_source() -> None:
-    """A node that holds what is best for itself alone, last copies or not, would have 0.588."""
+    """A node that holds what is best for itself alone, last copies or not, would have 0.588.
+
+    What never gives up a last copy where a second one can go has 0.582 [reference: retention, 1.4].
+    """
     seen = run(20_000, 8, 2.0, batch=32, depth=7, epochs=24, first=12)
     assert seen.source == 0
-    assert seen.local >= 0.56
+    assert seen.local >= 0.58
+
+
+@pytest.mark.parametrize(
+    "nodes, f, least", [(8, 1.05, 0.34), (8, 1.25, 0.415), (4, 1.5, 0.66), (2, 1.5, 0.89)]
+)
+def test_a_little_more_memory_than_one_copy_takes_makes_more_reads_local(
+    nodes: int, f: float, least: float
+) -> None:
+    seen = run(20_000, nodes, f, batch=16, depth=8, epochs=16, first=8)
+    assert seen.source == 0
+    assert seen.local >= least
 
 
 @pytest.mark.parametrize("nodes, ranks", [(64, 1), (8, 8)])
