@@ -19,6 +19,10 @@ from creel.daemon.core.sessions import RankStream
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 from creel.policies.masks import every, some
 
+#: The clocks of two nodes run at rates that differ by at most this factor: NTP changes either by up
+#: to 500 ppm.
+_CLOCK_RATES = 1.001
+
 
 class Landing:
     """Enters what fetches and checks bring.
@@ -89,7 +93,9 @@ class Landing:
         """
         residency = pending.residency
         version = np.zeros(len(good), np.int64) if e.version is None else e.version
-        good[good] = self._still_current(pending, good, version)
+        # The peer counted the age later than this node began to ask: so it asked no earlier.
+        since = None if e.age is None else pending.begun - e.age * _CLOCK_RATES
+        good[good] = self._still_current(pending, good, version, since)
         who = "disk" if pending.origin == DISK else "peer"
         residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
         residency.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
@@ -110,7 +116,8 @@ class Landing:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
         residency = pending.residency
         found = None if version is None else version[good]
-        late, changed = residency.versions.read(pending.ids[good], found, pending.generation)
+        when = pending.generation, pending.asked
+        late, changed = residency.versions.read(pending.ids[good], found, *when)
         self._changed(residency, changed)
         newest = max(
             (s.since for s in self._sessions.values() if s.residency is residency), default=0
@@ -120,12 +127,22 @@ class Landing:
         return ~late
 
     def _still_current(
-        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+        self,
+        pending: InflightFetch,
+        good: NDArray[np.bool_],
+        version: Sizes | None,
+        since: NDArray[np.float64] | None = None,
     ) -> NDArray[np.bool_]:
-        """(k,) whether each object, read by somebody some time ago, is of the version known now."""
+        """(k,) whether each object, read by somebody some time ago, is of the version known now.
+
+        since: (k,) when the storage was asked for that version, at the earliest.
+        """
         residency, ids = pending.residency, pending.ids[good]
         found = np.zeros(len(good), np.int64) if version is None else version
-        late = residency.versions.received(ids, found[good])
+        own = (s for s in self._sessions.values() if s.residency is residency)
+        opened = [(s.opened, s.since_remote) for s in own]
+        known = None if since is None else since[good]
+        late = residency.versions.received(ids, found[good], known, opened)
         late |= residency.state[ids] == OVERDUE  # whose steps may be ready without it
         return ~late
 
@@ -135,7 +152,8 @@ class Landing:
         if asked is not None:
             residency = asked.residency
             self._changed(
-                residency, residency.versions.answered(asked.files, e.version, asked.generation)
+                residency,
+                residency.versions.answered(asked.files, e.version, asked.generation, asked.begun),
             )
 
     def _changed(self, residency: Residency, files: NDArray[np.int32]) -> None:
@@ -193,8 +211,10 @@ class Landing:
         placed = place != NOWHERE
         room = ids[placed], place[placed], nbytes[placed]
         since = pending.generation if pending.origin == SOURCE else 0
-        due, deadline = pending.due, pending.deadline
-        for action in self._inflight.start(residency, *room, due, now, deadline, HELD, since):
+        due, deadline, asked = pending.due, pending.deadline, pending.asked
+        for action in self._inflight.start(
+            residency, *room, due, now, deadline, HELD, since, asked
+        ):
             self._emit(action)
 
     def give_up(self, s: RankStream, before: float) -> None:

@@ -22,7 +22,7 @@ from creel.cache.storage.source import Counters, Part, Read
 from creel.cache.storage.version import UNKNOWN
 from creel.daemon.peers import wire
 from creel.daemon.peers.link import PeerLink
-from creel.daemon.peers.wire import LATER, Credentials, Numbers
+from creel.daemon.peers.wire import LATER, Credentials, Numbers, Seconds
 from creel.errors import MalformedError, ProtocolError, SourceError
 
 log = logging.getLogger("creel.peers")
@@ -36,8 +36,8 @@ _GUESS_NBYTES = 128 << 10  # of an object of unknown length
 _LOST_S = 0.5
 _LOST_MAX_S = 4.0
 
-#: Called with the nbytes and versions of objects (by position), whose payload follows.
-_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Numbers, Numbers], None]
+#: Called with the nbytes, versions and ages of objects (by position), whose payload follows.
+_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Numbers, Numbers, Seconds], None]
 
 
 class PeerSource:
@@ -104,11 +104,16 @@ class PeerSource:
             nbytes: as the peer has it. Where that is not `length`, nothing was read; -1: the peer
                 does not have it, or is lost.
         """
-        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64))
+        none = np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64)
+        read = Read(*none, ages := np.full(len(ids), np.inf))
         wanted = length.tolist()
 
         def take(
-            link: PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+            link: PeerLink,
+            where: NDArray[np.intp],
+            nbytes: Numbers,
+            version: Numbers,
+            age: Seconds,
         ) -> None:
             into: list[memoryview] = []
             for i, size in zip(where.tolist(), nbytes.tolist(), strict=True):
@@ -120,7 +125,7 @@ class PeerSource:
                     into = []
                     link.drain(size)
             link.fill(into)
-            read.nbytes[where], read.version[where] = nbytes, version
+            read.nbytes[where], read.version[where], ages[where] = nbytes, version, age
 
         self._read(ids, length, take)
         return read
@@ -130,7 +135,11 @@ class PeerSource:
         found: list[tuple[bytes, int] | None] = [None] * len(ids)
 
         def take(
-            link: PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+            link: PeerLink,
+            where: NDArray[np.intp],
+            nbytes: Numbers,
+            version: Numbers,
+            _age: Seconds,
         ) -> None:
             columns = where.tolist(), nbytes.tolist(), version.tolist()
             for i, size, of in zip(*columns, strict=True):
@@ -183,9 +192,9 @@ class PeerSource:
                 if number not in asked:
                     raise MalformedError("an answer without a request")
                 where = asked[number]
-                nbytes, version = wire.answered(arrays, len(where))
+                nbytes, version, age = wire.answered(arrays, len(where))
                 now = nbytes != LATER
-                take(link, where[now], nbytes[now], version[now])
+                take(link, where[now], nbytes[now], version[now], age[now])
                 if not now.all():
                     left.append(where[~now])
                 del asked[number]

@@ -155,7 +155,8 @@ class ClusterService:
     def serve(self, action: ServeObjects) -> None:
         """Send a peer what it asked for."""
         if self._server is not None:
-            self._server.serve(action.request, action.place, action.nbytes, action.version)
+            columns = action.place, action.nbytes, action.version, action.age
+            self._server.serve(action.request, *columns)
 
     def share_plan(self, action: SharePlan) -> None:
         """Send a peer what it has missed."""

@@ -125,7 +125,7 @@ def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
     order = []
     for _ in range(4):
         number, arrays = link.answer(soon())
-        nbytes, _ = wire.answered(arrays, 1)
+        nbytes, *_ = wire.answered(arrays, 1)
         link.drain(int(nbytes[0]))
         order.append(number)
     assert order == [0, 2, 3, 1]

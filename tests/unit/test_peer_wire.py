@@ -174,7 +174,7 @@ def test_ids_are_numbers_from_0_on(arrays: bytes) -> None:
 @pytest.mark.parametrize("nbytes", [[-3, 0], [wire.LATER, wire.LATER], [5]])
 def test_an_answer_must_make_sense(nbytes: list[int]) -> None:
     """One that only says "later" would be asked for for ever."""
-    arrays = np.array([nbytes, nbytes], "<i8").tobytes()
+    arrays = np.array([nbytes, nbytes], "<i8").tobytes() + bytes(4 * len(nbytes))
     with pytest.raises(MalformedError):
         wire.answered(arrays, 2)
 
