@@ -152,14 +152,14 @@ class Fetched(Event, frozen=True):
 
     Where the action's offset was ABSENT (length unknown) the shell holds the bytes until the
     actions of this event are done: they may fetch them from HELD. `version` (k,): of the file each
-    was read from, as in `cache/storage/version.py`; None where unknown. `age` (k,): where a peer
-    sent it, for how many seconds at most it had not asked the storage for that; inf: unknown.
+    was read from, as in `cache/storage/version.py`; None where unknown. `asked` (k,): when, at the
+    earliest and by this node's clock, this node or a peer asked the storage for it; 0: unknown.
     """
 
     fetch: int
     nbytes: Sizes
     version: Sizes | None = None
-    age: NDArray[np.float64] | None = None
+    asked: NDArray[np.float64] | None = None
 
 
 class Checked(Event, frozen=True):

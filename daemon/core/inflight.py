@@ -42,7 +42,6 @@ class InflightFetch:
     length: Sizes
     due: int
     begun: float
-    asked: float  # when its bytes were asked for, at the earliest: HELD was read before
     nbytes: int
     expected: int
     generation: int  # see `Versions`
@@ -97,12 +96,10 @@ class Inflight:
         deadline: float,
         origin: int = SOURCE,
         generation: int | None = None,
-        asked: float | None = None,
     ) -> list[FetchObjects]:
         """Start fetches of these objects, all equally urgent.
 
-        generation, asked: in which and when their bytes were asked for; None: in the current one,
-            and now.
+        generation: in which their bytes were asked for; None: in the current one.
         """
         since = self.generation if generation is None else generation
         if not len(ids):
@@ -121,8 +118,7 @@ class Inflight:
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
             pending = InflightFetch(
-                *(residency, ids[part], *room, due, now, now if asked is None else asked),
-                *(total, guessed, since, deadline, origin),
+                *(residency, ids[part], *room, due, now, total, guessed, since, deadline, origin)
             )
             self._inflight[self._last] = pending
             self.objects += len(pending.ids)

@@ -19,10 +19,6 @@ from creel.daemon.core.sessions import RankStream
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 from creel.policies.masks import every, some
 
-#: The clocks of two nodes run at rates that differ by at most this factor: NTP changes either by up
-#: to 500 ppm.
-_CLOCK_RATES = 1.001
-
 
 class Landing:
     """Enters what fetches and checks bring.
@@ -64,7 +60,7 @@ class Landing:
         if pending.origin == SOURCE:
             residency.latency.saw(max(now - pending.begun, 0.0))
             residency.source_rate.saw(len(pending.ids), pending.begun, now)
-            good[good] = self._current(pending, good, e.version)
+            good[good] = self._current(pending, good, e.version, e.asked)
             residency.counts["reads"] += int(np.count_nonzero(good))
             residency.counts["read_nbytes"] += int(e.nbytes[good].sum())
         elif pending.origin == HELD:
@@ -93,9 +89,7 @@ class Landing:
         """
         residency = pending.residency
         version = np.zeros(len(good), np.int64) if e.version is None else e.version
-        # The peer counted the age later than this node began to ask: so it asked no earlier.
-        since = None if e.age is None else pending.begun - e.age * _CLOCK_RATES
-        good[good] = self._still_current(pending, good, version, since)
+        good[good] = self._still_current(pending, good, version, e.asked)
         who = "disk" if pending.origin == DISK else "peer"
         residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
         residency.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
@@ -111,12 +105,16 @@ class Landing:
         return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
 
     def _current(
-        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+        self,
+        pending: InflightFetch,
+        good: NDArray[np.bool_],
+        version: Sizes | None,
+        asked: NDArray[np.float64] | None = None,
     ) -> NDArray[np.bool_]:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
         residency = pending.residency
         found = None if version is None else version[good]
-        when = pending.generation, pending.asked
+        when = pending.generation, None if asked is None else asked[good]
         late, changed = residency.versions.read(pending.ids[good], found, *when)
         self._changed(residency, changed)
         newest = max(
@@ -131,18 +129,18 @@ class Landing:
         pending: InflightFetch,
         good: NDArray[np.bool_],
         version: Sizes | None,
-        since: NDArray[np.float64] | None = None,
+        asked: NDArray[np.float64] | None = None,
     ) -> NDArray[np.bool_]:
         """(k,) whether each object, read by somebody some time ago, is of the version known now.
 
-        since: (k,) when the storage was asked for that version, at the earliest.
+        asked: (k,) when the storage was asked for that version, at the earliest.
         """
         residency, ids = pending.residency, pending.ids[good]
         found = np.zeros(len(good), np.int64) if version is None else version
         own = (s for s in self._sessions.values() if s.residency is residency)
         opened = [(s.opened, s.since_remote) for s in own]
-        known = None if since is None else since[good]
-        late = residency.versions.received(ids, found[good], known, opened)
+        when = None if asked is None else asked[good]
+        late = residency.versions.received(ids, found[good], when, opened)
         late |= residency.state[ids] == OVERDUE  # whose steps may be ready without it
         return ~late
 
@@ -211,10 +209,8 @@ class Landing:
         placed = place != NOWHERE
         room = ids[placed], place[placed], nbytes[placed]
         since = pending.generation if pending.origin == SOURCE else 0
-        due, deadline, asked = pending.due, pending.deadline, pending.asked
-        for action in self._inflight.start(
-            residency, *room, due, now, deadline, HELD, since, asked
-        ):
+        due, deadline = pending.due, pending.deadline
+        for action in self._inflight.start(residency, *room, due, now, deadline, HELD, since):
             self._emit(action)
 
     def give_up(self, s: RankStream, before: float) -> None:

@@ -116,12 +116,12 @@ class Versions:
         ids: Index,
         version: NDArray[np.int64] | None,
         generation: int,
-        asked: float = 0.0,
+        asked: NDArray[np.float64] | None = None,
     ) -> tuple[NDArray[np.bool_], Files]:
         """Enter the versions (k,) of objects `ids` that were read in `generation`.
 
         Args:
-            asked: when the reads began, in seconds; 0: unknown.
+            asked: (k,) when each read began, in seconds; 0: unknown.
 
         Returns:
             (k,) whether each is of an older version than is known now, and so of no use; (m,)
@@ -136,15 +136,18 @@ class Versions:
         good, found = (
             (files, version) if not np.count_nonzero(late) else (files[~late], version[~late])
         )
+        begun = 0.0 if asked is None else asked[~late]
         if np.count_nonzero(other) and self._bounds is not None:
-            self._date(good, np.ones(len(good), np.bool_), asked)
+            self._date(good, np.ones(len(good), np.bool_), begun)
             return late, self._replaced(good, found, generation)
-        self._date(good, self.version[good] != found, asked)
+        self._date(good, self.version[good] != found, begun)
         self.version[good] = found
         self.seen[good] = np.maximum(self.seen[good], generation)
         return late, np.empty(0, np.int32)
 
-    def _date(self, files: Index | Files, other: NDArray[np.bool_], asked: float) -> None:
+    def _date(
+        self, files: Index | Files, other: NDArray[np.bool_], asked: NDArray[np.float64] | float
+    ) -> None:
         """Enter when versions of files (k,) were asked for; `other`: not the ones known before."""
         if self._since is not None:
             self._since[files] = np.where(other, asked, np.maximum(self._since[files], asked))
@@ -157,7 +160,7 @@ class Versions:
         self,
         ids: Index,
         version: NDArray[np.int64],
-        since: NDArray[np.float64] | None = None,
+        asked: NDArray[np.float64] | None = None,
         opened: Iterable[tuple[float, int]] = (),
     ) -> NDArray[np.bool_]:
         """Enter the versions (k,) of objects `ids` that a peer sent, read at any time before.
@@ -166,7 +169,7 @@ class Versions:
         where the peer's check of a remote file is as good.
 
         Args:
-            since: (k,) when the peer asked for that version, at the earliest, by this node's clock.
+            asked: (k,) when the peer asked for that version, at the earliest, by this node's clock.
             opened: when sessions were opened, and in which generations.
 
         Returns:
@@ -176,13 +179,13 @@ class Versions:
         fresh = (self.seen[files] == 0) & (self.version[files] == UNKNOWN)
         self.version[files[fresh]] = shared(version[fresh])
         late: NDArray[np.bool_] = differ(self.version[files], version) | (version == CHANGING)
-        if since is not None and self._remote is not None and self._since is not None:
+        if asked is not None and self._remote is not None and self._since is not None:
             good = ~late & self._remote[files] & (version > 0)
-            files, since = files[good], since[good]
-            self._since[files] = np.maximum(self._since[files], since)
+            files, asked = files[good], asked[good]
+            self._since[files] = np.maximum(self._since[files], asked)
             for when, generation in opened:
-                fresh = files[since > when]
-                self.seen[fresh] = np.maximum(self.seen[fresh], generation)
+                new = files[asked > when]
+                self.seen[new] = np.maximum(self.seen[new], generation)
         return late
 
     def _replaced(self, files: Index, version: NDArray[np.int64], generation: int) -> Files:

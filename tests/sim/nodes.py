@@ -91,6 +91,7 @@ class Nodes:
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
         self._asked: dict[int, tuple[int, FetchObjects]] = {}  # by request: who waits
+        self._sent: dict[int, float] = {}  # by request: when
         self._plans: dict[int, SharePlan] = {}
         self.ready = [0] * nodes
         self.places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * nodes
@@ -283,7 +284,8 @@ class Nodes:
             elif isinstance(action, FetchObjects) and action.origin in {SOURCE, DISK}:
                 self.counts["disk" if action.origin == DISK else "source"] += len(action.ids)
                 version = self.version[action.ids]
-                self._feed(node, Fetched(action.fetch, self._read(action), version))
+                asked = np.full(len(version), self._now + _APART_S * node)
+                self._feed(node, Fetched(action.fetch, self._read(action), version, asked))
             elif isinstance(action, CheckVersions):
                 self.counts["checked"] += len(action.files)
                 self._feed(node, Checked(action.check, self.version[action.files]))
@@ -326,6 +328,7 @@ class Nodes:
         self._requests += 1
         self.counts["empty"] += len(action.ids) * bool((self.places[action.origin] == -1).all())
         self._asked[self._requests] = node, action
+        self._sent[self._requests] = self._now
         self._feed(action.origin, PeerAsked(self._requests, action.dataset, action.ids))
 
     def _served(self, node: int, answer: ServeObjects) -> None:
@@ -339,6 +342,7 @@ class Nodes:
         assert (answer.place[here] == held[here]).all(), "sent from where it is not"
         self.counts["peer"] += int(here.sum())
         self.counts["refused"] += int((~here).sum())
-        columns = answer.nbytes.copy(), answer.version.copy(), answer.age.copy()
+        asked = self._sent[answer.request] + _APART_S * node - answer.age
+        columns = answer.nbytes.copy(), answer.version.copy(), np.maximum(asked, 0.0)
         self._feed(node, Fetched(action.fetch, *columns))
         self._feed(origin, PeerServed(answer.request))

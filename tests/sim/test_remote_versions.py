@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from creel.cache.storage.version import of_tag
 from creel.daemon.core.events import Action, Event, Fetched, FetchObjects
-from creel.daemon.core.landing import _CLOCK_RATES
 from creel.daemon.core.versions import Versions
+from creel.daemon.peers.peer_source import _CLOCK_RATES
 from creel.policies.cluster.job_order import JobOrder
 from kit import seeds
 

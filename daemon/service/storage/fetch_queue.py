@@ -37,7 +37,7 @@ class FetchJob:
     action: FetchObjects | CheckVersions
     nbytes: NDArray[np.int64]
     version: NDArray[np.int64]
-    age: NDArray[np.float64]
+    asked: NDArray[np.float64]
     left: int  # objects of unfinished parts
     held: Held = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -57,7 +57,7 @@ class FetchJob:
 
 def new_job(action: FetchObjects | CheckVersions, size: int) -> FetchJob:
     nbytes, version = np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64)
-    return FetchJob(action, nbytes, version, np.full(size, np.inf), size)
+    return FetchJob(action, nbytes, version, np.zeros(size), size)
 
 
 def _user_s() -> float:

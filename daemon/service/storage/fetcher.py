@@ -243,13 +243,15 @@ class Fetcher:
         self._held.pop(fetch.fetch, None)
         if job.held:
             self._held[fetch.fetch] = job.held
-        self._post(Fetched(fetch.fetch, job.nbytes, job.version, job.age))
+        self._post(Fetched(fetch.fetch, job.nbytes, job.version, job.asked))
 
     def _read(self, source: Readable, job: FetchJob, part: slice) -> int:
         """Read one part; return for how many objects the source was not asked."""
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
-        read = Read(job.nbytes[part], job.version[part], job.age[part])
+        read = Read(job.nbytes[part], job.version[part], job.asked[part])
+        if isinstance(source, Source):
+            job.asked[part] = time.monotonic()
         known = offset != ABSENT
         if fetch.runs:
             self._link(offset, lengths, fetch.runs)
@@ -260,7 +262,13 @@ class Fetcher:
         strange = np.flatnonzero(~known)
         whole = _copied(source, ids[strange])
         absent = [i for i, found in enumerate(whole) if found is None]
-        for i, found in zip(absent, source.read_whole(ids[strange[absent]]), strict=True):
+        rest, asked = ids[strange[absent]], np.zeros(len(absent))
+        if isinstance(source, PeerSource):
+            came = source.read_whole(rest, asked)
+            job.asked[part][strange[absent]] = asked
+        else:
+            came = source.read_whole(rest)
+        for i, found in zip(absent, came, strict=True):
             whole[i] = found
         for i, found in zip(strange.tolist(), whole, strict=True):
             if found is not None:
@@ -289,7 +297,7 @@ class Fetcher:
         All small ones go the same way, so that neighbours are one read.
         """
         none = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.int64)
-        read = Read(*none, np.full(len(ids), np.inf))
+        read = Read(*none, np.zeros(len(ids)) if isinstance(source, PeerSource) else None)
         straight = (length > _LARGE_NBYTES) | (offset < ABSENT)
         straight |= self._arena.written(offset[~straight], length[~straight])
         where = np.flatnonzero(straight)
