@@ -113,10 +113,19 @@ class Read(NamedTuple):
 
     nbytes: (k,) bytes read; -1 where the object failed (`counters.last_error` has the reason).
     version: (k,) int64 of its file (see `cache/storage/version.py`); UNKNOWN where it failed.
+    asked: (k,) when its storage was asked for that version at the earliest (`time.monotonic`), as a
+        peer says; 0 where it does not know. None: no peer was asked.
     """
 
     nbytes: NDArray[np.int64]
     version: NDArray[np.int64]
+    asked: NDArray[np.float64] | None = None
+
+    def enter(self, where: NDArray[np.integer] | slice, found: Read) -> None:
+        """Enter the results of the objects at `where`."""
+        self.nbytes[where], self.version[where] = found.nbytes, found.version
+        if self.asked is not None and found.asked is not None:
+            self.asked[where] = found.asked
 
 
 class Source:

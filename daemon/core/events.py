@@ -152,12 +152,14 @@ class Fetched(Event, frozen=True):
 
     Where the action's offset was ABSENT (length unknown) the shell holds the bytes until the
     actions of this event are done: they may fetch them from HELD. `version` (k,): of the file each
-    was read from, as in `cache/storage/version.py`; None where unknown.
+    was read from, as in `cache/storage/version.py`; None where unknown. `asked` (k,): when, at the
+    earliest and by this node's clock, this node or a peer asked the storage for it; 0: unknown.
     """
 
     fetch: int
     nbytes: Sizes
     version: Sizes | None = None
+    asked: NDArray[np.float64] | None = None
 
 
 class Checked(Event, frozen=True):
@@ -270,13 +272,15 @@ class FetchObjects(Action, frozen=True):
 class ServeObjects(Action, frozen=True):
     """Send a peer the objects it asked for; `PeerServed` says when their bytes have left.
 
-    (k,) `place` in the arena, ABSENT where an object is not here; `nbytes`; `version` of its file.
+    (k,) `place` in the arena, ABSENT where an object is not here; `nbytes`; `version` of its file;
+    `age`: for how many seconds at most the storage was not asked for that; inf where unknown.
     """
 
     request: int
     place: Sizes
     nbytes: Sizes
     version: Sizes
+    age: NDArray[np.float64]
 
 
 class AskPlan(Action, frozen=True):

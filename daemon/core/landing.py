@@ -60,7 +60,7 @@ class Landing:
         if pending.origin == SOURCE:
             residency.latency.saw(max(now - pending.begun, 0.0))
             residency.source_rate.saw(len(pending.ids), pending.begun, now)
-            good[good] = self._current(pending, good, e.version)
+            good[good] = self._current(pending, good, e.version, e.asked)
             residency.counts["reads"] += int(np.count_nonzero(good))
             residency.counts["read_nbytes"] += int(e.nbytes[good].sum())
         elif pending.origin == HELD:
@@ -89,7 +89,7 @@ class Landing:
         """
         residency = pending.residency
         version = np.zeros(len(good), np.int64) if e.version is None else e.version
-        good[good] = self._still_current(pending, good, version)
+        good[good] = self._still_current(pending, good, version, e.asked)
         who = "disk" if pending.origin == DISK else "peer"
         residency.counts[f"{who}_reads"] += int(np.count_nonzero(good))
         residency.counts[f"{who}_nbytes"] += int(e.nbytes[good].sum())
@@ -105,12 +105,17 @@ class Landing:
         return Fetched(e.fetch, e.nbytes[good], version[good]), pending.only(good)
 
     def _current(
-        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+        self,
+        pending: InflightFetch,
+        good: NDArray[np.bool_],
+        version: Sizes | None,
+        asked: NDArray[np.float64] | None = None,
     ) -> NDArray[np.bool_]:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
         residency = pending.residency
         found = None if version is None else version[good]
-        late, changed = residency.versions.read(pending.ids[good], found, pending.generation)
+        when = pending.generation, None if asked is None else asked[good]
+        late, changed = residency.versions.read(pending.ids[good], found, *when)
         self._changed(residency, changed)
         newest = max(
             (s.since for s in self._sessions.values() if s.residency is residency), default=0
@@ -120,12 +125,22 @@ class Landing:
         return ~late
 
     def _still_current(
-        self, pending: InflightFetch, good: NDArray[np.bool_], version: Sizes | None
+        self,
+        pending: InflightFetch,
+        good: NDArray[np.bool_],
+        version: Sizes | None,
+        asked: NDArray[np.float64] | None = None,
     ) -> NDArray[np.bool_]:
-        """(k,) whether each object, read by somebody some time ago, is of the version known now."""
+        """(k,) whether each object, read by somebody some time ago, is of the version known now.
+
+        asked: (k,) when the storage was asked for that version, at the earliest.
+        """
         residency, ids = pending.residency, pending.ids[good]
         found = np.zeros(len(good), np.int64) if version is None else version
-        late = residency.versions.received(ids, found[good])
+        own = (s for s in self._sessions.values() if s.residency is residency)
+        opened = [(s.opened, s.since_remote) for s in own]
+        when = None if asked is None else asked[good]
+        late = residency.versions.received(ids, found[good], when, opened)
         late |= residency.state[ids] == OVERDUE  # whose steps may be ready without it
         return ~late
 
@@ -135,7 +150,8 @@ class Landing:
         if asked is not None:
             residency = asked.residency
             self._changed(
-                residency, residency.versions.answered(asked.files, e.version, asked.generation)
+                residency,
+                residency.versions.answered(asked.files, e.version, asked.generation, asked.begun),
             )
 
     def _changed(self, residency: Residency, files: NDArray[np.int32]) -> None:

@@ -85,6 +85,7 @@ class RankStream:
         self.recheck = recheck
         #: Versions must have been seen in these generations or later (`Versions`).
         self.since = self.since_remote = 0 if recheck == "never" else generation
+        self.opened = now
         self.begun = -1  # the latest epoch that has begun
         self.verified = 0  # positions before it: their files' versions were asked for
         self.residency = residency

@@ -4,11 +4,17 @@ A *generation* is a moment from which on earlier knowledge may be out of date: a
 one of its epochs begins. Generations are numbered from 1 over the whole node. Bytes read, or a
 version asked for, in generation g or later are good for every session that wants g or earlier.
 
+An address of remote storage names the same file on every node: there a peer's check counts, too, if
+it was made after a session was opened. So of these files the time of the latest check is kept, and
+its age sent with the bytes.
+
 A version is one number (`cache/storage/version.py`). Where the storage gives none it is UNKNOWN,
 which equals itself: then no change can be noticed. CHANGING differs from everything.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +50,8 @@ class Versions:
         self.version = np.zeros(files, np.int64)  # of the residents
         self.seen = np.zeros(files, np.int32)  # generation of the latest answer
         self.asked = np.zeros(files, np.int32)  # generation of the latest check
+        # Seconds: the storage gave `version` when asked then or later; 0: unknown. None: all local.
+        self._since = None if self._remote is None else np.zeros(files)
 
     def files(self, ids: Index) -> Index:
         """(k,) the file of each object."""
@@ -82,8 +90,13 @@ class Versions:
             return column[files] >= since
         return column[files] >= np.where(self._remote[files], since_remote, since)
 
-    def answered(self, files: Files, version: NDArray[np.int64], generation: int) -> Files:
+    def answered(
+        self, files: Files, version: NDArray[np.int64], generation: int, asked: float = 0.0
+    ) -> Files:
         """Enter the versions (k,) that the storage gave for distinct `files` in `generation`.
+
+        Args:
+            asked: when, in seconds; 0: unknown.
 
         Returns:
             (k,) those whose residents are out of date.
@@ -91,15 +104,24 @@ class Versions:
         old = self.version[files]
         changed = differ(old, version) & (self.seen[files] <= generation)
         newer = (old != version) & (self.seen[files] <= generation)
+        valid = (old == version) | newer
+        self._date(files[valid], newer[valid], asked)
         self.version[files[newer]] = version[newer]
         self.seen[files] = np.maximum(self.seen[files], generation)
         out: Files = files[changed]
         return out
 
     def read(
-        self, ids: Index, version: NDArray[np.int64] | None, generation: int
+        self,
+        ids: Index,
+        version: NDArray[np.int64] | None,
+        generation: int,
+        asked: NDArray[np.float64] | None = None,
     ) -> tuple[NDArray[np.bool_], Files]:
         """Enter the versions (k,) of objects `ids` that were read in `generation`.
+
+        Args:
+            asked: (k,) when each read began, in seconds; 0: unknown.
 
         Returns:
             (k,) whether each is of an older version than is known now, and so of no use; (m,)
@@ -114,16 +136,41 @@ class Versions:
         good, found = (
             (files, version) if not np.count_nonzero(late) else (files[~late], version[~late])
         )
+        begun = 0.0 if asked is None else asked[~late]
         if np.count_nonzero(other) and self._bounds is not None:
+            self._date(good, np.ones(len(good), np.bool_), begun)
             return late, self._replaced(good, found, generation)
+        self._date(good, self.version[good] != found, begun)
         self.version[good] = found
         self.seen[good] = np.maximum(self.seen[good], generation)
         return late, np.empty(0, np.int32)
 
-    def received(self, ids: Index, version: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _date(
+        self, files: Index | Files, other: NDArray[np.bool_], asked: NDArray[np.float64] | float
+    ) -> None:
+        """Enter when versions of files (k,) were asked for; `other`: not the ones known before."""
+        if self._since is not None:
+            self._since[files] = np.where(other, asked, np.maximum(self._since[files], asked))
+
+    def since(self, ids: Index) -> NDArray[np.float64]:
+        """(k,) when the version of each object's file was last asked for; 0: unknown, or local."""
+        return np.zeros(len(ids)) if self._since is None else self._since[self.files(ids)]
+
+    def received(
+        self,
+        ids: Index,
+        version: NDArray[np.int64],
+        asked: NDArray[np.float64] | None = None,
+        opened: Iterable[tuple[float, int]] = (),
+    ) -> NDArray[np.bool_]:
         """Enter the versions (k,) of objects `ids` that a peer sent, read at any time before.
 
-        What nobody here has asked for since is current only once a check finds the same version.
+        What nobody here has asked for since is current only once a check finds the same version, or
+        where the peer's check of a remote file is as good.
+
+        Args:
+            asked: (k,) when the peer asked for that version, at the earliest, by this node's clock.
+            opened: when sessions were opened, and in which generations.
 
         Returns:
             (k,) whether each is of another version than the one known here, and so of no use.
@@ -132,6 +179,13 @@ class Versions:
         fresh = (self.seen[files] == 0) & (self.version[files] == UNKNOWN)
         self.version[files[fresh]] = shared(version[fresh])
         late: NDArray[np.bool_] = differ(self.version[files], version) | (version == CHANGING)
+        if asked is not None and self._remote is not None and self._since is not None:
+            good = ~late & self._remote[files] & (version > 0)
+            files, asked = files[good], asked[good]
+            self._since[files] = np.maximum(self._since[files], asked)
+            for when, generation in opened:
+                new = files[asked > when]
+                self.seen[new] = np.maximum(self.seen[new], generation)
         return late
 
     def _replaced(self, files: Index, version: NDArray[np.int64], generation: int) -> Files:

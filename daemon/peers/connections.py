@@ -6,11 +6,14 @@ import heapq
 import secrets
 import select
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from creel.daemon.peers import sealing, wire
-from creel.daemon.peers.wire import Ids, Numbers
+from creel.daemon.peers.wire import Ids
 from creel.errors import MalformedError
 from creel.messages import Message
 
@@ -111,7 +114,7 @@ class Request:
     objects: int
     deadline: float
     nbytes: int = 0
-    arrays: tuple[Numbers, Numbers] | None = None  # of the answer's frame
+    arrays: Sequence[NDArray[Any]] = ()  # of the answer's frame
     answer: Message | None = None  # None: a PeerAnswer
     left: list[memoryview] = field(default_factory=list)
     plain: list[memoryview] = field(default_factory=list)  # to be encrypted before it is sent
@@ -183,7 +186,7 @@ class PeerConnection:
         request = self.current = heapq.heappop(self.answers)
         self.blocked_s = 0.0
         answer = request.answer or wire.PeerAnswer(request.call)
-        frame = wire.pack(answer, request.arrays or (), self.session.answers)
+        frame = wire.pack(answer, request.arrays, self.session.answers)
         columns = sum(map(len, request.left)) if request.answer else 0  # else they are payload
         traffic.count(answer, len(frame) + columns)
         if self.sealer is not None:

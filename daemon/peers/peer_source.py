@@ -22,7 +22,7 @@ from creel.cache.storage.source import Counters, Part, Read
 from creel.cache.storage.version import UNKNOWN
 from creel.daemon.peers import wire
 from creel.daemon.peers.link import PeerLink
-from creel.daemon.peers.wire import LATER, Credentials, Numbers
+from creel.daemon.peers.wire import LATER, Credentials, Numbers, Seconds
 from creel.errors import MalformedError, ProtocolError, SourceError
 
 log = logging.getLogger("creel.peers")
@@ -32,12 +32,15 @@ _ANSWER_S = 3.0  # an answer may come this much later than the reader can wait
 _REQUEST_NBYTES = 2 << 20
 _WINDOW = 2
 _GUESS_NBYTES = 128 << 10  # of an object of unknown length
+#: The clocks of two nodes run at rates that differ by at most this factor: NTP changes either by up
+#: to 500 ppm.
+_CLOCK_RATES = 1.001
 #: A lost peer is tried again after the first; each further failure doubles the time.
 _LOST_S = 0.5
 _LOST_MAX_S = 4.0
 
-#: Called with the nbytes and versions of objects (by position), whose payload follows.
-_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Numbers, Numbers], None]
+#: Called with nbytes, versions and `Read.asked` of objects (by position), whose payload follows.
+_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Numbers, Numbers, Seconds], None]
 
 
 class PeerSource:
@@ -104,11 +107,16 @@ class PeerSource:
             nbytes: as the peer has it. Where that is not `length`, nothing was read; -1: the peer
                 does not have it, or is lost.
         """
-        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64))
+        none = np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64)
+        read = Read(*none, since := np.zeros(len(ids)))
         wanted = length.tolist()
 
         def take(
-            link: PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+            link: PeerLink,
+            where: NDArray[np.intp],
+            nbytes: Numbers,
+            version: Numbers,
+            asked: Seconds,
         ) -> None:
             into: list[memoryview] = []
             for i, size in zip(where.tolist(), nbytes.tolist(), strict=True):
@@ -120,22 +128,33 @@ class PeerSource:
                     into = []
                     link.drain(size)
             link.fill(into)
-            read.nbytes[where], read.version[where] = nbytes, version
+            read.nbytes[where], read.version[where], since[where] = nbytes, version, asked
 
         self._read(ids, length, take)
         return read
 
-    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
-        """Bytes and version of each object (for those of unknown length), None where it failed."""
+    def read_whole(
+        self, ids: NDArray[np.integer], since: Seconds | None = None
+    ) -> list[tuple[bytes, int] | None]:
+        """Bytes and version of each object (for those of unknown length), None where it failed.
+
+        since: (k,) takes when the storage was asked for each, as `Read.asked`.
+        """
         found: list[tuple[bytes, int] | None] = [None] * len(ids)
 
         def take(
-            link: PeerLink, where: NDArray[np.intp], nbytes: Numbers, version: Numbers
+            link: PeerLink,
+            where: NDArray[np.intp],
+            nbytes: Numbers,
+            version: Numbers,
+            asked: Seconds,
         ) -> None:
             columns = where.tolist(), nbytes.tolist(), version.tolist()
             for i, size, of in zip(*columns, strict=True):
                 if size >= 0:
                     found[i] = link.whole(size), of
+            if since is not None:
+                since[where] = asked
 
         self._read(ids, np.full(len(ids), _GUESS_NBYTES), take)
         return found
@@ -171,21 +190,24 @@ class PeerSource:
         take: _Take,
     ) -> None:
         """Empty `left`, of requests; what was not answered stays in it."""
-        asked: dict[int, NDArray[np.intp]] = {}
+        asked: dict[int, tuple[NDArray[np.intp], float]] = {}  # and when
         try:
             while left or asked:
                 while left and len(asked) < _WINDOW:
                     number = next(self._numbers)
-                    asked[number] = where = left.popleft()
+                    where = left.popleft()
+                    asked[number] = where, time.monotonic()
                     link.ask(number, self._dataset, ids[where], self._wait_s)
                 number, arrays = link.answer(time.monotonic() + self._wait_s + _ANSWER_S)
                 began = time.monotonic()
                 if number not in asked:
                     raise MalformedError("an answer without a request")
-                where = asked[number]
-                nbytes, version = wire.answered(arrays, len(where))
+                where, sent = asked[number]
+                nbytes, version, age = wire.answered(arrays, len(where))
                 now = nbytes != LATER
-                take(link, where[now], nbytes[now], version[now])
+                # The peer took the age after this was sent: it asked the storage no earlier.
+                since = np.where(np.isfinite(age), sent - age * _CLOCK_RATES, 0.0)
+                take(link, where[now], nbytes[now], version[now], since[now])
                 if not now.all():
                     left.append(where[~now])
                 del asked[number]
@@ -194,7 +216,7 @@ class PeerSource:
                     reads, got = int(np.count_nonzero(here)), int(nbytes[here].sum())
                     self.counters.count_evenly(reads, got, time.monotonic() - began, 0)
         finally:
-            left.extend(asked.values())
+            left.extend(where for where, _ in asked.values())
 
     def _open(self) -> tuple[PeerLink, bool]:
         """A connection, and whether it was kept."""

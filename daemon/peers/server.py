@@ -38,7 +38,7 @@ from creel.daemon.peers.connections import (
     watch,
 )
 from creel.daemon.peers.payload import payload
-from creel.daemon.peers.wire import Ids, Numbers
+from creel.daemon.peers.wire import Ids, Numbers, Seconds
 from creel.errors import MalformedError
 from creel.messages import Message
 from creel.policies.cluster.agreement import SharedPlan
@@ -153,13 +153,15 @@ class PeerServer:
         """Serve a cluster no longer and end its connections."""
         self._order(partial(self._set_key, cluster, b""))
 
-    def serve(self, number: int, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
+    def serve(
+        self, number: int, place: Numbers, nbytes: Numbers, version: Numbers, age: Seconds
+    ) -> None:
         """Answer a request, with one element for each of its ids.
 
         What is sent must stay where it is until `served`, which follows in any case. Objects whose
         place is ABSENT are not here. After `close` nothing happens.
         """
-        self._order(partial(self._serve, number, place, nbytes, version))
+        self._order(partial(self._serve, number, place, nbytes, version, age))
 
     def serve_plan(self, number: int, plan: SharedPlan | None) -> None:
         """Answer a `PlanWanted`."""
@@ -430,12 +432,14 @@ class PeerServer:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def _serve(self, number: int, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
+    def _serve(
+        self, number: int, place: Numbers, nbytes: Numbers, version: Numbers, age: Seconds
+    ) -> None:
         request = self._take(number)
         if request is None:
             self._served(number)
         else:
-            rest = place, nbytes, version
+            rest = place, nbytes, version, age
             self._guarded(request.connection, self._prepare, request, *rest)
 
     def _serve_plan(self, number: int, plan: SharedPlan | None) -> None:
@@ -456,13 +460,20 @@ class PeerServer:
             self._sendable.add(connection)
         return request
 
-    def _prepare(self, request: Request, place: Numbers, nbytes: Numbers, version: Numbers) -> None:
+    def _prepare(
+        self,
+        request: Request,
+        place: Numbers,
+        nbytes: Numbers,
+        version: Numbers,
+        age: Seconds,
+    ) -> None:
         connection = request.connection
         assert connection.account is not None  # noqa: S101
-        if not len(place) == len(nbytes) == len(version) == request.objects:
+        if not len(place) == len(nbytes) == len(version) == len(age) == request.objects:
             raise ValueError(f"request {request.number} has {request.objects} objects")
         nbytes, request.left = payload(self._arena, place, nbytes)
-        request.arrays = nbytes.astype("<i8"), version.astype("<i8")
+        request.arrays = wire.about(nbytes, version, age)
         request.nbytes = sum(map(len, request.left))
         connection.account.nbytes += request.nbytes
 

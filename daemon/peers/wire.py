@@ -38,9 +38,11 @@ from creel.errors import MalformedError
 from creel.messages import Member, Message, encode
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
+from creel.policies.cluster.placement import EPOCH, nobody, node_type
+from creel.policies.eviction.selection import Nodes
 
 #: Increased whenever two versions could misread each other.
-PEER_PROTOCOL = 3
+PEER_PROTOCOL = 4
 
 #: Bytes of a body, and of a whole frame in the handshake: names are of some 100 bytes.
 _MAX_BODY = 1024
@@ -56,6 +58,9 @@ ANSWER_NBYTES = 16 << 20
 #: In an answer, instead of the bytes of an object: it is not here; the answer is full, ask again.
 NOT_HERE = -1
 LATER = -2
+#: Bytes about each object in an answer, and the age of one whose version is not known to be new.
+_OBJECT_NBYTES = 8 + 8 + 4
+_AGELESS = (1 << 32) - 1
 #: Most buffers of one system call (IOV_MAX).
 MAX_BUFFERS = 1024
 
@@ -65,6 +70,7 @@ _COUNTED = struct.Struct("<QII")
 
 Ids = NDArray[np.int32]
 Numbers = NDArray[np.int64]
+Seconds = NDArray[np.float64]
 
 
 class Credentials(NamedTuple):
@@ -120,9 +126,11 @@ class PeerRequest(Message, frozen=True):
 
 
 class PeerAnswer(Message, frozen=True):
-    """The answer to request `number`. Arrays: (k,) int64 nbytes, (k,) int64 version of each object.
+    """The answer to request `number`.
 
-    nbytes may be NOT_HERE or LATER. The bytes of all others follow, in order.
+    Arrays: (k,) int64 nbytes, (k,) int64 version of each object, (k,) uint32 how many ms ago, at
+    most, the storage was asked for that version, or _AGELESS. nbytes may be NOT_HERE or LATER. The
+    bytes of all others follow, in order.
     """
 
     number: int
@@ -174,7 +182,10 @@ _decoders: dict[Kind, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind)
     for kind in (Greeting, Challenge, Proof, PeerAnswer, PeerBeat, PlanAnswer, CLIENT_SAYS)
 }
-_MAX_ARRAYS: dict[Kind, int] = {CLIENT_SAYS: 4 * MAX_OBJECTS, PeerAnswer: 16 * MAX_OBJECTS}
+_MAX_ARRAYS: dict[Kind, int] = {
+    CLIENT_SAYS: 4 * MAX_OBJECTS,
+    PeerAnswer: _OBJECT_NBYTES * MAX_OBJECTS,
+}
 _MAX_BODIES: dict[Kind, int] = {CLIENT_SAYS: MAX_BEAT, PeerBeat: MAX_BEAT}
 
 
@@ -304,13 +315,20 @@ def shared_plan(
     """
     if answer.known is None:
         return None
-    if not 0 < answer.nodes < 256:
+    if not 0 < answer.nodes < EPOCH:
         raise MalformedError(f"{answer.nodes} nodes")
-    columns = [None if x is None else np.frombuffer(x, np.uint8) for x in (holder, planned)]
-    for column in columns:
-        if column is not None and ((column >= answer.nodes) & (column != 255)).any():
-            raise MalformedError("an object on a node that does not exist")
+    columns = [None if x is None else _nodes(x, answer.nodes) for x in (holder, planned)]
     return SharedPlan(answer.seed, answer.known, unpacked(answer.members, answer.nodes), *columns)
+
+
+def _nodes(column: bytes, nodes: int) -> Nodes:
+    if len(column) % node_type(nodes).itemsize:
+        raise MalformedError("half a number of a node")
+    wide = node_type(nodes).itemsize == 2
+    out: Nodes = np.frombuffer(column, np.uint16) if wide else np.frombuffer(column, np.uint8)
+    if ((out >= nodes) & (out != nobody(out))).any():
+        raise MalformedError("an object on a node that does not exist")
+    return out
 
 
 def requested(request: PeerRequest, arrays: bytes) -> Ids:
@@ -329,18 +347,30 @@ def requested(request: PeerRequest, arrays: bytes) -> Ids:
     return ids
 
 
-def answered(arrays: bytes, objects: int) -> tuple[Numbers, Numbers]:
-    """(k,) nbytes and (k,) versions of an answer about this many objects.
+def about(nbytes: Numbers, version: Numbers, age: Seconds) -> list[NDArray[Any]]:
+    """The arrays of an answer; age: in seconds, or inf.
+
+    >>> arrays = about(np.array([5, 5]), np.array([7, 7]), np.array([1.2, np.inf]))
+    >>> answered(b"".join(array.tobytes() for array in arrays), 2)
+    (array([5, 5]), array([7, 7]), array([1.2, inf]))
+    """
+    ms = np.minimum(np.ceil(age * 1000), _AGELESS)
+    return [nbytes.astype("<i8"), version.astype("<i8"), ms.astype("<u4")]
+
+
+def answered(arrays: bytes, objects: int) -> tuple[Numbers, Numbers, Seconds]:
+    """(k,) nbytes, (k,) versions and (k,) ages of an answer about this many objects.
 
     Raises:
         MalformedError: about another number of them, or LATER where it is no answer at all.
     """
-    if len(arrays) != 16 * objects:
+    if len(arrays) != _OBJECT_NBYTES * objects:
         raise MalformedError(f"{len(arrays)} bytes about {objects} objects")
-    nbytes, version = np.frombuffer(arrays, "<i8").reshape(2, objects)
+    nbytes, version = np.frombuffer(arrays, "<i8", 2 * objects).reshape(2, objects)
+    ms = np.frombuffer(arrays, "<u4", offset=16 * objects)
     if nbytes.min() < LATER or (nbytes == LATER).all():
         raise MalformedError("objects of an impossible size")
-    return nbytes, version
+    return nbytes, version, np.where(ms < _AGELESS, ms / 1000, np.inf)
 
 
 # --- payload ----------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("creel.clusters")
 
-#: Nodes of a cluster: their numbers are bytes, and one stands for nobody.
-_MAX_MEMBERS = 255
+#: Nodes of a cluster: each asks each other one twice a second whether it is there.
+_MAX_MEMBERS = 1024
 _MAX_RANKS = 1 << 16
 #: The other nodes hear of a new size of the disk where it differs by more than this part (1/n).
 _DISK_PARTS = 16
@@ -155,7 +155,8 @@ class ClusterService:
     def serve(self, action: ServeObjects) -> None:
         """Send a peer what it asked for."""
         if self._server is not None:
-            self._server.serve(action.request, action.place, action.nbytes, action.version)
+            columns = action.place, action.nbytes, action.version, action.age
+            self._server.serve(action.request, *columns)
 
     def share_plan(self, action: SharePlan) -> None:
         """Send a peer what it has missed."""

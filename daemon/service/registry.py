@@ -46,8 +46,8 @@ _MAX_NAME = 4096  # characters of a job or a session
 _OBJECT_NBYTES, _RECORD_NBYTES = 16 + 5 + 16, 4 + 5 + 16
 #: Of a disk tier: in the core, and in the store's index.
 _DISK_NBYTES = 1 + 6
-#: Memory per manifest row beside the row itself: derived columns, a version.
-_ROW_NBYTES = 40
+#: Memory per manifest row beside the row itself: derived columns, a version and when it was seen.
+_ROW_NBYTES = 48
 #: A dataset whose tables take at most this part of the limit is kept for all of `daemon.idle_s`.
 _SMALL = 1 / 16
 

@@ -14,6 +14,7 @@ from creel.policies.cluster.members import Change, ChangeId
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.selection import Ids, Nodes
+from creel.policies.masks import unique
 
 #: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
 PARTS = 256
@@ -95,21 +96,32 @@ class Placed(NamedTuple):
 
     Args:
         holder: (n,) node that holds each object when the epoch ends; `placement.nobody`: none.
-        when: (n,) after what part of this epoch, in 256ths, its holder gets each object; 0 where
-            it has it. Of what this node itself is to hold: 1 where a peer reads it next, else 0.
-        copies: (n,) whether this node, which is not the holder, is to have a second copy; None:
-            memories and disks together hold no more than all objects.
-        spare: these copies, the soonest to be read first.
+        me: the number of this node.
+        coming: what this node reads in the next epoch and its holder, a peer, has yet to get;
+            ascending.
+        when: after what part of this epoch, in 256ths, the holder gets each of these.
+        lent: what this node is to hold and a peer reads in the next epoch.
+        copies: what this node, which is not the holder, is to have as well, the soonest to be read
+            first.
         surplus: what this node holds in vain.
         unread: what it holds and no member reads in this epoch.
     """
 
     holder: Nodes
+    me: int
+    coming: Ids
     when: NDArray[np.uint8]
-    copies: NDArray[np.bool_] | None
-    spare: Ids
+    lent: Ids
+    copies: Ids
     surplus: list[Ids]
     unread: Ids
+
+    def part(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+        """(k,) the part of this epoch in which its holder gets each object; -1: it has it."""
+        if not len(self.coming):
+            return np.full(len(ids), -1)
+        at = np.minimum(self.coming.searchsorted(ids), len(self.coming) - 1)
+        return np.where(self.coming[at] == ids, self.when[at].astype(np.int64), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +133,7 @@ class ClusterBoundary:
         view: the nodes.
         orders: of this epoch and of later ones.
         holder: (n,) who held each object when this epoch began; None: nobody anything.
-        copies: (n,) whether this node had a second copy of each then; None: of nothing.
+        copies: of what this node had a second copy then.
         size: (n,) bytes of each object, or (1,) where all are equal or some are unknown.
         capacity: (nodes,) bytes of memory and disk of each.
         state: (n,) states on this node; stored: (n,) those on its disk, None: it has none.
@@ -136,7 +148,7 @@ class ClusterBoundary:
     view: ClusterView
     orders: list[JobOrder]
     holder: Nodes | None
-    copies: NDArray[np.bool_] | None
+    copies: Ids
     size: NDArray[np.int64]
     capacity: NDArray[np.int64]
     state: NDArray[np.uint8]
@@ -159,21 +171,22 @@ class ClusterBoundary:
         if after is None:
             rest = owners, following, self.size, self.capacity * self.members
             after = placement.next_holders(holder, now, *rest, lead=self.lead, clock=self.clock)
-        here = self.state == RESIDENT
-        vain = here & (after != self.view.me)
-        copies, spare = self._copies(holder, after, now, owners)
-        if copies is not None:
-            vain &= ~copies
-        when = (now.when >> _PART_BITS).astype(np.uint8)
-        when[after == holder] = 0
-        mine = after == self.view.me
-        reader = owners[0][mine]
-        when[mine] = (reader != self.view.me) & (reader != nobody(reader))
+        me, here = self.view.me, self.state == RESIDENT
+        copies = self._copies(holder, after, now, owners)
+        vain = here & (after != me)
+        vain[copies] = False
+        lent = (after == me).nonzero()[0].astype(np.int32)
+        lent = lent[(owners[0][lent] != me) & (owners[0][lent] != nobody(holder))]
+        mine = [ids for ids, node in zip(following, node_of, strict=True) if node == me]
+        coming = unique(np.concatenate([lent[:0], *mine]))
+        at = after[coming]
+        coming = coming[(at != me) & (at != nobody(after)) & (at != holder[coming])]
+        when = (now.when[coming] >> _PART_BITS).astype(np.uint8)
         surplus = [vain.nonzero()[0].astype(np.int32)]
         if self.stored is not None:
             here |= self.stored == STORED
         unread = (here & (now.owner == nobody(now.owner))).nonzero()[0].astype(np.int32)
-        return Placed(after, when, copies, spare, surplus, unread)
+        return Placed(after, me, coming, when, lent, copies, surplus, unread)
 
     def _held(self, now: placement.Uses) -> Nodes:
         """(n,) who holds each object at `clock`: what was read already lies where it was to go."""
@@ -187,17 +200,16 @@ class ClusterBoundary:
             holder = held
         return without(holder, self.members)
 
-    def _copies(
-        self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]
-    ) -> tuple[NDArray[np.bool_] | None, Ids]:
+    def _copies(self, holder: Nodes, after: Nodes, now: placement.Uses, owners: list[Nodes]) -> Ids:
         """Plan what fills what the plan for all leaves free on this node."""
         n, me = len(self.state), self.view.me
         if dataset_nbytes(self.size, n) >= int((self.capacity * self.members).sum()):
-            return None, np.empty(0, np.int32)
-        held = np.zeros(n, np.bool_) if self.copies is None else self.copies
+            return np.empty(0, np.int32)
+        held = np.zeros(n, np.bool_)
+        held[self.copies] = True
         room = self.size, int(self.capacity[me])
         copies = placement.replicas(me, held, holder, after, now, owners, *room)
-        return copies, placement.soonest_first(me, copies.nonzero()[0].astype(np.int32), owners)
+        return placement.soonest_first(me, copies.nonzero()[0].astype(np.int32), owners)
 
     def _uses(self, ranks: list[Ids], order: JobOrder) -> placement.Uses:
         nodes = self.view.nodes.tolist()

@@ -26,7 +26,7 @@ from creel.policies.cluster.boundary import (
 from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.eviction.candidates import Index
-from creel.policies.eviction.planned import PlannedEviction, PlanningContext
+from creel.policies.eviction.planned import LISTED, PlannedEviction, PlanningContext
 from creel.policies.eviction.policy import joined
 from creel.policies.eviction.selection import Ids, Nodes
 from creel.policies.next_use import NextUses
@@ -34,6 +34,10 @@ from creel.policies.next_use import NextUses
 if TYPE_CHECKING:  # circular import
     from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
 
+#: Marks beside LISTED: held for a peer that reads it in this epoch; sent already for the next one;
+#: stays as a second copy.
+_LENT, _SENT_EARLY, _COPY = np.uint8(2), np.uint8(4), np.uint8(8)
+_NO_IDS: Ids = np.empty(0, np.int32)
 #: Steps whose objects are in use at once, stay or not: one is read, one waits.
 _STEPS_IN_USE = 2
 #: What a node holds at most in mid-epoch beyond what is planned, as a part (1/n) of that: .7 % were
@@ -61,15 +65,12 @@ class ClusterEviction(PlannedEviction):
         super().__init__(state, pins, uses, epoch)
         self.deals = deals
         self._holder: Nodes | None = None  # when this epoch began
-        self._copies: NDArray[np.bool_] | None = None  # of this node, then
-        self._spare: Ids = np.empty(0, np.int32)  # copies that yield to anything else
+        self._copies = _NO_IDS  # of this node, then
+        self._spare = _NO_IDS  # those planned, which yield to anything else
         self._next: Placed | None = None  # when this epoch ends
         # When the next one ends: planned ahead, as what its first steps read may not leave before.
         self._later: tuple[ClusterBoundary, Placed] | None = None
         self._asking: ClusterBoundary | None = None
-        # Held for a peer that reads it in this epoch; sent already for the next one.
-        self._lent = np.zeros(len(state), np.bool_)
-        self._sent_early = np.zeros(len(state), np.bool_)
         self._agreement = Agreement(deals)
 
     # --- other nodes' plans ----------------------------------------------------------------------
@@ -146,7 +147,7 @@ class ClusterEviction(PlannedEviction):
         view: ClusterView,
         context: PlanningContext,
         holder: Nodes | None,
-        copies: NDArray[np.bool_] | None,
+        copies: Ids,
     ) -> ClusterBoundary:
         size = context.agreed_size
         whole = max(dataset_nbytes(size, len(self._state)), 1)
@@ -186,19 +187,25 @@ class ClusterEviction(PlannedEviction):
         if asked.epoch == self.epoch:
             self._agreement.given, self._later = None, None
             self._agreement.since, self._agreement.members = asked.known, asked.members
-            self._lent[plan.unread] = False
+            self._marks[plan.unread] &= ~_LENT
             self._follow(plan)
         else:
             self._later = asked, plan
 
     def _follow(self, placed: Placed) -> None:
         """Keep what this plan says over the end of this epoch."""
-        assert self.deals.view is not None  # noqa: S101  or nothing was asked
-        self._next = placed
-        self._stays, self._surplus = placed.holder == self.deals.view.me, list(placed.surplus)
-        self._spare = placed.spare
-        if placed.copies is not None:
-            self._stays |= placed.copies
+        self._marks[self._spare] &= ~_COPY
+        self._next, self._surplus, self._spare = placed, list(placed.surplus), placed.copies
+        self._marks[self._spare] |= _COPY
+
+    @property
+    def _planned(self) -> bool:
+        return self._next is not None
+
+    def _staying(self, ids: Index) -> NDArray[np.bool_]:
+        assert self._next is not None  # noqa: S101  `_planned`
+        staying: NDArray[np.bool_] = self._next.holder[ids] == self._next.me
+        return staying | self._marked(ids, _COPY)
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
         """The first object of `epoch` was read."""
@@ -213,17 +220,15 @@ class ClusterEviction(PlannedEviction):
         self._agreement.asks = False
         self._asking = self._next = self._later = self._agreement.given = None
         self._holder = None if placed is None else placed.holder
-        self._copies = None if placed is None else placed.copies
-        self._spare = self._spare[:0]
-        self._lent[:] = False
-        view = self.deals.view
-        if placed is not None and view is not None:
-            np.equal(placed.holder, view.me, out=self._lent)
-            self._lent &= placed.when > 0
-            self._lent &= ~self._sent_early
-        self._sent_early[:] = False
+        self._copies = _NO_IDS if placed is None else placed.copies
+        self._spare = _NO_IDS
+        sent = np.empty(0, np.bool_) if placed is None else self._marked(placed.lent, _SENT_EARLY)
+        self._marks &= LISTED
+        if placed is not None:
+            self._marks[placed.lent[~sent]] |= _LENT
         self.deals.forget(epoch)
-        if placed is not None and later is not None:
+        view = self.deals.view
+        if placed is not None and view is not None and later is not None:
             asked, answer = later
             same = asked.view.like(view) and asked.known == self._agreement.since
             if same and self.deals.agree(epoch, asked.orders):
@@ -232,13 +237,13 @@ class ClusterEviction(PlannedEviction):
     def victims(self, k: int, step: int) -> Index:
         """Up to k distinct objects to evict; second copies after all else, the last used first."""
         found = super().victims(k, step)
-        if len(found) >= k or self._stays is None:
+        if len(found) >= k:
             return found
         more, left = [found], k - len(found)
         while len(self._spare) and left > 0:
             ids, self._spare = self._spare[-left:].astype(np.intp), self._spare[:-left]
-            self._stays[ids] = False
-            ids = ids[self._leaving(ids) & ~self._listed[ids] & ~self.wanted(ids)]
+            self._marks[ids] &= ~_COPY
+            ids = ids[self._leaving(ids) & ~self._listed(ids) & ~self.wanted(ids)]
             more.append(ids)
             left -= len(ids)
         return joined(more)
@@ -246,10 +251,9 @@ class ClusterEviction(PlannedEviction):
     def forced_victims(self, k: int, step: int) -> Index:
         """As in any policy, but first what no peer is going to ask this node for."""
         ids = self._unpinned()
-        asked = self._lent[ids]
-        if self._next is not None and self.deals.view is not None:
-            mine = self._next.holder[ids] == self.deals.view.me
-            asked |= mine & (self._next.when[ids] > 0)
+        asked = self._marked(ids, _LENT)
+        if self._next is not None:
+            asked |= np.isin(ids, self._next.lent)
         own = self._farthest(ids[~asked], k, step)
         if len(own) == k:
             return own
@@ -257,12 +261,13 @@ class ClusterEviction(PlannedEviction):
 
     def wanted(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether the current epoch reads each again, here or on a peer."""
-        return super().wanted(ids) | self._lent[ids]
+        return super().wanted(ids) | self._marked(ids, _LENT)
 
     def sent(self, ids: Index) -> None:
         """Objects were sent to the peer that reads them."""
-        self._sent_early[ids[~self._lent[ids]]] = True
-        self._lent[ids] = False
+        lent = self._marked(ids, _LENT)
+        self._marks[ids[~lent]] |= _SENT_EARLY
+        self._marks[ids[lent]] &= ~_LENT
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
         """(k,) whether each object, to be read in `epoch`, is yet to come to the peer it is from.
@@ -278,11 +283,7 @@ class ClusterEviction(PlannedEviction):
             return np.ones(len(ids), np.bool_) if self._asking is not None else None
         first, end = self.uses.span(self.epoch)
         part = (clock - first) * PARTS // max(end - first, 1)
-        holder = self._next.holder[ids]
-        elsewhere: NDArray[np.bool_] = holder != self.deals.view.me
-        elsewhere &= holder != nobody(holder)
-        elsewhere &= self._next.when[ids] > part
-        return elsewhere
+        return self._next.part(ids) > part
 
     def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no plan."""

@@ -7,6 +7,10 @@ the network; whoever needs an object asks its holder.
 While an epoch runs, an object lies where it was until it is read, and from then on at its planned
 holder, or nowhere. Its consumer has its bytes anyway; so it stays there, or it stays at the old
 holder, whichever reads it again sooner. Only what neither has room for is handed to a third node.
+
+Where memories hold more than one copy, both keep what they soon read again, one of them as a second
+copy. The first copy is then better at the one that reads it later: when the other has read it, and
+would give it up, it is still there. Else it would stay where nobody needs it.
 """
 
 from __future__ import annotations
@@ -148,7 +152,8 @@ def next_holders(
     nodes, depth, n = len(capacity), len(owners), len(holder)
     capacity = np.asarray(capacity, np.int64)
     site = _Sites(holder, now, owners, size, clock)
-    where, priority = site.best()
+    copies = int(capacity.sum()) / max(dataset_nbytes(size, n), 1)
+    where, priority = site.best(min(copied_gap(int(np.count_nonzero(capacity)), copies), depth))
     _level(where, priority, site, capacity)
     whole = int(size[0]) if len(size) == 1 else 0
     tally = Tally(-(-n // max(nodes, 1)), nodes=nodes, priorities=depth + 3, whole=whole)
@@ -231,6 +236,25 @@ def useful_depth(nodes: int, capacity: float) -> int:
     return max(1, min(within, 2 * nodes - 1, _MAX_DEPTH))
 
 
+def copied_gap(nodes: int, capacity: float) -> int:
+    """Epochs within which whatever a node reads again has room there; `capacity` in datasets.
+
+    It reads an object again after g epochs with probability p (1 - p)^(g - 1), p = 1 / nodes. All
+    that it keeps for G epochs at most takes the sum of g p (1 - p)^(g - 1) over g <= G, of all
+    nodes together and in datasets; what none keeps so takes room once.
+
+    >>> [copied_gap(8, capacity) for capacity in (0.5, 1.0, 1.05, 1.25, 2.0)]
+    [0, 0, 2, 3, 6]
+    """
+    kept, again = 0.0, 1 / max(nodes, 1)
+    for gap in range(1, _MAX_DEPTH + 1):
+        kept += gap * again
+        again *= 1 - 1 / nodes
+        if kept + math.prod([1 - kept / nodes] * nodes) > capacity:
+            return gap - 1
+    return _MAX_DEPTH
+
+
 def lead_of(steps: int) -> float:
     """Share of an epoch of so many steps that is kept first.
 
@@ -263,10 +287,11 @@ class _Sites:
         unread: NDArray[np.bool_] = self.now.owner[ids] != self.nobody
         return unread & (self.now.when[ids] >= self.clock)
 
-    def best(self) -> tuple[Nodes, NDArray[np.uint8]]:
+    def best(self, copied: int) -> tuple[Nodes, NDArray[np.uint8]]:
         """(n,) node where each object would best stay, or nobody; (n,) epochs until it reads it.
 
-        It is at its consumer of this epoch; where it came from another node, that may keep it.
+        It is at its consumer of this epoch; where it came from another node, that may keep it: the
+        one of both that reads it sooner, but of two that do so within `copied` epochs the later.
         """
         depth = len(self.owners)
         where = np.empty_like(self.holder)
@@ -281,7 +306,8 @@ class _Sites:
                 owner = self.owners[gap - 1][ids]
                 mine[owner == consumer] = gap
                 theirs[owner == holder] = gap
-            stays = (theirs < mine) & (holder != self.nobody)
+            rank = [np.where(gap <= copied, copied - gap, gap) for gap in (theirs, mine)]
+            stays = (rank[0] < rank[1]) & (holder != self.nobody)
             where[ids] = np.where(stays, holder, consumer)
             priority[ids] = np.where(stays, theirs, mine)
         return where, priority

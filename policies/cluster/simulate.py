@@ -84,9 +84,16 @@ class Scenario:
 
     @property
     def plan_nbytes(self) -> int:
-        """Bytes of placement that each node keeps: holders now and two epochs on, when, marks."""
-        each = placement.node_type(self.nodes).itemsize
-        return (3 * each + 2 + 3) * self.objects
+        """Bytes of placement that each node keeps, at most: holders now and two epochs on, marks.
+
+        Lists for two epochs ahead come on top: what the node gets from peers, and what they get
+        from it, and for three epochs its second copies. Of the transfers there are fewer than if
+        chance decided who holds what.
+        """
+        columns = 3 * placement.node_type(self.nodes).itemsize + 1
+        held, beyond = min(self.capacity, 1.0), max(self.capacity - 1, 0.0)
+        lists = 18 * held * (1 - 1 / self.nodes) + 12 * min(beyond, self.nodes - 1)
+        return int((columns + lists / self.nodes) * self.objects)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ _MAX_LEAD, _MAX_LEAD_OF_MEMORY = 0.03, 0.5
 _LEAD_MARGIN = 1.5
 #: If more than this part of the objects to keep left during planning, plan again.
 _MAX_LOST = 0.0005
+#: Marks of an object: it is in `_going`. Other bits are for subclasses.
+LISTED = np.uint8(1)
 #: Objects scanned at once, and scans in one call, where no candidates are listed.
 _SCAN_OBJECTS, _MAX_SCANS = 1 << 16, 4
 
@@ -110,7 +112,7 @@ class PlannedEviction(EvictionPolicy):
         self.uses = uses
         self.epoch = epoch  # the latest in which anything was read
         self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's end
-        self._listed = np.zeros(len(state), np.bool_)  # those in `_going`
+        self._marks = np.zeros(len(state), np.uint8)
         self._going: list[Ids] = []  # the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, and not needed
         self._pending: EpochBoundary | None = None  # a task without its plan
@@ -204,7 +206,7 @@ class PlannedEviction(EvictionPolicy):
 
     def plan_extended(self, ids: Index, epoch: int) -> None:
         if epoch <= self.epoch:
-            self._listed[ids[self.uses.due[ids] < self._limit]] = False
+            self._unlist(ids[self.uses.due[ids] < self._limit])
             self._asked = 0
 
     def replanned(self) -> None:
@@ -221,13 +223,33 @@ class PlannedEviction(EvictionPolicy):
             ids = ids[unwanted]
         if self._pending is not None:
             self._released_since.append(ids)
-        if self._stays is not None:
-            ids = ids[~self._stays[ids]]
-        ids = ids[~self._listed[ids]]
+        if self._planned:
+            ids = ids[~self._staying(ids)]
+        ids = ids[~self._listed(ids)]
         if len(ids):
             ids = unique(ids)
-            self._listed[ids] = True
+            self._marks[ids] |= LISTED
             self._going.append(ids.astype(np.int32))
+
+    def _listed(self, ids: Index) -> NDArray[np.bool_]:
+        return self._marked(ids, LISTED)
+
+    def _marked(self, ids: Index | Ids, mark: np.uint8) -> NDArray[np.bool_]:
+        marked: NDArray[np.bool_] = (self._marks[ids] & mark) > 0
+        return marked
+
+    def _unlist(self, ids: Index) -> None:
+        self._marks[ids] &= ~LISTED
+
+    @property
+    def _planned(self) -> bool:
+        """Whether it is known what stays over the end of this epoch."""
+        return self._stays is not None
+
+    def _staying(self, ids: Index) -> NDArray[np.bool_]:
+        """(k,) whether each object stays, where that is planned."""
+        assert self._stays is not None  # noqa: S101  `_planned`
+        return self._stays[ids]
 
     @property
     def _limit(self) -> int:
@@ -240,18 +262,17 @@ class PlannedEviction(EvictionPolicy):
     def dispensable(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each may leave as well as any other that may."""
         unwanted = ~self.wanted(ids)
-        if self._stays is not None:
-            unwanted &= ~self._stays[ids]
+        if self._planned:
+            unwanted &= ~self._staying(ids)
         return unwanted
 
     def unneeded(self, k: int, step: int) -> Index:
         """All that may leave, once there is a plan."""
-        planned = self._stays is not None or self._all_fits
-        return self.victims(k, step) if planned else NONE
+        return self.victims(k, step) if self._planned or self._all_fits else NONE
 
     def keeps(self, ids: Index) -> NDArray[np.bool_]:
         """(k,) whether each is worth a place on disk; all are while nothing is planned."""
-        if self._stays is None:
+        if not self._planned:
             return super().keeps(ids)
         return ~self.dispensable(ids)
 
@@ -263,18 +284,18 @@ class PlannedEviction(EvictionPolicy):
             if k <= 0:
                 break
             ids = source(k)
-            self._listed[ids] = True  # so that no other source returns them, too
+            self._marks[ids] |= LISTED  # so that no other source returns them, too
             out.append(ids)
             k -= len(ids)
         found = joined(out)
-        self._listed[found] = False
+        self._unlist(found)
         return found
 
     def _from_surplus(self, k: int) -> Index:
         out = []
         while self._surplus and k > 0:
             ids = self._surplus.pop().astype(np.intp)
-            ids = ids[self._leaving(ids) & ~self._listed[ids]]
+            ids = ids[self._leaving(ids) & ~self._listed(ids)]
             ids = ids[self.dispensable(ids)]
             if len(ids) > k:
                 self._surplus.append(ids[k:].astype(np.int32))
@@ -292,8 +313,8 @@ class PlannedEviction(EvictionPolicy):
             if len(ids) > k:
                 self._going.append(small[:-k])
                 ids = ids[-k:]
-            good = self._listed[ids]
-            self._listed[ids] = False
+            good = self._listed(ids)
+            self._unlist(ids)
             good &= self._leaving(ids)
             good &= self.dispensable(ids)
             if not every(good):
@@ -305,14 +326,16 @@ class PlannedEviction(EvictionPolicy):
     def _scan(self, k: int) -> Index:
         """Where there is no plan: scan all objects in turn (a clock's hand)."""
         n = len(self._state)
-        if self._stays is not None or not n:
+        if self._planned or not n:
             return NONE
         out = []
         for _ in range(min(_MAX_SCANS, -(-n // _SCAN_OBJECTS))):
             stop = min(self._clock_hand + _SCAN_OBJECTS, n)
             here = slice(self._clock_hand, stop)
             ids = self._clock_hand + np.flatnonzero(
-                (self._state[here] == RESIDENT) & (self._pins[here] == 0) & ~self._listed[here]
+                (self._state[here] == RESIDENT)
+                & (self._pins[here] == 0)
+                & ((self._marks[here] & LISTED) == 0)
             )
             ids = ids[~self.wanted(ids)]
             out.append(ids[:k])

@@ -16,6 +16,8 @@ from creel.daemon.core.events import (
     SOURCE,
     Action,
     AskPlan,
+    Checked,
+    CheckVersions,
     ClusterChanged,
     DatasetAdded,
     DiskOpened,
@@ -48,6 +50,7 @@ from creel.policies.cluster.members import authority, differing
 _VERSION = 5 << 40 | 1
 _CLUSTER = "c"
 _STEP_S = 0.1
+_APART_S = 1000.0
 #: At most as many reads, writes and plans follow from what happens at one moment: a tenth is usual.
 _MOST_ACTIONS = 10_000
 
@@ -56,18 +59,31 @@ class Nodes:
     """One rank on each node reads epochs of equal objects, all in step.
 
     Attributes:
-        counts: "source", "disk", "peer", "refused" and "shared" objects, of this epoch; "empty":
-            asked of a daemon that holds nothing.
+        counts: "source", "disk", "peer", "refused", "checked" and "shared" objects, of this epoch;
+            "empty": asked of a daemon that holds nothing.
     """
 
     def __init__(
-        self, nodes: int, order: JobOrder, held: float, size: int = 1000, disk: float = 0.0
+        self,
+        nodes: int,
+        order: JobOrder,
+        held: float,
+        size: int = 1000,
+        disk: float = 0.0,
+        *,
+        remote: bool = False,
+        recheck: str = "never",
     ) -> None:
-        """held: objects that all memories together hold, in datasets; disk: that each disk does."""
+        """held: objects that all memories together hold, in datasets; disk: that each disk does.
+
+        remote: the objects' addresses are no paths; recheck: as in `messages.Open`.
+        """
         self.order, self.size = order, size
         self.capacity = int(held * order.samples * size / nodes)
         self._disks = [int(disk * order.samples * (size + 64))] * nodes
         self.counts: Counter[str] = Counter()
+        self.version = np.full(order.samples, _VERSION)  # of each object at its source
+        self._remote, self._recheck = remote, recheck
         self.gone: set[int] = set()  # nodes that answer nobody
         self.late: set[int] = set()  # nodes that are told nothing of the others
         self.dead: set[int] = set()  # nodes that do nothing at all
@@ -75,6 +91,7 @@ class Nodes:
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
         self._asked: dict[int, tuple[int, FetchObjects]] = {}  # by request: who waits
+        self._sent: dict[int, float] = {}  # by request: when
         self._plans: dict[int, SharePlan] = {}
         self.ready = [0] * nodes
         self.places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * nodes
@@ -92,11 +109,13 @@ class Nodes:
         self.places[node] = np.full(samples, -1, np.int64)
         seen = self.places[node].view()
         seen.flags.writeable = False
-        added = Lengths.of(length), Versions(samples)
+        self._now += _STEP_S
+        remote = np.full(samples, self._remote)
+        added = Lengths.of(length), Versions(samples, remote=remote)
         if self._disks[node]:
             self._feed(node, DiskOpened(self._disks[node], 1))
         self._feed(node, DatasetAdded("d", seen, length, *added))
-        self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores)))
+        self._feed(node, SessionOpened(1, "d", "j", node, len(self.cores), self._recheck))
 
     def _lengths(self) -> NDArray[np.int64]:
         """(samples,) bytes of each object."""
@@ -226,11 +245,14 @@ class Nodes:
 
     def _feed(self, node: int, event: Event) -> None:
         self._now += 1e-4
-        for action in self.cores[node].handle(event, self._now):
+        now = self._now + _APART_S * node  # no two clocks agree
+        for action in self.cores[node].handle(event, now):
             self._do(node, action)
 
     def _do(self, node: int, action: Action) -> None:
-        if isinstance(action, FetchObjects | PlanRetention | AskPlan | SpillObjects):
+        if isinstance(
+            action, FetchObjects | PlanRetention | AskPlan | SpillObjects | CheckVersions
+        ):
             self._queue.append((node, action))
         elif isinstance(action, Publish):
             self.places[node][action.ids] = action.offset
@@ -261,8 +283,12 @@ class Nodes:
                 self._feed(node, Spilled(action.spill, self._write(action)))
             elif isinstance(action, FetchObjects) and action.origin in {SOURCE, DISK}:
                 self.counts["disk" if action.origin == DISK else "source"] += len(action.ids)
-                version = np.full(len(action.ids), _VERSION)
-                self._feed(node, Fetched(action.fetch, self._read(action), version))
+                version = self.version[action.ids]
+                asked = np.full(len(version), self._now + _APART_S * node)
+                self._feed(node, Fetched(action.fetch, self._read(action), version, asked))
+            elif isinstance(action, CheckVersions):
+                self.counts["checked"] += len(action.files)
+                self._feed(node, Checked(action.check, self.version[action.files]))
             elif isinstance(action, FetchObjects):
                 self._from_peer(node, action)
 
@@ -302,6 +328,7 @@ class Nodes:
         self._requests += 1
         self.counts["empty"] += len(action.ids) * bool((self.places[action.origin] == -1).all())
         self._asked[self._requests] = node, action
+        self._sent[self._requests] = self._now
         self._feed(action.origin, PeerAsked(self._requests, action.dataset, action.ids))
 
     def _served(self, node: int, answer: ServeObjects) -> None:
@@ -315,5 +342,7 @@ class Nodes:
         assert (answer.place[here] == held[here]).all(), "sent from where it is not"
         self.counts["peer"] += int(here.sum())
         self.counts["refused"] += int((~here).sum())
-        self._feed(node, Fetched(action.fetch, answer.nbytes.copy(), answer.version.copy()))
+        asked = self._sent[answer.request] + _APART_S * node - answer.age
+        columns = answer.nbytes.copy(), answer.version.copy(), np.maximum(asked, 0.0)
+        self._feed(node, Fetched(action.fetch, *columns))
         self._feed(origin, PeerServed(answer.request))

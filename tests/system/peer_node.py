@@ -99,7 +99,8 @@ class Node:
     def answer(self, asked: Asked) -> None:
         ids = asked.ids
         self.answered[asked.number] += 1
-        self.server.serve(asked.number, self.place[ids], self.nbytes[ids], ids.astype(np.int64) + 7)
+        version, age = ids.astype(np.int64) + 7, np.where(ids % 2, ids / 4, np.inf)
+        self.server.serve(asked.number, self.place[ids], self.nbytes[ids], version, age)
 
     def source(self, **kwargs: float) -> PeerSource:
         who = self.credentials
@@ -155,6 +156,10 @@ def check_read(source: PeerSource, objects: list[bytes | None], ids: NDArray[np.
             assert data is None or b"".join(part) == data
         here = read.nbytes >= 0
         assert (read.version[here] == ids[here] + 7).all()
+        assert read.asked is not None
+        ages = time.monotonic() - read.asked[here]
+        assert ((ages >= ids[here] / 4) & (ages < ids[here] / 4 + 60))[ids[here] % 2 == 1].all()
+        assert (read.asked[here][ids[here] % 2 == 0] == 0).all()
         del parts, part
 
 

@@ -118,7 +118,7 @@ def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
     until(lambda: sum(node.answered.values()) == 3, what="answers")
     node.server.close()
     assert node.served == node.answered
-    node.server.serve(1, node.place, node.nbytes, node.nbytes)  # nothing happens
+    node.server.serve(1, node.place, node.nbytes, node.nbytes, node.nbytes / 1)  # nothing happens
     assert node.served == node.answered
 
 

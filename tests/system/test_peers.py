@@ -85,7 +85,9 @@ def test_objects_of_unknown_length_come_whole(
     monkeypatch.setattr(wire, "ANSWER_NBYTES", 1 << 20)
     objects = [*data_of(700_000, 0, 700_000, 3_000_000, 5), None]
     source = source_of(stack, node_of(stack, objects))
-    found = source.read_whole(np.arange(6, dtype=np.int32))
+    asked = np.zeros(6)
+    found = source.read_whole(np.arange(6, dtype=np.int32), asked)
+    assert (asked > 0).tolist() == [False, True] * 3
     assert found == [data if data is None else (data, i + 7) for i, data in enumerate(objects)]
 
 
@@ -125,7 +127,7 @@ def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
     order = []
     for _ in range(4):
         number, arrays = link.answer(soon())
-        nbytes, _ = wire.answered(arrays, 1)
+        nbytes, *_ = wire.answered(arrays, 1)
         link.drain(int(nbytes[0]))
         order.append(number)
     assert order == [0, 2, 3, 1]

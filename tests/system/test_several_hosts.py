@@ -6,6 +6,9 @@ The hosts are network namespaces (`tests/testbed/cluster.py`), the storage count
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,13 @@ from typing import Any
 import pytest
 
 from testbed import cluster as hosts
-from testbed import jobs
+from testbed import http_server, jobs
 
 FILES = 1200
 #: Per node and epoch, beside heartbeats: what connections begin with, and plans that were missed.
 _CONTROL_NBYTES = 1024
+
+_SERVER = (sys.executable, http_server.__file__, "--host=0.0.0.0")
 
 pytestmark = pytest.mark.skipif((why := jobs.unavailable()) != "", reason=why)
 
@@ -53,6 +58,30 @@ def test_what_one_host_holds_no_other_reads_again() -> None:
     talk = [said["peers"] for said in stats[::each]]
     control = sum(one["plans_nbytes"] + one["handshakes_nbytes"] for one in talk)
     assert control <= _CONTROL_NBYTES * len(talk) * epochs
+
+
+def test_of_what_lies_in_remote_storage_one_host_asks_for_all() -> None:
+    """Each object is read once, and hardly any is looked at again, whoever reads it."""
+    epochs, world = 3, 2
+    memory = int(1.2 * FILES * jobs.HELD_NBYTES / world)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        jobs.folder(FILES) as data,
+        hosts.Cluster(hosts=world, extra={"store": None}) as cluster,
+        # An epoch of 5 s: the hosts begin some tenths of a second after each other.
+        cluster.popen("store", [*_SERVER, str(data), "--bandwidth=1e6"], **pipes) as store,
+    ):
+        assert store.stdin is not None and store.stdout is not None  # noqa: PT018  for mypy
+        port = store.stdout.readline().rpartition(":")[2].strip()
+        words = [f"http://{cluster.ip('store')}:{port}", "8", ",".join(["step"] * epochs)]
+        with jobs.job(cluster, world, words, memory) as ranks:
+            stats = finished(ranks, epochs)
+            told = cluster.run("store", ["curl", "-s", f"http://127.0.0.1:{port}/stats"]).stdout
+        store.stdin.close()
+    asked = json.loads(told)
+    assert sum(said["tiers"]["peers"]["hits"] for said in stats) > FILES / 2
+    assert asked["gets"] <= 1.05 * FILES
+    assert asked["heads"] <= 0.1 * FILES
 
 
 def test_ranks_that_exchange_samples_read_torchs_global_batches_mostly_at_home() -> None:

@@ -263,9 +263,9 @@ async def read_request(reader: asyncio.StreamReader) -> Request | None:
     return Request(method, path, int(start or -1), int(end or -1), keep, bool(dash))
 
 
-async def run(files: Files, port: int) -> None:
+async def run(files: Files, host: str, port: int) -> None:
     """Serve until standard input ends."""
-    server = await asyncio.start_server(files.serve, "127.0.0.1", port, limit=_MAX_HEAD)
+    server = await asyncio.start_server(files.serve, host, port, limit=_MAX_HEAD)
     host, port = server.sockets[0].getsockname()
     sys.stdout.write(f"listening on http://{host}:{port}\n")
     sys.stdout.flush()
@@ -281,10 +281,11 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=0, help="bytes per second, 0: no limit")
     parser.add_argument("--latency", type=float, default=0, help="seconds before each answer")
     parser.add_argument("--errors", type=int, default=0, help="every n-th GET answers 503")
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen")
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     args = parser.parse_args()
     files = Files(args.root, bandwidth=args.bandwidth, latency=args.latency, errors=args.errors)
-    asyncio.run(run(files, args.port))
+    asyncio.run(run(files, args.host, args.port))
 
 
 if __name__ == "__main__":

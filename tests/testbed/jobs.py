@@ -36,18 +36,25 @@ def unavailable() -> str:
 
 
 @contextmanager
+def folder(files: int) -> Iterator[Path]:
+    """A folder with as many files, which all hosts see: each has a /tmp of its own."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as parent:
+        data = Path(parent, "data")
+        data.mkdir()
+        for i in range(files):
+            (data / f"{i:04}.bin").write_bytes(random.Random(i).randbytes(NBYTES))
+        yield data
+
+
+@contextmanager
 def storage(files: int, attr_timeout: float = 1.0) -> Iterator[Any]:
     """A file system that counts what reaches it, with as many files.
 
     attr_timeout: seconds for which the kernel may keep names and attributes.
     """
-    # Each host has a /tmp of its own.
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        data, mountpoint = Path(folder, "data"), Path(folder, "mount")
-        data.mkdir()
+    with folder(files) as data:
+        mountpoint = data.with_name("mount")
         mountpoint.mkdir()
-        for i in range(files):
-            (data / f"{i:04}.bin").write_bytes(random.Random(i).randbytes(NBYTES))
         options: dict[str, float] = {"seed": 1, "attr_timeout": attr_timeout}
         with SlowFS(str(data), str(mountpoint), **options) as mount:  # type: ignore[no-untyped-call]
             yield mount

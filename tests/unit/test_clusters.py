@@ -98,7 +98,7 @@ def test_what_a_cluster_held_is_free_once_it_has_ended(clusters: ClusterService)
         (KEY[:8], [other()], [0, 1]),
         (KEY, [], [0]),
         (KEY, [other(), other()], [0, 1]),
-        (KEY, [other(i) for i in range(300)], [0]),
+        (KEY, [other(i) for i in range(1024)], [0]),
         (KEY, [other()], []),
         (KEY, [other()], [0, 2]),
         (KEY, [other()], [-1]),

@@ -23,6 +23,8 @@ from creel.errors import MalformedError
 from creel.messages import Message
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import ChangeId
+from creel.policies.cluster.placement import node_type
+from creel.policies.eviction.selection import Nodes
 
 KEY = bytes(range(32))
 GREETING = Greeting(wire.PEER_PROTOCOL, "cluster", "client", b"c" * 32)
@@ -172,7 +174,7 @@ def test_ids_are_numbers_from_0_on(arrays: bytes) -> None:
 @pytest.mark.parametrize("nbytes", [[-3, 0], [wire.LATER, wire.LATER], [5]])
 def test_an_answer_must_make_sense(nbytes: list[int]) -> None:
     """One that only says "later" would be asked for for ever."""
-    arrays = np.array([nbytes, nbytes], "<i8").tobytes()
+    arrays = np.array([nbytes, nbytes], "<i8").tobytes() + bytes(4 * len(nbytes))
     with pytest.raises(MalformedError):
         wire.answered(arrays, 2)
 
@@ -186,10 +188,13 @@ def test_cut_buffers_are_the_same_bytes(parts: list[bytes], nbytes: int) -> None
     assert not rest or len(rest[0])
 
 
-def test_a_shared_plan_is_what_was_said() -> None:
-    holder = np.array([0, 2, 255, 1], np.uint8)
+@pytest.mark.parametrize("nodes", [3, 255, 256, 1024])
+def test_a_shared_plan_is_what_was_said(nodes: int) -> None:
+    dtype = node_type(nodes)
+    holder: Nodes = np.full(4, np.iinfo(dtype).max, dtype)
+    holder[[0, 1, 3]] = 0, 2, nodes - 1
     for planned in None, holder[::-1].copy():
-        members = np.array([True, False, True])
+        members = np.arange(nodes) % 2 == 0
         said = SharedPlan(9, ChangeId(3, 1), members, holder, planned)
         answer, columns = wire.plan_answer(7, said)
         heard = wire.shared_plan(answer, *[*columns, None][:2])
@@ -202,7 +207,10 @@ def test_a_shared_plan_is_what_was_said() -> None:
     assert wire.shared_plan(wire.plan_answer(7, None)[0], None, None) is None
 
 
-@pytest.mark.parametrize("nodes, holder", [(0, b""), (256, b""), (2, b"\x02")])
+@pytest.mark.parametrize(
+    "nodes, holder",
+    [(0, b""), (1 << 16, b""), (2, b"\x02"), (256, b"\x02"), (256, b"\x00\x01")],
+)
 def test_a_plan_of_nodes_that_do_not_exist_is_malformed(nodes: int, holder: bytes) -> None:
     answer = wire.PlanAnswer(1, 2, ChangeId(1, 0), b"\xff", nodes, len(holder))
     with pytest.raises(MalformedError):

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from creel.policies.cluster.placement import Uses, by_rank, next_holders, nobody, replicas, uses_of
+from creel.policies.cluster.placement import (
+    Uses,
+    by_rank,
+    copied_gap,
+    next_holders,
+    nobody,
+    replicas,
+    uses_of,
+)
 from creel.policies.eviction.selection import Nodes
 
 EQUAL = np.array([100])
@@ -76,17 +84,29 @@ def test_no_node_holds_more_than_its_memory_and_all_memory_is_used(f: float, siz
     assert held(holder, size, 4).sum() >= min(total, capacity.sum()) * 0.999 - 4 * size.max()
 
 
-def test_an_object_stays_where_it_is_read_soonest_of_the_places_that_have_it() -> None:
-    """With room for everything everywhere, against a loop over the definition."""
+@pytest.mark.parametrize("copies, moved", [(1.0, 0.12), (1.1, 0.05), (1.4, 0.01), (5.0, 0.0)])
+def test_an_object_stays_where_it_is_read_soonest_of_the_places_that_have_it(
+    copies: float, moved: float
+) -> None:
+    """Against a loop over the definition; but for what is moved from full nodes to others.
+
+    Where both places have room for it until they read it: where it is read later.
+    """
     job = Job(2, n=600, nodes=5)
+    within = copied_gap(5, copies)
     holder: Nodes = job.nowhere
     for epoch in range(4):
-        new = job.turn(epoch, holder, np.full(5, 600 * 100))
+        new = job.turn(epoch, holder, np.full(5, int(600 / 5 * copies) * 100))
+        others = 0
         for x in range(job.n):
             consumer, before = int(job.uses[epoch].owner[x]), int(holder[x])
             later = [int(uses.owner[x]) for uses in job.uses[epoch + 1 : epoch + 5]]
-            sooner = [node for node in later if node in {consumer, before}]
-            assert new[x] == (sooner[0] if sooner else consumer)
+            gap = {node: later.index(node) + 1 for node in (before, consumer) if node in later}
+            best = min(gap, key=lambda node: gap[node], default=consumer)
+            if len(gap) == 2 and max(gap.values()) <= within:
+                best = max(gap, key=lambda node: gap[node])
+            others += new[x] != best
+        assert others <= moved * job.n
         holder = new
 
 

@@ -95,7 +95,7 @@ class Serving:
         if self._bring(request, known, now) or len(stored):
             self._waiting.append(request)
         else:
-            self._answer(request)
+            self._answer(request, now)
 
     def _bring(self, request: _PeerWait, ids: Index, now: float) -> bool:
         """Await what is on its way, and what is read here for all; whether there is any.
@@ -159,7 +159,7 @@ class Serving:
         pinned = residency.served[request.number]
         coming = pinned[residency.state[pinned] == FETCHING]
         if now >= request.until or not (len(request.lacking) or len(coming)):
-            self._answer(request)
+            self._answer(request, now)
         elif len(coming):
             request.awaited = int(coming[0])
 
@@ -212,7 +212,7 @@ class Serving:
         residency.pin(ids, distinct=True)
         residency.served[request.number] = np.append(residency.served[request.number], ids)
 
-    def _answer(self, request: _PeerWait) -> None:
+    def _answer(self, request: _PeerWait, now: float) -> None:
         """Send what is here; what is not stays unpinned."""
         residency, ids = request.residency, request.ids
         pinned = residency.served[request.number]
@@ -223,6 +223,8 @@ class Serving:
         at = np.flatnonzero(np.isin(ids, found))
         answer.place[at], answer.nbytes[at] = residency.places(ids[at]), residency.length[ids[at]]
         answer.version[at] = residency.versions.version[residency.versions.files(ids[at])]
+        since = residency.versions.since(ids[at])
+        answer.age[at] = np.where(since > 0, np.maximum(now - since, 0.0), np.inf)
         residency.counts["served"] += len(at)
         residency.counts["served_nbytes"] += int(residency.length[ids[at]].sum())
         residency.counts["refused"] += len(ids) - len(at)
@@ -246,4 +248,5 @@ class Serving:
 
 def _nothing(request: int, objects: int) -> ServeObjects:
     place, nbytes = np.full(objects, NOWHERE, np.int64), np.full(objects, -1, np.int64)
-    return ServeObjects(request, place, nbytes, np.full(objects, UNKNOWN, np.int64))
+    version, age = np.full(objects, UNKNOWN, np.int64), np.full(objects, np.inf)
+    return ServeObjects(request, place, nbytes, version, age)

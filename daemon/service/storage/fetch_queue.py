@@ -37,6 +37,7 @@ class FetchJob:
     action: FetchObjects | CheckVersions
     nbytes: NDArray[np.int64]
     version: NDArray[np.int64]
+    asked: NDArray[np.float64]
     left: int  # objects of unfinished parts
     held: Held = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -55,7 +56,8 @@ class FetchJob:
 
 
 def new_job(action: FetchObjects | CheckVersions, size: int) -> FetchJob:
-    return FetchJob(action, np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64), size)
+    nbytes, version = np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64)
+    return FetchJob(action, nbytes, version, np.zeros(size), size)
 
 
 def _user_s() -> float:

@@ -243,30 +243,36 @@ class Fetcher:
         self._held.pop(fetch.fetch, None)
         if job.held:
             self._held[fetch.fetch] = job.held
-        self._post(Fetched(fetch.fetch, job.nbytes, job.version))
+        self._post(Fetched(fetch.fetch, job.nbytes, job.version, job.asked))
 
     def _read(self, source: Readable, job: FetchJob, part: slice) -> int:
         """Read one part; return for how many objects the source was not asked."""
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
-        nbytes, version = job.nbytes[part], job.version[part]
+        read = Read(job.nbytes[part], job.version[part], job.asked[part])
+        if isinstance(source, Source):
+            job.asked[part] = time.monotonic()
         known = offset != ABSENT
         if fetch.runs:
             self._link(offset, lengths, fetch.runs)
         if known.all():
-            nbytes[:], version[:] = self._fill(source, ids, offset, lengths)
+            read.enter(slice(None), self._fill(source, ids, offset, lengths))
             return 0
-        nbytes[known], version[known] = self._fill(
-            source, ids[known], offset[known], lengths[known]
-        )
+        read.enter(known, self._fill(source, ids[known], offset[known], lengths[known]))
         strange = np.flatnonzero(~known)
         whole = _copied(source, ids[strange])
         absent = [i for i, found in enumerate(whole) if found is None]
-        for i, found in zip(absent, source.read_whole(ids[strange[absent]]), strict=True):
+        rest, asked = ids[strange[absent]], np.zeros(len(absent))
+        if isinstance(source, PeerSource):
+            came = source.read_whole(rest, asked)
+            job.asked[part][strange[absent]] = asked
+        else:
+            came = source.read_whole(rest)
+        for i, found in zip(absent, came, strict=True):
             whole[i] = found
         for i, found in zip(strange.tolist(), whole, strict=True):
             if found is not None:
-                nbytes[i], version[i] = len(found[0]), found[1]
+                read.nbytes[i], read.version[i] = len(found[0]), found[1]
                 job.held[int(ids[i])] = found
         return len(whole) - len(absent)
 
@@ -290,17 +296,18 @@ class Fetcher:
 
         All small ones go the same way, so that neighbours are one read.
         """
-        nbytes, version = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.int64)
+        none = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.int64)
+        read = Read(*none, np.zeros(len(ids)) if isinstance(source, PeerSource) else None)
         straight = (length > _LARGE_NBYTES) | (offset < ABSENT)
         straight |= self._arena.written(offset[~straight], length[~straight])
         where = np.flatnonzero(straight)
         if len(where):
             parts = self._arena.parts(offset[where], length[where])
-            nbytes[where], version[where] = source.read_parts(ids[where], length[where], parts)
+            read.enter(where, source.read_parts(ids[where], length[where], parts))
         for where in _portions(np.flatnonzero(~straight), length):
             found = self._fill_buffered(source, ids[where], offset[where], length[where])
-            nbytes[where], version[where] = found
-        return Read(nbytes, version)
+            read.enter(where, found)
+        return read
 
     def _link(self, place: NDArray[np.int64], length: NDArray[np.int64], runs: Runs) -> None:
         """Write the headers of objects in several runs."""
