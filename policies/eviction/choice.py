@@ -44,11 +44,11 @@ class Readers:
         uses: the next uses of each job.
         clock: for each job, (a, b): its step s is at common time a * s + b.
         unplanned: whether no job knows more than the steps being read.
-        once: whether every epoch reads each object at most once (except for padding).
+        once: whether every epoch of each job reads each object at most once (except for padding).
         epoch: the epoch that the first job reads in.
         deals: what is known of the first job on other nodes.
         homes: where to ask, if the nodes serve each other without a plan for all; together: their
-            memories hold all objects.
+            memories hold all objects; homed: some job has other nodes than another one.
         dealt: how each job deals its epochs to all ranks; None: some job's deals are not known.
     """
 
@@ -60,6 +60,7 @@ class Readers:
     deals: Deals
     homes: Homes | None = None
     together: bool = False
+    homed: bool = False
     dealt: list[DealtJob] | None = None
 
 
@@ -71,12 +72,14 @@ def choose(
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
     uses, homes = readers.uses, readers.homes
-    at_home = readers.unplanned or readers.together or (len(uses) == 1 and readers.once)
+    known = len(uses) > 1 and readers.dealt is not None
+    at_home = readers.unplanned or readers.together
+    at_home |= readers.once and (len(uses) == 1 or (readers.homed and not known))
     if homes is not None and at_home:
         if not isinstance(present, HomesEviction):
             present = HomesEviction(state, pins, uses, homes)
         present.all_uses = uses
-    elif homes is not None and len(uses) > 1 and readers.dealt is not None:
+    elif homes is not None and known and readers.dealt is not None:
         if not isinstance(present, HomesFarthest) or present.all_uses != uses:
             present = HomesFarthest(state, pins, readers.dealt, readers.clock, homes)
     else:
