@@ -40,7 +40,7 @@ from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 
 #: Increased whenever two versions could misread each other.
-PEER_PROTOCOL = 3
+PEER_PROTOCOL = 4
 
 #: Bytes of a body, and of a whole frame in the handshake: names are of some 100 bytes.
 _MAX_BODY = 1024
@@ -132,7 +132,8 @@ class PeerBeat(Message, frozen=True):
     """The node of this number is there; the answer is the other's beat, of the same cluster.
 
     `latest` is the last change of members that it knows; `log`, those up to it, is empty where the
-    receiver is known to know them. `plans`: the inputs of its plans.
+    receiver is known to know them. `plans`: the inputs of its plans; `homed`: datasets without one,
+    as some node reads them for a job on other nodes, too.
     """
 
     node: int
@@ -140,6 +141,7 @@ class PeerBeat(Message, frozen=True):
     latest: ChangeId
     log: tuple[Change, ...] = ()
     plans: tuple[PlanDigest, ...] = ()
+    homed: tuple[str, ...] = ()
 
 
 class PlanRequest(Message, frozen=True):

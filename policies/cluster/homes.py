@@ -72,11 +72,8 @@ class Homes:
         sizes: dict[str, int] = {}
         self._asked = np.zeros(_BUCKETS, np.bool_)
         for view in views:
-            own = view.named[view.me]
-            there = {own: SOURCE}
-            for name, origin in zip(view.named, view.origin.tolist(), strict=True):
-                if name != own and origin != SOURCE:
-                    there[name] = origin
+            own, named = view.named[view.me], zip(view.named, view.origin.tolist(), strict=True)
+            there = {own: SOURCE} | {name: origin for name, origin in named if origin != SOURCE}
             self._asked |= _first(tuple(there)) == 0
             origins = {**there, **origins, own: SOURCE}
             sizes |= dict(zip(view.named, view.capacity.tolist(), strict=True))
@@ -92,6 +89,10 @@ class Homes:
     def asked(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """(k,) whether peers of some job ask this node for each object."""
         return self._asked[_bucket(ids)]
+
+    def passed_on(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """(k,) whether peers of one job ask for it here, where a peer of another is its home."""
+        return self.asked(ids) & ~self.mine(ids)
 
     def origins(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
         """(k,) the peer to ask for each object; -1: it is to be read from the source."""

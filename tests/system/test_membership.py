@@ -42,7 +42,8 @@ class Peer:
         self.digests: tuple[PlanDigest, ...] = ()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.disk = 0, 1
-        about = self._moments, self._digests, lambda: self.disk
+        self.homed: frozenset[str] = frozenset()
+        about = self._moments, self._digests, lambda: self.disk, lambda _: self.homed
         hooks = DaemonHooks(self._handle, self._calls.put, self.ended.append, *about)
         self.clusters = ClusterService(self.arena, hooks, ClusterSettings(lost_s=3.0))
         self.member = self.clusters.host("127.0.0.1")

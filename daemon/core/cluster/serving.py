@@ -100,9 +100,8 @@ class Serving:
     def _bring(self, request: _PeerWait, ids: Index, now: float) -> bool:
         """Await what is on its way, and what is read here for all; whether there is any.
 
-        What this node is home of and comes from a peer is not: that peer, which was asked before
-        there were homes, may be waiting for this answer. Any other peer ranks above this node, and
-        waits for none that ranks below it (`policies/cluster/homes.py`).
+        What comes from a peer is not awaited, as that peer may be waiting for this answer; unless
+        it comes for a peer that does not know that one, and so ranks below both.
         """
         residency = request.residency
         policy = residency.policy
@@ -120,14 +119,12 @@ class Serving:
             absent, place, length = absent[~lack], place[~lack], length[~lack]
             for origin, of in residency.origins(absent, 0):
                 fetch = absent[of], place[of], length[of]
-                for action in self._inflight.start(
-                    residency, *fetch, FOR_PEERS, now, now, origin
-                ):
+                for action in self._inflight.start(residency, *fetch, FOR_PEERS, now, now, origin):
                     self._emit(action)
         coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
-            vain = np.isin(coming, self._inflight.from_peers(residency))
-            coming = coming[~(vain & policy.homes.mine(coming))]
+            from_peer = np.isin(coming, self._inflight.from_peers(residency))
+            coming = coming[~from_peer | policy.homes.passed_on(coming)]
         self._pin(request, coming)
         request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0
