@@ -404,7 +404,7 @@ class Residency:
             [g.uses for g in groups],
             lambda: clocks(groups),
             unplanned=all(s.unplanned for g in groups for s in g.sessions.values()),
-            once=all(g.once() for g in groups),
+            once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
             deals=groups[0].deals,
             homes=homes,
