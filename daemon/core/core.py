@@ -391,6 +391,10 @@ class Core:
         """The inputs of this node's plans; all nodes of a cluster must have the same."""
         return self._plans.digests(cluster)
 
+    def homed(self, cluster: str) -> frozenset[str]:
+        """Datasets of which no plan for a cluster alone says where they lie (`ClusterView`)."""
+        return self._plans.homed(cluster)
+
     def disk_size(self) -> tuple[int, int]:
         """Bytes of the node's disk, 0 where there is none, and the unit in which it gives them."""
         return self._admission.disk.nbytes, self._admission.disk.unit

@@ -107,7 +107,7 @@ class Residency:
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
         self.departed = Departed(self.pool)
-        self._seen: tuple[ClusterView, Homes] | None = None
+        self._seen: tuple[list[ClusterView], Homes] | None = None
         self.warming = -1  # next object to load for `Warm`, or -1
         #: Which lengths come from the manifest (None: all); the others from the last read.
         self.listed = _listed(length, lengths)
@@ -399,7 +399,7 @@ class Residency:
                 self.policy = None
             return
         first = next(iter(groups[0].sessions.values()))
-        view = next((g.deals.view for g in groups if g.deals.view is not None), None)
+        homes = self._homes(groups)
         readers = Readers(
             [g.uses for g in groups],
             lambda: clocks(groups),
@@ -407,20 +407,33 @@ class Residency:
             once=groups[0].once(),
             epoch=first.stream.epoch(first.done)[0] + first.epoch_shift,
             deals=groups[0].deals,
-            homes=self._homes(groups, view),
-            together=view is not None and self.nbytes <= float(view.capacity.sum()),
+            homes=homes,
+            together=homes is not None and self.nbytes <= homes.nbytes,
+            homed=self._homed(groups),
             dealt=_dealt(groups),
         )
         self.policy = choose(self.policy, readers, self.state, self.pins)
         self.policy.stored = self.disk.column
 
-    def _homes(self, groups: list[JobGroup], view: ClusterView | None) -> Homes | None:
+    def _homes(self, groups: list[JobGroup]) -> Homes | None:
         """Where to ask peers, if no plan for all nodes says who holds what."""
-        if view is None or not (len(groups) > 1 or groups[0].deals.followed):
+        views = [g.deals.view for g in groups if g.deals.view is not None]
+        if not views or not (len(groups) > 1 or groups[0].deals.followed or self._homed(groups)):
             return None
-        if self._seen is None or self._seen[0] is not view:
-            self._seen = view, Homes(view)
+        if self._seen is None or self._seen[0] != views:
+            self._seen = views, Homes(views)
         return self._seen[1]
+
+    def _homed(self, groups: list[JobGroup]) -> bool:
+        """Whether some node reads it for two jobs that have different nodes."""
+        return any(g.deals.view is not None and self.name in g.deals.view.homed for g in groups)
+
+    def on_other_nodes(self, cluster: str) -> bool:
+        """Whether a job of this cluster reads it here, and so does one that has other nodes."""
+        sets = {g.deals.view.cluster: set(g.deals.view.named) for g in self.groups if g.deals.view}
+        mine = sets.get(cluster)
+        alone = any(g.deals.view is None and len(g.sessions) == g.world for g in self.groups)
+        return mine is not None and (alone or any(other != mine for other in sets.values()))
 
     def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""

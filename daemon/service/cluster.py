@@ -14,6 +14,9 @@ from creel.messages import Join, Member
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import PlanDigest, authority, latest
 
+#: Datasets that are told in a beat, which has room for some 200.
+_MAX_HOMED = 64
+
 
 class Cluster:
     """A cluster, as long as some client of its job is connected.
@@ -45,6 +48,7 @@ class Cluster:
             np.array(origins),
             self._disks(),
             joined.cluster,
+            names=_names(joined.members),
         )
 
     def same(self, request: Join) -> bool:
@@ -96,6 +100,14 @@ class Cluster:
         self._resize()
         return True
 
+    def home(self, datasets: frozenset[str]) -> bool:
+        """No plan of this cluster is about these from now on; return whether that is news."""
+        homed = self.view.homed | datasets
+        if homed == self.view.homed or len(homed) > _MAX_HOMED:
+            return False
+        self.view = replace(self.view, homed=homed)
+        return True
+
     def _resize(self) -> None:
         self.view = replace(self.view, capacity=self._capacity(), disk=self._disks())
 
@@ -116,3 +128,14 @@ class Cluster:
     def names(self, members: NDArray[np.bool_]) -> str:
         """Of these nodes, for people."""
         return ", ".join(self.joined[i].host for i in np.flatnonzero(members))
+
+
+def _names(members: list[Member]) -> tuple[str, ...]:
+    """(nodes,) a name for each, which a daemon that takes its place will have, too.
+
+    >>> _names([Member("a", "h", 1, 9), Member("b", "i", 1, 9), Member("c", "h", 2, 9)])
+    ('h', 'i', 'h 1')
+    """
+    hosts = [one.host for one in members]
+    before = [hosts[:i].count(host) for i, host in enumerate(hosts)]
+    return tuple(f"{h} {n}" if n else h for h, n in zip(hosts, before, strict=True))

@@ -61,6 +61,7 @@ class DaemonHooks(NamedTuple):
         moments: when plans of a cluster could change (`Core.moments`).
         digests: what they take for granted (`Core.digests`).
         disk: how large the disk tier is (`Core.disk_size`).
+        homed: datasets of which they say nothing (`Core.homed`).
     """
 
     handle: Callable[[Event], bool]
@@ -69,6 +70,7 @@ class DaemonHooks(NamedTuple):
     moments: Callable[[str], tuple[EpochMoment, ...]]
     digests: Callable[[str], tuple[PlanDigest, ...]]
     disk: Callable[[], tuple[int, int]]
+    homed: Callable[[str], frozenset[str]]
 
 
 class ClusterService:
@@ -270,6 +272,7 @@ class ClusterService:
             if plans != cluster.plans:
                 cluster.plans = plans
                 self._update_beats(cluster, now=False)
+            self._home(cluster, self._daemon.homed(cluster.name))
             self._update_view(cluster, now)
 
     def _tell_disk_size(self) -> None:
@@ -288,6 +291,12 @@ class ClusterService:
         if cluster.resized(node, nbytes, unit):
             self._daemon.handle(ClusterChanged(cluster.name, cluster.view))
 
+    def _home(self, cluster: Cluster, datasets: frozenset[str]) -> None:
+        """A node reads these datasets for a job on other nodes, too: all nodes are to know that."""
+        if cluster.home(datasets):
+            self._daemon.handle(ClusterChanged(cluster.name, cluster.view))
+            self._update_beats(cluster, now=True)
+
     def _update_view(self, cluster: Cluster, now: float) -> None:
         """Tell the core what has changed of a cluster; end fetches from nodes that are gone."""
         before, view = cluster.view, cluster.seen(now)
@@ -305,7 +314,7 @@ class ClusterService:
         members = cluster.members
         member = cluster.joined[cluster.me]
         known = latest(members.log), members.log, cluster.plans
-        beat = wire.PeerBeat(cluster.me, member, *known)
+        beat = wire.PeerBeat(cluster.me, member, *known, tuple(sorted(cluster.view.homed)))
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
 
@@ -322,6 +331,7 @@ class ClusterService:
             self._resize(cluster, beat.node, beat.member.disk_nbytes, beat.member.disk_unit)
         if cluster.members.learn(beat.log):
             self._update_beats(cluster, now=False)
+        self._home(cluster, frozenset(beat.homed))
         self._update_view(cluster, now)
         right = beat.node == authority(cluster.members.log)
         for plan in differing(cluster.plans, beat.plans, authority=right):

@@ -119,8 +119,9 @@ class Node:
             self._other_source,
             threads=config.fetch.threads,
         )
+        core = self.core
         hooks = self.handle_event, call_soon, self.fetcher.remove_peer
-        daemon = DaemonHooks(*hooks, self.core.moments, self.core.digests, self.core.disk_size)
+        daemon = DaemonHooks(*hooks, core.moments, core.digests, core.disk_size, core.homed)
         self.clusters = ClusterService(self.arena, daemon, config.cluster)
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started

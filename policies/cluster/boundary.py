@@ -33,6 +33,9 @@ class ClusterView:
         disk: (nodes, 2) bytes of disk of each, and the unit in which it gives them.
         cluster: its name.
         log: the latest changes of its members.
+        names: of the nodes, the same in all clusters that a node belongs to; (): they have none.
+        homed: datasets that some node also reads for a job on other nodes: no plan for this cluster
+            alone says what lies where.
     """
 
     me: int
@@ -42,6 +45,13 @@ class ClusterView:
     disk: NDArray[np.int64]
     cluster: str = ""
     log: tuple[Change, ...] = ()
+    names: tuple[str, ...] = ()
+    homed: frozenset[str] = frozenset()
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """(nodes,) their names; numbers, where they have none."""
+        return self.names or tuple(map(str, range(len(self.capacity))))
 
     def like(self, other: ClusterView | None) -> bool:
         """Whether these are the same nodes, with the same memory and disk."""

@@ -4,9 +4,19 @@ Every object has a home among the nodes, by a hash of its number. Whoever needs 
 which reads it from the source, sends it, and keeps it while there is room: so the source is read
 once, whatever order each rank reads in, and nobody has to know another's. What is kept never yields
 to what came later (of a job that reads all objects again and again no choice is better, law L1).
+
+Jobs on one dataset may run on different nodes, some of them on the same. The hash ranks all nodes
+for each object (rendezvous hashing, Thaler and Ravishankar 1998), and a node asks the first of all
+those that any of its jobs has. A node that belongs to two jobs thus keeps one copy for both, and
+gets for a peer of the one job what a peer of the other is home of. Who is asked always ranks above
+who asks, so no two nodes wait for each other.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +29,19 @@ from creel.policies.next_use import NEVER, NextUses
 
 #: `step` of `victims` for what is read for a peer: nothing that is kept leaves for that.
 FOR_PEERS = NEVER
+#: Of this node in `ClusterView.origin`.
+SOURCE = -1
 #: Knuth's multiplicative hash: objects of one kind may lie at regular distances.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(33)
+#: Objects are hashed to as many buckets (2^16); all of a bucket have one home. Of 256 nodes each is
+#: home of 256 of them, give or take 16.
+_BUCKETS, _SHIFT = 1 << 16, np.uint64(48)
+#: Shifts and factors of splitmix64's output (Steele, Lea and Flood 2014).
+_MIXED = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+    (np.uint64(31), np.uint64(1)),
+)
 #: A node is home of at most this many times its share.
 _UNEVEN = 1.02
 #: This part (1/n) of the memory may hold what is read ahead, though peers would need it.
@@ -38,36 +58,63 @@ class Homes:
     What is at home on nodes that are not reached is at home on the others meanwhile. Nothing else
     moves.
     Two nodes that see different ones ask each other in vain, and read the source.
+
+    Args:
+        views: the nodes of each job, one or more.
+
+    Attributes:
+        share: the part of all objects that this node is home of.
+        nbytes: memory of all nodes.
     """
 
-    def __init__(self, view: ClusterView) -> None:
-        self._me, self._origin = view.me, view.origin.astype(np.int64)
-        there = self._origin >= 0
-        there[view.me] = True
-        self._there, self._left = there, np.flatnonzero(there)
-
-    def of(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
-        """(k,) the node that is home of each object."""
-        mixed = ((ids.astype(np.uint64) * _GOLDEN) >> _SHIFT).astype(np.int64)
-        node = mixed % len(self._there)
-        gone = ~self._there[node]
-        if gone.any():
-            node[gone] = self._left[mixed[gone] // len(self._there) % len(self._left)]
-        return node
-
-    @property
-    def share(self) -> float:
-        """The part of all objects that a node is home of."""
-        return 1 / len(self._left)
+    def __init__(self, views: Sequence[ClusterView]) -> None:
+        origins: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        self._asked = np.zeros(_BUCKETS, np.bool_)
+        for view in views:
+            own, named = view.named[view.me], zip(view.named, view.origin.tolist(), strict=True)
+            there = {own: SOURCE} | {name: origin for name, origin in named if origin != SOURCE}
+            self._asked |= _first(tuple(there)) == 0
+            origins = {**there, **origins, own: SOURCE}
+            sizes |= dict(zip(view.named, view.capacity.tolist(), strict=True))
+        self._origin = np.array(list(origins.values()), np.int64)[_first(tuple(origins))]
+        self.share = float((self._origin == SOURCE).mean())
+        self.nbytes = sum(sizes.values())
 
     def mine(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
         """(k,) whether this node is home of each object."""
-        mine: NDArray[np.bool_] = self.of(ids) == self._me
+        mine: NDArray[np.bool_] = self.origins(ids) == SOURCE
         return mine
+
+    def asked(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """(k,) whether peers of some job ask this node for each object."""
+        return self._asked[_bucket(ids)]
+
+    def passed_on(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """(k,) whether peers of one job ask for it here, where a peer of another is its home."""
+        return self.asked(ids) & ~self.mine(ids)
 
     def origins(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
         """(k,) the peer to ask for each object; -1: it is to be read from the source."""
-        return self._origin[self.of(ids)]
+        return self._origin[_bucket(ids)]
+
+
+def _bucket(ids: NDArray[np.integer]) -> NDArray[np.intp]:
+    return ((ids.astype(np.uint64) * _GOLDEN) >> _SHIFT).astype(np.intp)
+
+
+@lru_cache(maxsize=4)
+def _first(names: tuple[str, ...]) -> NDArray[np.int16]:
+    """(buckets,) which of these nodes ranks first; takes 0.5 ms for each of them."""
+    first, most = np.zeros(_BUCKETS, np.int16), np.zeros(_BUCKETS, np.uint64)
+    for node, name in enumerate(names):
+        seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
+        rank = np.arange(_BUCKETS, dtype=np.uint64) * _GOLDEN + np.uint64(seed)
+        for shift, factor in _MIXED:
+            rank = (rank ^ (rank >> shift)) * factor
+        higher = rank > most
+        first[higher], most[higher] = node, rank[higher]
+    return first
 
 
 class HomesEviction(MostRecentFirst):

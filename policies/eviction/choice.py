@@ -11,8 +11,9 @@ The plans decide between three cases (laws L1 to L5, docs/architecture.md):
   `MostRecentFirst`.
 
 Where nodes serve each other but none knows the order of all, `HomesEviction` takes the place of the
-first and the last case, and of the second where the memories together hold everything. Where they
-do not, `HomesFarthest` takes the second for several jobs whose orders all nodes know.
+first and the last case, and of the second where the memories together hold everything, or where
+jobs have different nodes, which count on what each of them keeps. For several jobs whose orders all
+nodes know, `HomesFarthest` takes the second case, unless the memories hold everything.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Readers:
         epoch: the epoch that the first job reads in.
         deals: what is known of the first job on other nodes.
         homes: where to ask, if the nodes serve each other without a plan for all; together: their
-            memories hold all objects.
+            memories hold all objects; homed: some job has other nodes than another one.
         dealt: how each job deals its epochs to all ranks; None: some job's deals are not known.
     """
 
@@ -60,6 +61,7 @@ class Readers:
     deals: Deals
     homes: Homes | None = None
     together: bool = False
+    homed: bool = False
     dealt: list[DealtJob] | None = None
 
 
@@ -71,14 +73,16 @@ def choose(
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
     uses, homes = readers.uses, readers.homes
-    at_home = readers.unplanned or readers.together or (len(uses) == 1 and readers.once)
+    dealt = readers.dealt if len(uses) > 1 else None
+    at_home = readers.unplanned or readers.together or (readers.homed and dealt is None)
+    at_home |= len(uses) == 1 and readers.once
     if homes is not None and at_home:
         if not isinstance(present, HomesEviction):
             present = HomesEviction(state, pins, uses, homes)
         present.all_uses = uses
-    elif homes is not None and len(uses) > 1 and readers.dealt is not None:
+    elif homes is not None and dealt is not None:
         if not isinstance(present, HomesFarthest) or present.all_uses != uses:
-            present = HomesFarthest(state, pins, readers.dealt, readers.clock, homes)
+            present = HomesFarthest(state, pins, dealt, readers.clock, homes)
     else:
         present = _alone(present, readers, state, pins)
     present.rehome(homes)

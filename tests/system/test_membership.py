@@ -42,7 +42,8 @@ class Peer:
         self.digests: tuple[PlanDigest, ...] = ()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.disk = 0, 1
-        about = self._moments, self._digests, lambda: self.disk
+        self.homed: frozenset[str] = frozenset()
+        about = self._moments, self._digests, lambda: self.disk, lambda _: self.homed
         hooks = DaemonHooks(self._handle, self._calls.put, self.ended.append, *about)
         self.clusters = ClusterService(self.arena, hooks, ClusterSettings(lost_s=3.0))
         self.member = self.clusters.host("127.0.0.1")
@@ -198,6 +199,30 @@ def test_who_takes_something_else_for_granted_is_told(stack: ExitStack) -> None:
         return [sorted({(e.dataset, e.seed) for e in mine}) for mine in events]
 
     within(5, peers, lambda: doubts() == [[], [("e", 7)]])
+
+
+def test_all_nodes_hear_of_a_dataset_that_one_of_them_reads_for_a_job_on_others(
+    stack: ExitStack,
+) -> None:
+    """And do not forget it: neither when that job ends, nor when a daemon is restarted."""
+    peers = joined(stack, 3)
+    members = [peer.member for peer in peers]
+    peers[1].homed = frozenset({"d"})
+    within(2, peers, lambda: all(homed(peer) == {"d"} for peer in peers))
+    for peer in peers:
+        changed = [event for event in peer.events if isinstance(event, ClusterChanged)]
+        assert changed[-1].view is peer.clusters.view("c")
+    peers[1].close()
+    peers[1] = started(stack)
+    enter(peers[1], [members[0], peers[1].member, members[2]])
+    within(5, peers, lambda: homed(peers[1]) == {"d"})
+    assert len({peer.clusters.view("c").names for peer in peers}) == 1  # type: ignore[union-attr]
+
+
+def homed(peer: Peer) -> frozenset[str]:
+    view = peer.clusters.view("c")
+    assert view is not None
+    return view.homed
 
 
 def test_a_stranger_is_no_member(stack: ExitStack) -> None:

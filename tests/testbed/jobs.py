@@ -25,6 +25,8 @@ from testbed.slowfs import SlowFS
 SCRIPT = Path(__file__).with_name("train_on_nodes.py")
 #: The same with other samplers.
 READS = Path(__file__).with_name("read_on_nodes.py")
+#: Where a rank and its daemon find these modules, and creel where it is not installed.
+_PATH = [str(SCRIPT.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
 NBYTES = 4000
 #: What a file of NBYTES takes of the memory.
 HELD_NBYTES = 4096
@@ -90,7 +92,7 @@ def global_batches(files: int, batch: int, world: int, epoch: int) -> list[list[
 
 
 class Rank:
-    """A rank on host n{rank // each}; each line that it says is a JSON object."""
+    """A rank on host n{first + rank // each}; each line that it says is a JSON object."""
 
     def __init__(
         self,
@@ -101,25 +103,27 @@ class Rank:
         settings: dict[str, str],
         each: int = 1,
         script: Path = SCRIPT,
+        first: int = 0,
     ) -> None:
         """Start it.
 
-        settings: variables beside torchrun's; empty ones are not set. each: ranks on a host.
+        settings: variables beside torchrun's; empty ones are not set. each: ranks on a host;
+        first: the host of rank 0.
         """
         env = {k: v for k, v in os.environ.items() if not k.startswith("CREEL_")} | {
             "RANK": str(rank),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(each),
-            "MASTER_ADDR": cluster.ip("n0"),
+            "MASTER_ADDR": cluster.ip(f"n{first}"),
             "MASTER_PORT": "29555",
             "GLOO_SOCKET_IFNAME": "eth0",
-            "PYTHONPATH": str(SCRIPT.parents[1]),
+            "PYTHONPATH": os.pathsep.join(_PATH),
             **settings,
         }
         env = {name: value for name, value in env.items() if value}
-        self.host = f"n{rank // each}"
-        first = cluster.state["hosts"][self.host]["pid"]
-        self.process = Program(script.read_text(), *words, env=env, inside=first)
+        self.host = f"n{first + rank // each}"
+        init = cluster.state["hosts"][self.host]["pid"]
+        self.process = Program(script.read_text(), *words, env=env, inside=init)
         self.errors = ""
         self._said: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=call) for call in (self._listen, self._read)]
@@ -161,10 +165,15 @@ def job(
     each: int = 1,
     more: Mapping[str, str] = MappingProxyType({}),
     script: Path = SCRIPT,
+    first: int = 0,
 ) -> Iterator[list[Rank]]:
-    """`each` ranks on each host, which has so many bytes of memory; `more`: variables."""
+    """`each` ranks on each host from n{first} on, with so many bytes of memory.
+
+    more: variables.
+    """
     settings = {"CREEL_MEMORY__BUDGET": str(memory), **more}
-    ranks = [Rank(cluster, rank, world, words, settings, each, script) for rank in range(world)]
+    rest = words, settings, each, script, first
+    ranks = [Rank(cluster, rank, world, *rest) for rank in range(world)]
     try:
         yield ranks
     finally:

@@ -32,6 +32,9 @@ def nothing(cluster: str) -> tuple[()]:
     return ()
 
 
+HOOKS = nothing, nothing, lambda: (0, 1), lambda _: frozenset[str]()
+
+
 @pytest.fixture
 def clusters() -> Iterator[ClusterService]:
     def handled(event: Event) -> bool:
@@ -39,7 +42,7 @@ def clusters() -> Iterator[ClusterService]:
         return True
 
     with Arena.create(1 << 20) as arena:
-        hooks = DaemonHooks(handled, never, ENDED.append, nothing, nothing, lambda: (0, 1))
+        hooks = DaemonHooks(handled, never, ENDED.append, *HOOKS)
         one = ClusterService(arena, hooks, ClusterSettings())
         yield one
         one.close()
@@ -136,7 +139,7 @@ def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sealing, "find_spec", lambda _: None)
-    hooks = DaemonHooks(lambda _: True, never, ENDED.append, nothing, nothing, lambda: (0, 1))
+    hooks = DaemonHooks(lambda _: True, never, ENDED.append, *HOOKS)
     with Arena.create(1 << 20) as arena:
         secret = ClusterService(arena, hooks, ClusterSettings(encrypt=True))
         with pytest.raises(CreelError, match="cryptography"):

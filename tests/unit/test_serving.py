@@ -317,7 +317,7 @@ class Home(Node):
         super().__init__(40, held)
         view = ClusterView(0, np.arange(2), np.full(2, held * 100), np.array([SOURCE, 7]), NO_DISKS)
         self.feed(EpochFollowed(1, view))
-        at_home = Homes(view).mine(np.arange(40))
+        at_home = Homes([view]).mine(np.arange(40))
         self.mine, self.others = (np.flatnonzero(at_home == x).tolist() for x in (True, False))
         self.extend(1, 0, [[self.mine[-1]]])
         self.land(next(iter(self.fetches)))

@@ -82,6 +82,11 @@ class ClusterPlans:
         found = (policy.digest for _, policy in self._within(cluster))
         return tuple(digest for digest in found if digest is not None)
 
+    def homed(self, cluster: str) -> frozenset[str]:
+        """Datasets that this node reads for a job of this cluster and for one on other nodes."""
+        found = (r.name for r in self._residencies.values() if r.on_other_nodes(cluster))
+        return frozenset(found)
+
     def _within(self, cluster: str) -> Iterator[tuple[Residency, ClusterEviction]]:
         """The datasets that are planned in this cluster."""
         for residency in self._residencies.values():

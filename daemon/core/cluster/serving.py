@@ -100,7 +100,8 @@ class Serving:
     def _bring(self, request: _PeerWait, ids: Index, now: float) -> bool:
         """Await what is on its way, and what is read here for all; whether there is any.
 
-        What comes from a peer is not awaited: that peer may be waiting for this answer.
+        What comes from a peer is not awaited, as that peer may be waiting for this answer; unless
+        it comes for a peer that does not know that one, and so ranks below both.
         """
         residency = request.residency
         policy = residency.policy
@@ -108,19 +109,22 @@ class Serving:
             return False
         ids = np.unique(ids)
         absent = ids[(residency.state[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
-        absent = absent[policy.homes.mine(absent)]
+        absent = absent[policy.homes.asked(absent)]
         absent = absent[
             : self._inflight.may_start_for_peers(residency.expected(residency.length[absent]))
         ]
         if len(absent):
             length = residency.length[absent]
             place, lack = self._admission.room(residency, length, FOR_PEERS)
-            fetch = absent[~lack], place[~lack], length[~lack]
-            for action in self._inflight.start(residency, *fetch, FOR_PEERS, now, now):
-                self._emit(action)
+            absent, place, length = absent[~lack], place[~lack], length[~lack]
+            for origin, of in residency.origins(absent, 0):
+                fetch = absent[of], place[of], length[of]
+                for action in self._inflight.start(residency, *fetch, FOR_PEERS, now, now, origin):
+                    self._emit(action)
         coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
-            coming = coming[~np.isin(coming, self._inflight.from_peers(residency))]
+            from_peer = np.isin(coming, self._inflight.from_peers(residency))
+            coming = coming[~from_peer | policy.homes.passed_on(coming)]
         self._pin(request, coming)
         request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0
