@@ -442,11 +442,7 @@ class WrappedReads:
         recheck = self._settings().loader.recheck
         if recheck == "epoch":
             recheck = "step"  # only a loader knows where an epoch begins
-        who = job_name(), rank, world
-        # torch starts workers each epoch; mostly the daemon has their dataset already.
-        with contextlib.suppress(UnavailableError):
-            return client.open(binding.manifest.key, *who, recheck=recheck)
-        return client.open(client.register(binding.manifest), *who, recheck=recheck)
+        return client.open_manifest(binding.manifest, job_name(), rank, world, recheck=recheck)
 
     def _client(self) -> Client | None:
         if self._settings().loader.disable:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from creel import messages
 from creel.addresses import first_address
@@ -124,14 +124,14 @@ def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
         close_all(fds)
 
 
-def sealed_copy(data: bytes) -> int:
+def sealed_file(write: Callable[[BinaryIO], None]) -> int:
+    """The descriptor of a sealed memfd that `write` has filled."""
     import fcntl
 
     fd = os.memfd_create("creel-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
+        with open(fd, "wb", closefd=False) as file:
+            write(file)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)

@@ -182,7 +182,6 @@ def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
 
     until(lambda: read_directly() == 0, what="an epoch that is read from memory alone")
     assert served
-    del never, ours
 
 
 @pytest.mark.usefixtures("unsaid")
