@@ -269,6 +269,16 @@ class FetchObjects(Action, frozen=True):
     origin: int = SOURCE
 
 
+class CancelFetches(Action, frozen=True):
+    """Do not read what is left of these fetches from the source: nobody waits for it any more.
+
+    `Fetched` comes all the same, with -1 bytes for what was not read.
+    """
+
+    dataset: str
+    fetches: frozenset[int]
+
+
 class ServeObjects(Action, frozen=True):
     """Send a peer the objects it asked for; `PeerServed` says when their bytes have left.
 

@@ -17,6 +17,7 @@ from creel.daemon.core.events import (
     DISK,
     HELD,
     Action,
+    CancelFetches,
     DatasetAdded,
     DiskOpened,
     DropFromDisk,
@@ -87,6 +88,7 @@ class Rig:
         ] = {}  # of a run: start -> dataset, object, bytes
         self.runs: Runs = {}  # of what was written last to each place
         self.reads = 0
+        self.cancelled: frozenset[int] = frozenset()  # not read by the source
         self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
         self.stored = 0  # objects copied
         self.plans: list[PlanRetention] = []
@@ -169,6 +171,9 @@ class Rig:
         if fetch.origin == DISK:
             return self.read_disk(fetch)
         out = self.size[name][fetch.ids].copy()
+        if number in self.cancelled:
+            self.cancelled -= {number}
+            return self.feed(Fetched(number, np.full(len(out), -1), self.versions(fetch)))
         self.reads += len(out)
         for i, x in enumerate(fetch.ids.tolist()):
             if x in self.bad[name]:
@@ -301,6 +306,8 @@ class Rig:
             self.publish(action)
         elif isinstance(action, PlanRetention):
             self.plans.append(action)
+        elif isinstance(action, CancelFetches):
+            self.cancelled |= action.fetches
         elif isinstance(action, SpillObjects | DropFromDisk):
             self.to_disk.append(action)
         elif isinstance(action, ServeObjects):
