@@ -342,6 +342,8 @@ class WrappedReads:
 
     def _use(self, trace: AccessTrace | None) -> None:
         """Bind the dataset by a trace, unless it is bound by an equal one."""
+        if trace is not None and self._settings().loader.recheck == "never":
+            trace.ignore_versions()
         if trace is not None and (self._trace is None or not trace.same(self._trace)):
             self._trace, self._binding = trace, bound(self._dataset, trace)
             if self._link is not None:
