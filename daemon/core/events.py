@@ -211,10 +211,14 @@ class FoundOnDisk(Event, frozen=True):
 
 
 class Spilled(Event, frozen=True):
-    """A `SpillObjects` ended: (k,) whether each object is on disk now."""
+    """A `SpillObjects` ended: (k,) whether each object is on disk now.
+
+    `full`: whether some are not because the disk has no room.
+    """
 
     spill: int
     stored: NDArray[np.bool_]
+    full: bool = False
 
 
 class Warm(Event, frozen=True):

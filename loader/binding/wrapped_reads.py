@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from creel.addresses import startable
-from creel.config import Config
+from creel.config import Config, switched_off
 from creel.errors import UnavailableError
 from creel.forks import at_fork, forget_in_child
 from creel.loader.binding.access_recorder import AccessRecorder, recordable
@@ -251,7 +251,7 @@ class WrappedReads:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        if observing():  # inside another proxy, which records what is read here
+        if observing() or switched_off():  # inside another proxy, which records what is read here
             return fetch(self._dataset)
         bypass = self._bypass
         if bypass is not None and bypass.active and self._binding is None and passes_on():
@@ -318,7 +318,7 @@ class WrappedReads:
 
     def _bind(self) -> Binding | None:
         """The dataset's objects, as declared or recorded; starts recording where neither is so."""
-        if not self._bound and not self._settings().loader.disable:
+        if not self._bound and not switched_off() and not self._settings().loader.disable:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
@@ -342,6 +342,8 @@ class WrappedReads:
 
     def _use(self, trace: AccessTrace | None) -> None:
         """Bind the dataset by a trace, unless it is bound by an equal one."""
+        if trace is not None and self._settings().loader.recheck == "never":
+            trace.ignore_versions()
         if trace is not None and (self._trace is None or not trace.same(self._trace)):
             self._trace, self._binding = trace, bound(self._dataset, trace)
             if self._link is not None:

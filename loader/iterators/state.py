@@ -55,7 +55,7 @@ class LoaderState:
         self.pid = os.getpid()
         self.config, self._origins = settings(loader.creel)
         storage.use(self.config.fetch)
-        self.ring = BufferPool()  # kept over epochs: fresh pages for their first batches cost time
+        self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
         self.tolerance = Tolerance(loader.on_error, loader.max_bad_samples)

@@ -94,6 +94,7 @@ class Rig:
         self.plans: list[PlanRetention] = []
         self.disk: dict[str, dict[int, int]] = {}  # bytes of each object that is on disk
         self.to_disk: list[SpillObjects | DropFromDisk] = []  # in the order in which it is done
+        self.disk_fails: str | None = None  # a dataset of which nothing is written
         self.disk_room: Callable[[int], bool] = lambda nbytes: True  # noqa: ARG005
         self.disk_reads = 0
         self.asked_for: dict[int, tuple[str, NDArray[np.int32]]] = {}  # by request of a peer
@@ -226,10 +227,11 @@ class Rig:
                 assert all(
                     self.bytes[at] == (order.dataset, x, n) for at, n in self.ranges(place, nbytes)
                 ), "what is being written has left"
-                stored[i] = self.disk_room(nbytes)
+                stored[i] = self.disk_room(nbytes) and order.dataset != self.disk_fails
                 if stored[i]:
                     disk[x] = nbytes
-            return self.feed(Spilled(order.spill, stored))
+            full = self.disk_fails is None and not stored.all()
+            return self.feed(Spilled(order.spill, stored, full))
         return []
 
     def open_disk(self, nbytes: int) -> None:
