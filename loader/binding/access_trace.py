@@ -15,7 +15,7 @@ from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
 from creel.loader.datasets.base import CreelDataset, positions
-from creel.loader.reading.observer import is_local, worth
+from creel.loader.reading.observer import is_local, version_at, worth
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Indices, Sample
@@ -26,6 +26,8 @@ Item = str | tuple[int, int] | tuple[str, int, int]
 Column = NDArray[np.int64]
 #: Most values examined in search of parts, and longest list or dict searched.
 _MAX_PARTS = 10_000
+#: Files by which `outdated` judges: it asks the storage for each, in the trainer's thread.
+_LOOKED_AT = 16
 
 
 class AccessTrace:
@@ -69,6 +71,16 @@ class AccessTrace:
         for leaf in self.leaves:
             if isinstance(leaf, Addressed):
                 leaf.versions = None
+
+    def outdated(self) -> bool:
+        """Whether files have other versions by now, judged by a few of them."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Addressed) and leaf.versions is not None:
+                some = np.unique(np.linspace(0, leaf.object_count - 1, _LOOKED_AT).astype(np.int64))
+                were = zip(leaf.addresses(some), leaf.versions_of(some), strict=True)
+                if any(of not in {UNKNOWN, version_at(address)} for address, of in were):
+                    return True
+        return False
 
     def same(self, other: AccessTrace) -> bool:
         """Whether each sample reads the same by both, of files of the same versions."""

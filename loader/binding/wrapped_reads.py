@@ -304,10 +304,14 @@ class WrappedReads:
         """The trace of the dataset once it is complete (see `access_recorder`), else None.
 
         The first call starts recording, unless `bind` finds the dataset's objects; until that is
-        complete, the trace is that of an earlier job, if there is one.
+        complete, the trace is that of an earlier job, if there is one. Where files were rewritten
+        since, recording starts anew.
         """
         with self._lock:
             if self._bound or not bindable(self._dataset):
+                self._bind()
+            if self._trace is not None and self._recorder is None and self._trace.outdated():
+                self._forget_binding()  # its files would be read from the source, and in vain
                 self._bind()
             return self._trace
 

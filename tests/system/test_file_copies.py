@@ -141,7 +141,7 @@ def test_files_that_have_changed_since_they_were_copied_give_their_new_bytes(
     for epoch in range(3):
         assert same(list(ours), list(theirs))
         slow.fill(epoch + 1)
-    assert slow.opens() == 5 * N  # from the second epoch on by the samples, and the daemon in vain
+    assert slow.opens() == 3 * N
 
 
 def test_a_daemon_that_ends_takes_its_copies_along(slow: SlowFiles, daemon: Running) -> None:
