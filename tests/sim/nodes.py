@@ -90,8 +90,8 @@ class Nodes:
         self.chance: np.random.Generator | None = None  # what happens next; None: in turn
         self._now, self._requests = 0.0, 0
         self._queue: deque[tuple[int, Action]] = deque()
-        self._asked: dict[int, tuple[int, FetchObjects]] = {}  # by request: who waits
-        self._sent: dict[int, float] = {}  # by request: when
+        #: By request: who waits for what, and since when.
+        self._asked: dict[int, tuple[int, FetchObjects, float]] = {}
         self._plans: dict[int, SharePlan] = {}
         self.ready = [0] * nodes
         self.places: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * nodes
@@ -325,24 +325,26 @@ class Nodes:
             self.counts["refused"] += len(action.ids)
             self._feed(node, Fetched(action.fetch, np.full(len(action.ids), -1)))
             return
-        self._requests += 1
         self.counts["empty"] += len(action.ids) * bool((self.places[action.origin] == -1).all())
-        self._asked[self._requests] = node, action
-        self._sent[self._requests] = self._now
-        self._feed(action.origin, PeerAsked(self._requests, action.dataset, action.ids))
+        self._ask(action.origin, node, action)
+
+    def _ask(self, peer: int, node: int, action: FetchObjects) -> None:
+        self._requests += 1
+        self._asked[self._requests] = node, action, self._now
+        self._feed(peer, PeerAsked(self._requests, action.dataset, action.ids))
 
     def _served(self, node: int, answer: ServeObjects) -> None:
         """The answer of `node` goes to whoever asked it, before anything else happens there."""
         self._queue.appendleft((node, answer))
 
     def _arrive(self, origin: int, answer: ServeObjects) -> None:
-        node, action = self._asked.pop(answer.request)
+        node, action, sent = self._asked.pop(answer.request)
         here = answer.nbytes >= 0
         held = self.places[origin][action.ids]
         assert (answer.place[here] == held[here]).all(), "sent from where it is not"
         self.counts["peer"] += int(here.sum())
         self.counts["refused"] += int((~here).sum())
-        asked = self._sent[answer.request] + _APART_S * node - answer.age
+        asked = sent + _APART_S * node - answer.age
         columns = answer.nbytes.copy(), answer.version.copy(), np.maximum(asked, 0.0)
         self._feed(node, Fetched(action.fetch, *columns))
         self._feed(origin, PeerServed(answer.request))

@@ -16,7 +16,6 @@ from creel.daemon.core.events import (
     EpochDealt,
     EpochFollowed,
     FetchObjects,
-    PeerAsked,
     PlanDoubted,
     PlanExtended,
     Progressed,
@@ -160,11 +159,8 @@ class JobSets(Nodes):
             super()._do(node, action)
 
     def _from_peer(self, node: int, action: FetchObjects) -> None:
-        self._requests += 1
-        self._asked[self._requests] = node, action
         self.counts["asked"] += len(action.ids)
-        peer = action.origin % _ORIGINS
-        self._feed(peer, PeerAsked(self._requests, action.dataset, action.ids))
+        self._ask(action.origin % _ORIGINS, node, action)
 
 
 def alone(sets: list[list[int]], memory: float) -> float:
