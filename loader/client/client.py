@@ -187,7 +187,6 @@ class Client:
         job: str = "",
         rank: int = 0,
         world: int = 1,
-        name: str = "",
         recheck: str = "never",
     ) -> Session:
         """Open a session over a registered dataset; see `messages.Open`.
@@ -195,7 +194,7 @@ class Client:
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        request = messages.Open(dataset, job, rank, world, name, cast(Any, recheck))
+        request = messages.Open(dataset, job, rank, world, cast(Any, recheck))
         reply, fds = self._call(request, messages.Opened)
         return self._session(reply, fds, trainer=True)
 
