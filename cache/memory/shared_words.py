@@ -70,6 +70,26 @@ def sealed_memfd(name: str, nbytes: int) -> int:
     return fd
 
 
+def sealed_copy(name: str, data: bytes) -> int:
+    """A memfd with these bytes, which nobody can change any more.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    import fcntl
+
+    fd = sealed_memfd(name, len(data))
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 class SharedWords:
     """The words of one session, indexed with the constants above: `words[READY]`."""
 

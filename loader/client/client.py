@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from creel import messages
 from creel.addresses import second_address
 from creel.cache.memory.arena import ArenaView
-from creel.cache.memory.shared_words import LocationTable, SharedWords
+from creel.cache.memory.shared_words import LocationTable, SharedWords, sealed_copy
 from creel.cache.storage.manifest import Manifest
 from creel.errors import (
     ConfigError,
@@ -46,7 +46,6 @@ from creel.loader.client.packets import (
     map_arena,
     pidfd_of,
     resolve,
-    sealed_copy,
 )
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
@@ -171,7 +170,7 @@ class Client:
         """
         copies = manifest.copies if manifest.copies is not None and manifest.copies.give() else None
         data = manifest.to_arrow(copies=copies is not None)
-        fd = sealed_copy(data)
+        fd = sealed_copy("creel-manifest", data)
         fds = (fd,) if copies is None else (fd, copies.fd)
         try:
             reply, _ = self._call(

@@ -20,7 +20,6 @@ M = TypeVar(
 )
 
 _MAX_FDS = 4
-_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
 
 
 def default_name() -> str:
@@ -122,21 +121,6 @@ def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
         yield tuple(fds)
     finally:
         close_all(fds)
-
-
-def sealed_copy(data: bytes) -> int:
-    import fcntl
-
-    fd = os.memfd_create("creel-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def close_all(fds: list[int]) -> None:

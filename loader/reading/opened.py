@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, TypeVar, cast
 
+from creel.cache.memory.shared_words import sealed_copy
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from creel.loader.reading.observer import (
@@ -234,15 +235,8 @@ def memory_file(data: bytes) -> int:
     Raises:
         OSError: there is no room for it, or no /proc.
     """
-    import fcntl  # there is none on Windows, where this module is imported, too
-
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-    fd = os.memfd_create("creel-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = sealed_copy("creel-file", data)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.pwrite(fd, left, len(data) - len(left)) :]
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         # Before Linux 6.7 nothing sealed can be mapped shared through a descriptor for writing.
         return os_open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
