@@ -317,8 +317,13 @@ def _cacheable(status: os.stat_result, address: str) -> bool:
     return regular and not address.startswith(_NO_FILES)
 
 
-#: Of files that C reads, one in `_LOOK` is left to it, to see whether it still reads all of them.
-_LOOK, _MAX_IN_C_NBYTES = 32, 64 << 20
+#: What C reads cannot be kept, unless it is read here, all of the file, and given to C from memory.
+#: So C reads one file, and where it waited for nearly all of that, the next ones are read for it;
+#: after this many of these, it reads one again, as it may want only parts by now.
+_READ_FOR_C = 32
+#: Part of a file that is nearly all of it; a copy may lack as much (`file_copies`).
+_NEARLY_ALL = 15 / 16
+_MAX_IN_C_NBYTES = 64 << 20
 
 
 def read_in_c(status: os.stat_result, address: str, *, waited_ns: int) -> PartialRead | None:
@@ -352,10 +357,7 @@ def _left_to_c(part: PartialRead | None) -> None:
 
 
 def read_for_c(address: str) -> bytes | None:
-    """All of a file that C would read, where it read nearly all of the last one, which was slow.
-
-    So it is kept, and the daemon need not read it again. None: leave it to C.
-    """
+    """All of a file that C would read, kept for the daemon; None: leave it to C (`_READ_FOR_C`)."""
     observed = observing()
     if observed is None or not _reads_for_c(observed.copies):
         return None
@@ -369,9 +371,10 @@ def read_for_c(address: str) -> bytes | None:
 
 
 def _reads_for_c(copies: FileCopies | None) -> bool:
-    last = None if copies is None else copies.read_in_c
-    alike = last is not None and last.waited_ns and last.got_last * 16 >= last.nbytes * 15
-    if copies is None or not alike or copies.read_here >= _LOOK:
+    if copies is None or copies.read_in_c is None or copies.read_here >= _READ_FOR_C:
+        return False
+    last = copies.read_in_c
+    if not last.waited_ns or last.got_last < last.nbytes * _NEARLY_ALL:
         return False
     copies.read_here += 1
     return True
