@@ -2,7 +2,7 @@
 
 The loop sleeps in one epoll over control socket, request socket and wake-ups from other threads.
 With open sessions it also polls the shared words: after an eighth of the time since they last
-changed, between 1 and 50 ms, so quick steps are seen at once and an idle daemon costs nothing.
+changed, between 1 and 80 ms, so quick steps are seen at once and an idle daemon costs nothing.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class BufferPool:
 
 
 class _FreeList:
-    """Free buffers of one size; a buffer that returns after its shelf is gone is freed."""
+    """Free buffers of one size; a buffer that returns after this list is gone is freed."""
 
     def __init__(self, size: int) -> None:
         self.size = size

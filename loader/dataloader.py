@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch.utils.data
 from torch.utils.data import IterableDataset, MapDataPipe
 
+from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
 from creel.loader.progress import VERSION, Progress
@@ -239,7 +240,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, object]:
         """Return this loader's counters in this process, as `creel stats --json` names them."""
-        return self._loader_state().meter.stats() if MISSING is None else Meter().stats()
+        if MISSING is None and not switched_off():
+            return self._loader_state().meter.stats()
+        begun: LoaderState | None = self.__dict__.get("_creel_state")
+        here = begun is not None and begun.pid == os.getpid()
+        return (begun.meter if begun is not None and here else Meter()).stats()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in _OURS}
@@ -262,13 +267,13 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
         raise ConfigError(
             f"on_error={loader.on_error!r}: an IterableDataset has no samples by number"
         )
-    if loader.creel and MISSING is None:
+    if loader.creel and MISSING is None and not switched_off():
         settings(loader.creel)  # raise for a wrong setting here, not at the first epoch
 
 
 def _may_take(loader: DataLoader[Any]) -> bool:
     """Whether creel's iterators can serve this loader; otherwise torch's do."""
-    if os.environ.get("CREEL_DISABLE") == "1":  # first: it must work with broken settings, too
+    if switched_off():  # first: it must work with broken settings, too
         return False
     if sys.platform != "linux":
         _warn_once("creel needs Linux: this DataLoader behaves as torch's")

@@ -1,4 +1,4 @@
-"""Tensors over memory that torch does not own: slots, rings, packets."""
+"""Tensors over memory that torch does not own: slots and buffers."""
 
 from __future__ import annotations
 

@@ -194,29 +194,32 @@ class DiskStore:
         ids: NDArray[np.integer],
         objects: Sequence[Part],
         versions: NDArray[np.int64],
-    ) -> NDArray[np.bool_]:
-        """Store objects, each `objects[i]` of the version (k,); (k,) whether each is here then.
+    ) -> tuple[NDArray[np.bool_], bool]:
+        """Store objects, each `objects[i]` of the version (k,). Nobody writes to them meanwhile.
 
-        False where there is no room: what is there stays, except for datasets that are not attached
-        and earlier records of these objects. Nobody writes to the objects meanwhile.
+        Where there is no room, what is there stays, except for datasets that are not attached and
+        earlier records of these objects.
+
+        Returns:
+            (k,) whether each is here now; whether there was no room for some.
         """
         stored = np.zeros(len(ids), np.bool_)
         with self._writing:
             index = self._datasets.get(dataset)
             if index is None or self._off:
-                return stored
+                return stored, False
             nbytes = np.array([sum(map(len, parts)) for parts in objects], np.int64)
             rooms = self._take_rooms(index, ids, nbytes)
             try:
                 self._write(index, ids, objects, nbytes, versions, rooms)
             except OSError as e:
                 self._give_up("write", e)
-                return stored
+                return stored, False
             with self._lock:
                 for i, runs in rooms.items():
                     index.put(int(ids[i]), runs)
                     stored[i] = True
-        return stored
+        return stored, len(rooms) < len(ids) and not self._off
 
     def _take_rooms(
         self, index: DatasetIndex, ids: NDArray[np.integer], nbytes: Sizes

@@ -69,10 +69,15 @@ class Copies:
         """
         return os.pread(self.fd, _SALT_NBYTES, _SALT_AT).hex()
 
+    @property
+    def given(self) -> bool:
+        """Whether a daemon has them."""
+        return os.pread(self.fd, 1, 0) == b"\1"
+
     def give(self) -> bool:
         """Whether they may go to a daemon: once, as it frees what it has taken."""
         with locked(self.fd):
-            if os.pread(self.fd, 1, 0) == b"\1":
+            if self.given:
                 return False
             os.pwrite(self.fd, b"\1", 0)
             return True

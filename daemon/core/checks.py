@@ -53,7 +53,7 @@ class Checks:
             if s.verified < next_step:  # a reader may wait for it: not for what comes after it, too
                 stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
-            deadline = s.deadline(s.stream.step_at(s.verified), now, in_turn=False)
+            deadline = s.needed_at(s.stream.step_at(s.verified), now)
             out += self._check_files(s, ids[s.residency.state[ids] == RESIDENT], now, deadline)
             s.verified = stop
         return out

@@ -300,6 +300,8 @@ class Core:
         if residency.policy is not None:
             residency.policy.replanned()
         residency.release(unpinned)
+        if orphans := self._inflight.orphans(residency):
+            self._out.append(events.CancelFetches(residency.name, orphans))
         self._set_reaches()
 
     def _consume(self, s: RankStream, done: int) -> None:

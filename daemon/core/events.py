@@ -211,10 +211,14 @@ class FoundOnDisk(Event, frozen=True):
 
 
 class Spilled(Event, frozen=True):
-    """A `SpillObjects` ended: (k,) whether each object is on disk now."""
+    """A `SpillObjects` ended: (k,) whether each object is on disk now.
+
+    `full`: whether some are not because the disk has no room.
+    """
 
     spill: int
     stored: NDArray[np.bool_]
+    full: bool = False
 
 
 class Warm(Event, frozen=True):
@@ -267,6 +271,16 @@ class FetchObjects(Action, frozen=True):
     deadline: float
     runs: Runs = {}
     origin: int = SOURCE
+
+
+class CancelFetches(Action, frozen=True):
+    """Do not read what is left of these fetches from the source: nobody waits for it any more.
+
+    `Fetched` comes all the same, with -1 bytes for what was not read.
+    """
+
+    dataset: str
+    fetches: frozenset[int]
 
 
 class ServeObjects(Action, frozen=True):

@@ -14,7 +14,7 @@ from creel.daemon.core.events import DISK, SOURCE, FetchObjects
 from creel.daemon.core.residency import Index, Residency, Sizes
 from creel.errors import IllegalEventError
 from creel.policies.eviction.policy import ABSENT, FETCHING, SKIPPED
-from creel.policies.masks import every
+from creel.policies.masks import every, some
 from creel.policies.prefetch import Window, affordable, portions
 
 #: Share of the objects and bytes in flight that is reserved for stalled readers.
@@ -214,6 +214,14 @@ class Inflight:
     def of(self, residency: Residency, object_id: int) -> InflightFetch | None:
         """Return the fetch in flight that brings an object, or None."""
         return next((f for f in self._all(residency) if object_id in f.ids), None)
+
+    def orphans(self, residency: Residency) -> frozenset[int]:
+        """Fetches from the source of which no step, peer or `Warm` needs an object."""
+        if residency.warming >= 0:
+            return frozenset()
+        fetches = self._inflight.items()
+        own = ((n, f) for n, f in fetches if f.residency is residency and f.origin == SOURCE)
+        return frozenset(n for n, f in own if not some(residency.pins[f.ids] > 0))
 
     def number(self, residency: Residency) -> int:
         """How many objects of a dataset are in flight."""

@@ -195,7 +195,8 @@ class Landing:
         residency.clear_lengths(pending.ids[wrong])
         if not every(known):
             self._take_held(pending, good & ~known, e.nbytes, now)
-        residency.counts["failed"] += int((residency.state[pending.ids] == FAILED).sum())
+        failed = residency.state[pending.ids] == FAILED
+        residency.counts["failed"] += int((failed & (residency.pins[pending.ids] > 0)).sum())
 
     def _take_held(
         self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes, now: float

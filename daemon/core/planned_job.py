@@ -47,7 +47,8 @@ class PlannedJob:
         """Bytes of this dataset's share of memory and disk."""
         residency = self.residency
         share = min(int(self.admission.share(residency)), residency.space.nbytes)
-        share += self.admission.disk.capacity(self.admission.part(residency), residency.mean)
+        if not residency.disk.refused:
+            share += self.admission.disk.capacity(self.admission.part(residency), residency.mean)
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
 

@@ -145,14 +145,18 @@ class RankStream:
         """
         return self.stalling and (self.ready <= self.done + 1 or self.starved)
 
+    def needed_at(self, step: int, now: float) -> float:
+        """Time when `step` is needed, at the present pace."""
+        return now + (step - self.done) * self.pace.step_s
+
     def deadline(self, step: int, now: float, *, in_turn: bool) -> float:
-        """Time when objects of `step` are needed; `in_turn`: never before earlier fetches.
+        """Time when objects of `step` are to be fetched; `in_turn`: never before earlier fetches.
 
         A pace measured while data was slow puts far steps late; once it is quick again, steps
         further ahead must not overtake them.
         """
-        deadline = now + (step - self.done) * self.pace.step_s
-        self._deadline = max(self._deadline, deadline) if in_turn else deadline
+        needed = self.needed_at(step, now)
+        self._deadline = max(self._deadline, needed) if in_turn else needed
         return self._deadline
 
     def begin(self, epoch: int, generation: int) -> None:

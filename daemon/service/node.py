@@ -135,6 +135,7 @@ class Node:
             events.Publish: self._publish,
             events.SetReady: self._set_ready,
             events.FetchObjects: self.fetcher.submit,
+            events.CancelFetches: self.fetcher.cancel,
             events.CheckVersions: self.fetcher.check,
             events.ServeObjects: self.clusters.serve,
             events.SpillObjects: self.disk.spill,

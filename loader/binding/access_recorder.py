@@ -4,10 +4,11 @@ Below creel.wrap, the reads of a user's `__getitem__` through creel.open, creel.
 dataset that it holds are recorded in a journal, a memfd that the trainer and its workers share, and
 the ranks of a node (`joint_recording`). It has one line of JSON per batch,
 `[again, [sample, item, ...], ...]`, written by an atomic append; `again` counts samples that were
-already recorded. Before it comes a line for the files of which there are copies (`file_copies`),
-`{address: [first byte, bytes, version], ...}`. Once enough samples have come again, or the journal
-is too long, a process appends the line `[]`: the lines before the first `[]` are the trace, the
-same in all processes. Samples that are not traced, or read something else later, are direct reads.
+already recorded. After a local file comes its version, a number. Before this line comes one for the
+files of which there are copies (`file_copies`), `{address: [first byte, bytes, version], ...}`.
+Once enough samples have come again, or the journal is too long, a process appends the line `[]`:
+the lines before the first `[]` are the trace, the same in all processes. Samples that are not
+traced, or read something else later, are direct reads.
 
 Where ranks share a journal and one reads nothing as a sample that another one did, their datasets
 are not the same: it appends `null`, and the journal is void for all of them.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +30,7 @@ import numpy as np
 import xxhash
 from torch.utils.data import Dataset, StackDataset, Subset
 
+from creel.cache.storage.version import CHANGING
 from creel.forks import forget_in_child
 from creel.loader.binding.access_trace import AccessTrace, Item, by_sample, parts_of
 from creel.loader.binding.adapters import serve_torchvision
@@ -35,7 +38,7 @@ from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
 from creel.loader.datasets.base import Transformed, fetch_many, position
 from creel.loader.reading.intercept import look_again
-from creel.loader.reading.observer import Asked, ObservedReads
+from creel.loader.reading.observer import Asked, ObservedReads, enter_version, version_at
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
@@ -52,6 +55,10 @@ _END_SHARE = 16
 _MAX_SAMPLES = 10_000_000
 #: Recording ends at this many bytes of journal; a sample that reads one file takes some 100.
 MAX_JOURNAL_NBYTES = 1 << 29
+#: A file that was just written has a version after this time, mostly (`version.of_stat`).
+_SETTLED_S = 0.022
+#: No more files are looked at once more for their versions.
+_MAX_CHANGING = 1000
 _PIECE = 1 << 20  # bytes of the journal per read
 _SEAL, _VOID = b"[]", b"null"
 _decode = msgspec.json.Decoder().decode
@@ -87,6 +94,7 @@ class AccessRecorder:
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
+        self._versions: dict[str, int] = {}  # of local files read since then
         self.forget()
         forget_in_child(self)
 
@@ -97,7 +105,7 @@ class AccessRecorder:
         #: In a joint journal, the `_marks` of what each known sample read.
         self._marks = np.zeros(self._size if self.joint else 0, np.uint32)
         self._count = 0  # known samples
-        self._unwritten: list[list[int | Item]] = []  # since the last `write`
+        self._unwritten: list[list[Item | int]] = []  # since the last `write`
         self._repeated = 0  # samples since then that were known
         self._differ = False  # whether one of these reads other items in another rank
         self._at = 0
@@ -120,7 +128,7 @@ class AccessRecorder:
     def _observing(self) -> ObservedReads:
         """A record for one sample."""
         look_again()  # the sample before may have imported the library that it reads with
-        return ObservedReads(whole=self._whole, copies=self.copies)
+        return ObservedReads(whole=self._whole, copies=self.copies, versions=self._versions)
 
     def __getitem__(self, index: int) -> Sample:
         """The dataset's sample; its reads are kept until `write`."""
@@ -144,7 +152,15 @@ class AccessRecorder:
 
     def _note_reads(self, index: int, reads: list[Asked]) -> None:
         """Note what a sample read; the caller holds the lock."""
-        items = [i for what in dict.fromkeys(reads) if (i := self._item(what)) is not None]
+        items: list[Item | int] = []
+        for what in dict.fromkeys(reads):
+            item = self._item(what)
+            if item is None:
+                continue
+            items.append(item)
+            of = self._versions.pop(_address_of(item), None)
+            if of is not None:
+                items.append(of)
         if isinstance(index, (int, np.integer)):
             with suppress(IndexError):  # a dataset may give more samples than its length says
                 self._note(position(index, self._size), items)
@@ -160,13 +176,21 @@ class AccessRecorder:
             if self.void:
                 return None
         copied: dict[str, list[int]] = {}
-        trace = AccessTrace(self._size, self._all(copied), self._parts)
+        versions: dict[str, int] = {}
+        recorded = list(self._all(copied, versions))
+        _look_again(versions)
+        trace = AccessTrace(self._size, recorded, self._parts, versions)
         if self.copies is not None:
             trace.keep(self.copies.fd, copied)
         return trace if trace.leaves else None
 
-    def _all(self, copied: dict[str, list[int]]) -> Iterator[tuple[int, list[Item]]]:
-        """(sample, items) of the complete journal, in order; enters copies of files in `copied`."""
+    def _all(
+        self, copied: dict[str, list[int]], versions: dict[str, int]
+    ) -> Iterator[tuple[int, list[Item]]]:
+        """(sample, items) of the complete journal, in order.
+
+        Enters copies of files in `copied`, and versions of files in `versions`.
+        """
         at, rest = 0, b""
         while True:
             data = os.pread(self.fd, _PIECE, at)
@@ -179,7 +203,8 @@ class AccessRecorder:
                 if isinstance(read, dict):
                     copied |= read
                     continue
-                for index, *items in read[1:]:
+                for index, *noted in read[1:]:
+                    items = _items(noted, versions)
                     if not self.joint:
                         yield index, items
                     elif index < self._size:
@@ -192,7 +217,7 @@ class AccessRecorder:
         part, number = item
         return part < len(self._parts) and number < self._parts[part].object_count
 
-    def _note(self, index: int, items: list[Item]) -> None:
+    def _note(self, index: int, items: list[Item | int]) -> None:
         if self._known[index]:
             self._repeated += 1
             self._compare(index, items)
@@ -230,6 +255,7 @@ class AccessRecorder:
     def drop(self) -> None:
         """Forget what was read since the last `write`."""
         self._observed.clear()
+        self._versions.clear()
 
     def _write_copies(self) -> None:
         if self.copies is None:
@@ -292,7 +318,7 @@ class AccessRecorder:
                 self._count += 1
                 self._marks[index] = _marks(items)
 
-    def _compare(self, index: int, items: list[Item]) -> None:
+    def _compare(self, index: int, items: list[Item | int]) -> None:
         """Note where a known sample is another one in the dataset of another rank."""
         if self.joint:
             marks = int(self._marks[index]), _marks(items)
@@ -347,10 +373,41 @@ def _batch(
     ]
 
 
-def _marks(items: list[Item]) -> int:
+def _address_of(item: Item) -> str:
+    """That of a file; "" for an object of a creel dataset."""
+    if isinstance(item, str):
+        return item
+    return item[0] if isinstance(item[0], str) else ""
+
+
+def _items(noted: list[Any], versions: dict[str, int]) -> list[Item]:
+    """What a sample was recorded to read; enters the versions of files in `versions`."""
+    items: list[Item] = []
+    for one in noted:
+        if isinstance(one, int):
+            enter_version(versions, _address_of(items[-1]), one)
+        else:
+            items.append(one)
+    return items
+
+
+def _look_again(versions: dict[str, int]) -> None:
+    """Enter the versions of files that had changed a moment before they were read."""
+    changing = [address for address, of in versions.items() if of == CHANGING][:_MAX_CHANGING]
+    for pause in (0.0, _SETTLED_S):
+        if changing:
+            time.sleep(pause)
+        for address in changing:
+            versions[address] = version_at(address)
+        changing = [address for address in changing if versions[address] == CHANGING]
+
+
+def _marks(items: list[Item | int]) -> int:
     """A bit for each item, by its digest: where two have none in common, so have their items."""
     marks = 0
     for item in items:
+        if isinstance(item, int):  # a version
+            continue
         text = item if isinstance(item, str) else f"{item[0]} {item[1] if len(item) == 2 else ''}"
         marks |= 1 << xxhash.xxh32_intdigest(text.encode()) % 32
     return marks

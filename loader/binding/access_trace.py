@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
+from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
 from creel.loader.datasets.base import CreelDataset, positions
-from creel.loader.reading.observer import worth
+from creel.loader.reading.observer import is_local, version_at, worth
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Indices, Sample
@@ -25,6 +26,8 @@ Item = str | tuple[int, int] | tuple[str, int, int]
 Column = NDArray[np.int64]
 #: Most values examined in search of parts, and longest list or dict searched.
 _MAX_PARTS = 10_000
+#: Files by which `outdated` judges: it asks the storage for each, in the trainer's thread.
+_LOOKED_AT = 16
 
 
 class AccessTrace:
@@ -34,19 +37,28 @@ class AccessTrace:
         size: number of samples of the dataset.
         recorded: (sample, items it reads in order); the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
+        versions: those of the local files that were read. A file without one is left out: it was
+            written while it was recorded. None: all are served whatever became of them.
     """
 
     def __init__(
-        self, size: int, recorded: Iterable[tuple[int, Sequence[Item]]], parts: list[CreelDataset]
+        self,
+        size: int,
+        recorded: Iterable[tuple[int, Sequence[Item]]],
+        parts: list[CreelDataset],
+        versions: Mapping[str, int] | None = None,
     ) -> None:
-        samples, counts, leaf, place, addresses = _columns(recorded, len(parts))
+        samples, counts, leaf, place, addresses = _columns(recorded, len(parts), versions)
         which, first = np.unique(samples, return_index=True)
         self.counts = np.zeros(size, np.int64)
         self.counts[which] = counts[first]
         kept = _stretches((counts.cumsum() - counts)[first], counts[first])
         read, self._leaf = np.unique(leaf[kept], return_inverse=True)
         self._object = place[kept]
-        everything = [*parts, Addressed(addresses)]
+        files = Addressed(addresses)
+        if versions is not None:
+            files.versions = np.array([versions.get(one, UNKNOWN) for one in addresses], np.int64)
+        everything = [*parts, files]
         self.leaves = [everything[i] for i in read.tolist()]
 
     def keep(self, fd: int, copied: dict[str, list[int]]) -> None:
@@ -54,11 +66,28 @@ class AccessTrace:
         if len(self.leaves) == 1 and isinstance(self.leaves[0], Addressed) and copied:
             self.leaves[0].keep(fd, copied)
 
+    def ignore_versions(self) -> None:
+        """Have its files served whatever became of them."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Addressed):
+                leaf.versions = None
+
+    def outdated(self) -> bool:
+        """Whether files have other versions by now, judged by a few of them."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Addressed) and leaf.versions is not None:
+                some = np.unique(np.linspace(0, leaf.object_count - 1, _LOOKED_AT).astype(np.int64))
+                were = zip(leaf.addresses(some), leaf.versions_of(some), strict=True)
+                if any(of not in {UNKNOWN, version_at(address)} for address, of in were):
+                    return True
+        return False
+
     def same(self, other: AccessTrace) -> bool:
-        """Whether each sample reads the same by both."""
+        """Whether each sample reads the same by both, of files of the same versions."""
         return (
             [leaf.manifest.key for leaf in self.leaves]
             == [leaf.manifest.key for leaf in other.leaves]
+            and all(map(_same_versions, self.leaves, other.leaves))
             and np.array_equal(self.counts, other.counts)
             and np.array_equal(self._leaf, other._leaf)
             and np.array_equal(self._object, other._object)
@@ -94,14 +123,24 @@ class _TracedNode(TreeNode):
         return self._numbers[_stretches(self._ends[at] - counts, counts)], counts
 
 
+def _same_versions(one: CreelDataset, other: CreelDataset) -> bool:
+    if not (isinstance(one, Addressed) and isinstance(other, Addressed)):
+        return True
+    if one.versions is None or other.versions is None:
+        return one.versions is other.versions
+    return np.array_equal(one.versions, other.versions)
+
+
 def _columns(
-    recorded: Iterable[tuple[int, Sequence[Item]]], address_leaf: int
+    recorded: Iterable[tuple[int, Sequence[Item]]],
+    address_leaf: int,
+    versions: Mapping[str, int] | None,
 ) -> tuple[Column, Column, Column, Column, list[str]]:
     """(n,) samples, (n,) item counts; (k,) leaf and (k,) object of each item; the addresses.
 
     Addresses are the objects of leaf `address_leaf`, numbered in sorted order, so that the result
     does not depend on the order of recording. Files of which samples read small parts only are left
-    out, if all parts together are no large one.
+    out, if all parts together are no large one; and local ones that `versions` has no version of.
     """
     entries = list(recorded)
     samples = np.array([sample for sample, _ in entries], np.int64)
@@ -112,6 +151,8 @@ def _columns(
         for item in read
     ]
     addresses = sorted(set(filter(None, named)) - _little(read))
+    if versions is not None:
+        addresses = [a for a in addresses if versions.get(a, CHANGING) > 0 or not is_local(a)]
     number = {address: i for i, address in enumerate(addresses)}
     leaf, place = [address_leaf] * len(read), [number.get(name or "", -1) for name in named]
     for i, name in enumerate(named):

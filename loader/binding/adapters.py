@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.version import UNKNOWN
 from creel.errors import ConfigError
 from creel.loader.datasets.base import CreelDataset, Ids, Indices, addresses
 from creel.loader.reading.opened import open_as_python
@@ -52,6 +53,9 @@ class Addressed(CreelDataset):
     volatile = (*CreelDataset.volatile, "_index", "_copies")
     whole_files = True
     _copies: Copies | None = None
+    #: (n,) the version that each file had when it was recorded, UNKNOWN for remote ones; None: it
+    #: was declared, or is not to be looked at again.
+    versions: NDArray[np.int64] | None = None
 
     def __init__(self, uris: Sequence[str | os.PathLike[str]]) -> None:
         self._uris = addresses(uris)
@@ -63,6 +67,12 @@ class Addressed(CreelDataset):
     def addresses(self, ids: NDArray[np.integer]) -> list[str]:
         """The addresses of (k,) objects, as `absolute` returns them."""
         return [self._uris[i].as_py() for i in ids.tolist()]  # `take` imports pyarrow.compute
+
+    def versions_of(self, ids: NDArray[np.integer]) -> list[int]:
+        """Of which version (k,) files must be to be served; UNKNOWN: of any."""
+        if self.versions is None:
+            return [UNKNOWN] * len(ids)
+        return cast("list[int]", self.versions[ids].tolist())
 
     def find(self, address: str) -> int | None:
         """Object number of an address (as `absolute` returns it), or None."""

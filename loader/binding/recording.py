@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 #: Of journals that are kept; another one where their lines mean something else.
-_FORM = 1
+_FORM = 2
 
 
 class KeptTrace:

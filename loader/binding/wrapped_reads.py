@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from creel.addresses import startable
-from creel.config import Config
+from creel.config import Config, switched_off
 from creel.errors import UnavailableError
 from creel.forks import at_fork, forget_in_child
 from creel.loader.binding.access_recorder import AccessRecorder, recordable
@@ -251,7 +251,7 @@ class WrappedReads:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        if observing():  # inside another proxy, which records what is read here
+        if observing() or switched_off():  # inside another proxy, which records what is read here
             return fetch(self._dataset)
         bypass = self._bypass
         if bypass is not None and bypass.active and self._binding is None and passes_on():
@@ -304,10 +304,14 @@ class WrappedReads:
         """The trace of the dataset once it is complete (see `access_recorder`), else None.
 
         The first call starts recording, unless `bind` finds the dataset's objects; until that is
-        complete, the trace is that of an earlier job, if there is one.
+        complete, the trace is that of an earlier job, if there is one. Where files were rewritten
+        since, recording starts anew.
         """
         with self._lock:
             if self._bound or not bindable(self._dataset):
+                self._bind()
+            if self._trace is not None and self._recorder is None and self._trace.outdated():
+                self._forget_binding()  # its files would be read from the source, and in vain
                 self._bind()
             return self._trace
 
@@ -318,7 +322,7 @@ class WrappedReads:
 
     def _bind(self) -> Binding | None:
         """The dataset's objects, as declared or recorded; starts recording where neither is so."""
-        if not self._bound and not self._settings().loader.disable:
+        if not self._bound and not switched_off() and not self._settings().loader.disable:
             self._binding = bind(self._dataset)
             self._bound = True
             if self._binding is None:
@@ -342,6 +346,8 @@ class WrappedReads:
 
     def _use(self, trace: AccessTrace | None) -> None:
         """Bind the dataset by a trace, unless it is bound by an equal one."""
+        if trace is not None and self._settings().loader.recheck == "never":
+            trace.ignore_versions()
         if trace is not None and (self._trace is None or not trace.same(self._trace)):
             self._trace, self._binding = trace, bound(self._dataset, trace)
             if self._link is not None:
@@ -442,11 +448,7 @@ class WrappedReads:
         recheck = self._settings().loader.recheck
         if recheck == "epoch":
             recheck = "step"  # only a loader knows where an epoch begins
-        who = job_name(), rank, world
-        # torch starts workers each epoch; mostly the daemon has their dataset already.
-        with contextlib.suppress(UnavailableError):
-            return client.open(binding.manifest.key, *who, recheck=recheck)
-        return client.open(client.register(binding.manifest), *who, recheck=recheck)
+        return client.open_manifest(binding.manifest, job_name(), rank, world, recheck=recheck)
 
     def _client(self) -> Client | None:
         if self._settings().loader.disable:

@@ -45,6 +45,8 @@ STALE_NS = 2_000_000_000
 #: A heartbeat must look stale for this long before the daemon counts as lost: the whole machine or
 #: job may have been suspended (Slurm). A daemon that resumes beats again much sooner.
 STALE_CONFIRM_NS = 500_000_000
+#: Objects by which `holds_most` judges.
+_LOOKED_AT = 4096
 #: Longest delay with which a waiting thread notices a stale heartbeat.
 POLL_S = 0.05
 #: A live daemon that has not received the plan of a step after this time will not: libzmq connects
@@ -224,6 +226,12 @@ class Session:
     def object_ns(self) -> int:
         """The daemon's recent time for one read of the source, in ns; 0 while unknown."""
         return self.words[OBJECT_NS]
+
+    def holds_most(self) -> bool:
+        """Whether more than half of the dataset's objects are in the arena, judged by some."""
+        offset = self.table.offset
+        some = offset[:: len(offset) // _LOOKED_AT + 1]
+        return 2 * int(np.count_nonzero(some != ABSENT)) > len(some)
 
     def nbytes(self, ids: NDArray[np.integer]) -> int:
         """Return the total bytes of these (k,) objects; unknown lengths count as 0."""

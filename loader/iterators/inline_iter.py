@@ -64,7 +64,7 @@ class BatchReader(StepReader):
         self._fetcher = fetcher
         self._as_worker = frozen is not None
         self._meter = meter or loader_state.meter
-        self._ring = loader_state.ring
+        self._buffers = loader_state.buffers
         self._wait_s = loader_state.config.loader.wait_s
         self._warn_after_s = loader_state.config.loader.hung_s
         self._direct = direct or loader_state.direct
@@ -134,7 +134,7 @@ class BatchReader(StepReader):
             self._gatherer_stream = stream
             self._gatherer = None
             if self._gather is not None:
-                memory = self._ring.take
+                memory = self._buffers.take
                 self._gatherer = Gatherer(self._gather, stream.client, stream.session, memory)
         return self._gatherer
 

@@ -55,7 +55,7 @@ class LoaderState:
         self.pid = os.getpid()
         self.config, self._origins = settings(loader.creel)
         storage.use(self.config.fetch)
-        self.ring = BufferPool()  # kept over epochs: fresh pages for their first batches cost time
+        self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
         self.spare: Slots = ()  # for the next epoch's workers
         self.meter = Meter()
         self.tolerance = Tolerance(loader.on_error, loader.max_bad_samples)
@@ -146,9 +146,13 @@ class LoaderState:
         """Whether the dataset's files lie in the page cache, and code of the person's reads them.
 
         A copy in the arena would then cost more than it gives: each file is copied twice, and the
-        daemon takes processors from the readers. Rows of the arena are faster than any file.
+        daemon takes processors from the readers. Rows of the arena are faster than any file, and so
+        are files that are in the arena already.
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
+            return False
+        known = (s for s in (stream, *self._streams) if s is not None and s.binding is binding)
+        if any(s.alive and s.session.holds_most() for s in known):
             return False
         if rank_and_world()[1] > 1:  # other nodes may count on what this one reads
             alone = stream is not None and not (stream.joining or stream.client.cluster)

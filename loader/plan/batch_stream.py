@@ -213,9 +213,8 @@ def open_stream(binding: Binding, config: Config) -> BatchStream | None:
         return None
     rank, world = rank_and_world()
     try:
-        dataset = client.register(binding.manifest)
         recheck = config.loader.recheck
-        session = client.open(dataset, job_name(), rank, world, recheck=recheck)
+        session = client.open_manifest(binding.manifest, job_name(), rank, world, recheck=recheck)
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
         if not client.closed:  # by the trainer's thread, as nothing is read any more
             _log.warning("creel reads directly, without a cache: %s", e)

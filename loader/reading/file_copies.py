@@ -93,15 +93,15 @@ class FileCopies:
             self.put(done.set)
             done.wait(_FLUSH_S)
 
-    def begin(self, address: str, status: os.stat_result, now_ns: int) -> FileCopy | None:
+    def begin(self, address: str, nbytes: int, of: int) -> FileCopy | None:
         """Begin the copy of a file that was opened; None if this process has done so before.
 
-        `now_ns`: time.time_ns() before the call that returned `status`.
+        `nbytes`, `of`: its size and version.
         """
         if address in self._begun:
             return None
         self._begun.add(address)
-        return FileCopy(self, address, status, now_ns)
+        return FileCopy(self, address, nbytes, of)
 
     def give_up(self, address: str) -> None:
         """The next open of this file may begin a copy."""
@@ -121,14 +121,12 @@ class FileCopies:
 class FileCopy:
     """The copy of one file, made while a sample reads it, by one thread."""
 
-    def __init__(
-        self, copies: FileCopies, address: str, status: os.stat_result, now_ns: int
-    ) -> None:
+    def __init__(self, copies: FileCopies, address: str, nbytes: int, of: int) -> None:
         """See `FileCopies.begin`."""
         self._copies = copies
         self._address = address
-        self._status = status
-        self._version = version.of_stat(status, now_ns)
+        self._nbytes = nbytes
+        self._version = of
         self._first = _UNKNOWN
         self._at = self._end = 0  # first and last + 1 of the stretch that is not written yet
         self._pieces: list[bytes] = []  # its bytes
@@ -152,7 +150,7 @@ class FileCopy:
         """Have the stretch written that was read last, at the next `_put`."""
         pieces, self._pieces = self._pieces, []
         at, end = self._at, self._end
-        if not pieces or at == end or end > self._status.st_size:
+        if not pieces or at == end or end > self._nbytes:
             return
         self._todo.append(partial(self._written, at, end, pieces))
         if self._spans and self._spans[-1][1] == at:
@@ -172,7 +170,7 @@ class FileCopy:
         """Where the copy begins in the memfd, from its first use on; -1: nowhere."""
         if self._first == _UNKNOWN:
             changing = self._version == version.CHANGING
-            self._first = -1 if changing else self._copies.reserve(self._status.st_size)
+            self._first = -1 if changing else self._copies.reserve(self._nbytes)
         return self._first
 
     def finish(self, file: BinaryIO) -> None:
@@ -182,13 +180,13 @@ class FileCopy:
         version (`Copies.take`): to ask now as well would cost another call of the storage.
         """
         self._write()
-        gaps = missing(self._spans, self._status.st_size)
-        if sum(end - at for at, end in gaps) * _GAPS <= self._status.st_size:
+        gaps = missing(self._spans, self._nbytes)
+        if sum(end - at for at, end in gaps) * _GAPS <= self._nbytes:
             for at, end in gaps:
                 file.seek(at)
                 self.add(at, file.read(end - at))
             self._write()
-        whole = not missing(self._spans, self._status.st_size)
+        whole = not missing(self._spans, self._nbytes)
         self._todo.append(partial(self._end_with, whole=whole))
         self._put()
 
@@ -198,7 +196,7 @@ class FileCopy:
 
     def _end_with(self, *, whole: bool) -> None:
         """In the thread, when all is written."""
-        nbytes = self._status.st_size
+        nbytes = self._nbytes
         if whole and not self._failed and self._first >= 0:
             self._copies.done.append((self._address, self._first, nbytes, self._version))
             return

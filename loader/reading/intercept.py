@@ -26,6 +26,7 @@ from creel.forks import at_fork
 from creel.loader.reading import libraries
 from creel.loader.reading.observer import (
     Intercepting,
+    copy_at,
     intercepts,
     observing,
     open_source,
@@ -34,13 +35,11 @@ from creel.loader.reading.observer import (
 )
 from creel.loader.reading.opened import (
     CachedFile,
-    cached,
     local_address,
     memory_file,
     observed_file,
     read_for_c,
     read_in_c,
-    written,
 )
 
 T = TypeVar("T")
@@ -50,7 +49,6 @@ _READING = frozenset({"r", "rb", "rt", "br", "tr"})
 _READ_FLAGS = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_CLOEXEC", "O_DIRECT", "O_NOATIME", "O_NOCTTY")
 )
-_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _PYTHONS = io.BufferedReader, io.FileIO
 
 
@@ -79,12 +77,10 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
         address = local_address(file)
         if address is None or opener is not None or not closefd:
             return original(file, *more, closefd, opener)
-        if mode not in _READING:
-            written(address)
-        elif "b" in mode:
+        if mode in _READING and "b" in mode:
             if buffering != 1 and encoding is errors is newline is None:
                 return _binary(original, address, file, buffering)
-        elif buffering == -1:
+        elif mode in _READING and buffering == -1:
             return _text(original, address, file, mode, encoding, errors, newline)
         return original(file, *more)  # what is unusual is Python's
 
@@ -92,7 +88,7 @@ def _open_over(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _binary(original: Callable[..., Any], address: str, file: Any, buffering: int) -> Any:
-    data = cached(address, bytes)
+    data = copy_at(address, bytes)
     if data is not None:
         return CachedFile(data, os.fspath(file))
     real, waited_ns = timed(lambda: open_source(original, file, "rb", buffering))
@@ -101,7 +97,7 @@ def _binary(original: Callable[..., Any], address: str, file: Any, buffering: in
 
 
 def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *more: Any) -> Any:
-    data = cached(address, bytes)
+    data = copy_at(address, bytes)
     if data is None:
         real, waited_ns = timed(lambda: open_source(original, file, mode, -1, *more))
         if not isinstance(real, io.TextIOWrapper) or observing() is None:
@@ -122,34 +118,17 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
         address = local_address(path) if intercepts() and dir_fd is None else None
         if address is None:
             return original(path, flags, mode, dir_fd=dir_fd)
-        if flags & _WRITE_FLAGS:
-            written(address)
-        elif not flags & ~_READ_FLAGS:
-            data = cached(address, bytes) or read_for_c(address)
+        if not flags & ~_READ_FLAGS:
+            data = copy_at(address, bytes) or read_for_c(address)
             if data is not None:
                 with suppress(OSError):  # no room
                     return memory_file(data)
             fd, waited_ns = timed(lambda: open_source(original, path, flags, mode))
-            read_in_c(os.fstat(fd), address, waited_ns=waited_ns)
+            read_in_c(fd, address, waited_ns=waited_ns)
             return fd
         return original(path, flags, mode)
 
     return opening
-
-
-def _changes_over(original: Callable[..., T]) -> Callable[..., T]:
-    """`original`, which puts other files at its paths, or none."""
-
-    @wraps(original)
-    def changing(*paths: Any, **more: Any) -> T:
-        if intercepts():
-            for path in (*paths, *more.values()):
-                address = local_address(path)
-                if address is not None:
-                    written(address)
-        return original(*paths, **more)
-
-    return changing
 
 
 def _static(over: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -159,7 +138,6 @@ def _static(over: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 # --- in place of the originals ------------------------------------------------------------------
 
-_CHANGES = ("rename", "replace", "remove", "unlink", "truncate")
 #: Names of Python's own functions that open files.
 _OPENS = frozenset({"open", "bltn_open", "_builtin_open"})
 
@@ -171,10 +149,6 @@ _NAMES: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("tarfile", "bltn_open", _open_over),
     ("bz2", "_builtin_open", _open_over),
     ("pathlib", "_NormalAccessor.open", _static(_open_over)),  # of Python 3.10
-    *(("os", name, _changes_over) for name in _CHANGES),
-    *(("pathlib", f"_NormalAccessor.{name}", _static(_changes_over)) for name in _CHANGES),
-    ("torch", "save", _changes_over),  # it writes in C++
-    ("torch.serialization", "save", _changes_over),
     ("cv2", "imread", libraries.reads_whole),
     ("torchvision.io", "read_file", libraries.torchvision_read_file),
     ("torchvision.io.image", "read_file", libraries.torchvision_read_file),

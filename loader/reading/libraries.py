@@ -14,9 +14,8 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
-from creel.loader.reading.observer import Buffer, intercepts, observing, timed
+from creel.loader.reading.observer import Buffer, copy_at, intercepts, observing, timed
 from creel.loader.reading.opened import (
-    cached,
     local_address,
     memory_file,
     open_local,
@@ -24,7 +23,6 @@ from creel.loader.reading.opened import (
     read_for_c,
     read_in_c,
     whole_in_c,
-    written,
 )
 
 Call = Callable[..., Any]
@@ -39,7 +37,7 @@ def torchvision_read_file(original: Call) -> Call:
         address = local_address(path) if intercepts() else None
         data = None
         if address is not None:
-            data = cached(address, bytearray) or bytearray(read_for_c(address) or b"")
+            data = copy_at(address, bytearray) or bytearray(read_for_c(address) or b"")
         if data:
             return torch.frombuffer(data, dtype=torch.uint8)
         return original(path) if address is None else whole_in_c(address, lambda: original(path))
@@ -55,7 +53,7 @@ def reads_whole(original: Call) -> Call:
         address = local_address(args[0]) if args and intercepts() else None
         if address is None:
             return original(*args, **more)
-        data = cached(address, bytes) or read_for_c(address)
+        data = copy_at(address, bytes) or read_for_c(address)
         if data is not None:
             with _real_path(data, args[0]) as held:
                 return original(held, *args[1:], **more)
@@ -70,14 +68,14 @@ def maps(original: Call) -> Call:
     @wraps(original)
     def mapping(path: Any, mode: str = "r") -> Any:
         address = local_address(path) if intercepts() and mode == "r" else None
-        data = None if address is None else cached(address, bytes)
+        data = None if address is None else copy_at(address, bytes)
         if data is not None:
             with _real_path(data, path) as held:
                 return original(held, mode)
         found = original(path, mode)
         if address is not None:
             with suppress(OSError):  # gone since
-                opened_part(os.stat(address), address)  # noqa: PTH116
+                opened_part(address, address)
         return found
 
     return mapping
@@ -94,7 +92,7 @@ def parquet(original: Call, at: int) -> Call:
         address = local_address(args[at]) if plain and intercepts() else None
         if address is None:
             return original(*args, **more)
-        data = cached(address, bytes)
+        data = copy_at(address, bytes)
         if data is not None:
             return original(*args[:at], pa.BufferReader(data), **more)
         if observing() is None or not os.path.isfile(address):  # noqa: PTH113
@@ -123,12 +121,10 @@ def hdf5(original: Call) -> Call:
     def opening(self: Any, name: Any, *args: Any, **more: Any) -> None:
         address = local_address(name) if intercepts() else None
         reads = (args[0] if args else more.get("mode", "r")) == "r"
-        if address is not None and not reads:
-            written(address)
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
             original(self, name, *args, **more)
             return
-        access = cached(address, _image)
+        access = copy_at(address, _image)
         if access is None and (data := read_for_c(address)) is not None:
             access = _image(data)
         image = None if access is None else _opened(access, name)
@@ -137,7 +133,7 @@ def hdf5(original: Call) -> Call:
             return
         _, waited_ns = timed(lambda: original(self, name, *args, **more))
         with suppress(OSError):  # gone since
-            read_in_c(os.stat(address), address, waited_ns=waited_ns)  # noqa: PTH116
+            read_in_c(address, address, waited_ns=waited_ns)
 
     return opening
 

@@ -5,6 +5,11 @@ below creel.read and creel.open). Each is served from the arena of a session if 
 a `Lease` that covers it, else it is direct, and counted by the lease; inside `ObservedReads` it is
 recorded as well.
 
+A local file that a sample was recorded to read has the version that it had then. It is served only
+while it still has that one: the daemon has asked for it since, so the bytes in the arena are those
+of this version, too. A sample may have rewritten the file a moment ago, by C code, in another
+process or by another name; no other way would tell.
+
 Only the objects of the lease's step are copied: the daemon has pinned them, until it revokes that.
 Then the session's stamp changes, and a copy made meanwhile is discarded.
 """
@@ -21,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
 from creel.policies.bypass import ThreadUse
 
 if TYPE_CHECKING:
@@ -96,7 +102,7 @@ class Lease:
         self._stamp = stamp
         self._bases = bases or {}
         self._named = named
-        self._numbers: dict[str, int] | None = None  # by address
+        self._numbers: dict[str, tuple[int, int]] | None = None  # and versions, by address
         self._pieces: Mapping[int, list[memoryview]] | None = None
         self._outer: Lease | None = None
         self.direct_reads = 0
@@ -135,12 +141,16 @@ class Lease:
         return None if address is None else self.find(address)
 
     def find(self, address: str) -> int | None:
-        """Number in the session of the step's object at an address, or None."""
+        """Number in the session of the step's object at an address, or None.
+
+        None also where it is a file that is not what it was when it was recorded.
+        """
         if self._session is None:
             return None
         if self._numbers is None:
             self._numbers = self._by_address() if self._there(self._session) else {}
-        return self._numbers.get(address)
+        number, of = self._numbers.get(address, (None, UNKNOWN))
+        return number if of == UNKNOWN or of == version_at(address) > 0 else None
 
     def _there(self, session: Session) -> Mapping[int, list[memoryview]]:
         """Those of the step's objects that are in the arena: all at once takes little longer."""
@@ -149,12 +159,13 @@ class Lease:
             pieces = self._pieces = session.pieces(self._ids)
         return pieces
 
-    def _by_address(self) -> dict[str, int]:
-        numbers: dict[str, int] = {}
+    def _by_address(self) -> dict[str, tuple[int, int]]:
+        numbers: dict[str, tuple[int, int]] = {}
         for leaf in self._named:
             base = self._bases[id(leaf)]
             own = self._ids[(self._ids >= base) & (self._ids < base + leaf.object_count)]
-            numbers.update(zip(leaf.addresses(own - base), own.tolist(), strict=True))
+            found = zip(own.tolist(), leaf.versions_of(own - base), strict=True)
+            numbers.update(zip(leaf.addresses(own - base), found, strict=True))
         return numbers
 
     def take(self, number: int | None, direct: Callable[[], bytes], kind: type[Copied]) -> Copied:
@@ -294,18 +305,58 @@ def _thread_nbytes() -> int:
         os.close(fd)
 
 
+def is_local(address: str) -> bool:
+    """Whether an address, in the form of `absolute`, is a path."""
+    return "://" not in address
+
+
+def version_at(path: str) -> int:
+    """The version that a local file has now (`cache/storage/version.py`)."""
+    now_ns = time.time_ns()
+    try:
+        return of_stat(os.stat(path), now_ns)  # noqa: PTH116  a third of the time
+    except (OSError, ValueError):
+        return MISSING
+
+
+def enter_version(versions: dict[str, int], address: str, of: int) -> None:
+    """Enter the version of which a sample has found a file; MISSING once it had two.
+
+    >>> versions: dict[str, int] = {}
+    >>> for of in (CHANGING, 5, CHANGING, 5):
+    ...     enter_version(versions, "/a", of)
+    >>> enter_version(versions, "/b", 5)
+    >>> enter_version(versions, "/b", 6)
+    >>> versions == {"/a": 5, "/b": MISSING}
+    True
+    """
+    known = versions.setdefault(address, of)
+    if known == CHANGING:
+        versions[address] = of
+    elif of not in {known, CHANGING}:
+        versions[address] = MISSING
+
+
 class ObservedReads:
     """Records what this thread reads inside the `with`."""
 
-    def __init__(self, *, whole: bool = False, copies: FileCopies | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        whole: bool = False,
+        copies: FileCopies | None = None,
+        versions: dict[str, int] | None = None,
+    ) -> None:
         """Make a record.
 
         Args:
             whole: whether a file is worth caching however little of it is seen to be read.
             copies: where to keep what is read of slow files.
+            versions: where to enter those of local files by address (see `enter_version`).
         """
         self._whole = whole
         self.copies = copies
+        self._versions = {} if versions is None else versions
         self._asked: dict[Asked, PartialRead | None] = {}  # None: it was read as a whole
         self._outer: ObservedReads | None = None
 
@@ -323,13 +374,16 @@ class ObservedReads:
     def add(self, asked: Asked) -> None:
         """Record a read that succeeded: one that failed would be repeated by the daemon."""
         self._asked[asked] = None
+        if isinstance(asked, str) and is_local(asked):
+            enter_version(self._versions, asked, version_at(asked))
 
-    def opened(self, path: str, nbytes: int, waited_ns: int) -> PartialRead | None:
+    def opened(self, path: str, nbytes: int, of: int, waited_ns: int) -> PartialRead | None:
         """Record a file that was opened, and that the storage made the thread wait for `waited_ns`.
 
-        Returns where its reads are to be counted, one place for all file objects of a path; None
-        where the file is worth caching however little is read.
+        `of`: its version. Returns where its reads are to be counted, one place for all file objects
+        of a path; None where the file is worth caching however little is read.
         """
+        enter_version(self._versions, path, of)
         if nbytes <= _SMALL:
             self._asked[path] = None
             return None
@@ -421,7 +475,11 @@ def take_address(address: str, number: int | None, direct: Callable[[str], bytes
 
 
 def copy_at(address: str, copying: Callable[[Buffer], T]) -> T | None:
-    """`Lease.copy` of the object at an address; None where this thread's lease has none there."""
+    """A copy, made by `copying`, of the cached bytes of a file that is to be read.
+
+    None if they are not there. What `copying` is given is good during the call only, and may be
+    torn; then its result is not used.
+    """
     lease = _thread.lease
     number = None if lease is None else lease.find(address)
     copied = None if lease is None or number is None else lease.copy(number, copying)

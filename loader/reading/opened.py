@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import builtins
 import io
-import logging
 import os
 import stat
 import threading
@@ -19,13 +18,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, TypeVar, cast
 
-from creel.cache.memory.shared_words import sealed_copy
+from creel.cache.memory.shared_words import sealed_file
+from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from creel.loader.reading.observer import (
-    Buffer,
     PartialRead,
-    copy_at,
     find,
     leased,
     observing,
@@ -37,7 +35,6 @@ from creel.loader.reading.observer import (
 from creel.loader.reading.storage import absolute, read_all, scheme_of
 
 T = TypeVar("T")
-_log = logging.getLogger("creel.loader")
 
 #: Python's own, whatever `open` stands for while a dataset is read (see `intercept`).
 _python_open = io.open
@@ -235,7 +232,7 @@ def memory_file(data: bytes) -> int:
     Raises:
         OSError: there is no room for it, or no /proc.
     """
-    fd = sealed_copy("creel-file", data)
+    fd = sealed_file("creel-file", lambda file: file.write(data))
     try:
         # Before Linux 6.7 nothing sealed can be mapped shared through a descriptor for writing.
         return os_open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -294,21 +291,39 @@ def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
     observed = observing()
     if observed is None:
         return real
-    now, status = time.time_ns(), os.fstat(real.fileno())
-    part, copy = opened_part(status, address, waited_ns), None
-    if waited_ns and observed.copies is not None and _cacheable(status, address):
-        copy = observed.copies.begin(address, status, now)
+    status, of = _look(real.fileno())
+    if not _cacheable(status, address):
+        return real
+    part, copy = observed.opened(address, status.st_size, of, waited_ns), None
+    if waited_ns and observed.copies is not None:
+        copy = observed.copies.begin(address, status.st_size, of)
     if copy is not None and part is None:
         part = PartialRead(status.st_size, waited_ns)
     return real if part is None else ObservedFile(real, part, copy)
 
 
-def opened_part(status: os.stat_result, address: str, waited_ns: int = 0) -> PartialRead | None:
-    """Record that a file was opened; where reads of it are to be counted, None if nowhere."""
+def opened_part(file: int | str, address: str, waited_ns: int = 0) -> PartialRead | None:
+    """Record that a file was opened; where reads of it are to be counted, None if nowhere.
+
+    `file`: its descriptor or path.
+
+    Raises:
+        OSError: it is not there any more.
+    """
     observed = observing()
-    if observed is None or not _cacheable(status, address):
+    if observed is None:
         return None
-    return observed.opened(address, status.st_size, waited_ns)
+    status, of = _look(file)
+    if not _cacheable(status, address):
+        return None
+    return observed.opened(address, status.st_size, of, waited_ns)
+
+
+def _look(file: int | str) -> tuple[os.stat_result, int]:
+    """Status and version of a file, by its descriptor or path."""
+    now_ns = time.time_ns()
+    status = os.stat(file)  # noqa: PTH116
+    return status, of_stat(status, now_ns)
 
 
 def _cacheable(status: os.stat_result, address: str) -> bool:
@@ -326,15 +341,18 @@ _NEARLY_ALL = 15 / 16
 _MAX_IN_C_NBYTES = 64 << 20
 
 
-def read_in_c(status: os.stat_result, address: str, *, waited_ns: int) -> PartialRead | None:
+def read_in_c(file: int | str, address: str, *, waited_ns: int) -> PartialRead | None:
     """Record that a file was opened that is not read through a file object of Python's.
 
-    Returns where its reads are counted; None if nowhere.
+    Returns where its reads are counted; None if nowhere. `file`: its descriptor or path.
 
     `waited_ns`: how long the storage made the thread wait; where it did not, only a small file is
     worth caching, as the library has more work with a copy of a large one than with the page cache.
+
+    Raises:
+        OSError: it is not there any more.
     """
-    part = opened_part(status, address, waited_ns)
+    part = opened_part(file, address, waited_ns)
     if part is not None and waited_ns:
         part.count_thread()
     _left_to_c(part)
@@ -393,11 +411,6 @@ def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
 
 # --- files that a person's code opens itself ----------------------------------------------------
 
-#: Files that samples have written in this process: nobody else knows yet that they are others now.
-_written: set[str] = set()
-#: A process that has written more serves nothing any more.
-_MAX_WRITTEN = 1_000_000
-
 
 def local_address(file: object) -> str | None:
     """What `file` is to the cache; None for what is no plain path of a file.
@@ -416,22 +429,3 @@ def local_address(file: object) -> str | None:
     whole = file if file[0] == "/" else f"{os.getcwd()}/{file}"  # noqa: PTH109
     # `..` behind a link is followed when the file is read
     return "/" + "/".join(step for step in whole.split("/") if step not in {"", "."})
-
-
-def cached(address: str, copying: Callable[[Buffer], T]) -> T | None:
-    """A copy, made by `copying`, of the cached bytes of a file that is to be read.
-
-    None if they are not there. What `copying` is given is good during the call only, and may be
-    torn; then its result is not used.
-    """
-    unsure = address in _written or len(_written) > _MAX_WRITTEN
-    return None if unsure else copy_at(address, copying)
-
-
-def written(address: str) -> None:
-    """A sample changes the file: this process reads it from the source from now on."""
-    if len(_written) > _MAX_WRITTEN:
-        return
-    _written.add(address)
-    if len(_written) > _MAX_WRITTEN:
-        _log.warning("samples have written %d files: creel.wrap serves none any more", _MAX_WRITTEN)

@@ -136,7 +136,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ClusterBoundary:
-    """What is known about The end of an epoch of a whole job; arrays may be live views.
+    """What is known about the end of an epoch of a whole job; arrays may be live views.
 
     Args:
         epoch: the one that ends.

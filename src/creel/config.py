@@ -126,6 +126,11 @@ _FILE = "CREEL_CONFIG"
 _SYSTEM_FILE = Path("/etc/creel/config.toml")
 
 
+def switched_off() -> bool:
+    """Whether CREEL_DISABLE=1 is set, which rescues a job whatever is wrong with other settings."""
+    return os.environ.get("CREEL_DISABLE") == "1"
+
+
 @cache
 def fields() -> dict[str, Field]:
     """Return every setting by dotted key.

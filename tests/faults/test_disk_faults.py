@@ -52,7 +52,7 @@ def churn(path: str, seed: int, told: Connection) -> None:
             [memoryview(content(i, version, n))]
             for i, n in zip(ids, sizes(version, ids), strict=True)
         ]
-        stored = store.write("data", np.array(ids), data, np.full(len(ids), version))
+        stored, _ = store.write("data", np.array(ids), data, np.full(len(ids), version))
         told.send(stored.tolist())
 
 
@@ -130,7 +130,8 @@ def test_a_full_disk_holds_what_it_can_and_stops_nobody(small_disk: Path) -> Non
     store = DiskStore(str(small_disk), 64 * MIB)
     store.attach("data", 1000)
     data = [[memoryview(content(i, 1, 50_000))] for i in range(400)]
-    stored = store.write("data", np.arange(400), data, np.ones(400, np.int64))
+    stored, full = store.write("data", np.arange(400), data, np.ones(400, np.int64))
+    assert full
     assert 100 <= np.count_nonzero(stored) <= 8 * MIB // 50_000
     assert store.nbytes <= 8 * MIB
     for i in range(400):
@@ -147,14 +148,16 @@ def test_a_disk_without_room_for_the_index_ends_the_tier_once(
 ) -> None:
     store = DiskStore(str(small_disk), 4 * MIB)
     store.attach("data", 10)
-    assert store.write("data", np.array([0]), [[memoryview(b"x")]], np.ones(1, np.int64)).all()
+    assert store.write("data", np.array([0]), [[memoryview(b"x")]], np.ones(1, np.int64))[0].all()
     rest = os.statvfs(small_disk)
     with (small_disk / "others").open("wb") as others:
         others.write(bytes(rest.f_bavail * rest.f_frsize))
     for i in range(1, 10):
-        assert not store.write(
+        stored, full = store.write(
             "data", np.array([i]), [[memoryview(b"x")]], np.ones(1, np.int64)
-        ).any()
+        )
+        assert not stored.any()
+        assert not full, "the tier is off, and the core is told so"
     assert store.nbytes == 0
     assert [r.message for r in caplog.records] == [
         "there is no disk tier any more: it cannot write ([Errno 28] No space left on device)"

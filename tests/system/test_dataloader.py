@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,10 +92,38 @@ def test_disabled_it_is_torchs(
     assert (type(iterator) is torchs) == disabled
 
 
-def test_disabled_nothing_of_ours_can_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("given", [None, True, {"loader.nonsense": 1}])
+@pytest.mark.parametrize(
+    "wrong", [{"MEMORY__BUGDET": "1GB"}, {"MEMORY__BUDGET": "rubbish"}, {"CONFIG": "creel.toml"}]
+)
+def test_disabled_nothing_of_ours_can_be_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    wrong: dict[str, str],
+    given: Any,
+    workers: int,
+) -> None:
+    """Whatever is called, of a loader or of what is wrapped."""
+    monkeypatch.chdir(tmp_path)
+    Path("creel.toml").write_text("nonsense = 1")
     monkeypatch.setenv("CREEL_DISABLE", "1")
-    monkeypatch.setenv("CREEL_MEMORY__BUGDET", "1GB")
-    assert len(list(creel.DataLoader(Squares(), 4))) > 0
+    for name, value in wrong.items():
+        monkeypatch.setenv(f"CREEL_{name}", value)
+    for whole in (False, True):
+        wrapped = creel.wrap(Squares(), whole=whole)
+        assert torch.equal(wrapped[3], Squares()[3])
+        for kind in (creel.DataLoader, torch.utils.data.DataLoader):
+            assert len(list(kind(wrapped, 4, num_workers=workers))) > 0
+        assert len(pickle.loads(pickle.dumps(wrapped))) == len(wrapped)
+    ours = creel.DataLoader(Squares(), 4, num_workers=workers, creel=given, on_error="skip")
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="cannot be resumed"):
+            ours.load_state_dict(ours.state_dict())
+        ours.set_epoch(1)
+        assert ours.stats()
+        assert copy.copy(ours).stats()
+        assert len(list(ours)) == len(ours)
 
 
 def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(

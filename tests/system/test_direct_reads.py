@@ -164,6 +164,26 @@ def test_files_in_the_page_cache_are_read_by_whoever_decodes_them(
         del it, ours
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
+    served: str, paths: list[str], workers: int
+) -> None:
+    """As of files that another job has read, or that were not in the page cache at first."""
+    data = creel.FileDataset(paths, decode=decode)
+    never: Any = creel.DataLoader(data, BATCH, creel={"loader.direct": "never"})
+    assert len(list(never)) == len(never)
+    ours: Any = creel.DataLoader(data, BATCH, shuffle=True, num_workers=workers, creel=DIRECT)
+
+    def read_directly() -> Any:
+        """How many files are, in an epoch. In its first one the loader has no session."""
+        before = ours.stats()["direct_reads"]
+        assert sum(map(len, ours)) == FILES
+        return ours.stats()["direct_reads"] - before
+
+    until(lambda: read_directly() == 0, what="an epoch that is read from memory alone")
+    assert served
+
+
 @pytest.mark.usefixtures("unsaid")
 @pytest.mark.parametrize("stop", [False, True])
 def test_what_is_changed_in_mid_epoch_is_seen_by_who_reads_directly(

@@ -119,7 +119,7 @@ def test_a_later_job_finds_on_disk_what_its_samples_read(
     assert job(mounted, bare, 2) == [N, N]
     assert job(mounted, bare, 2) == [0, 0]
     slow.fill(1)
-    assert job(mounted, bare, 2) == [N, 0]
+    assert job(mounted, bare, 2) == [2 * N, 0]  # the daemon reads what is served from then on
     other, mounted = (Other(f, "npy") for f in (slow.folder, slow.fs.mountpoint))
     dealt_anew = N // 2 - 2  # one of them lies in the middle of these
     assert job(mounted, other, 2) == [dealt_anew, 0]

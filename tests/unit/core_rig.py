@@ -17,6 +17,7 @@ from creel.daemon.core.events import (
     DISK,
     HELD,
     Action,
+    CancelFetches,
     DatasetAdded,
     DiskOpened,
     DropFromDisk,
@@ -87,11 +88,13 @@ class Rig:
         ] = {}  # of a run: start -> dataset, object, bytes
         self.runs: Runs = {}  # of what was written last to each place
         self.reads = 0
+        self.cancelled: frozenset[int] = frozenset()  # not read by the source
         self.memory: Callable[[int], int] = lambda k: k  # how many of k it is enough for
         self.stored = 0  # objects copied
         self.plans: list[PlanRetention] = []
         self.disk: dict[str, dict[int, int]] = {}  # bytes of each object that is on disk
         self.to_disk: list[SpillObjects | DropFromDisk] = []  # in the order in which it is done
+        self.disk_fails: str | None = None  # a dataset of which nothing is written
         self.disk_room: Callable[[int], bool] = lambda nbytes: True  # noqa: ARG005
         self.disk_reads = 0
         self.asked_for: dict[int, tuple[str, NDArray[np.int32]]] = {}  # by request of a peer
@@ -169,6 +172,9 @@ class Rig:
         if fetch.origin == DISK:
             return self.read_disk(fetch)
         out = self.size[name][fetch.ids].copy()
+        if number in self.cancelled:
+            self.cancelled -= {number}
+            return self.feed(Fetched(number, np.full(len(out), -1), self.versions(fetch)))
         self.reads += len(out)
         for i, x in enumerate(fetch.ids.tolist()):
             if x in self.bad[name]:
@@ -221,10 +227,11 @@ class Rig:
                 assert all(
                     self.bytes[at] == (order.dataset, x, n) for at, n in self.ranges(place, nbytes)
                 ), "what is being written has left"
-                stored[i] = self.disk_room(nbytes)
+                stored[i] = self.disk_room(nbytes) and order.dataset != self.disk_fails
                 if stored[i]:
                     disk[x] = nbytes
-            return self.feed(Spilled(order.spill, stored))
+            full = self.disk_fails is None and not stored.all()
+            return self.feed(Spilled(order.spill, stored, full))
         return []
 
     def open_disk(self, nbytes: int) -> None:
@@ -301,6 +308,8 @@ class Rig:
             self.publish(action)
         elif isinstance(action, PlanRetention):
             self.plans.append(action)
+        elif isinstance(action, CancelFetches):
+            self.cancelled |= action.fetches
         elif isinstance(action, SpillObjects | DropFromDisk):
             self.to_disk.append(action)
         elif isinstance(action, ServeObjects):

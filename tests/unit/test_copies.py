@@ -14,6 +14,7 @@ import pytest
 
 from creel.cache.storage.copies import PAGE_NBYTES, Copies
 from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.version import of_stat
 from creel.errors import MalformedError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from kit import seeds
@@ -25,10 +26,15 @@ def later() -> int:
     return time.time_ns() + LATER_NS
 
 
+def begun(copies: FileCopies, path: Path) -> FileCopy:
+    status = path.stat()
+    return FileCopy(copies, str(path), status.st_size, of_stat(status, later()))
+
+
 def copied(copies: FileCopies, path: Path, spans: list[tuple[int, int]]) -> None:
     """A sample reads these stretches of a file."""
     with path.open("rb") as file:
-        copy = FileCopy(copies, str(path), os.fstat(file.fileno()), later())
+        copy = begun(copies, path)
         for first, end in spans:
             file.seek(first)
             copy.add(first, file.read(end - first))
@@ -79,7 +85,7 @@ def test_what_has_changed_while_it_was_read_or_since_is_not_taken(tmp_path: Path
     for path in paths:
         path.write_bytes(bytes(5000))
     with paths[0].open("rb") as file:
-        copy = FileCopy(copies, str(paths[0]), os.fstat(file.fileno()), later())
+        copy = begun(copies, paths[0])
         copy.add(0, file.read())
         paths[0].write_bytes(bytes(5001))
         copy.finish(file)
@@ -96,7 +102,7 @@ def test_to_complete_a_copy_asks_the_storage_nothing(tmp_path: Path) -> None:
     """The daemon compares versions when it takes the copy: a file is looked at once less."""
     copies, path = FileCopies(1 << 24), tmp_path / "file"
     path.write_bytes(bytes(5000))
-    copy = FileCopy(copies, str(path), path.stat(), later())
+    copy = begun(copies, path)
     copy.add(0, path.read_bytes())
     copy.finish(io.BytesIO())  # it has no descriptor to be asked by
     taken = given(copies, [path]).take(0, str(path), later())
@@ -107,22 +113,24 @@ def test_to_complete_a_copy_asks_the_storage_nothing(tmp_path: Path) -> None:
 def test_a_file_is_copied_once_however_often_a_process_opens_it(tmp_path: Path) -> None:
     copies, path = FileCopies(1 << 24), tmp_path / "file"
     path.write_bytes(bytes(5000))
-    begun = [copies.begin(str(path), path.stat(), later()) for _ in range(3)]
-    assert [copy is None for copy in begun] == [False, True, True]
+    of = of_stat(path.stat(), later())
+    copied = [copies.begin(str(path), 5000, of) for _ in range(3)]
+    assert [copy is None for copy in copied] == [False, True, True]
     with path.open("rb") as file:  # nothing of it is read through the file object
-        assert begun[0] is not None
-        begun[0].finish(file)
+        assert copied[0] is not None
+        copied[0].finish(file)
     copies.flush()
     assert os.fstat(copies.fd).st_size == PAGE_NBYTES
-    assert copies.begin(str(path), path.stat(), later()) is not None
+    assert copies.begin(str(path), 5000, of) is not None
 
 
 def test_a_file_that_may_still_change_unseen_is_not_kept(tmp_path: Path) -> None:
     copies, path = FileCopies(1 << 24), tmp_path / "new"
     path.write_bytes(bytes(5000))
     with path.open("rb") as file:
-        now = os.fstat(file.fileno()).st_ctime_ns
-        copy = FileCopy(copies, str(path), os.fstat(file.fileno()), now)
+        status = os.fstat(file.fileno())
+        of = of_stat(status, status.st_ctime_ns)
+        copy = FileCopy(copies, str(path), 5000, of)
         copy.add(0, file.read())
         copy.finish(file)
     copies.flush()

@@ -263,6 +263,28 @@ def test_a_disk_that_takes_no_byte_holds_up_nobody(slow: bool) -> None:
     assert rig.core.snapshot()["datasets"]["d"]["failed"] == 0
 
 
+def test_a_write_that_fails_but_for_lack_of_room_costs_the_other_datasets_nothing() -> None:
+    """One that is not attached, say, or a bug of ours; and nobody waits for it."""
+    rig = DiskRig(80 * 100)
+    for name in "de":
+        rig.register(name, [100] * 100)
+    rig.open_disk(400 * ROOM)
+    rig.disk_fails = "e"
+    for session, name in enumerate("de", 1):
+        rig.open(session, name)
+        rig.extend(session, 0, np.arange(100).reshape(-1, 5).tolist())
+        rig.extend(session, 1, np.arange(100).reshape(-1, 5).tolist())
+    for step in range(40):
+        for session in (1, 2):
+            rig.progress(session, step, step + 1)
+            rig.settle()
+            assert rig.readers[session].ready > step, "it waits for the disk"
+    told = rig.core.snapshot()
+    assert told["disk"]["node"]["nbytes"] == 400 * ROOM
+    assert [told["datasets"][name]["disk_objects"] for name in "de"] == [100, 0]
+    assert told["datasets"]["e"]["failed"] == 0
+
+
 def test_a_disk_takes_one_byte_per_object_in_the_core() -> None:
     """The store's index takes six more (test_disk_store.py)."""
     n, taken = 1_000_000, []

@@ -17,6 +17,7 @@ from creel.daemon.core.events import (
     SOURCE,
     DatasetAdded,
     Dropped,
+    EpochBegan,
     Event,
     Fetched,
     FetchObjects,
@@ -277,3 +278,23 @@ def test_a_source_slower_than_its_reader_is_asked_for_many_objects_at_a_time(
             rig.land(fetch.fetch)
     assert sum(asked) == batch * steps
     assert len(asked) < batch * steps / 8, len(asked)
+
+
+def test_what_is_read_later_is_never_fetched_sooner_however_the_pace_changes() -> None:
+    """Else a step that is in flight waits for all that is asked for after it."""
+    batch, steps = 8, 120
+    rig = Rig(1 << 20, Window(inflight_objects=64))
+    rig.checking = False
+    rig.register("d", [100] * batch * steps)
+    rig.open(1, "d", recheck="epoch")
+    rig.feed(EpochBegan(1, 0))
+    rig.extend(1, 0, np.arange(batch * steps).reshape(steps, batch).tolist())
+    reader = rig.readers[1]
+    while reader.done < steps:
+        deadlines = [fetch.deadline for fetch in rig.fetches.values()]
+        assert deadlines == sorted(deadlines)
+        if rig.fetches:
+            rig.land(next(iter(rig.fetches)))
+        if reader.ready > reader.done:
+            rig.now += 2.0 if reader.done % 16 < 4 else 0.01
+            rig.progress(1, reader.done + 1, reader.done + 2)

@@ -36,7 +36,7 @@ from creel.cache.memory.shared_words import (
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Read, Source
 from creel.config import Config
-from creel.daemon.core.events import HELD, Fetched, FetchObjects, Publish, Tick
+from creel.daemon.core.events import HELD, CancelFetches, Fetched, FetchObjects, Publish, Tick
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.wire import Credentials
 from creel.daemon.service.control_socket import ControlSocket
@@ -327,6 +327,38 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
     assert sum(Quick.parts) == 2000
     assert Quick.parts[0] < Quick.parts[-2]
     assert bytes(arena.view[:2000]) == b"x" * 2000
+    fetcher.close()
+    assert fetcher.join(60)
+
+
+def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Held:
+        def read_parts(self, ids: Any, length: Any, parts: Any) -> Any:  # noqa: ARG002
+            begun.set()
+            assert goes_on.wait(60)
+            return Read(length.copy(), np.ones(len(ids), np.int64))
+
+        def close(self) -> None:
+            pass
+
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    fetcher = Fetcher(Arena.create(8192), done.put, no_peers, threads=1)
+    source: Any = Held()
+    fetcher.add("d", source)
+    for number in (1, 2, 3):
+        ids, ones = np.arange(2000, dtype=np.int32), np.ones(2000, np.int64)
+        fetcher.submit(FetchObjects(number, "d", ids, np.arange(2000), ones, float(number)))
+    assert begun.wait(60)
+    fetcher.cancel(CancelFetches("d", frozenset({1, 2, 9})))
+    assert (answer := done.get(timeout=60)).fetch == 2
+    assert (answer.nbytes == -1).all()
+    goes_on.set()
+    first, last = done.get(timeout=60), done.get(timeout=60)
+    assert (first.fetch, last.fetch) == (1, 3)
+    assert 0 < np.count_nonzero(first.nbytes == 1) < 2000
+    assert (last.nbytes == 1).all()
     fetcher.close()
     assert fetcher.join(60)
 

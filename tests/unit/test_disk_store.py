@@ -26,7 +26,8 @@ def content(object_id: int, nbytes: int, version: int = 1) -> bytes:
 
 def put(store: DiskStore, name: str, objects: dict[int, bytes], version: int = 1) -> list[bool]:
     ids, data = np.array(list(objects), np.int32), [[memoryview(d)] for d in objects.values()]
-    stored = store.write(name, ids, data, np.full(len(ids), version))
+    stored, full = store.write(name, ids, data, np.full(len(ids), version))
+    assert not (full and stored.all())
     return [bool(good) for good in stored]
 
 

@@ -90,6 +90,7 @@ class DiskCopies:
     Attributes:
         state: (n,) NOT_STORED, STORING or STORED; one byte per object, where there is a disk.
         hopeless: whether memory needs room, and nothing can be written to make it.
+        refused: whether a write failed, and not for lack of room: nothing more is written.
     """
 
     def __init__(self, residency: Residency, tier: DiskTier) -> None:
@@ -98,7 +99,7 @@ class DiskCopies:
         self.objects = 0
         self.nbytes = 0  # of rooms
         self.storing = 0  # objects being written
-        self.hopeless = False
+        self.hopeless = self.refused = False
         self._residency = residency
         self._tier = tier
         self._loose: deque[Index] = deque()  # released, and not looked at yet

@@ -106,7 +106,8 @@ class Spilling:
             return False
         for residency in self._residencies.values():
             residency.disk.hopeless = False
-            while (left := self._left()) and self._tier.free > 0:
+            writes = not residency.disk.refused
+            while writes and (left := self._left()) and self._tier.free > 0:
                 ids = residency.disk.next_released(left, self._tier.free)
                 if not len(ids):
                     break
@@ -116,7 +117,9 @@ class Spilling:
             soonest[residency] = min(due, soonest.get(residency, due))
         for residency, due in soonest.items():
             if not residency.disk.storing:
-                residency.disk.hopeless = not self._make_writable_room(residency, due, reading)
+                writable = not residency.disk.refused
+                writable = writable and self._make_writable_room(residency, due, reading)
+                residency.disk.hopeless = not writable
         return any(residency.disk.hopeless for residency in soonest)
 
     def _left(self) -> int:
@@ -194,6 +197,8 @@ class Spilling:
         for residency in sorted(
             self._residencies.values(), key=lambda residency: not residency.active
         ):
+            if residency.disk.refused:
+                continue
             kept, others = residency.disk.unwritten()
             lack = int(self._tier.rooms(residency.length[kept]).sum()) - self._tier.free
             if lack > 0:
@@ -238,8 +243,10 @@ class Spilling:
         ids, stored = spill.ids[~void], e.stored[~void]
         self._release(residency, ids)
         residency.disk.found(ids[stored])
-        if not stored.all():  # it is full, however large it was said to be
+        if e.full:  # however large it was said to be
             self._tier.nbytes = min(self._tier.nbytes, self._tier.used)
+        elif not stored.all():  # the next write would fare no better, and readers wait for it
+            residency.disk.refused = True
         residency.counts["spilled"] += int(np.count_nonzero(stored))
         residency.counts["spilled_nbytes"] += int(residency.length[ids[stored]].sum())
         ids = ids[residency.pins[ids] == 0]

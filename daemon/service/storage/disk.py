@@ -179,16 +179,17 @@ class Disk:
             log.warning("what samples of a dataset read is not forgotten: %s", e)
 
     def _write(self, action: SpillObjects) -> None:
-        stored = np.zeros(len(action.ids), np.bool_)
+        stored, full = np.zeros(len(action.ids), np.bool_), False
         late = time.monotonic() > self._until
         self._late += late * len(action.ids)
         try:
             if self._store is not None and not late:
                 parts = self._arena.parts(action.place, action.nbytes)
-                stored = self._store.write(action.dataset, action.ids, parts, action.version)
+                what = action.dataset, action.ids, parts, action.version
+                stored, full = self._store.write(*what)
         except Exception:  # our bug: they are not on disk
             log.exception("objects of %s could not be written to disk", action.dataset)
-        self._post(Spilled(action.spill, stored))
+        self._post(Spilled(action.spill, stored, full))
         if self._store is not None and not self._store.nbytes and not self._lost:
             self._lost = True
             self._post(DiskOpened(0, self._store.unit))

@@ -159,6 +159,17 @@ class FetchQueue:
             self.source.close()
         return queued
 
+    def cancel(self, fetches: frozenset[int]) -> list[tuple[FetchJob, int]]:
+        """Forget queued fetches; return their jobs, and how many objects no thread has taken."""
+        with self._ready:
+            gone = [entry for entry in self._heap if entry[2].fetch.fetch in fetches]
+            if gone:
+                self._heap = [entry for entry in self._heap if entry not in gone]
+                heapq.heapify(self._heap)
+            dropped = [(job, len(job.nbytes) - start) for _, _, job, start in gone]
+            self._waiting -= sum(objects for _, objects in dropped)
+        return dropped
+
     @property
     def object_ns(self) -> int:
         """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""

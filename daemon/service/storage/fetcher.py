@@ -32,6 +32,7 @@ from creel.daemon.core.events import (
     DISK,
     HELD,
     SOURCE,
+    CancelFetches,
     Checked,
     CheckVersions,
     Fetched,
@@ -138,6 +139,11 @@ class Fetcher:
             self._queue(fetch.dataset, fetch.origin).put(fetch.deadline, job)
         else:
             self._finish(job)
+
+    def cancel(self, action: CancelFetches) -> None:
+        """Do not read what no thread has taken of these fetches from the source."""
+        for job, objects in self._queues[action.dataset].cancel(action.fetches):
+            self._part_done(job, objects)
 
     def _queue(self, dataset: str, origin: int) -> FetchQueue:
         if origin == SOURCE:

@@ -1,0 +1,130 @@
+"""Many small images on a cold local disk, epoch by epoch: creel.ImageFolder against torch.
+
+    sudo python benchmarks/many_files.py [--files 60000] [--workers 2] [--batch 256] [--rounds 3]
+
+One folder per class, JPEG files of 1 KB; before each way's first epoch the kernel's caches are
+dropped, which needs root. torch's way is what torchvision's ImageFolder does: `open`, PIL, a
+transform. Shown are samples per second of the whole epoch, as ratios to torch's, and the longest
+time that the loop waited for a batch. Every round has new loaders, and a daemon that starts with
+its loader; memory is enough for all files. In the first epoch the disk is slower than its readers,
+so the daemon has as much in flight as it may; later ones are read from memory, torch's out of the
+page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measure import fresh_name, median, report
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+import creel
+
+EPOCHS, CLASSES = 3, 100
+_DROP = Path("/proc/sys/vm/drop_caches")
+
+
+def transform(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image))
+
+
+class Folder(Dataset[Any]):
+    """What torchvision's ImageFolder does."""
+
+    def __init__(self, root: str) -> None:
+        classes = sorted(entry.name for entry in os.scandir(root))
+        self.samples = [
+            (entry.path, label)
+            for label, name in enumerate(classes)
+            for entry in sorted(os.scandir(f"{root}/{name}"), key=lambda entry: entry.name)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        path, label = self.samples[index]
+        with open(path, "rb") as f:  # noqa: PTH123  (as torchvision does)
+            return transform(Image.open(f).convert("RGB")), label
+
+
+WAYS: dict[str, Any] = {
+    "torch": lambda root, **k: DataLoader(Folder(root), **k),
+    "creel.ImageFolder": lambda root, **k: creel.DataLoader(
+        creel.ImageFolder(root, transform), **k
+    ),
+    "unedited, creel.wrap": lambda root, **k: creel.DataLoader(creel.wrap(Folder(root)), **k),
+}
+
+
+def write(root: str, files: int) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (24, 24, 3), np.uint8)
+    jpeg = io.BytesIO()
+    Image.fromarray(noise).save(jpeg, "JPEG")
+    for label in range(CLASSES):
+        Path(f"{root}/n{label:04}").mkdir()
+        for i in range(label, files, CLASSES):
+            Path(f"{root}/n{label:04}/{i:08}.jpeg").write_bytes(jpeg.getvalue())
+
+
+def epochs(way: str, root: str, batch: int, workers: int) -> list[tuple[float, float]]:
+    """Seconds of each epoch, and of the longest wait for a batch in it."""
+    os.sync()
+    _DROP.write_text("3")
+    with fresh_name():
+        loader = WAYS[way](root, batch_size=batch, shuffle=True, num_workers=workers)
+        out = []
+        for _ in range(EPOCHS):
+            began = last = time.perf_counter()
+            longest = 0.0
+            for _ in loader:
+                now = time.perf_counter()
+                longest, last = max(longest, now - last), now
+            out.append((last - began, longest))
+        del loader
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--files", type=int, default=60_000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    o = parser.parse_args()
+    if not os.access(_DROP, os.W_OK):
+        sys.exit("skipped: only root may drop the kernel's caches")
+    os.environ.setdefault("CREEL_MEMORY__BUDGET", f"{max(o.files >> 8, 256)}MiB")
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as root:
+        write(root, o.files)
+        runs = [{w: epochs(w, root, o.batch, o.workers) for w in WAYS} for _ in range(o.rounds)]
+    rows: list[dict[str, object]] = []
+    for way in WAYS:
+        row: dict[str, object] = {"way": way}
+        for e in range(EPOCHS):
+            row[f"epoch {e + 1}, samples/s"] = round(
+                o.files / median([run[way][e][0] for run in runs])
+            )
+            row[f"torch / it, {e + 1}"] = round(
+                median([run["torch"][e][0] / run[way][e][0] for run in runs]), 2
+            )
+        row["longest wait in 1, s"] = round(median([run[way][0][1] for run in runs]), 2)
+        rows.append(row)
+    report(rows)
+
+
+if __name__ == "__main__":
+    main()
