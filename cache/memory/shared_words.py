@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ WORDS_NBYTES = 4096
 #: `LocationTable.offset` of an object that is not in the arena.
 ABSENT = -1
 _MAX_RECORDS = 2**31 - 1
+_ALL_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
 
 # words the daemon writes
 HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
@@ -64,6 +66,25 @@ def sealed_memfd(name: str, nbytes: int) -> int:
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def sealed_file(name: str, write: Callable[[BinaryIO], object]) -> int:
+    """A memfd that `write` has filled, and that nobody can change any more.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    import fcntl
+
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            write(file)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _ALL_SEALS)
     except BaseException:
         os.close(fd)
         raise

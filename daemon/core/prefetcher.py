@@ -256,59 +256,72 @@ class Prefetcher:
         """Fetch objects as far as possible; return how many, from the first on, are handled.
 
         Objects after one without room are fetched all the same: their turn comes soon. But only
-        once: they are not pinned, and may leave for another session, again and again. Where a
-        reader has nothing else to read, objects without room are given up: it reads them directly.
+        once: they are not pinned, and may leave for another session, again and again.
         """
         residency = s.residency
         starving = urgent and s.starving
-        again = s.front == s.lacked
-        if (
-            residency.policy is not None
-            and residency.policy.by_epoch
-            and s.ahead_of_others
-            and not starving
-        ):
+        by_epoch = residency.policy is not None and residency.policy.by_epoch
+        if by_epoch and s.ahead_of_others and not starving:
             self.stuck.add(s.id)
             return 0
-        length = residency.length[ids]
-        k = self._inflight.may_start(residency.expected(length), urgent=urgent)
+        k = self._inflight.may_start(residency.expected(residency.length[ids]), urgent=urgent)
         if not k:
             return 0  # not for lack of room: later
-        if k < len(ids):
-            ids, length = ids[:k], length[:k]
+        ids = ids[:k]
         step = s.stream.step_at(s.front)
         epoch = s.stream.epoch(step)[0] + s.epoch_shift
+        if not urgent:
+            ids, k = self._at_peers_by_now(s, ids, epoch)
+        if not len(ids):
+            return 0
         due = s.policy_step(step)
         urgency = Urgency.STALLED if starving else _urgency(s, step, urgent=urgent)
-        awaited = None if urgent else residency.awaited(ids, epoch, s.group.clock())
-        if awaited is not None and some(awaited):
-            k = int(awaited.argmax())
-            self.stuck.add(s.id)
-            if again and not k:
-                return 0
-            ids, length = ids[~awaited], length[~awaited]
-        gives_up = starving and not self._admission.waits(residency)
-        room = self._room_again if again and not gives_up else self._admission.room
-        offset, lack = room(residency, length, due, urgency)
-        k, ids, length = min(k, len(lack)), ids[: len(lack)], length[: len(lack)]
-        if some(lack):
-            if gives_up:
-                residency.fail(ids[lack])
-            else:
-                k = min(k, int(lack.argmax()))
-                self.stuck.add(s.id)
-                if self._admission.disk:
-                    self.lacking[s.id] = residency, due
-            ids, offset, length = ids[~lack], offset[~lack], length[~lack]
+        ids, offset, settled = self._with_room(s, ids, due, urgency)
         # The queue of a quick source is short. Ordered by deadline, it would wake the reader for
         # every step: small records from the page cache are slower then.
         deadline = s.deadline(
             step, now, in_turn=residency.source_rate.deliverable(_GRAIN_S) < FETCHED_AT_ONCE
         )
+        length = residency.length[ids]
         for origin, which in residency.origins(ids, epoch):
             fetch = ids[which], offset[which], length[which]
             out += self._inflight.start(residency, *fetch, due, now, deadline, origin)
-        return k
+        return min(k, settled)
+
+    def _at_peers_by_now(self, s: RankStream, ids: Index, epoch: int) -> tuple[Index, int]:
+        """Those of `ids` that no peer is yet to get, and how many of them come before any other."""
+        awaited = s.residency.awaited(ids, epoch, s.group.clock())
+        if awaited is None or not some(awaited):
+            return ids, len(ids)
+        self.stuck.add(s.id)
+        k = int(awaited.argmax())
+        return ids[~awaited] if k or s.front != s.lacked else ids[:0], k
+
+    def _with_room(
+        self, s: RankStream, ids: Index, due: int, urgency: Urgency
+    ) -> tuple[Index, Sizes, int]:
+        """Make room; those of `ids` that have it, their places, and how many are settled.
+
+        The first ones up to one without room are settled. Where a reader has nothing else to read,
+        all are: those without room are given up, and it reads them directly.
+        """
+        residency, length = s.residency, s.residency.length[ids]
+        gives_up = urgency is Urgency.STALLED and not self._admission.waits(residency)
+        again = s.front == s.lacked and not gives_up
+        room = self._room_again if again else self._admission.room
+        offset, lack = room(residency, length, due, urgency)
+        ids = ids[: len(lack)]
+        if not some(lack):
+            return ids, offset, len(ids)
+        settled = len(ids)
+        if gives_up:
+            residency.fail(ids[lack])
+        else:
+            settled = int(lack.argmax())
+            self.stuck.add(s.id)
+            if self._admission.disk:
+                self.lacking[s.id] = residency, due
+        return ids[~lack], offset[~lack], settled
 
     def _room_again(
         self, residency: Residency, length: Sizes, due: int, urgency: Urgency

@@ -11,7 +11,6 @@ reader needs them first goes on.
 from __future__ import annotations
 
 import contextlib
-import errno
 import heapq
 import logging
 import os
@@ -25,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from creel.cache.memory.arena import Arena
+from creel.daemon.listener import Listener
 from creel.daemon.peers import wire
 from creel.daemon.peers.connections import (
     Account,
@@ -45,7 +45,6 @@ from creel.policies.cluster.agreement import SharedPlan
 
 log = logging.getLogger("creel.peers")
 
-_ACCEPTS = 32  # new connections a turn
 _UNAUTHENTICATED = 64  # connections without proof; one more ends the oldest
 _HANDSHAKE_S = 3.0
 _UNAUTHENTICATED_NBYTES = 2048  # read from one of these at once
@@ -112,15 +111,14 @@ class PeerServer:
         self._sendable: set[PeerConnection] = set()
         self._orders: deque[Callable[[], None]] = deque()  # of the loop
         self._swept = time.monotonic()
-        self._accept_paused = False  # descriptors are short: listens again at the next sweep
         self._closing = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=1024)
-        self._listener.setblocking(False)
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        listening = socket.create_server((host, port), family=family, backlog=1024)
+        listening.setblocking(False)
+        self.address: tuple[str, int] = listening.getsockname()[:2]
         self._epoll = select.epoll()
+        self._listener = Listener(listening, self._epoll)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll.register(self._listener, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="creel-peers", daemon=True)
         self._thread.start()
@@ -199,7 +197,7 @@ class PeerServer:
                 log.exception("peers could not be served")
                 self._end_all()
                 time.sleep(_SWEEP_S)
-        self._listener.close()
+        self._listener.socket.close()
         self._end_all()
         self._obey()
 
@@ -213,7 +211,7 @@ class PeerServer:
         if ready.pop(self._wake, None):
             os.eventfd_read(self._wake)
             self._obey()
-        accept_ready = ready.pop(self._listener.fileno(), None)
+        accept_ready = ready.pop(self._listener.socket.fileno(), None)
         for fd, event in ready.items():
             if connection := self._connections.get(fd):
                 self._guarded(connection, self._ready, connection, event, now)
@@ -241,18 +239,7 @@ class PeerServer:
             self._end(connection)
 
     def _accept(self, now: float) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as e:
-                if e.errno in {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}:
-                    self._epoll.modify(self._listener, 0)
-                    self._accept_paused = True
-                    return
-                continue  # it left meanwhile
-            sock.setblocking(False)
+        for sock in self._listener.accepted():
             with contextlib.suppress(OSError):  # it is gone: epoll will report that
                 watch(sock)
             if len(self._unauthenticated) >= _UNAUTHENTICATED:
@@ -263,9 +250,7 @@ class PeerServer:
 
     def _sweep(self, now: float) -> None:
         self._swept = now
-        if self._accept_paused:
-            self._accept_paused = False
-            self._epoll.modify(self._listener, select.EPOLLIN)
+        self._listener.resume()
         late = [c for c in self._unauthenticated.values() if now - c.since > _HANDSHAKE_S]
         for connection in late + [c for c in self._connections.values() if c.stuck(now)]:
             self._end(connection)

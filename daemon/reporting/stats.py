@@ -114,7 +114,6 @@ def session(one: SessionRecord, pid: int, step_s: float) -> dict[str, Any]:
         "session": one.id,
         "dataset": one.dataset.key,
         "job": one.opened.job,
-        "name": one.opened.name,
         "rank": one.opened.rank,
         "world": one.opened.world,
         "pid": pid,

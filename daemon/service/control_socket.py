@@ -8,7 +8,6 @@ turn is bounded, so a flood slows only its sender.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import mmap
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from creel.cache.storage.manifest import Manifest
+from creel.daemon.listener import Listener
 from creel.daemon.service.keepalive import KeepAlive
 from creel.daemon.service.node import Answer, Node
 from creel.daemon.service.registry import SessionRecord
@@ -51,7 +51,6 @@ log = logging.getLogger("creel.control_socket")
 
 _MAX_FDS = 4
 _ROLES = frozenset({"trainer", "worker", "cli", "service"})
-_ACCEPTS = 32  # new connections a turn
 _REFUSALS = 32  # refused connections that get a reason; further ones are just closed
 _HELLO_S = 5.0  # a connection that sends nothing is closed after this
 _MAX_MANIFEST = 16 << 30
@@ -85,17 +84,16 @@ class ControlSocket:
         self._connections: dict[int, _Connection] = {}
         self._by_token: dict[str, _Connection] = {}
         self.keep_alive = KeepAlive(epoll)
-        self._accept_paused = False
         kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        self._listener = socket.socket(socket.AF_UNIX, kind)
+        listening = socket.socket(socket.AF_UNIX, kind)
         try:
-            self._listener.bind(address)
-            self._listener.listen(256)
+            listening.bind(address)
+            listening.listen(256)
         except OSError:
-            self._listener.close()
+            listening.close()
             raise
-        self.fd = self._listener.fileno()
-        epoll.register(self.fd, select.EPOLLIN)
+        self.fd = listening.fileno()
+        self._listener = Listener(listening, epoll)
 
     @property
     def clients(self) -> int:
@@ -117,7 +115,8 @@ class ControlSocket:
     def ready(self, fd: int, now: float) -> None:
         """Handle a descriptor that is readable or hung up."""
         if fd == self.fd:
-            self._accept(now)
+            for sock in self._listener.accepted():
+                self._admit(sock, now)
             return
         if fd in self.keep_alive:
             self.keep_alive.ended(fd)
@@ -132,9 +131,7 @@ class ControlSocket:
 
     def sweep(self, now: float) -> None:
         """Close connections without a handshake; listen again where descriptors were short."""
-        if self._accept_paused and self._listener.fileno() >= 0:
-            self._epoll.modify(self.fd, select.EPOLLIN)
-        self._accept_paused = False
+        self._listener.resume()
         for connection in list(self._connections.values()):
             if not connection.role and now > connection.hello_by:
                 self._end(connection)
@@ -148,9 +145,9 @@ class ControlSocket:
 
     def stop_listening(self) -> None:
         """Accept no new connections; another daemon may use the address at once."""
-        if self._listener.fileno() >= 0:
+        if self._listener.socket.fileno() >= 0:
             self._epoll.unregister(self.fd)
-            self._listener.close()
+            self._listener.socket.close()
 
     def close(self) -> None:
         """Close all connections."""
@@ -161,26 +158,7 @@ class ControlSocket:
 
     # --- connections --------------------------------------------------------------------------
 
-    def _accept(self, now: float) -> None:
-        for _ in range(_ACCEPTS):
-            try:
-                sock, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as e:
-                # Out of descriptors or memory, or the peer left again: keep serving the others.
-                if e.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                    self._accept_paused = (
-                        True  # waiting connections must not wake the loop continuously
-                    )
-                    self._epoll.modify(self.fd, 0)
-                elif e.errno != errno.ECONNABORTED:
-                    raise
-                return
-            self._admit(sock, now)
-
     def _admit(self, sock: socket.socket, now: float) -> None:
-        sock.setblocking(False)
         pid, uid = peer_of(sock)
         # Refused connections do not count against the limit: other users may connect, too.
         waiting = sum(c.refusal is not None for c in self._connections.values())

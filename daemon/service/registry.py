@@ -40,7 +40,7 @@ DRAINING, CLOSED = 1, 2
 #: Linux 5.1: later mappings of the descriptor are read-only. `fcntl` has no name for it.
 _F_SEAL_FUTURE_WRITE = 0x0010
 _MAX_WAITERS = 4096  # of one session; workers x threads stays far below
-_MAX_NAME = 4096  # characters of a job or a session
+_MAX_NAME = 4096  # characters of a job
 #: Memory per object: in the table (less where all objects have one length), in the core's columns
 #: (state, pins) and in its eviction policy's (few except during planning).
 _OBJECT_NBYTES, _RECORD_NBYTES = 16 + 5 + 16, 4 + 5 + 16
@@ -291,10 +291,10 @@ class Registry:
         Raises:
             UnavailableError: the dataset is unknown, there are too many sessions, or the system
                 gives no descriptor for one more.
-            MalformedError: a job or a name longer than any loader makes.
+            MalformedError: a job with a longer name than any loader makes.
         """
-        if max(len(request.job), len(request.name)) > _MAX_NAME:
-            raise MalformedError(f"a job or a name of more than {_MAX_NAME} characters")
+        if len(request.job) > _MAX_NAME:
+            raise MalformedError(f"a job of more than {_MAX_NAME} characters")
         dataset = self.datasets.get(request.dataset)
         if dataset is None:
             raise UnavailableError(f"dataset {request.dataset!r} is not registered here")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from creel import messages
 from creel.addresses import second_address
 from creel.cache.memory.arena import ArenaView
-from creel.cache.memory.shared_words import LocationTable, SharedWords
+from creel.cache.memory.shared_words import LocationTable, SharedWords, sealed_file
 from creel.cache.storage.manifest import Manifest
 from creel.errors import (
     ConfigError,
@@ -47,7 +47,6 @@ from creel.loader.client.packets import (
     map_arena,
     pidfd_of,
     resolve,
-    sealed_file,
 )
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
@@ -171,7 +170,8 @@ class Client:
             UnavailableError: refused, or the daemon is lost.
         """
         copies = manifest.copies if manifest.copies is not None and manifest.copies.give() else None
-        fd = sealed_file(partial(manifest.write_arrow, copies=copies is not None))
+        write = partial(manifest.write_arrow, copies=copies is not None)
+        fd = sealed_file("creel-manifest", write)
         fds = (fd,) if copies is None else (fd, copies.fd)
         try:
             request = messages.Register(os.fstat(fd).st_size)
@@ -201,7 +201,6 @@ class Client:
         job: str = "",
         rank: int = 0,
         world: int = 1,
-        name: str = "",
         recheck: str = "never",
     ) -> Session:
         """Open a session over a registered dataset; see `messages.Open`.
@@ -209,7 +208,7 @@ class Client:
         Raises:
             UnavailableError: refused, or the daemon is lost.
         """
-        request = messages.Open(dataset, job, rank, world, name, cast(Any, recheck))
+        request = messages.Open(dataset, job, rank, world, cast(Any, recheck))
         reply, fds = self._call(request, messages.Opened)
         return self._session(reply, fds, trainer=True)
 

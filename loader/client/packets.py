@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 from creel import messages
 from creel.addresses import first_address
@@ -20,7 +20,6 @@ M = TypeVar(
 )
 
 _MAX_FDS = 4
-_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
 
 
 def default_name() -> str:
@@ -122,21 +121,6 @@ def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
         yield tuple(fds)
     finally:
         close_all(fds)
-
-
-def sealed_file(write: Callable[[BinaryIO], None]) -> int:
-    """The descriptor of a sealed memfd that `write` has filled."""
-    import fcntl
-
-    fd = os.memfd_create("creel-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            write(file)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def close_all(fds: list[int]) -> None:

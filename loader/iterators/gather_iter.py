@@ -214,10 +214,9 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
             self._pull()
 
     def _pull(self) -> None:
-        start = time.monotonic_ns()
-        index = next(self._sampler_iter, self)
-        self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
-        if index is self:
+        try:
+            index = self._next_index()
+        except StopIteration:
             return
         run, i = self._run, self._pulled
         step = run.step_of(i, index)

@@ -249,19 +249,16 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
             self._reader = LeaderReader(reader, role, options.slots)
         elif role is not None:
             self._reader = ReplicaReader(role, options.max_leased, options.hung_s)
-        self._order = run.begin(loader, self, moment)
+        run.begin(loader, self, moment)
 
     def _next_data(self) -> Any:
         run = self._run
-        start = time.monotonic_ns()
         try:
-            index = next(self._order)
+            index = self._next_index()
         except StopIteration:
             self._reader.close()
             run.finish()
             raise
-        finally:
-            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
         i = self._given
         self._given = i + 1
         try:

@@ -12,7 +12,6 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -99,8 +98,7 @@ def joined(loader: DataLoader[Any], *, plain: bool) -> Role:
         raise ConfigError("replicate needs torch.distributed.init_process_group, in all ranks")
     me = ranks.index(rank_and_world()[0])
     name = secrets.token_hex(8)
-    with ExitStack() as stack:
-        listener = stack.enter_context(_socket())
+    with _socket() as listener:
         listener.bind(_address(name))
         listener.listen(len(ranks))
         terms = Terms(name, me, _node(), _alike(loader, plain=plain))

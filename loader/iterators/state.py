@@ -223,20 +223,14 @@ class EpochRun:
         self.binding = None if self.stream is None else binding
         return None if self.binding is None else binding.digest()
 
-    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: Moment) -> EpochOrder:
+    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: Moment) -> None:
         """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
         loader_state = self._loader_state
-        if self._search is not None:
-            self._search.leave()
-            self._search = None
-        if self.stream is not None and not self.stream.alive:
-            self.stream.close()
-            self.stream = None
         self._attach(loader)
         learns = self.binding is None and loader.creel is not False
         self._unknown = wrapped_in(loader.dataset) if learns else []
-        if loader_state.order is not None and self.stream is not None and not self._page_cached:
-            loader_state.order.record_outcome(wrong=self.stream.mispredicted)
+        if loader_state.order is not None and self._served is not None:
+            loader_state.order.record_outcome(wrong=self._served.mispredicted)
         resume, loader_state.resume = loader_state.resume, None
         begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
         # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
@@ -259,16 +253,15 @@ class EpochRun:
         self._counted = self.skipped
         self._unpublished.clear()
         self._many = loader._auto_collation  # noqa: SLF001  torch's
-        if self.stream is not None and not self._page_cached:
+        if self._served is not None:
             start = time.monotonic_ns()
             try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
             loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
-            self.stream.begin(order, self.skipped)
+            self._served.begin(order, self.skipped)
         if self.skipped:
             order.skip(self.skipped)
         self.slices = order.known and type(index_sampler(loader)) is BatchSampler
         it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
-        return order
 
     def step_of(self, i: int, index: object) -> int:
         """Return the session's step of the i-th batch after those skipped; -1: read directly."""
@@ -284,6 +277,12 @@ class EpochRun:
     def _attach(self, loader: DataLoader[Any]) -> None:
         """Find a session for this epoch; where it only counts, without waiting for a daemon."""
         loader_state, binding = self._loader_state, self.binding
+        if self._search is not None:
+            self._search.leave()
+            self._search = None
+        if self.stream is not None and not self.stream.alive:
+            self.stream.close()
+            self.stream = None
         if binding is not None and self._asks_again:
             self._page_cached = loader_state.page_cached(loader, binding, self.stream)
         self._asks_again = True
@@ -313,15 +312,21 @@ class EpochRun:
             found.begin(self.order, batch)
 
     @property
+    def _served(self) -> BatchStream | None:
+        """The session that serves this epoch's reads; None: they go past the daemon."""
+        return None if self._page_cached else self.stream
+
+    @property
     def ticket(self) -> Ticket | None:
         """What workers need to read through the session; None if they need none in this epoch."""
-        return None if self.stream is None or self._page_cached else self.stream.ticket
+        return None if self._served is None else self._served.ticket
 
     def done(self, i: int) -> None:
         """Record that all batches below the i-th after those skipped have arrived."""
-        if self.stream is not None and not self._page_cached:
-            self.stream.done(self.skipped + i)
-            self._publish_ahead(self.stream)
+        stream = self._served
+        if stream is not None:
+            stream.done(self.skipped + i)
+            self._publish_ahead(stream)
 
     def _publish_ahead(self, stream: BatchStream) -> None:
         if not self._published_ahead and self.order is not None and not stream.joining:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from creel.loader.torch_private import BaseDataLoaderIter, profiler_enabled
+
+if TYPE_CHECKING:
+    from creel.loader.iterators.meter import Meter
 
 
 class Step(BaseDataLoaderIter):
@@ -13,6 +17,8 @@ class Step(BaseDataLoaderIter):
 
     For map-style datasets only: the rest of torch's method checks the length of iterable ones.
     """
+
+    _meter: Meter
 
     def __next__(self) -> Any:
         if profiler_enabled():
@@ -23,3 +29,15 @@ class Step(BaseDataLoaderIter):
         data = take()
         self._num_yielded += 1
         return data
+
+    def _next_index(self) -> Any:
+        """Pull the sampler, as torch does, and count the time.
+
+        Raises:
+            StopIteration: the epoch has no more batches.
+        """
+        start = time.monotonic_ns()
+        try:
+            return super()._next_index()  # type: ignore[no-untyped-call]  # torch's
+        finally:
+            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start

@@ -200,13 +200,10 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
     def _try_put_index(self) -> None:
         if self._tasks_outstanding >= self._prefetch_factor * self._num_workers:
             raise AssertionError("Number of outstanding tasks exceeded maximum allowed tasks")
-        start = time.monotonic_ns()
         try:
-            index = next(self._sampler_iter)
+            index = self._next_index()
         except StopIteration:
             return
-        finally:
-            self._meter["stall_sampler_ns"] += time.monotonic_ns() - start
         self._put(index)
 
     def _put(self, index: Any) -> None:

@@ -33,6 +33,8 @@ _log = logging.getLogger("creel.loader")
 
 #: Entries converted to int64 at once: the first piece, so that it is early; later ones are larger.
 _FIRST_PIECE = 1 << 11
+#: Seconds that a copy of a custom sampler may run in one call.
+_COPY_S = 2.0
 
 
 class State(TypedDict, total=False):
@@ -102,13 +104,13 @@ class EpochOrder:
         """Advance as `batches` calls of `next` would; O(1) if the order is known."""
         raise NotImplementedError
 
-    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
+    def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
         """Predict what this epoch (0), the next (1) or a later one reads.
 
         The prediction holds if no other code draws from the generators meanwhile. For a known order
         this takes microseconds and is valid at any moment. A custom sampler is predicted only if
-        the user asked for it: a copy then runs in this call, for at most `budget_s` seconds; ask
-        for epoch 0 before the first `next`.
+        the user asked for it: a copy then runs in this call; ask for epoch 0 before the first
+        `next`.
 
         Returns:
             None if the epoch cannot be predicted.
@@ -257,8 +259,7 @@ class KnownOrder(EpochOrder):
         self._at += batches * (1 if self._batcher is None else self._batcher.batch_size)
         self.pulled += batches
 
-    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
-        del budget_s  # nothing runs here
+    def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
         shadow = self._copies()
         now = self._stream.fork(shadow) if self._stream is not None else None
         # With the settings it has at this moment.
@@ -350,7 +351,7 @@ class ForeignOrder(EpochOrder):
             if next(self, None) is None:
                 return
 
-    def predict(self, epochs_ahead: int = 0, *, budget_s: float = 2.0) -> EpochPlan | None:
+    def predict(self, epochs_ahead: int = 0) -> EpochPlan | None:
         if not epochs_ahead and (self._first is not None or self.pulled):
             return self._first
         if not self._may_run_ahead or self.unpredictable or epochs_ahead > 1:
@@ -362,7 +363,7 @@ class ForeignOrder(EpochOrder):
             next_epoch=bool(epochs_ahead),
             keep_seed=self._keeps_seed(),
             advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
-            budget_s=budget_s,
+            budget_s=_COPY_S,
         )
         if found is None:
             self.unpredictable = True

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO, Any, TypeVar, cast
 
+from creel.cache.memory.shared_words import sealed_file
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
@@ -231,15 +232,8 @@ def memory_file(data: bytes) -> int:
     Raises:
         OSError: there is no room for it, or no /proc.
     """
-    import fcntl  # there is none on Windows, where this module is imported, too
-
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-    fd = os.memfd_create("creel-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = sealed_file("creel-file", lambda file: file.write(data))
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.pwrite(fd, left, len(data) - len(left)) :]
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         # Before Linux 6.7 nothing sealed can be mapped shared through a descriptor for writing.
         return os_open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
@@ -338,8 +332,13 @@ def _cacheable(status: os.stat_result, address: str) -> bool:
     return regular and not address.startswith(_NO_FILES)
 
 
-#: Of files that C reads, one in `_LOOK` is left to it, to see whether it still reads all of them.
-_LOOK, _MAX_IN_C_NBYTES = 32, 64 << 20
+#: What C reads cannot be kept, unless it is read here, all of the file, and given to C from memory.
+#: So C reads one file, and where it waited for nearly all of that, the next ones are read for it;
+#: after this many of these, it reads one again, as it may want only parts by now.
+_READ_FOR_C = 32
+#: Part of a file that is nearly all of it; a copy may lack as much (`file_copies`).
+_NEARLY_ALL = 15 / 16
+_MAX_IN_C_NBYTES = 64 << 20
 
 
 def read_in_c(file: int | str, address: str, *, waited_ns: int) -> PartialRead | None:
@@ -376,10 +375,7 @@ def _left_to_c(part: PartialRead | None) -> None:
 
 
 def read_for_c(address: str) -> bytes | None:
-    """All of a file that C would read, where it read nearly all of the last one, which was slow.
-
-    So it is kept, and the daemon need not read it again. None: leave it to C.
-    """
+    """All of a file that C would read, kept for the daemon; None: leave it to C (`_READ_FOR_C`)."""
     observed = observing()
     if observed is None or not _reads_for_c(observed.copies):
         return None
@@ -393,9 +389,10 @@ def read_for_c(address: str) -> bytes | None:
 
 
 def _reads_for_c(copies: FileCopies | None) -> bool:
-    last = None if copies is None else copies.read_in_c
-    alike = last is not None and last.waited_ns and last.got_last * 16 >= last.nbytes * 15
-    if copies is None or not alike or copies.read_here >= _LOOK:
+    if copies is None or copies.read_in_c is None or copies.read_here >= _READ_FOR_C:
+        return False
+    last = copies.read_in_c
+    if not last.waited_ns or last.got_last < last.nbytes * _NEARLY_ALL:
         return False
     copies.read_here += 1
     return True

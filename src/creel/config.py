@@ -56,17 +56,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def load(
         cls,
         flags: Mapping[str, object] | None = None,
-        env: Mapping[str, str] | None = None,
         *,
-        cwd: Path | None = None,
         origin: str | None = None,
     ) -> tuple[Config, dict[str, str]]:
         """Overlay files, environment and flags over the defaults.
 
         Args:
             flags: dotted key to value, e.g. {"memory.budget": "64GiB"}; None values are skipped.
-            env: the environment; `os.environ` where None.
-            cwd: where the search for creel.toml begins; the working directory where None.
             origin: how messages name the flags; None: by their names on the command line.
 
         Returns:
@@ -76,10 +72,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ConfigError: an unknown key, a value of the wrong type or range, a file that is not
                 TOML, or an unreadable file that CREEL_CONFIG names.
         """
-        env = os.environ if env is None else env
         values: dict[str, object] = {}
         origins = dict.fromkeys(fields(), "default")
-        for given in _layers(flags or {}, env, cwd, origin):
+        for given in _layers(flags or {}, origin):
             values[given.key] = _convert(given)
             origins[given.key] = given.origin
         return from_flat(values), origins
@@ -209,14 +204,13 @@ def _budget(section: str, text: str, total: int, auto: int) -> int:
 # --- layers -----------------------------------------------------------------------------------
 
 
-def _layers(
-    flags: Mapping[str, object], env: Mapping[str, str], cwd: Path | None, origin: str | None
-) -> Iterator[_Given]:
+def _layers(flags: Mapping[str, object], origin: str | None) -> Iterator[_Given]:
     """Yield all given values, weakest first."""
+    env = os.environ
     if (named := env.get(_FILE)) and not _is_file(Path(named).expanduser()):
         raise ConfigError(f"{_FILE} names {named}, and there is no such file: correct or unset it")
     asked_for = _expanded(named) if named else None
-    for path in config_files(env, cwd):
+    for path in config_files():
         yield from _from_file(path, asked_for=path == asked_for)
     for name in sorted(n for n in env if n.startswith("CREEL_")):
         key = _SHORT.get(name) or _env_key(name)
@@ -228,21 +222,21 @@ def _layers(
             yield _Given(_known(key, named), value, named, text=isinstance(value, str))
 
 
-def config_files(env: Mapping[str, str] | None = None, cwd: Path | None = None) -> list[Path]:
+def config_files() -> list[Path]:
     """The configuration files that apply and exist (or are named), weakest first."""
-    env = os.environ if env is None else env
+    env = os.environ
     home = Path(env.get("XDG_CONFIG_HOME") or _expanded(env.get("HOME") or "~") / ".config")
     found = [path for path in (_SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
     if named := env.get(_FILE):
         return [*found, _expanded(named)]
-    project = (folder / "creel.toml" for folder in _folders(cwd))
+    project = (folder / "creel.toml" for folder in _folders())
     return found + [path for path in project if _is_file(path)][:1]
 
 
-def _folders(cwd: Path | None) -> list[Path]:
+def _folders() -> list[Path]:
     """The working directory and its parents; [] where it is gone or unreachable."""
     try:
-        start = Path.cwd() if cwd is None else cwd
+        start = Path.cwd()
     except OSError:
         return []
     return [start, *start.parents]

@@ -96,7 +96,6 @@ class Open(Message, frozen=True):
     job: str = ""
     rank: int = 0
     world: int = 1
-    name: str = ""
     recheck: Literal["epoch", "open", "step", "never"] = "never"
 
 

@@ -189,7 +189,7 @@ def broken(self, steps, ids):
         raise MemoryError("13 are too many")
     add(self, steps, ids)
 def refused(self, token, request):
-    if request.name == "boom":
+    if request.job == "boom":
         raise RuntimeError("no such luck")
     return opened(self, token, request)
 def unlucky(session, message, arrays):
@@ -221,7 +221,7 @@ def test_whatever_fails_ends_the_session_it_was_about_and_no_other(
         with daemon.client() as client:
             key = client.register(manifest)
             with pytest.raises(UnavailableError):
-                client.open(key, name="boom")
+                client.open(key, job="boom")
         assert read_steps(session, manifest, np.arange(40), 5) == 40
         plan(session, np.arange(40)[::-1], 5, 1, at=at)
         assert read_steps(session, manifest, np.arange(40)[::-1], 5, at=at) == 40

@@ -36,7 +36,6 @@ STATUS: dict[str, Any] = {
 SESSION: dict[str, Any] = {
     "session": 1,
     "job": "resnet",
-    "name": "",
     "rank": 3,
     "world": 8,
     "pid": 70,

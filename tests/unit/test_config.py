@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,11 +22,12 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty machine: no system file, no user file, no project."""
+    """An empty machine: no system file, no user file; in a folder of an empty project."""
     monkeypatch.setattr(config_module, "_SYSTEM_FILE", tmp_path / "etc/config.toml")
     (tmp_path / "etc").mkdir()
     (tmp_path / "home/creel").mkdir(parents=True)
     (tmp_path / "project/deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project/deep")
     return tmp_path
 
 
@@ -33,7 +35,8 @@ def load(
     home: Path, flags: dict[str, object] | None = None, /, **env: str
 ) -> tuple[Config, dict[str, str]]:
     env = {"XDG_CONFIG_HOME": str(home / "home"), **env}
-    return Config.load(flags, env, cwd=home / "project/deep")
+    with mock.patch.dict(os.environ, env, clear=True):
+        return Config.load(flags)
 
 
 def test_the_stronger_layer_wins_and_the_origin_says_which(home: Path) -> None:
@@ -68,7 +71,8 @@ def test_the_nearest_project_file_counts_and_a_named_file_replaces_it(home: Path
     assert load(home, CREEL_CONFIG=str(home / "other.toml"))[0].fetch.threads == 3
     with pytest.raises(ConfigError, match=r"CREEL_CONFIG names .*gone\.toml, and there is no"):
         load(home, CREEL_CONFIG=str(home / "gone.toml"))
-    assert config_files({"HOME": str(home)}, home / "project") == [home / "project/creel.toml"]
+    with mock.patch.dict(os.environ, {"HOME": str(home)}, clear=True):
+        assert config_files() == [home / "project/deep/creel.toml"]
 
 
 @pytest.mark.parametrize(
@@ -184,13 +188,11 @@ def test_a_loop_of_links_is_left_out_and_told(home: Path, caplog: pytest.LogCapt
 
 
 def test_a_working_directory_that_is_gone_has_no_project_file(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path,
 ) -> None:
     (home / "home/creel/config.toml").write_text("[fetch]\nthreads = 3\n")
-    monkeypatch.chdir(home / "project/deep")
     (home / "project/deep").rmdir()
-    config, _ = Config.load(None, {"XDG_CONFIG_HOME": str(home / "home")})
-    assert config.fetch.threads == 3
+    assert load(home)[0].fetch.threads == 3
 
 
 def test_nobody_needs_a_home_or_a_whole_path(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +200,10 @@ def test_nobody_needs_a_home_or_a_whole_path(home: Path, monkeypatch: pytest.Mon
         raise RuntimeError(f"Could not determine home directory: {path}")
 
     monkeypatch.setattr(Path, "expanduser", homeless)
-    assert Config.load(None, {}, cwd=home)[0] == Config()
-    (home / "creel.toml").symlink_to("creel.toml")
-    assert Config.load(None, {}, cwd=home)[0] == Config()
+    monkeypatch.setattr(os, "environ", {})
+    assert Config.load()[0] == Config()
+    (home / "project/deep/creel.toml").symlink_to("creel.toml")
+    assert Config.load()[0] == Config()
 
 
 @pytest.mark.parametrize(

@@ -285,10 +285,11 @@ def test_who_knocks_while_the_system_is_short_ends_no_daemon(number: int, tmp_pa
     with select.epoll() as epoll:
         host: Any = None
         control_socket = ControlSocket(str(tmp_path / "desk"), host, epoll, limit=8)
-        with mock.patch.object(control_socket, "_listener") as listener:
-            listener.accept.side_effect = OSError(number, os.strerror(number))
+        with mock.patch.object(control_socket._listener, "socket") as listening:
+            listening.fileno.return_value = control_socket.fd
+            listening.accept.side_effect = OSError(number, os.strerror(number))
             control_socket.ready(control_socket.fd, 0.0)
-        assert control_socket._accept_paused
+        assert control_socket._listener._paused
         control_socket.close()
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order import recipes
+from creel.loader.order import orders, recipes
 from creel.loader.order.prediction import same_batch
 
 pytestmark = pytest.mark.timeout(60)
@@ -233,9 +233,12 @@ class Endless(Sampler[int]):
     [Endless(), (i for i in range(3)), map(int, (c for c in "123")), [[1], ["a"]]],
     ids=["endless", "generator", "map", "words"],
 )
-def test_what_cannot_be_foreseen_is_said_to_be_so(sampler: Any) -> None:
+def test_what_cannot_be_foreseen_is_said_to_be_so(
+    sampler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orders, "_COPY_S", 0.3)
     order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
-    foreseen = order.predict(0, budget_s=0.3)  # the endless one comes back too
+    foreseen = order.predict(0)  # the endless one comes back too
     assert foreseen is None or foreseen.steps == 0
     assert next(order) in (0, 1, 2, 3, [1])
 

@@ -244,7 +244,7 @@ def by_member(
     """Header and rows: seconds of a counter by its members, for each stream of batches.
 
     >>> stall = next(c for c in OF_RANKS if c.name == "stall")
-    >>> told = {"job": "a", "name": "", "pid": 7, "rank": 3, "stall_s": {"source": 0.5}}
+    >>> told = {"job": "a", "pid": 7, "rank": 3, "stall_s": {"source": 0.5}}
     >>> by_member(stall, [told])[1]
     [('a', '3', '0.5 s', '0.0 s', '0.0 s', '0.0 s', '0.0 s')]
     """
@@ -299,5 +299,5 @@ def _whose(session: Values) -> tuple[str, ...]:
 
 def job_of(session: Values) -> str:
     """Name of a job: that of the scheduler, else of its process."""
-    name: str = session["job"] or session.get("name", "")
+    name: str = session["job"]
     return name[:12] or (f"pid {session['pid']}" if "pid" in session else "-")

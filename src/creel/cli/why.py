@@ -7,7 +7,7 @@ from typing import Any
 from creel.cli.view import Values, format_count, format_seconds, worst_cause
 from creel.units import format_size
 
-_WHOSE = ("job", "name", "rank", "pid")
+_WHOSE = ("job", "rank", "pid")
 #: Below this share of the time that batches lay ready, nobody waited.
 _HARDLY = 0.02
 #: Memory counts as full from this share of the budget on: the rest is the room of what comes next.
