@@ -395,10 +395,12 @@ def test_a_drained_daemon_is_replaced(paths: list[str], contents: list[bytes], s
     assert sorted(epoch(train, contents)) == list(range(N))
 
 
+# Its workers live on: Python loses a Ctrl-C that comes while it forks (an exception in a fork hook).
 TRAINER = """
     import sys, creel
     data = creel.FileDataset(sys.argv[1:])
-    loader = creel.DataLoader(data, batch_size=8, shuffle=True, num_workers=2, collate_fn=len)
+    more = {"num_workers": 2, "collate_fn": len, "persistent_workers": True}
+    loader = creel.DataLoader(data, batch_size=8, shuffle=True, **more)
     while True:
         for batch in loader:
             print(batch, flush=True)
@@ -465,13 +467,13 @@ def test_nothing_is_left_after_the_daemon_was_killed(
     paths: list[str], contents: list[bytes], served: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(epoch(loader(paths), contents)) == N
+    monkeypatch.setenv("CREEL_LOADER__EMBED", "false")  # a slow rest of the epoch would start one
     with nothing_left():
         train = loader(paths)
         it = iter(train)
         next(it)
         daemon_of(served).kill()
         assert len(epoch(it, contents)) == N - 12
-        monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
         del it, train
     with pytest.raises(NoDaemonError):
         daemon_of(served)
