@@ -395,7 +395,7 @@ def test_a_drained_daemon_is_replaced(paths: list[str], contents: list[bytes], s
     assert sorted(epoch(train, contents)) == list(range(N))
 
 
-# Its workers live on: Python loses a Ctrl-C that comes while it forks (an exception in a fork hook).
+# Its workers live on, as Python loses a Ctrl-C that comes while it forks.
 TRAINER = """
     import sys, creel
     data = creel.FileDataset(sys.argv[1:])
