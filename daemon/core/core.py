@@ -300,7 +300,7 @@ class Core:
         if residency.policy is not None:
             residency.policy.replanned()
         residency.release(unpinned)
-        if orphans := self._inflight.orphans(residency):
+        if orphans := self._inflight.cancel_orphans(residency):
             self._out.append(events.CancelFetches(residency.name, orphans))
         self._set_reaches()
 

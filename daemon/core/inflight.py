@@ -51,6 +51,7 @@ class InflightFetch:
     generation: int  # see `Versions`
     deadline: float
     origin: int = SOURCE
+    cancelled: bool = False
 
     def only(self, which: NDArray[np.bool_]) -> InflightFetch:
         """Return the same fetch of fewer objects; which: (k,)."""
@@ -215,13 +216,16 @@ class Inflight:
         """Return the fetch in flight that brings an object, or None."""
         return next((f for f in self._all(residency) if object_id in f.ids), None)
 
-    def orphans(self, residency: Residency) -> frozenset[int]:
-        """Fetches from the source of which no step, peer or `Warm` needs an object."""
+    def cancel_orphans(self, residency: Residency) -> frozenset[int]:
+        """Mark and return fetches from the source of which nobody needs an object any more."""
         if residency.warming >= 0:
             return frozenset()
         fetches = self._inflight.items()
         own = ((n, f) for n, f in fetches if f.residency is residency and f.origin == SOURCE)
-        return frozenset(n for n, f in own if not some(residency.pins[f.ids] > 0))
+        found = {n: f for n, f in own if not some(residency.pins[f.ids] > 0)}
+        for fetch in found.values():
+            fetch.cancelled = True
+        return frozenset(found)
 
     def number(self, residency: Residency) -> int:
         """How many objects of a dataset are in flight."""

@@ -73,12 +73,27 @@ class Landing:
                 residency.disk.changed(len(pending.ids))
             e, pending = self._received(e, pending, good, now)
             good, known = np.ones(len(pending.ids), np.bool_), pending.offset != NOWHERE
+        if pending.cancelled and not every(good):
+            e, pending, good = self._wanted_again(e, pending, good, now)
+            known = pending.offset != NOWHERE
         if every(good) and every(known):
             if residency.landed(pending.ids, pending.offset):
                 self._prefetcher.stuck.clear()
         else:
             self._prefetcher.stuck.clear()
             self._partly(e, pending, good, known, now)
+
+    def _wanted_again(
+        self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float
+    ) -> tuple[Fetched, InflightFetch, NDArray[np.bool_]]:
+        """Fetch what was cancelled, and is in a plan once more; return the rest."""
+        again = (e.nbytes < 0) & (pending.residency.pins[pending.ids] > 0)
+        wanted, rest = pending.only(again), ~again
+        room = wanted.ids, wanted.offset, wanted.length
+        for action in self._inflight.start(pending.residency, *room, wanted.due, now, now):
+            self._emit(action)
+        version = None if e.version is None else e.version[rest]
+        return Fetched(e.fetch, e.nbytes[rest], version), pending.only(rest), good[rest]
 
     def _received(
         self, e: Fetched, pending: InflightFetch, good: NDArray[np.bool_], now: float

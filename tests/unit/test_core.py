@@ -467,7 +467,12 @@ def test_what_nobody_waits_for_any_more_is_not_read() -> None:
     rig.extend(2, 0, [[0, 5]])
     rig.settle()
     assert rig.reads == 4
-    assert rig.readers[2].ready == 2
+    rig.extend(2, 0, [[6, 7]])
+    rig.truncate(2, 2)
+    rig.extend(2, 0, [[7, 8]])  # before it is known that 7 will not come
+    rig.settle()
+    assert rig.readers[2].ready == 3
+    assert rig.reads == 6
     assert rig.core.snapshot()["datasets"]["d"]["failed"] == 0
 
 
