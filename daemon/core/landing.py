@@ -58,8 +58,9 @@ class Landing:
         known = pending.offset != NOWHERE
         good = (e.nbytes >= 0) & ((e.nbytes == pending.length) | ~known)
         if pending.origin == SOURCE:
-            residency.latency.saw(max(now - pending.begun, 0.0))
-            residency.source_rate.saw(len(pending.ids), pending.begun, now)
+            if not pending.cancelled:  # what was not read says nothing of the source
+                residency.latency.saw(max(now - pending.begun, 0.0))
+                residency.source_rate.saw(len(pending.ids), pending.begun, now)
             good[good] = self._current(pending, good, e.version, e.asked)
             residency.counts["reads"] += int(np.count_nonzero(good))
             residency.counts["read_nbytes"] += int(e.nbytes[good].sum())

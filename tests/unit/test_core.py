@@ -460,6 +460,9 @@ def test_what_nobody_waits_for_any_more_is_not_read() -> None:
         rig.open(session, "d", job=f"job {session}")
         rig.extend(session, 0, steps)
     rig.close(1)
+    (left,) = rig.cancelled
+    rig.land(left)
+    assert not rig.core._residencies["d"].source_rate.seconds(1)
     rig.truncate(2, 1)
     rig.settle()
     assert rig.reads == 2
