@@ -106,8 +106,10 @@ class SharedWords:
         self._words[word] = value
 
     def ready(self, step: int) -> bool:
-        """Whether a step's objects are resident (or failed) and pinned."""
+        """Whether a step's objects are resident (or failed) and pinned: not once it is done."""
         words = self._words
+        if step < words[DONE]:
+            return False
         return words[READY] > step or words[EARLY + step % EARLY_STEPS] == step + 1
 
     def set_early(self, steps: Sequence[int]) -> None:

@@ -162,14 +162,14 @@ class Binding:
         some = np.random.default_rng().integers(0, len(self.manifest), _PROBED)
         return in_page_cache(self.manifest.addresses(self.manifest.rows(np.unique(some))))
 
-    def reading(self, session: Session, ids: NDArray[np.integer], stamp: int) -> Lease:
+    def reading(self, session: Session, step: int, ids: NDArray[np.integer], stamp: int) -> Lease:
         """A lease: inside its `with`, this thread's reads of a step's objects are copies.
 
         Args:
             ids: (k,) objects of the step, which the daemon has pinned; others are read directly.
             stamp: what `session.hold` returned for the step.
         """
-        return Lease(session, ids, stamp, self._bases, self._named)
+        return Lease(session, step, ids, stamp, self._bases, self._named)
 
     def frozen(self) -> Binding:
         """A binding of a private copy of the dataset; only where `gather` is not None."""

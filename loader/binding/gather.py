@@ -117,7 +117,7 @@ class StepReader:
                 return batch
             if not held:
                 return self.fetch(index, Lease())
-        return self.fetch(index, binding.reading(session, ids, stamp))
+        return self.fetch(index, binding.reading(session, step, ids, stamp))
 
     def wait_for(self, session: Session, step: int, ids: NDArray[np.int32] | None) -> bool:
         """Wait until a step is ready; False to read it directly."""

@@ -239,13 +239,13 @@ class Session:
         return int(self.table.length[ids].clip(0).sum())
 
     def wait(self, step: int, timeout_s: float) -> bool:
-        """Wait until `step` is ready; False if it is not in time or the daemon is lost.
+        """Wait until `step` is ready; False if it is not in time, done, or the daemon is lost.
 
         A session whose plan does not reach the daemon within ARRIVAL_S is lost, too.
         """
         if self.ready(step):
             return True
-        if not self.alive:
+        if self._over(step) or not self.alive:
             return False
         if self._trainer:
             self.words[WANTED] = max(self.words[WANTED], step + 1)
@@ -261,9 +261,13 @@ class Session:
             waited = time.monotonic() - began
             left = timeout_s - waited
             self._lost |= waited > ARRIVAL_S and self.words[KNOWN] <= step
-            if left <= 0 or self._dead() or client.refused(call):
+            if left <= 0 or self._over(step) or self._dead() or client.refused(call):
                 return self.ready(step)
             client.listen(min(left, POLL_S), received)
+
+    def _over(self, step: int) -> bool:
+        """Whether nobody waits for a step any more: its iterator was begun anew meanwhile."""
+        return self._closed or step < self.words[DONE]
 
     def done(self, step: int) -> None:
         """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""

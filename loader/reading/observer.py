@@ -10,8 +10,9 @@ while it still has that one: the daemon has asked for it since, so the bytes in 
 of this version, too. A sample may have rewritten the file a moment ago, by C code, in another
 process or by another name; no other way would tell.
 
-Only the objects of the lease's step are copied: the daemon has pinned them, until it revokes that.
-Then the session's stamp changes, and a copy made meanwhile is discarded.
+Only the objects of the lease's step are copied: the daemon has pinned them until it revokes that,
+when the session's stamp changes, or until the step is done: an iterator that begins anew leaves its
+workers with batches that nobody wants. A copy made meanwhile is discarded.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Lease:
         "_pieces",
         "_session",
         "_stamp",
+        "_step",
         "blocked",
         "direct_nbytes",
         "direct_ns",
@@ -83,6 +85,7 @@ class Lease:
     def __init__(
         self,
         session: Session | None = None,
+        step: int = -1,
         ids: NDArray[np.integer] = _NONE,
         stamp: int = -1,
         bases: Mapping[int, int] | None = None,
@@ -92,12 +95,13 @@ class Lease:
 
         Args:
             session: where bytes are copied from; None to only count direct reads.
+            step: must still be held after each copy, under `stamp` (`session.held`).
             ids: (k,) objects of the step; others are read directly.
-            stamp: what `session.stamp()` must still be after each copy.
             bases: first object id by `id(leaf)`.
             named: leaves whose objects can be found by address.
         """
         self._session = session
+        self._step = step
         self._ids = ids
         self._stamp = stamp
         self._bases = bases or {}
@@ -188,7 +192,7 @@ class Lease:
         if session is None or pieces is None:
             return None
         copied = copying(pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        return copied if session.stamp() == self._stamp else None
+        return copied if session.held(self._step, self._stamp) else None
 
     def take_rows(
         self,
@@ -229,7 +233,7 @@ class Lease:
             there = session.rows(numbers[copied], some)
             out[copied] = some
             copied[copied] = there
-        return copied if session.stamp() == self._stamp else None
+        return copied if session.held(self._step, self._stamp) else None
 
     def _note(self, reads: int, nbytes: int, ns: int) -> None:
         self.direct_reads += reads

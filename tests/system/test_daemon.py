@@ -122,6 +122,23 @@ def test_a_truncated_plan_goes_on_differently(daemon: Running, tmp_path: Path) -
             session.close()
 
 
+def test_a_step_that_is_done_is_not_ready_and_not_waited_for(
+    daemon: Running, tmp_path: Path
+) -> None:
+    """An iterator that begins anew leaves its workers with such steps: they read directly."""
+    with daemon.client() as client:
+        session = client.open(client.register(folder(tmp_path, [500] * 40)))
+        plan(session, np.arange(40, dtype=np.int32), 4)
+        assert session.wait(9, 10)
+        stamp = session.hold(1)
+        assert session.held(1, stamp)
+        session.done(2)
+        assert [session.ready(step) for step in (0, 1, 2)] == [False, False, True]
+        assert session.hold(1) == -1
+        assert not session.held(1, stamp)
+        assert not session.wait(1, 1000)  # longer than this test may take
+
+
 def test_a_plan_is_taken_back_without_waiting_for_the_daemon(
     daemon: Running, tmp_path: Path
 ) -> None:

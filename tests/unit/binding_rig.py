@@ -33,7 +33,7 @@ class Arena:
         source = Source(manifest)
         self.table = Table(len(manifest))
         self.taken: list[int] = []
-        self.revoked = 0
+        self.revoked = self.done = 0
         self.lengths: dict[int, int] = {}
         parts, end = [], 0
         for i in range(len(manifest)) if ids is None else ids:
@@ -51,8 +51,8 @@ class Arena:
                 found[i] = [self.memory[at : at + self.lengths[i]]]
         return found
 
-    def stamp(self) -> int:
-        return self.revoked
+    def held(self, step: int, stamp: int) -> bool:
+        return self.done <= step and self.revoked == stamp
 
     def rows(self, ids: NDArray[np.integer], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
         found = self.pieces(ids)
@@ -76,7 +76,7 @@ class Taken(dict[int, list[memoryview]]):
 
 def lent(binding: Binding, arena: Any, ids: Any = None) -> Lease:
     """A lease for a step of these objects, None for all, from the stand-in for a session."""
-    return binding.reading(arena, np.arange(len(binding.manifest)) if ids is None else ids, 0)
+    return binding.reading(arena, 0, np.arange(len(binding.manifest)) if ids is None else ids, 0)
 
 
 def bound(dataset: object) -> Binding:

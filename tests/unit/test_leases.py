@@ -63,6 +63,19 @@ def test_a_copy_made_while_the_step_was_revoked_is_thrown_away(tmp_path: Path) -
     assert lease.direct_reads == 1
 
 
+def test_a_copy_of_a_step_that_was_done_meanwhile_is_thrown_away(tmp_path: Path) -> None:
+    """An iterator that begins anew does not wait for what its workers still read for the old one:
+    nothing of that is pinned, and nobody has looked whether its files are as they were."""
+    binding = bound(files(tmp_path, "a", 2))
+    plain = binding.dataset[0]
+    arena = Arena(binding.manifest, flip=255)
+    with lent(binding, arena) as lease:
+        assert same(binding.dataset[0], ~plain)
+        arena.done = 1
+        assert same(binding.dataset[0], plain)
+    assert lease.direct_reads == 1
+
+
 def test_a_lease_belongs_to_its_thread_and_replaces_the_one_around_it(tmp_path: Path) -> None:
     a, b = files(tmp_path, "a", 2), files(tmp_path, "b", 2)
     outer, inner = bound(a), bound(b)
