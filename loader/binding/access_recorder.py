@@ -2,43 +2,52 @@
 
 Below creel.wrap, the reads of a user's `__getitem__` through creel.open, creel.read or a creel
 dataset that it holds are recorded in a journal, a memfd that the trainer and its workers share, and
-the ranks of a node (`joint_recording`). It has one line of JSON per batch,
-`[again, [sample, item, ...], ...]`, written by an atomic append; `again` counts samples that were
-already recorded. After a local file comes its version, a number. Before this line comes one for the
-files of which there are copies (`file_copies`), `{address: [first byte, bytes, version], ...}`.
-Once enough samples have come again, or the journal is too long, a process appends the line `[]`:
-the lines before the first `[]` are the trace, the same in all processes. Samples that are not
-traced, or read something else later, are direct reads.
+the ranks of a node (`joint_recording`): one record per batch. Once enough samples have come again,
+or the journal is too long, a process seals it: what was recorded before is the trace, the same in
+all processes. Samples that are not traced, or read something else later, are direct reads.
 
 Where ranks share a journal and one reads nothing as a sample that another one did, their datasets
-are not the same: it appends `null`, and the journal is void for all of them.
+are not the same, and the journal is void for all of them.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import msgspec
 import numpy as np
-import xxhash
 from torch.utils.data import Dataset, StackDataset, Subset
 
-from creel.cache.storage.version import CHANGING
+from creel.cache.storage.version import UNKNOWN
+from creel.errors import MalformedError
 from creel.forks import forget_in_child
-from creel.loader.binding.access_trace import AccessTrace, Item, by_sample, parts_of
+from creel.loader.binding.access_trace import AccessTrace, by_sample, parts_of
 from creel.loader.binding.adapters import serve_torchvision
+from creel.loader.binding.journal import (
+    NUMBER,
+    PART,
+    CopiedFiles,
+    EndOfTrace,
+    Item,
+    NoTrace,
+    Reads,
+    Record,
+    RecordedReads,
+    TraceJournal,
+    joined,
+    new_journal,
+    reads_of,
+)
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
 from creel.loader.datasets.base import Transformed, fetch_many, position
 from creel.loader.reading.intercept import look_again
-from creel.loader.reading.observer import Asked, ObservedReads, enter_version, version_at
+from creel.loader.reading.observer import Asked, ObservedReads
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
@@ -53,18 +62,8 @@ Observing = Callable[[], ObservedReads]
 _END_SHARE = 16
 #: Larger datasets must declare their objects.
 _MAX_SAMPLES = 10_000_000
-#: Recording ends at this many bytes of journal; a sample that reads one file takes some 100.
+#: Recording ends at this many bytes of journal; a sample that reads one file takes some 110.
 MAX_JOURNAL_NBYTES = 1 << 29
-#: A file that was just written has a version after this time, mostly (`version.of_stat`).
-_SETTLED_S = 0.022
-#: No more files are looked at once more for their versions.
-_MAX_CHANGING = 1000
-_PIECE = 1 << 20  # bytes of the journal per read
-_SEAL, _VOID = b"[]", b"null"
-_decode = msgspec.json.Decoder().decode
-_encode = msgspec.json.Encoder().encode
-#: The name of the memfd.
-JOURNAL = "creel-trace"
 
 
 class AccessRecorder:
@@ -101,16 +100,13 @@ class AccessRecorder:
     def forget(self) -> None:
         """Create the state that belongs to one process."""
         self._lock = threading.Lock()
+        self._journal = TraceJournal(self.fd)
         self._known = np.zeros(self._size, np.bool_)
-        #: In a joint journal, the `_marks` of what each known sample read.
+        #: In a joint journal, `RecordedReads.marks` of each known sample.
         self._marks = np.zeros(self._size if self.joint else 0, np.uint32)
         self._count = 0  # known samples
-        self._unwritten: list[list[Item | int]] = []  # since the last `write`
-        self._repeated = 0  # samples since then that were known
-        self._differ = False  # whether one of these reads other items in another rank
-        self._at = 0
-        self._rest = b""
         self._again = 0  # samples since the last new one
+        self._differ = False  # whether ranks read other items as the same sample
         self._sealed = self._returned = False
         #: Whether the journal is that of ranks with different datasets.
         self.void = False
@@ -150,20 +146,15 @@ class AccessRecorder:
         self._observed += zip(indices, reads, strict=True)
         return samples
 
-    def _note_reads(self, index: int, reads: list[Asked]) -> None:
-        """Note what a sample read; the caller holds the lock."""
-        items: list[Item | int] = []
-        for what in dict.fromkeys(reads):
-            item = self._item(what)
-            if item is None:
-                continue
-            items.append(item)
-            of = self._versions.pop(_address_of(item), None)
-            if of is not None:
-                items.append(of)
-        if isinstance(index, (int, np.integer)):
-            with suppress(IndexError):  # a dataset may give more samples than its length says
-                self._note(position(index, self._size), items)
+    def _items(self, reads: list[Asked]) -> list[tuple[Item, int]]:
+        """What a sample read; files with their version, once in a batch."""
+        items = (self._item(what) for what in dict.fromkeys(reads))
+        return [(item, self._version(item)) for item in items if item is not None]
+
+    def _version(self, item: Item) -> int:
+        """The version in which a file was found, for its first item since the last `write`."""
+        address = item if isinstance(item, str) else item[0]
+        return self._versions.pop(address, UNKNOWN) if isinstance(address, str) else UNKNOWN
 
     def trace(self) -> AccessTrace | None:
         """The complete trace, returned once; None while recording, or if nothing was read."""
@@ -175,54 +166,25 @@ class AccessRecorder:
             self.void |= self._differ
             if self.void:
                 return None
-        copied: dict[str, list[int]] = {}
-        versions: dict[str, int] = {}
-        recorded = list(self._all(copied, versions))
-        _look_again(versions)
-        trace = AccessTrace(self._size, recorded, self._parts, versions)
+        reads: list[Reads] = []
+        copied: dict[str, tuple[int, int, int]] = {}
+        for record in TraceJournal(self.fd).new():
+            if isinstance(record, Reads):
+                reads.append(record)
+            elif isinstance(record, CopiedFiles):
+                copied |= record.files
+            else:
+                break
+        trace = AccessTrace(self._size, self._here(joined(reads)), self._parts)
         if self.copies is not None:
             trace.keep(self.copies.fd, copied)
         return trace if trace.leaves else None
 
-    def _all(
-        self, copied: dict[str, list[int]], versions: dict[str, int]
-    ) -> Iterator[tuple[int, list[Item]]]:
-        """(sample, items) of the complete journal, in order.
-
-        Enters copies of files in `copied`, and versions of files in `versions`.
-        """
-        at, rest = 0, b""
-        while True:
-            data = os.pread(self.fd, _PIECE, at)
-            at += len(data)
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                if line == _SEAL:
-                    return
-                read = _decode(line)
-                if isinstance(read, dict):
-                    copied |= read
-                    continue
-                for index, *noted in read[1:]:
-                    items = _items(noted, versions)
-                    if not self.joint:
-                        yield index, items
-                    elif index < self._size:
-                        yield index, list(filter(self._is_here, items))
-
-    def _is_here(self, item: Item) -> bool:
-        """Whether this rank's dataset has the object that another rank has read."""
-        if isinstance(item, str) or len(item) == 3:
-            return True
-        part, number = item
-        return part < len(self._parts) and number < self._parts[part].object_count
-
-    def _note(self, index: int, items: list[Item | int]) -> None:
-        if self._known[index]:
-            self._repeated += 1
-            self._compare(index, items)
-        else:
-            self._unwritten.append([index, *items])
+    def _here(self, recorded: RecordedReads) -> RecordedReads:
+        """Without objects of parts that only another rank's dataset has."""
+        sizes = np.array([*(part.object_count for part in self._parts), 0])
+        part, number = recorded.items[:, PART], recorded.items[:, NUMBER]
+        return recorded.only(recorded.files | (number < sizes[np.minimum(part, len(sizes) - 1)]))
 
     def _item(self, read: Asked) -> Item | None:
         """A read as the journal writes it; None if the daemon cannot fetch it.
@@ -241,16 +203,26 @@ class AccessRecorder:
         with self._lock:
             if self.joint:
                 self._catch_up()  # to compare with what others have read
-            for index, reads in _drained(self._observed):  # also those of other threads
-                self._note_reads(index, reads)
+            noted = list(self._noted())
+            new = [one for one in noted if not self._known[one[0]]]
+            again = len(noted) - len(new)
+            if self.joint and again:
+                self._compare(joined([reads_of([one for one in noted if self._known[one[0]]])]))
             if not self._sealed:
                 self._write_copies()
-            if (self._unwritten or self._repeated) and not self._sealed:
-                self._append(_encode([self._repeated, *self._unwritten]))
-            self._unwritten, self._repeated = [], 0
+            if (new or again) and not self._sealed:
+                self._append(reads_of(new, again))
             self._catch_up()
             if not self._sealed and (self._differ or self._over()):
-                self._append(_VOID if self._differ else _SEAL)
+                self._append(NoTrace() if self._differ else EndOfTrace())
+
+    def _noted(self) -> Iterator[tuple[int, list[tuple[Item, int]]]]:
+        """(sample, items) of what was observed since the last `write`, also in other threads."""
+        for index, reads in _drained(self._observed):
+            items = self._items(reads)
+            if isinstance(index, (int, np.integer)):
+                with suppress(IndexError):  # a dataset may give more samples than its length says
+                    yield position(index, self._size), items
 
     def drop(self) -> None:
         """Forget what was read since the last `write`."""
@@ -262,67 +234,60 @@ class AccessRecorder:
             return
         self.copies.flush()
         done = _drained(self.copies.done)
-        named = {address: place for address, *place in done if _is_utf8(address)}
+        named = {one[0]: one[1:] for one in done if _is_utf8(one[0])}
         if named:
-            self._append(_encode(named))
+            self._append(CopiedFiles(named))
 
-    def _append(self, line: bytes) -> None:
-        """Append a line; if there is no memory for all of it, recording ends without a trace."""
-        try:
-            whole = os.write(self.fd, line + b"\n") > len(line)
-        except OSError:
-            whole = False
-        if not whole:
+    def _append(self, record: Record) -> None:
+        """Append a record; if there is no memory for all of it, recording ends without a trace."""
+        if not self._journal.append(record):
             self._sealed = self._returned = True
 
     def _over(self) -> bool:
         """Whether the first epoch is over; reading the same few samples often does not end it."""
         known, again, size = self._count, self._again, self._size
-        if known == size or self._at >= MAX_JOURNAL_NBYTES:
+        if known == size or self._journal.nbytes >= MAX_JOURNAL_NBYTES:
             return True
         return again * _END_SHARE > known and max(2 * known, again) >= size
 
     def _catch_up(self) -> None:
         """Take in what other processes have recorded."""
-        while not self._sealed and (data := os.pread(self.fd, _PIECE, self._at)):
-            self._at += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                if line == _SEAL:
-                    self._sealed = True
-                    return
-                try:
-                    read = _decode(line)
-                    again, *new = (0,) if isinstance(read, dict) else read
-                except (ValueError, TypeError):  # void, or a line cut short for lack of memory
-                    self._sealed = self._returned = True
-                    self.void = line == _VOID
-                    return
-                self._again = 0 if new else self._again + again
-                self._take_in(new)
-
-    def _take_in(self, new: list[Any]) -> None:
-        """Take in what samples were recorded to read: (sample, item, ...) of each."""
-        if not self.joint:
-            unknown = {one[0] for one in new if not self._known[one[0]]}
-            self._known[list(unknown)] = True
-            self._count += len(unknown)
+        if self._sealed:
             return
-        for index, *items in new:
-            if not 0 <= index < self._size:  # of a dataset of another length
-                self._differ = True
-            elif self._known[index]:
-                self._compare(index, items)
-            else:
-                self._known[index] = True
-                self._count += 1
-                self._marks[index] = _marks(items)
+        try:
+            for record in self._journal.new():
+                if isinstance(record, Reads):
+                    self._take_in(record)
+                elif not isinstance(record, CopiedFiles):
+                    self._sealed = True
+                    self.void = self._returned = isinstance(record, NoTrace)
+                    return
+        except MalformedError:  # it was cut short for lack of memory
+            self._sealed = self._returned = True
 
-    def _compare(self, index: int, items: list[Item | int]) -> None:
-        """Note where a known sample is another one in the dataset of another rank."""
+    def _take_in(self, read: Reads) -> None:
+        """Take in what samples were recorded to read."""
+        samples = np.frombuffer(read.samples, "<i8")
+        if not len(samples):
+            self._again += read.again
+            return
+        self._again = 0
         if self.joint:
-            marks = int(self._marks[index]), _marks(items)
-            self._differ |= all(marks) and not marks[0] & marks[1]
+            self._compare(joined([read]))
+            samples = samples[samples < self._size]
+        new = np.unique(samples[~self._known[samples]])
+        self._known[new] = True
+        self._count += len(new)
+
+    def _compare(self, read: RecordedReads) -> None:
+        """Note whether samples are other ones in the dataset of another rank."""
+        samples, marks, here = read.samples, read.marks, read.samples < self._size
+        self._differ |= not here.all()  # of a dataset of another length
+        samples, marks = samples[here], marks[here]
+        before = self._marks[samples]
+        self._differ |= bool(((before > 0) & (marks > 0) & (before & marks == 0)).any())
+        new = ~self._known[samples]
+        self._marks[samples[new]] = marks[new]
 
 
 def _drained(queue: deque[T]) -> Iterator[T]:
@@ -371,55 +336,6 @@ def _batch(
         _unwritten(read, observing, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
         for i, read in zip(indices, reads, strict=True)
     ]
-
-
-def _address_of(item: Item) -> str:
-    """That of a file; "" for an object of a creel dataset."""
-    if isinstance(item, str):
-        return item
-    return item[0] if isinstance(item[0], str) else ""
-
-
-def _items(noted: list[Any], versions: dict[str, int]) -> list[Item]:
-    """What a sample was recorded to read; enters the versions of files in `versions`."""
-    items: list[Item] = []
-    for one in noted:
-        if isinstance(one, int):
-            enter_version(versions, _address_of(items[-1]), one)
-        else:
-            items.append(one)
-    return items
-
-
-def _look_again(versions: dict[str, int]) -> None:
-    """Enter the versions of files that had changed a moment before they were read."""
-    changing = [address for address, of in versions.items() if of == CHANGING][:_MAX_CHANGING]
-    for pause in (0.0, _SETTLED_S):
-        if changing:
-            time.sleep(pause)
-        for address in changing:
-            versions[address] = version_at(address)
-        changing = [address for address in changing if versions[address] == CHANGING]
-
-
-def _marks(items: list[Item | int]) -> int:
-    """A bit for each item, by its digest: where two have none in common, so have their items."""
-    marks = 0
-    for item in items:
-        if isinstance(item, int):  # a version
-            continue
-        text = item if isinstance(item, str) else f"{item[0]} {item[1] if len(item) == 2 else ''}"
-        marks |= 1 << xxhash.xxh32_intdigest(text.encode()) % 32
-    return marks
-
-
-def new_journal(suffix: str = "") -> int:
-    """The descriptor of a journal. `suffix`: of the name of its memfd."""
-    memory = os.memfd_create(f"{JOURNAL}{suffix}", os.MFD_CLOEXEC)
-    # reopened: only open() makes O_APPEND atomic on every kernel
-    journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    os.close(memory)
-    return journal
 
 
 def _is_utf8(address: str) -> bool:

@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from itertools import compress
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
-from creel.cache.storage.version import CHANGING, UNKNOWN
+from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
 from creel.loader.binding.adapters import Addressed
+from creel.loader.binding.journal import (
+    ALL,
+    DIGEST,
+    FILE,
+    NBYTES,
+    NUMBER,
+    PART,
+    VERSION,
+    RecordedReads,
+)
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
 from creel.loader.datasets.base import CreelDataset, positions
-from creel.loader.reading.observer import is_local, version_at, worth
+from creel.loader.reading.observer import WORTH, is_local, version_at
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Indices, Sample
 
-#: An object: its address, or (number of the part, number of the object in it); or a small part of a
-#: file as (address, bytes that were read, bytes of the file).
-Item = str | tuple[int, int] | tuple[str, int, int]
-Column = NDArray[np.int64]
 #: Most values examined in search of parts, and longest list or dict searched.
 _MAX_PARTS = 10_000
+#: A file that was just written has a version after this time, mostly (`version.of_stat`).
+_SETTLED_S = 0.022
+#: No more files are looked at once more for their versions.
+_MAX_CHANGING = 1000
 #: Files by which `outdated` judges: it asks the storage for each, in the trainer's thread.
 _LOOKED_AT = 16
 
@@ -33,35 +45,42 @@ _LOOKED_AT = 16
 class AccessTrace:
     """What each sample of a dataset reads, as far as it was recorded.
 
+    Files of which samples read small parts only are left out, if all parts together are no large
+    one; and local ones without one version: they were written while they were recorded.
+
     Args:
-        size: number of samples of the dataset.
-        recorded: (sample, items it reads in order); the first entry of a sample counts.
+        size: number of samples of the dataset; others are left out.
+        recorded: what samples read; the first entry of a sample counts.
         parts: the creel datasets in the dataset, from `parts_of`.
-        versions: those of the local files that were read. A file without one is left out: it was
-            written while it was recorded. None: all are served whatever became of them.
     """
 
-    def __init__(
-        self,
-        size: int,
-        recorded: Iterable[tuple[int, Sequence[Item]]],
-        parts: list[CreelDataset],
-        versions: Mapping[str, int] | None = None,
-    ) -> None:
-        samples, counts, leaf, place, addresses = _columns(recorded, len(parts), versions)
-        which, first = np.unique(samples, return_index=True)
+    def __init__(self, size: int, recorded: RecordedReads, parts: list[CreelDataset]) -> None:
+        items, files = recorded.items, recorded.files
+        names, name_of = _numbered(recorded.addresses, items[files, DIGEST])
+        versions = _versions(names, name_of, items[files, VERSION])
+        kept = _worth_caching(name_of, items[files], len(names))
+        for i in np.flatnonzero(kept & (versions <= 0)).tolist():
+            kept[i] = not is_local(names[i])
+        wanted = np.ones(len(items), np.bool_)
+        wanted[files] = kept[name_of]
+        recorded, place = recorded.only(wanted), (kept.cumsum() - 1)[name_of[kept[name_of]]]
+        part, number = recorded.items[:, PART].copy(), recorded.items[:, NUMBER].copy()
+        files = part == FILE
+        part[files], number[files] = len(parts), place  # the files are one more part
+        which, first = np.unique(recorded.samples, return_index=True)
+        first = first[which < size]
+        counts = recorded.counts
         self.counts = np.zeros(size, np.int64)
-        self.counts[which] = counts[first]
-        kept = _stretches((counts.cumsum() - counts)[first], counts[first])
-        read, self._leaf = np.unique(leaf[kept], return_inverse=True)
-        self._object = place[kept]
-        files = Addressed(addresses)
-        if versions is not None:
-            files.versions = np.array([versions.get(one, UNKNOWN) for one in addresses], np.int64)
-        everything = [*parts, files]
+        self.counts[which[which < size]] = counts[first]
+        at = _stretches((counts.cumsum() - counts)[first], counts[first])
+        read, self._leaf = np.unique(part[at], return_inverse=True)
+        self._object = number[at]
+        traced = Addressed(list(compress(names, kept.tolist())))
+        traced.versions = versions[kept]
+        everything = [*parts, traced]
         self.leaves = [everything[i] for i in read.tolist()]
 
-    def keep(self, fd: int, copied: dict[str, list[int]]) -> None:
+    def keep(self, fd: int, copied: dict[str, tuple[int, int, int]]) -> None:
         """Keep copies of its files for the daemon: (first byte in the memfd, bytes, version)."""
         if len(self.leaves) == 1 and isinstance(self.leaves[0], Addressed) and copied:
             self.leaves[0].keep(fd, copied)
@@ -131,55 +150,68 @@ def _same_versions(one: CreelDataset, other: CreelDataset) -> bool:
     return np.array_equal(one.versions, other.versions)
 
 
-def _columns(
-    recorded: Iterable[tuple[int, Sequence[Item]]],
-    address_leaf: int,
-    versions: Mapping[str, int] | None,
-) -> tuple[Column, Column, Column, Column, list[str]]:
-    """(n,) samples, (n,) item counts; (k,) leaf and (k,) object of each item; the addresses.
+def _numbered(
+    addresses: list[str], digests: NDArray[np.int64]
+) -> tuple[list[str], NDArray[np.int64]]:
+    """The different ones of (f,) addresses, and (f,) which of these each is.
 
-    Addresses are the objects of leaf `address_leaf`, numbered in sorted order, so that the result
-    does not depend on the order of recording. Files of which samples read small parts only are left
-    out, if all parts together are no large one; and local ones that `versions` has no version of.
+    In the order of their digests, so that a trace does not depend on the order of recording. Where
+    two have the same, one is taken for the other: it is then read directly.
     """
-    entries = list(recorded)
-    samples = np.array([sample for sample, _ in entries], np.int64)
-    counts = np.array([len(items) for _, items in entries], np.int64)
-    read = [item for _, items in entries for item in items]
-    named = [
-        item if isinstance(item, str) else item[0] if isinstance(item[0], str) else None
-        for item in read
-    ]
-    addresses = sorted(set(filter(None, named)) - _little(read))
-    if versions is not None:
-        addresses = [a for a in addresses if versions.get(a, CHANGING) > 0 or not is_local(a)]
-    number = {address: i for i, address in enumerate(addresses)}
-    leaf, place = [address_leaf] * len(read), [number.get(name or "", -1) for name in named]
-    for i, name in enumerate(named):
-        if name is None:
-            leaf[i], place[i] = cast("tuple[int, int]", read[i])
-    objects = np.array(place, np.int64)
-    kept = objects >= 0
-    if not kept.all():
-        counts = np.bincount(
-            np.repeat(np.arange(len(samples)), counts)[kept], minlength=len(samples)
-        )
-    return samples, counts, np.array(leaf, np.int64)[kept], objects[kept], addresses
+    _, first, name_of = np.unique(digests, return_index=True, return_inverse=True)
+    return [addresses[i] for i in first.tolist()], name_of
 
 
-def _little(read: Iterable[Item]) -> set[str]:
-    """Addresses of files of which all samples together read too little.
+def _worth_caching(
+    name_of: NDArray[np.int64], items: NDArray[np.int64], names: int
+) -> NDArray[np.bool_]:
+    """(names,) of which files samples read all, or of which all samples together read enough.
 
-    >>> sorted(_little([("/a", 10, 100), ("/b", 10, 100), ("/b", 20, 100), ("/c", 1, 100), "/c"]))
-    ['/a']
+    name_of, items: (f,) file of each item, and (f, 5) the items.
+
+    >>> items = np.array([[FILE, 10, 100, 0, 0]] * 3 + [[FILE, ALL, 0, 0, 0]])
+    >>> _worth_caching(np.array([0, 1, 1, 2]), items, 3).tolist()
+    [False, False, True]
     """
-    parts: dict[str, tuple[int, int]] = {}  # bytes that were read, and those of the file
-    for item in read:
-        if len(item) == 3 and not isinstance(item, str):
-            address, got, nbytes = item
-            parts[address] = parts.get(address, (0, 0))[0] + got, nbytes
-    little = {address for address, (got, nbytes) in parts.items() if not worth(got, nbytes)}
-    return little - {item for item in read if isinstance(item, str)} if little else little
+    got, nbytes = items[:, NUMBER], items[:, NBYTES]
+    part = got != ALL
+    whole = np.bincount(name_of[~part], minlength=names) > 0
+    read = np.bincount(name_of[part], got[part], names)
+    size = np.zeros(names, np.int64)
+    size[name_of[part]] = nbytes[part]
+    return whole | (read * WORTH >= size)
+
+
+def _versions(
+    names: list[str], name_of: NDArray[np.int64], of: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """(names,) the version in which samples found each file; MISSING where that was not one.
+
+    name_of, of: (f,) file and version of each item. UNKNOWN where nobody says a version. Files that
+    had changed a moment before they were read are looked at once more.
+
+    >>> name_of, of = np.array([0, 0, 0, 1, 1, 2]), np.array([CHANGING, 5, 0, 5, 6, 0])
+    >>> _versions(["/a", "/b", "/c"], name_of, of).tolist() == [5, MISSING, UNKNOWN]
+    True
+    """
+    lowest = np.full(len(names), np.iinfo(np.int64).max)
+    highest = np.full(len(names), np.iinfo(np.int64).min)
+    settled = (of != UNKNOWN) & (of != CHANGING)
+    np.minimum.at(lowest, name_of[settled], of[settled])
+    np.maximum.at(highest, name_of[settled], of[settled])
+    found = np.where(lowest == highest, lowest, np.where(lowest < highest, MISSING, UNKNOWN))
+    changing = np.zeros(len(names), np.bool_)
+    changing[name_of[of == CHANGING]] = True
+    changing &= found == UNKNOWN
+    found[changing] = CHANGING
+    left = np.flatnonzero(changing)[:_MAX_CHANGING].tolist()
+    for pause in (0.0, _SETTLED_S):
+        if left:
+            time.sleep(pause)
+        for i in left:
+            found[i] = version_at(names[i])
+        left = [i for i in left if found[i] == CHANGING]
+    return found
 
 
 def _stretches(begin: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

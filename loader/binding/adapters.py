@@ -82,7 +82,7 @@ class Addressed(CreelDataset):
     def _index(self) -> _StringIndex:
         return _StringIndex(self._uris)
 
-    def keep(self, fd: int, copied: dict[str, list[int]]) -> None:
+    def keep(self, fd: int, copied: dict[str, tuple[int, int, int]]) -> None:
         """Keep copies of its files for the daemon: (first byte in the memfd, bytes, version)."""
         rows = [
             (row, *copied[uri]) for row, uri in enumerate(self._uris.to_pylist()) if uri in copied

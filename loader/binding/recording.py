@@ -19,8 +19,9 @@ from creel import limits
 from creel.cache.disk.traces import keep_trace, open_trace
 from creel.cache.storage.copies import COPIES, new_copies
 from creel.config import Config, memory_budget
-from creel.loader.binding.access_recorder import JOURNAL, AccessRecorder, new_journal
+from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.joint_recording import JointMemory, joint_memory, likeness
+from creel.loader.binding.journal import JOURNAL, new_journal
 from creel.loader.cluster.ranks import all_here, rank_and_world
 from creel.loader.reading.file_copies import FileCopies
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
-#: Of journals that are kept; another one where their lines mean something else.
-_FORM = 2
+#: Of journals that are kept; another one where their records mean something else.
+_FORM = 3
 
 
 class KeptTrace:

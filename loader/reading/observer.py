@@ -255,14 +255,14 @@ def thread_use() -> ThreadUse:
 
 
 #: An opened file is worth caching if at least 1/4 of it was read ...
-_WORTH = 4
+WORTH = 4
 #: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
 _SMALL = 1 << 16
 
 
 def worth(got: int, nbytes: int) -> bool:
     """Whether a file is worth caching if a sample read `got` of its `nbytes`."""
-    return got * _WORTH >= nbytes
+    return got * WORTH >= nbytes
 
 
 class PartialRead:

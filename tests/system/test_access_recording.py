@@ -21,7 +21,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 import creel
 from creel.cache.storage.copies import COPIES
 from creel.loader.binding import access_recorder
-from creel.loader.binding.access_recorder import JOURNAL
+from creel.loader.binding.journal import JOURNAL
 from daemons import Running
 from folders import folder as torchvision
 from kit import descriptors

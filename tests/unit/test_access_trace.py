@@ -19,10 +19,11 @@ from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset
 
 import creel
 from creel.config import Config
-from creel.loader.binding.access_recorder import AccessRecorder, new_journal
+from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.access_trace import AccessTrace, parts_of
 from creel.loader.binding.adapters import Addressed
 from creel.loader.binding.bind import bound
+from creel.loader.binding.journal import EndOfTrace, TraceJournal, joined, new_journal, reads_of
 from creel.loader.binding.recording import KeptTrace
 from creel.loader.datasets.base import CreelDataset, fetch_many
 from creel.loader.reading.observer import ObservedReads
@@ -63,13 +64,14 @@ def test_each_sample_has_the_objects_that_were_heard_first(
 ) -> None:
     parts: list[CreelDataset] = [Part(5), Part(7)]
     known = dict(reversed(heard))
-    binding = bound(Holder(), AccessTrace(12, heard, parts))
+    recorded = joined([reads_of([(i, [(item, 7) for item in items])]) for i, items in heard])
+    binding = bound(Holder(), AccessTrace(12, recorded, parts))
     names: list[Any] = []
     for leaf in binding.leaves:
-        if leaf in parts:
-            names += [(parts.index(leaf), i) for i in range(len(leaf))]
+        if isinstance(leaf, Addressed):
+            names += leaf.addresses(np.arange(leaf.object_count))
         else:
-            names += sorted({x for _, items in heard for x in items if isinstance(x, str)})
+            names += [(parts.index(leaf), i) for i in range(leaf.object_count)]
     ids, counts = binding.objects(np.array(indices, np.int64))
     assert len(names) == sum(leaf.object_count for leaf in binding.leaves)
     expected = [known.get(i % 12, []) for i in indices]
@@ -253,7 +255,7 @@ def test_a_batch_calls_the_persons_code_in_torchs_order(
         # each sample's reads are told apart in a batch, too
         for each in (learner, alone):
             each.write()
-            os.write(each.fd, b"[]\n")
+            TraceJournal(each.fd).append(EndOfTrace())
             each.write()
         ours, theirs = learner.trace(), alone.trace()
         assert (ours is None) == (theirs is None) == (not indices)
@@ -276,7 +278,8 @@ def test_a_journal_that_has_no_room_ends_the_learning_and_nothing_else(tmp_path:
     with mock.patch("os.write", side_effect=OSError(errno.ENOSPC, "No space left on device")):
         assert [sample(full) for _ in range(3)] == [b"00"] * 3
     torn = AccessRecorder(Numbered(files=files, hidden=lambda: files))
-    os.write(torn.fd, b'[0, [1, "/a/fi')
+    with mock.patch("os.write", side_effect=lambda fd, data: os.pwrite(fd, data[:-1], 0)):
+        TraceJournal(torn.fd).append(reads_of([(1, [("/a/file", 7)])]))
     assert [sample(torn) for _ in range(3)] == [b"00"] * 3
     assert full.trace() is None
     assert torn.trace() is None

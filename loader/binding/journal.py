@@ -1,0 +1,212 @@
+"""The journal in which processes record what a dataset's samples read: a file of records.
+
+All processes that read a dataset append to one memfd, each record by one atomic write; where there
+is a disk tier, the file is kept for later jobs. What samples read is in columns, so that a million
+samples are taken in by a few array operations.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from creel.cache.storage.version import UNKNOWN
+from creel.errors import MalformedError
+
+#: What a sample reads: an address; (number of a part of the dataset, number of the object in it);
+#: or a small part of a file as (address, bytes that were read, bytes of the file).
+Item = str | tuple[int, int] | tuple[str, int, int]
+
+#: The name of the memfd.
+JOURNAL = "creel-trace"
+#: The columns of items: `FILE`, or the number of a part of the dataset; the number of an object in
+#: that part, or, of a file, the bytes that were read, `ALL` where it is cached in any case; the
+#: bytes of a file that was read in part; the version of a file, UNKNOWN where it is not said; a
+#: digest of what it is.
+PART, NUMBER, NBYTES, VERSION, DIGEST = range(5)
+FILE, ALL = -1, -1
+_COLUMNS = 5
+_BETWEEN = "\0"  # addresses: no path has one
+_PIECE_NBYTES = 1 << 20  # of the file at a time
+#: Before each record: its bytes, and their xxh32: one that was cut off for lack of room, and what
+#: another process wrote after it, are no record.
+_HEAD = struct.Struct("<II")
+
+
+class Reads(msgspec.Struct, frozen=True, array_like=True, tag="reads"):
+    """What samples of a batch read; see `RecordedReads`.
+
+    again: samples of the batch that had been recorded before.
+    addresses: those of the items that are files, in order.
+    """
+
+    again: int
+    samples: bytes
+    counts: bytes
+    items: bytes
+    addresses: str
+
+
+class CopiedFiles(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
+    """Copies of files (`file_copies`): first byte in their memfd, bytes and version, by address."""
+
+    files: dict[str, tuple[int, int, int]]
+
+
+class EndOfTrace(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The records before the first of these are the trace, the same in all processes."""
+
+
+class NoTrace(msgspec.Struct, frozen=True, array_like=True, tag="none"):
+    """The ranks' datasets differ: there is no trace."""
+
+
+Record = Reads | CopiedFiles | EndOfTrace | NoTrace
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+class RecordedReads(NamedTuple):
+    """What samples were recorded to read, in the order of recording.
+
+    samples: (n,) int64.
+    counts: (n,) int64, the number of items of each.
+    items: (k, 5) int64; columns PART, NUMBER, NBYTES, VERSION and DIGEST.
+    addresses: (f,) of the items that are files.
+    """
+
+    samples: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    items: NDArray[np.int64]
+    addresses: list[str]
+
+    @property
+    def files(self) -> NDArray[np.bool_]:
+        """(k,) which items are files."""
+        files: NDArray[np.bool_] = self.items[:, PART] == FILE
+        return files
+
+    @property
+    def marks(self) -> NDArray[np.uint32]:
+        """(n,) a bit for each item by its digest: samples with none in common read other items."""
+        marks, some = np.zeros(len(self.samples), np.uint32), self.counts > 0
+        bits = np.uint32(1) << (self.items[:, DIGEST] % 32).astype(np.uint32)
+        first = self.counts.cumsum() - self.counts
+        marks[some] = np.bitwise_or.reduceat(bits, first[some]) if some.any() else 0
+        return marks
+
+    def only(self, kept: NDArray[np.bool_]) -> RecordedReads:
+        """With those of the (k,) items alone that are `kept`."""
+        if kept.all():
+            return self
+        sample = np.repeat(np.arange(len(self.samples)), self.counts)
+        counts = np.bincount(sample[kept], minlength=len(self.samples))
+        addresses = list(compress(self.addresses, kept[self.files].tolist()))
+        return RecordedReads(self.samples, counts, self.items[kept], addresses)
+
+
+def reads_of(recorded: Sequence[tuple[int, Sequence[tuple[Item, int]]]], again: int = 0) -> Reads:
+    """The record of (sample, its items in order with the version of each)."""
+    samples: list[int] = []
+    counts: list[int] = []
+    rows: list[int] = []  # one after the other
+    addresses: list[str] = []
+    for sample, items in recorded:
+        samples.append(sample)
+        counts.append(len(items))
+        for item, version in items:
+            if isinstance(item, str):
+                rows += FILE, ALL, 0, version, _digest(item)
+                addresses.append(item)
+            elif len(item) == 3:
+                rows += FILE, item[1], item[2], version, _digest(item[0])
+                addresses.append(item[0])
+            else:
+                rows += item[0], item[1], 0, UNKNOWN, _digest(f"{item[0]} {item[1]}")
+    columns = [np.array(column, "<i8").tobytes() for column in (samples, counts, rows)]
+    return Reads(again, columns[0], columns[1], columns[2], _BETWEEN.join(addresses))
+
+
+def _digest(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+
+def joined(records: Sequence[Reads]) -> RecordedReads:
+    """What is in some records, one after the other."""
+    addresses: list[str] = []
+    for one in records:
+        if one.addresses:
+            addresses += one.addresses.split(_BETWEEN)
+    samples, counts, items = (
+        np.frombuffer(b"".join([getattr(one, column) for one in records]), "<i8")
+        for column in ("samples", "counts", "items")
+    )
+    return RecordedReads(samples, counts, items.reshape(-1, _COLUMNS), addresses)
+
+
+class TraceJournal:
+    """A journal from its beginning on, for one process.
+
+    Args:
+        fd: its descriptor, which is not owned.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._rest = b""
+        #: Bytes of the file that were read.
+        self.nbytes = 0
+
+    def append(self, record: Record) -> bool:
+        """Append a record; False where there is no room for all of it."""
+        body = _encode(record)
+        data = _HEAD.pack(len(body), xxhash.xxh32_intdigest(body)) + body
+        try:
+            return os.write(self._fd, data) == len(data)
+        except OSError:
+            return False
+
+    def new(self) -> Iterator[Record]:
+        """The records since the last call, also those of other processes.
+
+        Raises:
+            MalformedError: what follows is no record.
+        """
+        while data := os.pread(self._fd, _PIECE_NBYTES, self.nbytes):
+            self.nbytes += len(data)
+            data, at = self._rest + data, 0
+            while len(data) - at >= _HEAD.size:
+                nbytes, digest = _HEAD.unpack_from(data, at)
+                begin, end = at + _HEAD.size, at + _HEAD.size + nbytes
+                if end > len(data):
+                    break
+                at = end
+                yield _decoded(data[begin:end], digest)
+            self._rest = data[at:]
+
+
+def _decoded(body: bytes, digest: int) -> Record:
+    try:
+        if xxhash.xxh32_intdigest(body) == digest:
+            record: Record = _decode(body)
+            return record
+    except msgspec.MsgspecError as e:
+        raise MalformedError("no record of a journal") from e
+    raise MalformedError("no whole record of a journal")
+
+
+def new_journal(suffix: str = "") -> int:
+    """The descriptor of a journal. `suffix`: of the name of its memfd."""
+    memory = os.memfd_create(f"{JOURNAL}{suffix}", os.MFD_CLOEXEC)
+    # reopened: only open() makes O_APPEND atomic on every kernel
+    journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    os.close(memory)
+    return journal
