@@ -223,6 +223,7 @@ class _Replacements:
     def __init__(self) -> None:
         self._names: dict[tuple[int, str], _Name] = {}  # by id of the owner, which it holds
         self._modules: list[Any] = []  # as they were when the names were looked for
+        self._imported = 0  # number of all modules then
         self.forget()
 
     def forget(self) -> None:
@@ -237,11 +238,14 @@ class _Replacements:
             self._look(first=self._inside == 1)
 
     def look_again(self) -> None:
+        if len(sys.modules) == self._imported:  # asked for each sample
+            return
         with self._lock:
             if self._inside:
                 self._look(first=False)
 
     def _look(self, *, first: bool) -> None:
+        self._imported = len(sys.modules)
         modules = [sys.modules.get(module) for module in _MODULES]
         new = modules != self._modules
         if new:
