@@ -343,13 +343,15 @@ class Program:
 
     def _epochs(self, data: Data, may: dict[str, bool]) -> None:
         epochs = self._of(0, 1) if may["resumed"] else self._of(2, 3, 3, 4)
+        reading = False  # whether workers may still read what an epoch that was left asked for
         for number in range(epochs):
-            if number:
+            if number and not reading:
                 self._change(data)
             if not may["in order"]:
                 self._say("epoch(loader, ordered=False)")
                 continue
             more = f", stop={self._of(*range(6))}" if self._chance(0.2) else ""
+            reading = bool(more) and may["workers stay"]
             more += ", iterators=2" if self._chance(0.1) else ""
             more += ", keep=True" if self._chance(0.2) else ""
             more += ", write=True" if may["writes"] and self._chance(0.15) else ""
