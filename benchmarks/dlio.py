@@ -158,6 +158,7 @@ def dlio(way: str, what: list[str], out: Path, *, generate: bool, ranks: int = 1
 def row(name: str, ranks: int, o: argparse.Namespace) -> dict[str, object]:
     """Samples per second, utilisation and opens of each way."""
     load = WORKLOADS[name]
+    load = load._replace(files=load.files * o.times)
     speed: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     busy, opens = dict.fromkeys(WAYS, 0.0), dict.fromkeys(WAYS, 0)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--bandwidth", default="100M")
     parser.add_argument("--open-latency", type=float, default=5.0, help="ms")
+    parser.add_argument("--times", type=int, default=1, help="as many files: longer epochs")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()

@@ -47,7 +47,7 @@ from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
 from creel.loader.datasets.base import Transformed, fetch_many, position
 from creel.loader.reading.intercept import look_again
-from creel.loader.reading.observer import Asked, ObservedReads
+from creel.loader.reading.observed import Asked, ObservedReads
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample

@@ -27,7 +27,7 @@ from creel.loader.binding.journal import (
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import Objects, TreeNode, inside, unchanged
 from creel.loader.datasets.base import CreelDataset, positions
-from creel.loader.reading.observer import WORTH, is_local, version_at
+from creel.loader.reading.observed import WORTH, is_local, version_at
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Indices, Sample

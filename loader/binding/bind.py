@@ -26,7 +26,7 @@ from creel.loader.binding.adapters import Addressed, Declared
 from creel.loader.binding.tree import Tree, TreeNode, bindable
 from creel.loader.datasets.base import CreelDataset, Ids, Indices, Raw, Sample
 from creel.loader.datasets.batches import cast, numbers, stacked
-from creel.loader.reading.observer import Lease
+from creel.loader.reading.lease import Lease
 from creel.loader.reading.page_cache import in_page_cache
 
 if TYPE_CHECKING:

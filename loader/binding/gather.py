@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Rows
 from creel.loader.buffers import BufferPool
-from creel.loader.reading.observer import Lease
+from creel.loader.reading.lease import Lease
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding, Gather

@@ -41,7 +41,9 @@ from creel.loader.client.connections import client_of, daemon_starting
 from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.reading.intercept import Intercepted
-from creel.loader.reading.observer import Lease, leased, observing, passes_on, thread_use
+from creel.loader.reading.lease import Lease
+from creel.loader.reading.observer import leased, observing, passes_on
+from creel.loader.reading.this_thread import thread_use
 from creel.policies.bypass import Bypass
 from creel.policies.direct import DirectReads
 

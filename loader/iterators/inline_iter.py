@@ -18,7 +18,7 @@ from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
 from creel.loader.iterators.step import Step
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
-from creel.loader.reading.observer import Lease
+from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import SingleProcessDataLoaderIter, pin_memory
 from creel.loader.workers.follower import ReplicaReader
 from creel.loader.workers.leader import Leader, LeaderReader

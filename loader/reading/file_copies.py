@@ -24,7 +24,7 @@ from creel.cache.storage.copies import PAGE_NBYTES, free, locked, new_copies
 from creel.forks import forget_in_child
 
 if TYPE_CHECKING:
-    from creel.loader.reading.observer import PartialRead
+    from creel.loader.reading.observed import PartialRead
 
 #: What a sample left out of a file, at most this part of it, is read when the file is closed.
 _GAPS = 16

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
-from creel.loader.reading.observer import Buffer, copy_at, intercepts, observing, timed
+from creel.loader.reading.lease import Buffer
+from creel.loader.reading.observer import copy_at, intercepts, observing, timed
 from creel.loader.reading.opened import (
     local_address,
     memory_file,

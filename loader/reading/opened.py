@@ -3,7 +3,7 @@
 For use in a dataset's own `__getitem__`. Addresses that the dataset declares, or that it was seen
 to read before (see `creel.loader.binding`), are served from the cache; every other address is read
 directly. What a thread may read from the cache just now is covered by its *lease*
-(`observer.Lease`): the objects of the step that it reads.
+(`lease.Lease`): the objects of the step that it reads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,8 @@ from creel.cache.memory.shared_words import sealed_file
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
-from creel.loader.reading.observer import (
-    PartialRead,
-    find,
-    leased,
-    observing,
-    os_open,
-    read_whole,
-    take_address,
-    timed,
-)
+from creel.loader.reading.observed import PartialRead, os_open
+from creel.loader.reading.observer import find, leased, observing, read_whole, take_address, timed
 from creel.loader.reading.storage import absolute, read_all, scheme_of
 
 T = TypeVar("T")

@@ -35,7 +35,7 @@ from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
-from creel.loader.reading.observer import Lease
+from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import (
     MP_STATUS_CHECK_INTERVAL,
     DatasetKind,

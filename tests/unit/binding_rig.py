@@ -14,7 +14,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.datasets import FileDataset, RecordDataset
-from creel.loader.reading.observer import Lease
+from creel.loader.reading.lease import Lease
 
 
 class Table:

@@ -26,7 +26,7 @@ from creel.loader.binding.bind import bound
 from creel.loader.binding.journal import EndOfTrace, TraceJournal, joined, new_journal, reads_of
 from creel.loader.binding.recording import KeptTrace
 from creel.loader.datasets.base import CreelDataset, fetch_many
-from creel.loader.reading.observer import ObservedReads
+from creel.loader.reading.observed import ObservedReads
 from creel.loader.reading.opened import CachedFile
 
 ADDRESSES = ["/a", "/b", "/c"]
