@@ -36,7 +36,7 @@ _MAX_LOG_NBYTES = 2000  # bytes of a failed daemon's log that the error quotes
 
 
 def connect_or_start(
-    config: Config | None = None, *, trainer_pid: int = 0, start: DaemonStart | None = None
+    config: Config, *, trainer_pid: int = 0, start: DaemonStart | None = None
 ) -> Client | None:
     """Connect to this node's daemon, starting one if there is none.
 
@@ -48,8 +48,6 @@ def connect_or_start(
     Returns:
         None, after one warning that says why, if there is no daemon: the caller reads directly.
     """
-    if config is None:
-        config = Config.load()[0]
     try:
         if config.loader.disable:
             return None

@@ -24,6 +24,7 @@ import pytest
 import zmq
 
 import creel
+from creel.addresses import first_address
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
@@ -33,7 +34,6 @@ from creel.loader.client import client as client_module
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
-from creel.loader.client.packets import resolve
 from creel.loader.client.session import MessageSizes
 from creel.loader.plan.batch_stream import open_stream
 from daemons import Running, content, folder, plan, read_steps, status
@@ -87,7 +87,7 @@ def test_who_answers_nonsense_means_direct_reads(
     daemon_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     squatter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    squatter.bind(resolve(daemon_name))
+    squatter.bind(first_address(daemon_name))
     squatter.listen()
 
     def babble() -> None:
@@ -344,7 +344,7 @@ def test_who_answers_in_another_language_is_no_daemon(
     daemon_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(resolve(daemon_name))
+        listener.bind(first_address(daemon_name))
         listener.listen()
 
         def babble() -> None:
