@@ -117,29 +117,21 @@ def _serve(
 
 def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], Any]) -> ReadBatch:
     began = time.monotonic_ns()
-    then = _spent(meter)
+    meter.unreported()  # count from here on
     data: Any
     try:
         data = pin(reader.read_ids(task.stream, task.step, task.index, task.ids))
     except Exception:  # noqa: BLE001  reported as by a worker; see torch's note on reference cycles
         where = f"in DataLoader worker process {task.worker}"
         data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-    source, decode, collate, lost, reads, nbytes = (
-        now - before for now, before in zip(_spent(meter), then, strict=True)
+    spent = meter.unreported()
+    source, decode, collate, lost = (
+        spent.get(f"stall_{cause}_ns", 0) for cause in ("source", "decode", "collate", "daemon")
     )
     ready = began + source + lost
     times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
-    return ReadBatch(data, times, (source, decode, collate, 0, reads, nbytes))
-
-
-def _spent(meter: Meter) -> tuple[int, int, int, int, int, int]:
-    waits = (
-        meter["stall_source_ns"],
-        meter["stall_decode_ns"],
-        meter["stall_collate_ns"],
-        meter["stall_daemon_ns"],
-    )
-    return *waits, meter["direct_reads"], meter["direct_nbytes"]
+    direct = spent.get("direct_reads", 0), spent.get("direct_nbytes", 0)
+    return ReadBatch(data, times, (source, decode, collate, 0, *direct))
 
 
 def _pin_for(device: str | None) -> Callable[[Any], Any]:

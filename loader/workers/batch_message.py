@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from creel.cache.memory.slots import Slot, SlotReader, SlotWriter
 from creel.limits import may_keep
-from creel.loader.overlay import over
+from creel.loader.buffers import over
 from creel.loader.workers.packing import pack, slot_collate
 from creel.loader.workers.unpacking import Packed, discard, unpack
 
