@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
+
+import click
 
 from creel import addresses, limits
 from creel.config import Config, config_files, memory_budget
@@ -41,6 +43,15 @@ def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[
     yield _memory(config)
     yield _address(config.daemon.name)
     yield _daemon(ask)
+
+
+def show(found: Iterable[Finding]) -> None:
+    """Print the findings, each with its remedy."""
+    for one in found:
+        colour = {"ok": "green", "warn": "yellow", "bad": "red"}[one.level]
+        click.echo(f"{click.style(f'{one.level:<4}', fg=colour)}  {one.name:<13}  {one.found}")
+        if one.remedy:
+            click.echo(f"{'':19}  {click.style('-> ' + one.remedy, dim=True)}")
 
 
 def _system() -> Finding:
