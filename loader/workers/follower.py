@@ -166,7 +166,7 @@ class ReplicaPool:
         """Note what a batch is to be made of, and return slots."""
         del worker, tag, step, many
         self._ours[batch] = checksum(index)
-        freed = [(worker, inbox.take_freed()) for worker, inbox in list(self._inboxes.items())]
+        freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
         taken, self._taken = self._taken, 0
         if taken:
             self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
@@ -185,7 +185,9 @@ class ReplicaPool:
             _, fds = self._follower.take(self._number)
             inbox = self._inboxes.get(sent.worker)
             if inbox is None:
-                inbox = self._inboxes[sent.worker] = Inbox(self._max_leased, private=True)
+                inbox = self._inboxes[sent.worker] = Inbox(
+                    max_leased=self._max_leased, private=True
+                )
             packed = inbox.accept(sent.message, fds)
         except (EOFError, OSError) as e:
             return self._loss(str(e), timeout_s)

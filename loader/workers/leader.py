@@ -248,7 +248,7 @@ class LeaderReader:
     def _send(self, i: int, message: BatchMessage, fds: list[int]) -> None:
         self._sent.send(0, i, 0, message, fds)
         own = [slot for slot, once in message.packed.slots if not once]
-        self._outbox.take_back(self._sent.returned(0, own))
+        self._outbox.give_back(self._sent.returned(0, own))
 
     def close(self) -> None:
         """No more batches are read."""

@@ -155,7 +155,11 @@ class WorkerPool:
         finally:
             theirs.close()
         channel.post(("words",), [self._words_fd])
-        inbox = Inbox(self._max_leased, args.inherited, private=self._followers is not None)
+        inbox = Inbox(
+            max_leased=self._max_leased,
+            inherited=args.inherited,
+            private=self._followers is not None,
+        )
         member = WorkerProcess(process, channel, inbox)
         for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
             self._watched[fd] = (member, worker, is_sentinel)
@@ -208,7 +212,7 @@ class WorkerPool:
         """
         member = self.members[worker]
         kind = "tasks" if many else "task"
-        freed = member.inbox.take_freed()
+        freed = member.inbox.returned()
         if self._followers is not None:
             self._followers.expect(tag, batch, index)
             freed = self._followers.returned(worker, freed)
@@ -272,7 +276,7 @@ class WorkerPool:
             pass
         self._unwatch(member)
         member.dead = True
-        self._events.append(WorkerDeath(worker))
+        self._events.append(WorkerDeath())
 
     def _read(self, member: WorkerProcess, worker: int) -> bool:
         """Receive one message from a worker; False if there is none."""

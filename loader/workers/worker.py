@@ -218,7 +218,7 @@ class _Worker(StepReader):
             message, _ = self._get()
             match message:
                 case ("task" | "tasks", int(tag), int(batch), index, list(freed), int(step)):
-                    self._outbox.take_back(freed)
+                    self._outbox.give_back(freed)
                     if tag >= self._words[VOID]:
                         if message[0] == "tasks" and isinstance(index, np.ndarray):
                             index = index.tolist()
