@@ -173,7 +173,6 @@ class DaemonStart:
         return os.read(self._ready_fd, 4096).decode(errors="replace")
 
     def last_log(self) -> str:
-        """Return the end of the daemon's log."""
         size = os.fstat(self._log_fd).st_size
         data = os.pread(self._log_fd, _MAX_LOG_NBYTES, max(size - _MAX_LOG_NBYTES, 0))
         return data.decode(errors="replace").strip()

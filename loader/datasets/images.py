@@ -55,7 +55,6 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def pil_loader(path: str) -> Image.Image:
-    """The RGB image at an address."""
     return decode_image(read_address(path))
 
 

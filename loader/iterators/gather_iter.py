@@ -105,7 +105,6 @@ def _serve(
     meter: Meter,
     device: str | None,
 ) -> None:
-    """Run one reader thread until it receives None."""
     torch.set_num_threads(1)  # as in a worker
     pin = _pin_for(device)
     while (given := tasks.get()) is not None:
@@ -156,7 +155,6 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
     _threads: ReaderThreads | None = None
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> None:
-        """Begin an epoch."""
         self._moment = before(loader)
         BaseDataLoaderIter.__init__(self, loader)
         if not loader.prefetch_factor:
@@ -262,7 +260,6 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         return read.data
 
     def _drop_queue(self) -> None:
-        """Cancel the queued batches, which will not be used."""
         for batch in self._queue:
             if isinstance(batch, Future):
                 batch.cancel()

@@ -175,7 +175,6 @@ class BatchReader(StepReader):
         return ready
 
     def _warn(self, session: Session, ids: Ids, waited_s: float, left_s: float) -> None:
-        """Warn once what a long wait is for."""
         if self._warned:
             return
         self._warned = True
@@ -257,7 +256,8 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
             index = self._next_index()
         except StopIteration:
             self._reader.close()
-            run.finish()
+            run.finished = True
+            run.leave()
             raise
         i = self._given
         self._given = i + 1

@@ -58,7 +58,6 @@ class StreamSearch:
             return None
 
     def leave(self) -> None:
-        """Look no more."""
         self._over = True
         found = self.take()
         if found is not None:

@@ -396,11 +396,6 @@ class EpochRun:
             more |= {"batches": len(sizes), "samples": sum(sizes)}
         self.stream.count(first, self._counted, more)
 
-    def finish(self) -> None:
-        """End the iterator at the end of its epoch."""
-        self.finished = True
-        self.leave()
-
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: its sampler ends now, too."""
         self._count()

@@ -308,7 +308,6 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         ) from RuntimeError(_last_words(dead[0][1]))
 
     def _warn(self, worker: int, waited_s: float) -> None:
-        """Warn once per iterator what a long wait is for."""
         if self._warned or waited_s < self._warn_after_s:
             return
         self._warned = True

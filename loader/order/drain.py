@@ -166,7 +166,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def vars_of(thing: object) -> dict[str, object]:
-    """Return the instance attributes of `thing`; {} if it has none."""
     return getattr(thing, "__dict__", {})
 
 

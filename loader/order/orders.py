@@ -196,7 +196,6 @@ class KnownOrder(EpochOrder):
         return Division() if batcher is None else Division(batcher.batch_size, batcher.drop_last)
 
     def _copies(self) -> GeneratorCopies:
-        """Return copies of the generators that an epoch draws from."""
         return GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
 
     def __next__(self) -> object:

@@ -251,7 +251,6 @@ class LeaderReader:
         self._outbox.give_back(self._sent.returned(0, own))
 
     def close(self) -> None:
-        """No more batches are read."""
         self._sent.close()
         self._outbox.close()
 

@@ -177,8 +177,6 @@ class _Worker(StepReader):
         )
 
     def _timed(self, collate: Collate) -> Collate:
-        """`collate`, also noting when it is called."""
-
         def timed(samples: Sequence[object]) -> object:
             self._collating = self._enter(COLLATING)
             return collate(samples)
@@ -213,7 +211,6 @@ class _Worker(StepReader):
                 raise EOFError("the training process has ended")
 
     def serve(self) -> None:
-        """Handle messages until "quit"."""
         while True:
             message, _ = self._get()
             match message:

@@ -123,7 +123,6 @@ def fitting(
 def rich_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
 ) -> RenderableType:
-    """Return the table for a terminal."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
