@@ -20,7 +20,7 @@ from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # otherwise none of these is used, and importing them may fail
-    from creel.loader.iterators.exchange import dealt_by
+    from creel.loader.iterators.exchange import distributed_sampler
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.replicate import check as check_replicate
@@ -136,8 +136,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         # Where torch has chosen the sampler, a framework may still put a DistributedSampler there.
         chosen = batch_size is None or sampler is not None or batch_sampler is not None
         if remap is not None and chosen:
-            dealt_by(self._index_sampler)
-        self._loader_state().expect(self)
+            distributed_sampler(self._index_sampler)
+        self._loader_state().start_daemon_early(self)
 
     # --- torch's hooks ------------------------------------------------------------------------
 

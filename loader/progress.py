@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
-    from creel.loader.order.orders import State
+    from creel.loader.order.orders import OrderState
 
 #: A state of another version is refused.
 VERSION = 1
@@ -18,4 +18,4 @@ class Progress(TypedDict, total=False):
     epoch: int  # epochs begun before this one
     batches: int  # of this epoch, up to the last one that was returned to the caller
     finished: bool
-    order: State
+    order: OrderState

@@ -19,7 +19,7 @@ import torch
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.state import EpochRun, LoaderState, only_copies
-from creel.loader.iterators.step import Step
+from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -143,7 +143,7 @@ def _pin_for(device: str | None) -> Callable[[Any], Any]:
     return lambda data: pin_memory(data, device)  # type: ignore[no-untyped-call]  # torch's
 
 
-class GatherIter(Step, MultiProcessingDataLoaderIter):
+class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     """Batches of plain bytes, copied out of the arena by this process; large ones by threads.
 
     Pulls the sampler when torch would. No user code would run in a worker here, so leaving workers

@@ -15,7 +15,7 @@ from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
-from creel.loader.iterators.step import Step
+from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.observer import Lease
@@ -229,7 +229,7 @@ def _timed(collate: Callable[[Any], Any], when: list[int]) -> Callable[[Any], An
     return timed
 
 
-class InlineIter(Step, SingleProcessDataLoaderIter):
+class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
     """`num_workers=0`: torch's own iterator, with its samples read through the daemon."""
 
     _run: EpochRun  # unset until an epoch has begun

@@ -28,8 +28,8 @@ from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, joined
-from creel.loader.order.orders import EpochOrder, IteratorStart, Moment, index_sampler
-from creel.loader.order.samplers import adopt, dealt_anew, resume, without
+from creel.loader.order.orders import EpochOrder, IteratorStart, StateBefore, index_sampler
+from creel.loader.order.samplers import adopt, resharded, resume, without_batches
 from creel.loader.plan.batch_stream import BatchStream, Ticket, open_stream, samples_in, try_predict
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
@@ -111,7 +111,7 @@ class LoaderState:
         """Whether other ranks count on this one's creel: for batches, or for samples exchanged."""
         return self._role is not None or (self._exchange is not None and self._exchange.moves)
 
-    def expect(self, loader: DataLoader[Any]) -> None:
+    def start_daemon_early(self, loader: DataLoader[Any]) -> None:
         """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
 
         The dataset is bound at its first read, as it may change in place until then. A dataset
@@ -223,7 +223,7 @@ class EpochRun:
         self.binding = None if self.stream is None else binding
         return None if self.binding is None else binding.digest()
 
-    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: Moment) -> None:
+    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
         loader_state = self._loader_state
         self._attach(loader)
@@ -453,8 +453,8 @@ def prepare_resume(
         held: Any = weakref.proxy(loader)
         batches, over = state["batches"], state["finished"]
         left = list(leave_out)
-        given = without(held, state["order"], batches, left) if left else state["order"]
-        given, batches, over = dealt_anew(held, given, batches=batches, over=over)
+        given = without_batches(held, state["order"], batches, left) if left else state["order"]
+        given, batches, over = resharded(held, given, batches=batches, over=over)
         order = resume(held, given, over=over, batches=batches, previous=loader_state.order)
         loader_state.order = loader_state.order if order is None else order
         if not over:
