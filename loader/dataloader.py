@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 T_co = TypeVar("T_co", covariant=True)
 
-#: Attributes that belong to this process and object: never pickled, never copied.
-_OURS = ("_creel_state",)
-
 #: torch >= 2.6. Evaluated at import, because `creel verify` replaces torch's class with ours.
 _TORCH_HAS_IN_ORDER = "in_order" in torch.utils.data.DataLoader.__init__.__annotations__
 
@@ -240,14 +237,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, object]:
         """Return this loader's counters in this process, as `creel stats --json` names them."""
-        if MISSING is None and not switched_off():
-            return self._loader_state().meter.stats()
         begun: LoaderState | None = self.__dict__.get("_creel_state")
         here = begun is not None and begun.pid == os.getpid()
         return (begun.meter if begun is not None and here else Meter()).stats()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in _OURS}
+        # The state belongs to this process and object: it is neither pickled nor copied.
+        return {k: v for k, v in self.__dict__.items() if k != "_creel_state"}
 
 
 def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:

@@ -30,7 +30,13 @@ from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, joined
 from creel.loader.order.orders import EpochOrder, IteratorStart, StateBefore, index_sampler
 from creel.loader.order.samplers import adopt, resharded, resume, without_batches
-from creel.loader.plan.batch_stream import BatchStream, Ticket, open_stream, samples_in, try_predict
+from creel.loader.plan.batch_stream import (
+    BatchStream,
+    Ticket,
+    open_batch_stream,
+    samples_in,
+    try_predict,
+)
 from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import BadSample, Tolerance, plain
@@ -135,7 +141,7 @@ class LoaderState:
 
     def open(self, binding: Binding) -> BatchStream | None:
         """Open a session, which waits for the daemon; warns of settings that it does not have."""
-        opened = open_stream(binding, self.config)
+        opened = open_batch_stream(binding, self.config)
         if opened is not None:
             warn_of_unmet(opened.client, self.config, self._origins)
         return opened

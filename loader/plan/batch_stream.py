@@ -206,7 +206,7 @@ class BatchStream:
         self.session.close()
 
 
-def open_stream(binding: Binding, config: Config) -> BatchStream | None:
+def open_batch_stream(binding: Binding, config: Config) -> BatchStream | None:
     """Open a session with this node's daemon for a dataset; None if there is no daemon."""
     client = client_of(config)
     if client is None:

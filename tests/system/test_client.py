@@ -35,7 +35,7 @@ from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
 from creel.loader.client.session import MessageSizes
-from creel.loader.plan.batch_stream import open_stream
+from creel.loader.plan.batch_stream import open_batch_stream
 from daemons import Running, content, folder, plan, read_steps, status
 from kit import descriptors, gone, until
 
@@ -419,7 +419,7 @@ def test_closing_ends_a_question_of_another_thread_in_silence(
     daemon.signal(signal.SIGSTOP)
     try:
         with mock.patch.object(socket, "recv_fds", asking), ThreadPoolExecutor() as threads:
-            opened = threads.submit(open_stream, binding, settings)
+            opened = threads.submit(open_batch_stream, binding, settings)
             assert asked.wait(20)
             connections.disconnect(daemon.name)
             assert opened.result(20) is None  # it would have waited for 120 s
