@@ -91,7 +91,9 @@ class TarDataset(CreelDataset):
         self.shards = [absolute(name) for s in several(shards) for name in braces(os.fspath(s))]
         if not self.shards:
             raise ConfigError("a TarDataset needs at least one shard")
-        self.decode = _by_extension(decode)
+        if decode is not None and not isinstance(decode, Mapping):
+            raise ConfigError(f"decode is a function for each extension, not {decode!r}")
+        self.decode = dict(decode or {})
         check_callable(transform=transform, **{f"decode of {e}": f for e, f in self.decode.items()})
         if isinstance(extensions, str):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
@@ -162,12 +164,6 @@ def _state(path: str) -> tuple[int, ...] | None:
     except OSError:
         return None
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
-
-
-def _by_extension(decode: object) -> dict[str, Callable[[bytes], Sample]]:
-    if decode is not None and not isinstance(decode, Mapping):
-        raise ConfigError(f"decode is a function for each extension, not {decode!r}")
-    return dict(decode or {})
 
 
 # --- the index --------------------------------------------------------------------------------

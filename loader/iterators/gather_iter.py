@@ -117,12 +117,7 @@ def _serve(
 def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], Any]) -> ReadBatch:
     began = time.monotonic_ns()
     meter.unreported()  # count from here on
-    data: Any
-    try:
-        data = pin(reader.read_ids(task.stream, task.step, task.index, task.ids))
-    except Exception:  # noqa: BLE001  reported as by a worker; see torch's note on reference cycles
-        where = f"in DataLoader worker process {task.worker}"
-        data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+    data = _data(task, reader, pin)
     spent = meter.unreported()
     source, decode, collate, lost = (
         spent.get(f"stall_{cause}_ns", 0) for cause in ("source", "decode", "collate", "daemon")
@@ -131,6 +126,15 @@ def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], An
     times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
     direct = spent.get("direct_reads", 0), spent.get("direct_nbytes", 0)
     return ReadBatch(data, times, (source, decode, collate, 0, *direct))
+
+
+def _data(task: Task, reader: BatchReader, pin: Callable[[Any], Any]) -> Any:
+    """Return the batch, or an ExceptionWrapper as a worker would send it."""
+    try:
+        return pin(reader.read_ids(task.stream, task.step, task.index, task.ids))
+    except Exception:  # noqa: BLE001  see torch's note on reference cycles
+        where = f"in DataLoader worker process {task.worker}"
+        return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
 def _pin_for(device: str | None) -> Callable[[Any], Any]:
@@ -177,15 +181,16 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
                 *(loader, loader_state, run, fetcher), frozen=frozen, meter=meter, direct=direct
             )
 
+        device = self._pin_memory_device if self._pin_memory else None
         if _is_large(loader, run):
-            meters = [Meter() for _ in range(min(self._num_workers, _cores()))]
-            device = self._pin_memory_device if self._pin_memory else None
+            cores = len(os.sched_getaffinity(0))
+            meters = [Meter() for _ in range(min(self._num_workers, cores))]
             # Large objects fill fresh memory: threads that read them, too, only take processors.
             waits = DirectReads(allowed=False)
             readers = [reader(meter, waits) for meter in meters]
             self._threads = ReaderThreads(readers, meters, device)
         else:
-            self._reader = reader(None, None)
+            self._reader, self._pin = reader(None, None), _pin_for(device)
         self._reset(loader, first_iter=True)
 
     @staticmethod
@@ -223,7 +228,10 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
                 self._shutdown_workers()
             raise StopIteration
         asked = self._queue[0]  # stays first if Ctrl-C or a timeout ends the wait
-        data = self._inline(asked) if isinstance(asked, Task) else self._awaited(asked)
+        if isinstance(asked, Task):
+            data = _data(asked, self._reader, self._pin)
+        else:
+            data = self._awaited(asked)
         self._queue.popleft()
         self._taken += 1
         run.done(self._taken)
@@ -231,16 +239,6 @@ class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
         run.deliver(self._taken)
-        return data
-
-    def _inline(self, task: Task) -> Any:
-        try:
-            data = self._reader.read_ids(task.stream, task.step, task.index, task.ids)
-        except Exception:  # noqa: BLE001  reported as by a worker
-            where = f"in DataLoader worker process {task.worker}"
-            return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-        if self._pin_memory:
-            data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return data
 
     def _awaited(self, batch: Batch) -> Any:
@@ -288,7 +286,3 @@ def _is_large(loader: DataLoader[Any], run: EpochRun) -> bool:
         return False
     nbytes = max(gather.nbytes, gather.batch_nbytes)
     return loader.batch_size is None or nbytes * loader.batch_size >= _INLINE_NBYTES
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

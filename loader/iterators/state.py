@@ -332,14 +332,11 @@ class EpochRun:
         stream = self._served
         if stream is not None:
             stream.done(self.skipped + i)
-            self._publish_ahead(stream)
-
-    def _publish_ahead(self, stream: BatchStream) -> None:
-        if not self._published_ahead and self.order is not None and not stream.joining:
-            self._published_ahead = True
-            start = time.monotonic_ns()
-            stream.publish_upcoming(self.order)
-            self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
+            if not self._published_ahead and self.order is not None and not stream.joining:
+                self._published_ahead = True
+                start = time.monotonic_ns()
+                stream.publish_upcoming(self.order)
+                self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
 
     def note_bad(self, samples: Sequence[BadSample]) -> None:
         """Name samples that could not be read, to the person and to the daemon (`creel stats`)."""

@@ -322,12 +322,6 @@ class _Worker(StepReader):
         self._words[self._first_word + SINCE_NS] = now
         return now
 
-    def _times(self) -> tuple[int, ...]:
-        """What `BatchTimes` has of a batch that was just packed; a tuple pickles in less time."""
-        now = time.monotonic_ns()
-        when = self._began, self._ready, self._collating or now, now
-        return *when, self._direct_ns, int(self._lost)
-
     def _send(self, tag: int, batch: int, data: object) -> None:
         try:
             self._put(tag, batch, data)
@@ -337,13 +331,16 @@ class _Worker(StepReader):
             self._put(tag, batch, portable(self._failure()))
 
     def _put(self, tag: int, batch: int, data: object) -> None:
-        packed, fds = self._outbox.pack(data)
-        rest = self._times(), self._tolerance.take_new()
+        message, fds = self._outbox.pack(data)
+        now = time.monotonic_ns()
+        when = self._began, self._ready, self._collating or now, now
+        times = *when, self._direct_ns, int(self._lost)  # a tuple pickles faster than BatchTimes
+        rest = times, self._tolerance.take_new()
 
         def without() -> tuple[object, ...]:
-            return ("batch", tag, batch, self._outbox.without_slots(data, packed), *rest)
+            return ("batch", tag, batch, self._outbox.without_slots(data, message), *rest)
 
-        self._channel.put(("batch", tag, batch, packed, *rest), fds, without)
+        self._channel.put(("batch", tag, batch, message, *rest), fds, without)
 
 
 def portable(failure: ExceptionWrapper) -> ExceptionWrapper:

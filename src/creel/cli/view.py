@@ -155,12 +155,8 @@ def status_pairs(answer: Values) -> list[tuple[str, str]]:
         ("daemon", f"{answer['name']} (pid {answer['pid']}, creel {answer['version']}, {kind})"),
         ("state", f"{answer['state']}, up {format_seconds(answer['uptime_s'])}"),
         ("memory", memory_line(answer["memory"])),
-        ("in use", ", ".join(_plural(count, words) for words, count in in_use.items())),
+        ("in use", ", ".join(f"{n} {word if n != 1 else word[:-1]}" for word, n in in_use.items())),
     ]
-
-
-def _plural(count: int, words: str) -> str:
-    return f"{count} {words if count != 1 else words[:-1]}"
 
 
 def summary_pairs(answer: Values) -> list[tuple[str, str]]:
