@@ -444,9 +444,13 @@ def test_env_names_versions_and_our_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_LOG_LEVEL", "debug")
+    monkeypatch.setenv("CREEL_CLUSTER_KEY", "0123456789abcdef")
     assert main.main(["env", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    told = json.loads(out)
     assert told["CREEL_LOG_LEVEL"] == "debug"
+    assert "CREEL_CLUSTER_KEY" in told
+    assert "0123456789abcdef" not in out
     assert told["python"] == sys.version.split()[0]
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import click
 
 from creel import addresses, limits
-from creel.config import Config, config_files, memory_budget
+from creel.config import KEY_VARIABLE, Config, config_files, memory_budget
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.units import format_size
 from creel.version import VERSION
@@ -221,4 +221,7 @@ def environment() -> dict[str, str]:
     }
     facts |= {package: _version(package) for package in _PACKAGES}
     facts["files"] = ", ".join(map(str, config_files())) or "-"
-    return facts | {k: v for k, v in sorted(os.environ.items()) if k.startswith("CREEL_")}
+    ours = {k: v for k, v in sorted(os.environ.items()) if k.startswith("CREEL_")}
+    if KEY_VARIABLE in ours:
+        ours[KEY_VARIABLE] = "(a key, not shown)"
+    return facts | ours
