@@ -130,7 +130,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         if not _may_take(self):
             return
-        # Where torch has chosen the sampler, a framework may still put a DistributedSampler there.
+        # A sampler that torch has chosen may still be replaced by a framework's DistributedSampler.
         chosen = batch_size is None or sampler is not None or batch_sampler is not None
         if remap is not None and chosen:
             distributed_sampler(self._index_sampler)

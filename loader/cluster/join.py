@@ -4,8 +4,8 @@ Every rank writes where its node's daemon serves peers; rank 0 adds a fresh key.
 rank gives its daemon the list. Nothing waits for that: until then, and where it fails, each node
 reads for itself.
 
-What was written first stays: it says which ranks share a node. A rank whose daemon is another one
-now, as the first has ended, writes that beside it.
+What a rank wrote first stays in the store: it says which ranks share a node. If that daemon has
+ended and another one has taken its place, the rank writes the new one beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""StreamSearch: a session that is found while training goes on, also after the last one ended."""
+"""StreamSearch: looks for a daemon and opens a session with it while training goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that are parts of another: one rank's share of an order, and what some batches leave."""
+"""Streams that are part of another: one rank's share of it, or all but some batches."""
 
 from __future__ import annotations
 

@@ -144,8 +144,8 @@ class BatchStream:
     def _deal(self, epoch: PublishedEpoch) -> None:
         """Tell the daemon how an epoch is dealt to the job's ranks, once there are any.
 
-        Before its plan is published: what peers will have is then not read from the source. What
-        all nodes cannot know is followed: they ask each other without a plan.
+        Called before its plan is published: what peers will have is then not read from the source.
+        Where the nodes cannot all know the order, they ask each other without a plan (`follow`).
         """
         plan = epoch.plan
         if not self.client.cluster or epoch.epoch <= self._dealt:

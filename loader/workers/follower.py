@@ -197,7 +197,7 @@ class ReplicaPool:
         return BatchResult(sent.worker, sent.tag, sent.batch, packed, times, inbox)
 
     def _loss(self, why: str, timeout_s: float) -> Event | None:
-        """The event; for a thread that reads ahead only one in each epoch."""
+        """The event that the leader is lost; a pinning thread gets it only once in each epoch."""
         if self.pinner is not None and self._lost_tag == self.tag:
             time.sleep(timeout_s)
             return None
@@ -237,11 +237,11 @@ class ReplicaPool:
         return [self._bad.popleft() for _ in range(len(self._bad))]
 
     def stage(self, worker: int) -> tuple[int, int, float]:  # noqa: ARG002  the same for all
-        """As of a worker that waits."""
+        """(stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
 
     def new_counts(self) -> list[int]:
-        """No stage takes this rank any time."""
+        """Zeros: this rank has no workers."""
         return [0] * 6
 
     def describe(self, worker: int) -> str:

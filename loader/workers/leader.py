@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
-#: Batches that a follower may take later than the leader; stages of a pipeline differ by fewer.
+#: How many batches a follower may be behind the leader; pipeline stages are behind by fewer.
 _MAX_BEHIND = 256
 #: Seconds that the end of an iterator waits for room in the followers' sockets.
 _FLUSH_S = 5.0
@@ -149,7 +149,7 @@ class Leader:
 
 
 class SentBatches:
-    """What the followers have of the batches of one iterator of their leader."""
+    """The batches of one iterator of the leader, as far as its followers hold them."""
 
     def __init__(self, leader: Leader, number: int, max_behind: int) -> None:
         self._leader = leader

@@ -235,7 +235,7 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
     ("changes", "node", "says"),
     [
         ({"batches": 0}, {}, "no batch was taken yet"),
-        ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "nothing to gain from faster data"),
+        ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "faster data would gain nothing"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "waited 1 min 30 s for 100 batches, 100 % of"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "creel.wrap"),
         ({"stall_s": CAUSES | {"collate": 90.0}}, {}, "collation"),
@@ -245,9 +245,9 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
         (
             {"stall_s": CAUSES | {"source": 90.0}},
             FULL,
-            "memory (100 MiB) has no room for all, 100 of",
+            "memory (100 MiB) cannot hold all objects: 100 of",
         ),
-        ({"stall_s": CAUSES | {"source": 90.0}, "direct_reads": 20_000}, FULL, "read by itself"),
+        ({"stall_s": CAUSES | {"source": 90.0}, "direct_reads": 20_000}, FULL, "read directly"),
     ],
 )
 @pytest.mark.usefixtures("daemon")

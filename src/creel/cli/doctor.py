@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -91,8 +92,8 @@ def _memfd() -> Finding:
             "memfd", "bad", str(e), "creel needs memfd_create: Linux 3.17+, not filtered"
         )
     os.close(fd)
-    major, minor = (int(n) for n in platform.release().split(".")[:2])
-    if (major, minor) < (5, 1):
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # "6.10-rc7-amd64"
+    if release < (5, 1):
         remedy = (
             "before Linux 5.1 clients cannot be kept from writing to the cache: update when you can"
         )
