@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
-from creel.loader.progress import VERSION, Progress
+from creel.loader.order.orders import Progress, not_begun
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
 
@@ -195,13 +195,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
         if not _may_take(self):
             warnings.warn(f"{_TORCHS}: this state_dict restarts the epoch", stacklevel=2)
-            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
+            return not_begun()
         loader_state = self._loader_state()
         if loader_state.resume is not None:
             return loader_state.resume
-        if loader_state.run is None:
-            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
-        return loader_state.run.progress(delivered)
+        return not_begun() if loader_state.run is None else loader_state.run.progress(delivered)
 
     def load_state_dict(self, state: Progress, *, leave_out: Iterable[int] = ()) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.

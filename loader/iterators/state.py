@@ -28,7 +28,15 @@ from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, joined
-from creel.loader.order.orders import EpochOrder, IteratorStart, StateBefore, index_sampler
+from creel.loader.order.orders import (
+    PROGRESS_VERSION,
+    EpochOrder,
+    IteratorStart,
+    Progress,
+    StateBefore,
+    index_sampler,
+    not_begun,
+)
 from creel.loader.order.samplers import adopt, resharded, resume, without_batches
 from creel.loader.plan.batch_stream import (
     BatchStream,
@@ -37,7 +45,6 @@ from creel.loader.plan.batch_stream import (
     samples_in,
     try_predict,
 )
-from creel.loader.progress import VERSION, Progress
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import BadSample, Tolerance, plain
 from creel.loader.torch_private import BaseDataLoaderIter, collate
@@ -415,10 +422,10 @@ class EpochRun:
         """Return the position after `delivered` batches of the epoch (None: all returned)."""
         order = self.order
         if order is None:
-            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
+            return not_begun()
         over = self.finished and delivered is None
         return Progress(
-            version=VERSION,
+            version=PROGRESS_VERSION,
             epoch=self.epoch,
             batches=self.delivered if delivered is None else delivered,
             finished=over,
@@ -444,8 +451,10 @@ def prepare_resume(
     found: object = state
     if not isinstance(found, Mapping) or "version" not in found:
         raise ConfigError("this is not a state_dict of a creel.DataLoader: start without it")
-    if state["version"] != VERSION:
-        raise ConfigError(f"this state_dict has version {state['version']}, not {VERSION}")
+    if state["version"] != PROGRESS_VERSION:
+        raise ConfigError(
+            f"this state_dict has version {state['version']}, not {PROGRESS_VERSION}"
+        )
     lacks = {"epoch", "batches", "finished"} - state.keys()
     if lacks or ("order" not in state and state["epoch"] >= 0):
         # torch.distributed.checkpoint loses keys: it fills in only those that a fresh state has.

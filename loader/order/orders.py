@@ -53,6 +53,25 @@ class OrderState(TypedDict, total=False):
     own: list[OwnState]  # of custom samplers: before the epoch, or after it if it is over
 
 
+#: A `Progress` of another version is refused.
+PROGRESS_VERSION = 1
+
+
+class Progress(TypedDict, total=False):
+    """What `DataLoader.state_dict()` returns: a position in training, as values that fit JSON."""
+
+    version: int
+    epoch: int  # epochs begun before this one
+    batches: int  # of this epoch, up to the last one that was returned to the caller
+    finished: bool
+    order: OrderState
+
+
+def not_begun() -> Progress:
+    """The position before the first epoch."""
+    return Progress(version=PROGRESS_VERSION, epoch=-1, batches=0, finished=False)
+
+
 class StateBefore(NamedTuple):
     """The state before torch's iterator begins an epoch; see `samplers.before`."""
 
