@@ -15,9 +15,10 @@ from creel.errors import ConfigError
 
 #: Most nodes that a list may stand for.
 _MAX_HOSTS = 1 << 16
-#: The parts of a list: names with ranges in brackets, between commas.
+#: What stands between the commas of a list that are not within brackets.
+_ENTRIES = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
+#: A name, with ranges in brackets.
 _ENTRY = re.compile(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+")
-_COMMA = re.compile(r",(?![^\[]*\])")  # not within brackets
 _RANGES = re.compile(r"\[([0-9,-]+)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -67,7 +68,7 @@ def expanded(text: str) -> list[str]:
     ['rack1n08', 'rack1n09', 'rack1n10', 'rack2n08', 'rack2n09', 'rack2n10']
     """
     out: list[str] = []
-    for entry in filter(None, map(str.strip, _COMMA.split(text))):
+    for entry in filter(None, map(str.strip, _ENTRIES.findall(text))):
         if not _ENTRY.fullmatch(entry):
             raise ConfigError(f"{entry!r} is not a list of nodes: write it like n[0-3],m1")
         parts = _RANGES.split(entry)
