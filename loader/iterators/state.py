@@ -452,9 +452,7 @@ def prepare_resume(
     if not isinstance(found, Mapping) or "version" not in found:
         raise ConfigError("this is not a state_dict of a creel.DataLoader: start without it")
     if state["version"] != PROGRESS_VERSION:
-        raise ConfigError(
-            f"this state_dict has version {state['version']}, not {PROGRESS_VERSION}"
-        )
+        raise ConfigError(f"this state_dict has version {state['version']}, not {PROGRESS_VERSION}")
     lacks = {"epoch", "batches", "finished"} - state.keys()
     if lacks or ("order" not in state and state["epoch"] >= 0):
         # torch.distributed.checkpoint loses keys: it fills in only those that a fresh state has.

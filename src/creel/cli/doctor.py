@@ -43,7 +43,7 @@ def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[
         yield look()
     yield _memory(config)
     yield _address(config.daemon.name)
-    yield _daemon(ask)
+    yield _daemon(config.daemon.name, ask)
 
 
 def show(found: Iterable[Finding]) -> None:
@@ -163,14 +163,14 @@ def _address(name: str) -> Finding:
         return Finding("address", "warn", f"user {uid} holds it", remedy)
     pids = addresses.elsewhere(name)
     found = f"; daemons that see other files: {', '.join(map(str, pids))}" if pids else ""
-    return Finding("address", "ok", f"nobody else's{found}")
+    return Finding("address", "ok", f"no other user holds it{found}")
 
 
-def _daemon(ask: Callable[[str], dict[str, object]]) -> Finding:
+def _daemon(name: str, ask: Callable[[str], dict[str, object]]) -> Finding:
     try:
         status = ask("status")
     except NoDaemonError:
-        return Finding("daemon", "ok", "none runs; the first DataLoader will start one")
+        return Finding("daemon", "ok", f"none named {name!r}; the first DataLoader will start one")
     except CreelError as e:
         remedy = "it may hang or be of another version: creel stop --now, or end its process"
         return Finding("daemon", "bad", str(e), remedy)
@@ -185,11 +185,11 @@ def _daemons() -> Finding:
     """Count this user's daemons: they share nothing, and each has a budget of its own."""
     pids = list(daemon_pids())
     if len(pids) > 1:
-        listed = f"{len(pids)} of yours run (pids {', '.join(map(str, pids))})"
+        listed = f"you run {len(pids)} (pids {', '.join(map(str, pids))})"
         return Finding(
             "daemons", "warn", listed, "each has its own budget: use one name, stop the others"
         )
-    return Finding("daemons", "ok", f"{len(pids)} of yours runs" if pids else "none of yours runs")
+    return Finding("daemons", "ok", "you run one" if pids else "you run none")
 
 
 def daemon_pids() -> Iterator[int]:
