@@ -20,9 +20,9 @@ from creel.cli.view import (
     DROP,
     TOP_HEADER,
     Values,
+    columns,
     fitting,
     format_seconds,
-    rich_table,
     summary_pairs,
     top_row,
 )
@@ -75,9 +75,12 @@ def screen(
         for name, value in summary_pairs(answer)
     ]
     rows = [top_row(s, *before.get(s["session"], (s, 1.0))) for s in answer["sessions"]]
-    table = fitting(TOP_HEADER, rows, DROP, width)
-    below = rich_table(*table) if rows else Text("\nno open sessions", "dim")
-    return Group(title, *lines, below)
+    if not rows:
+        return Group(title, *lines, Text("\nno open sessions", "dim"))
+    head, *below = columns(*fitting(TOP_HEADER, rows, DROP, width))
+    return Group(
+        title, *lines, Text(f"\n{head}", "dim"), Text("─" * len(head)), Text("\n".join(below))
+    )
 
 
 @contextmanager
