@@ -24,7 +24,7 @@ if MISSING is None:  # otherwise none of these is used, and importing them may f
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.replicate import check as check_replicate
-    from creel.loader.iterators.state import EpochRun, LoaderState, prepare_resume, settings
+    from creel.loader.iterators.state import EpochRun, LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 
@@ -262,7 +262,7 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
             f"on_error={loader.on_error!r}: an IterableDataset has no samples by number"
         )
     if loader.creel and MISSING is None and not switched_off():
-        settings(loader.creel)  # raise for a wrong setting here, not at the first epoch
+        config_of(loader.creel)  # raise for a wrong setting here, not at the first epoch
 
 
 def _may_take(loader: DataLoader[Any]) -> bool:

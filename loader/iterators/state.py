@@ -27,7 +27,7 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
-from creel.loader.iterators.replicate import Role, joined
+from creel.loader.iterators.replicate import Role, join_group
 from creel.loader.order.orders import (
     PROGRESS_VERSION,
     EpochOrder,
@@ -66,7 +66,7 @@ class LoaderState:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.pid = os.getpid()
-        self.config, self._origins = settings(loader.creel)
+        self.config, self._origins = config_of(loader.creel)
         storage.use(self.config.fetch)
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
         self.spare: Slots = ()  # for the next epoch's workers
@@ -110,12 +110,12 @@ class LoaderState:
         """What this rank does for the others of its group, as agreed with them at the first call.
 
         Raises:
-            ConfigError: as `replicate.joined`.
+            ConfigError: as `replicate.join_group`.
         """
         if loader.replicate is not None and not self._joined:
             binding = self.binding(loader)
             plain = binding is not None and only_copies(loader, binding)
-            self._role = joined(loader, plain=plain)
+            self._role = join_group(loader, plain=plain)
             self._joined = True
         return self._role
 
@@ -471,7 +471,7 @@ def prepare_resume(
             loader_state.resume = Progress(**{**state, "order": given, "batches": batches})
 
 
-def settings(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:
+def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:
     """Return the configuration for a loader's `creel` argument, and each value's origin.
 
     Raises:

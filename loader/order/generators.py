@@ -85,12 +85,12 @@ def set_state(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-def pack(state: bytes) -> str:
+def encode_state(state: bytes) -> str:
     """Encode a state as text for JSON (about 4 KB for the 5 KB of a CPU generator)."""
     return base64.b64encode(zlib.compress(state, 1)).decode("ascii")
 
 
-def unpack(text: str) -> bytes:
+def decode_state(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text, validate=True))
 
 

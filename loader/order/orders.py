@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from creel.loader.order.drain import drain, gather
-from creel.loader.order.generators import GeneratorCopies, RandomSource, pack, state_of
+from creel.loader.order.generators import GeneratorCopies, RandomSource, encode_state, state_of
 from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.replay import is_sequence, open_stream
 from creel.loader.order.sampler_state import OwnState, own_states
@@ -109,7 +109,7 @@ class EpochOrder:
         self._before = zlib.crc32(begun.before.rng)
         self._own = begun.before.own
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
-        self._packed_rng = ""
+        self._encoded_rng = ""
         self.base_seed = begun.base_seed
         self.pulled = 0
 
@@ -147,7 +147,9 @@ class EpochOrder:
         state = OrderState(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
         state["before"] = self._before
         if self._loader_rng:
-            state["loader_rng"] = self._packed_rng = self._packed_rng or pack(self._loader_rng)
+            state["loader_rng"] = self._encoded_rng = self._encoded_rng or encode_state(
+                self._loader_rng
+            )
         if self._own:
             state["own"] = own_states(self._sampler) if over else self._own
         return state
@@ -394,7 +396,7 @@ class ForeignOrder(EpochOrder):
     def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)
         if over and self._loader.generator is not None:
-            state["loader_rng"] = pack(state_of(self._loader.generator))
+            state["loader_rng"] = encode_state(state_of(self._loader.generator))
         return state
 
 

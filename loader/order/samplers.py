@@ -39,9 +39,9 @@ from creel.errors import ConfigError
 from creel.loader.order.generators import (
     GeneratorCopies,
     RandomSource,
+    decode_state,
     set_state,
     state_of,
-    unpack,
 )
 from creel.loader.order.orders import (
     EpochOrder,
@@ -232,7 +232,7 @@ def adopt(
 def _put_back(loader: DataLoader[object], state: OrderState) -> None:
     """Set the loader's generator, if it has one, to its saved state."""
     if loader.generator is not None and "loader_rng" in state:
-        set_state(loader.generator, unpack(state["loader_rng"]))
+        set_state(loader.generator, decode_state(state["loader_rng"]))
 
 
 def _is_known(loader: DataLoader[object]) -> bool:

@@ -22,12 +22,12 @@ from creel.loader.order.generators import (
     Permutation,
     RandomSource,
     clone,
-    pack,
+    decode_state,
+    encode_state,
     permutation,
     seeded,
     set_state,
     state_of,
-    unpack,
 )
 
 Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
@@ -194,7 +194,7 @@ class Origin(NamedTuple):
         generator = source.of(outer)
         if "rng" not in given:
             return cls(generator, outer, {}, source.unseen)
-        start = unpack(given["rng"])
+        start = decode_state(given["rng"])
         if outer is None and state_of(generator) != start:
             # The global generator belongs to the user: draw from a copy in the old state.
             copied = torch.Generator()
@@ -221,7 +221,7 @@ class Drawing(SamplerStream):
 
     def state(self) -> StreamState:
         if not self._state:  # kept: some save one after each batch
-            self._state = {"rng": pack(self._start)}
+            self._state = {"rng": encode_state(self._start)}
         return self._state
 
 

@@ -120,7 +120,7 @@ class BatchStream:
                 return -1  # the daemon is lost
             self._cancel()
             now.leave_plan(i)
-        indices = indices_of(index)
+        indices = samples_of(index)
         if indices is None:
             return -1
         try:
@@ -233,7 +233,7 @@ def try_predict(order: EpochOrder, epochs: int) -> EpochPlan | None:
         return None
 
 
-def indices_of(pulled: object) -> NDArray[np.int64] | None:
+def samples_of(pulled: object) -> NDArray[np.int64] | None:
     """Return the (n,) samples of a sampler's item: an index or a flat group of them; else None."""
     try:
         found = np.atleast_1d(np.asarray(pulled))

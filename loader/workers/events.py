@@ -37,4 +37,4 @@ class LeaderLoss:
     reason: str
 
 
-Event: TypeAlias = BatchResult | WorkerDeath | LeaderLoss
+WorkerEvent: TypeAlias = BatchResult | WorkerDeath | LeaderLoss

@@ -17,7 +17,7 @@ from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.batch_message import Inbox
 from creel.loader.workers.channel import Channel
-from creel.loader.workers.events import BatchResult, Event, LeaderLoss
+from creel.loader.workers.events import BatchResult, LeaderLoss, WorkerEvent
 from creel.loader.workers.leader import SentBatch, checksum
 from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
 
@@ -171,10 +171,10 @@ class ReplicaPool:
         if taken:
             self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
 
-    def next_event(self, timeout_s: float) -> Event | None:
+    def next_event(self, timeout_s: float) -> WorkerEvent | None:
         return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> WorkerEvent | None:
         """`next_event` from the leader; only one thread may call this."""
         try:
             sent = self._follower.peek(self._number, timeout_s)
@@ -196,7 +196,7 @@ class ReplicaPool:
         times = BatchTimes(*sent.times)
         return BatchResult(sent.worker, sent.tag, sent.batch, packed, times, inbox)
 
-    def _loss(self, why: str, timeout_s: float) -> Event | None:
+    def _loss(self, why: str, timeout_s: float) -> WorkerEvent | None:
         """The event that the leader is lost; a pinning thread gets it only once in each epoch."""
         if self.pinner is not None and self._lost_tag == self.tag:
             time.sleep(timeout_s)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 #: A worker's stages, as numbers in its shared words.
 IDLE, READING, SENDING, STARTING, WAITING, COLLATING = range(6)
-STAGES = (
+STAGE_NAMES = (
     "waiting for work",
     "reading",
     "handing over",

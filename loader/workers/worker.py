@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from creel.loader.torch_private import (
     signal_handling,
 )
 from creel.loader.torch_private import worker as torch_worker
-from creel.loader.workers.batch_message import Outbox
+from creel.loader.workers.batch_message import Collate, Outbox
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING
 
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from creel.loader.client.session import Session
 
 _log = logging.getLogger("creel.loader")
-
-Collate: TypeAlias = Callable[[Sequence[object]], object]
 
 #: Seconds that a worker waits for the daemon's answer before it reads directly.
 _JOIN_S = 3.0

@@ -204,7 +204,7 @@ def status(context: click.Context, *, as_json: bool) -> None:
 
     with _client(context) as client:
         answer = client.ask("status")
-    _print(answer, as_json, lambda told: view.pairs(view.status_pairs(told)))
+    _print(answer, as_json, lambda values: view.pairs(view.status_pairs(values)))
 
 
 @creel.command()
@@ -265,7 +265,7 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
 
     with _client(context) as client:
         result = warm.warm(client, path, quiet=as_json)
-    _print(result, as_json, lambda told: click.echo(warm.sentence(told)))
+    _print(result, as_json, lambda values: click.echo(warm.sentence(values)))
 
 
 @creel.command()
@@ -276,7 +276,7 @@ def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
     """Free what the daemon holds of DATASET: first letters of its key (`creel stats --json`)."""
     with _client(context) as client:
         answer = client.ask("drop", dataset=dataset)
-    _print(answer, as_json, lambda told: click.echo(f"dropped {told['dataset']}"))
+    _print(answer, as_json, lambda values: click.echo(f"dropped {values['dataset']}"))
 
 
 @creel.command()
@@ -369,7 +369,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
         raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
 
     result = verification.verify(target, arguments, steps)
-    _print(result, as_json, lambda told: click.echo(verification.sentence(told)))
+    _print(result, as_json, lambda values: click.echo(verification.sentence(values)))
     return 0 if result["equal"] else _FAILED
 
 
@@ -400,7 +400,7 @@ def env(*, as_json: bool) -> None:
     """Print versions and limits, for bug reports."""
     from creel.cli import doctor, view
 
-    _print(doctor.environment(), as_json, lambda told: view.pairs(told.items()))
+    _print(doctor.environment(), as_json, lambda values: view.pairs(values.items()))
 
 
 @creel.group()
