@@ -147,9 +147,8 @@ class EpochOrder:
         state = OrderState(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
         state["before"] = self._before
         if self._loader_rng:
-            state["loader_rng"] = self._encoded_rng = self._encoded_rng or encode_state(
-                self._loader_rng
-            )
+            self._encoded_rng = self._encoded_rng or encode_state(self._loader_rng)
+            state["loader_rng"] = self._encoded_rng
         if self._own:
             state["own"] = own_states(self._sampler) if over else self._own
         return state

@@ -15,9 +15,9 @@ from unittest import mock
 import click
 import pytest
 
-from creel.cli import doctor, main, run, view
+from creel.cli import doctor, main, run, view, warm
 from creel.config import Config
-from creel.errors import ConfigError, NoDaemonError, UnavailableError
+from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 from creel.version import VERSION
 
@@ -289,6 +289,12 @@ def test_no_color_is_heeded_on_a_terminal(
         os.close(theirs)
     assert b"no daemon named 'nobody-at-all'" in said
     assert (b"\x1b[" in said) == coloured
+
+
+def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading() -> None:
+    client: Any = mock.Mock(ask=mock.Mock(return_value={"datasets": [{"dataset": "another"}]}))
+    with pytest.raises(CreelError, match="dropped"):
+        warm._follow(client, "this", 3, lambda _: None)
 
 
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import click
 
 from creel.cache.storage.retry import public
 from creel.cli.view import Values, format_count, format_seconds
-from creel.errors import ConfigError, NotFoundError
+from creel.errors import ConfigError, CreelError, NotFoundError
 from creel.units import format_size
 
 if TYPE_CHECKING:
@@ -78,10 +78,17 @@ def _all_files(path: str) -> Manifest:
 
 
 def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Values:
-    """Poll until everything is loaded or nothing more comes."""
+    """Poll until everything is loaded or nothing more comes.
+
+    Raises:
+        CreelError: the dataset was dropped meanwhile.
+    """
     seen, since = -1, time.monotonic()
     while True:
-        counted = next(d for d in client.ask("datasets")["datasets"] if d["dataset"] == dataset)
+        held = client.ask("datasets")["datasets"]
+        counted = next((d for d in held if d["dataset"] == dataset), None)
+        if counted is None:
+            raise CreelError("the daemon has dropped the dataset while it was loaded")
         resident = int(counted["resident_objects"])
         advance(resident)
         if resident != seen:
