@@ -30,6 +30,7 @@ from measure import Comparison, Round, fresh_name, measured, report, touch_memor
 from torch.utils.data import DataLoader, Dataset
 
 import creel
+from creel.config import Config
 from creel.loader.client.embed import connect_or_start
 
 #: More than the largest workload's bytes and its slots.
@@ -176,7 +177,7 @@ def first_epoch(make: Callable[[], DataLoader[Any]], *, served: bool) -> Callabl
 
     def way(into: Round) -> None:
         with fresh_name():
-            client = connect_or_start() if served else None
+            client = connect_or_start(Config.load()[0]) if served else None
             touch_memory(_ROOM_NBYTES)
             with measured(into):
                 start = time.perf_counter()

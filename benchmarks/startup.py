@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import creel
 from creel.cache.storage.manifest import Manifest
+from creel.config import Config
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
 
@@ -55,7 +56,7 @@ def daemon_s() -> tuple[float, float, float, float, float]:
     """
     os.environ["CREEL_SOCKET"] = f"startup-{os.getpid()}-{time.monotonic_ns()}"
     began = time.perf_counter()
-    client = connect_or_start()
+    client = connect_or_start(Config.load()[0])
     seconds = time.perf_counter() - began
     assert isinstance(client, Client)
     process = psutil.Process(int(client.ask("status")["pid"]))

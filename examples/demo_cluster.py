@@ -119,7 +119,6 @@ def slow(folder: Path, bandwidth: int) -> Iterator[Any]:
 
 
 def arguments() -> argparse.Namespace:
-    """Flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--data", help="your own folder, one subfolder per class")

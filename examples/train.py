@@ -25,7 +25,6 @@ def to_tensor(image: Image.Image) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train for a few epochs."""
     parser = argparse.ArgumentParser()
     parser.add_argument("images")
     parser.add_argument("--epochs", type=int, default=3)

@@ -1,4 +1,4 @@
-"""Reusable memory for batches that this process assembles itself."""
+"""Memory for batches: reusable buffers, and tensors over memory that torch does not own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import functools
 import mmap
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import torch
-
-from creel.loader.overlay import over
 
 #: Free buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
 _MAX_KEPT = 8
@@ -19,6 +17,24 @@ _MAX_KEPT = 8
 #: (a dataset read as one batch, many batches held) is freed with its batches.
 MAX_KEPT_NBYTES = 256 << 20
 _ALIGN = 4096
+
+
+def over(
+    buffer: object, count: int, offset: int = 0, dtype: torch.dtype = torch.uint8
+) -> torch.Tensor:
+    """Return a (count,) tensor over the writable `buffer`, kept alive by every view of the tensor.
+
+    `share_memory_()` and torch's queues replace the memory of a tensor. torch then drops its
+    reference to the buffer, though a NumPy view taken before still points there. The storage, which
+    such a view keeps alive, therefore holds the buffer as well.
+
+    Args:
+        count: elements.
+        offset: bytes.
+    """
+    tensor = torch.frombuffer(cast(Any, buffer), dtype=dtype, count=count, offset=offset)
+    cast(Any, tensor.untyped_storage()).buffer = buffer
+    return tensor
 
 
 class BufferPool:

@@ -15,16 +15,16 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
-from creel.loader.progress import VERSION, Progress
+from creel.loader.order.orders import Progress, not_begun
 from creel.loader.reading.bad_samples import OnError, Tolerance
 from creel.loader.torch_private import MISSING
 
 if MISSING is None:  # otherwise none of these is used, and importing them may fail
-    from creel.loader.iterators.exchange import dealt_by
+    from creel.loader.iterators.exchange import distributed_sampler
     from creel.loader.iterators.gather_iter import GatherIter
     from creel.loader.iterators.inline_iter import InlineIter
     from creel.loader.iterators.replicate import check as check_replicate
-    from creel.loader.iterators.state import EpochRun, LoaderState, prepare_resume, settings
+    from creel.loader.iterators.state import EpochRun, LoaderState, config_of, prepare_resume
     from creel.loader.iterators.worker_iter import WorkerIter
     from creel.loader.torch_private import DatasetKind
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from creel.loader.torch_private import BaseDataLoaderIter
 
 T_co = TypeVar("T_co", covariant=True)
-
-#: Attributes that belong to this process and object: never pickled, never copied.
-_OURS = ("_creel_state",)
 
 #: torch >= 2.6. Evaluated at import, because `creel verify` replaces torch's class with ours.
 _TORCH_HAS_IN_ORDER = "in_order" in torch.utils.data.DataLoader.__init__.__annotations__
@@ -133,11 +130,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         )
         if not _may_take(self):
             return
-        # Where torch has chosen the sampler, a framework may still put a DistributedSampler there.
+        # A sampler that torch has chosen may still be replaced by a framework's DistributedSampler.
         chosen = batch_size is None or sampler is not None or batch_sampler is not None
         if remap is not None and chosen:
-            dealt_by(self._index_sampler)
-        self._loader_state().expect(self)
+            distributed_sampler(self._index_sampler)
+        self._loader_state().start_daemon_early(self)
 
     # --- torch's hooks ------------------------------------------------------------------------
 
@@ -198,13 +195,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise ConfigError(f"delivered is {delivered}: batches that were used, 0 or more")
         if not _may_take(self):
             warnings.warn(f"{_TORCHS}: this state_dict restarts the epoch", stacklevel=2)
-            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
+            return not_begun()
         loader_state = self._loader_state()
         if loader_state.resume is not None:
             return loader_state.resume
-        if loader_state.run is None:
-            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
-        return loader_state.run.progress(delivered)
+        return not_begun() if loader_state.run is None else loader_state.run.progress(delivered)
 
     def load_state_dict(self, state: Progress, *, leave_out: Iterable[int] = ()) -> None:
         """Resume the next `iter()` from a `state_dict`; later ones are whole epochs again.
@@ -240,14 +235,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def stats(self) -> dict[str, object]:
         """Return this loader's counters in this process, as `creel stats --json` names them."""
-        if MISSING is None and not switched_off():
-            return self._loader_state().meter.stats()
         begun: LoaderState | None = self.__dict__.get("_creel_state")
         here = begun is not None and begun.pid == os.getpid()
         return (begun.meter if begun is not None and here else Meter()).stats()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in _OURS}
+        # The state belongs to this process and object: it is neither pickled nor copied.
+        return {k: v for k, v in self.__dict__.items() if k != "_creel_state"}
 
 
 def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
@@ -268,7 +262,7 @@ def _check_own_arguments(loader: DataLoader[Any], *, iterable: bool) -> None:
             f"on_error={loader.on_error!r}: an IterableDataset has no samples by number"
         )
     if loader.creel and MISSING is None and not switched_off():
-        settings(loader.creel)  # raise for a wrong setting here, not at the first epoch
+        config_of(loader.creel)  # raise for a wrong setting here, not at the first epoch
 
 
 def _may_take(loader: DataLoader[Any]) -> bool:

@@ -1,37 +1,39 @@
 """`creel verify`: run a loader or script with torch's DataLoader and with creel's, and compare.
 
 Each side runs in a fork of this process, from equal seeds, with every `DataLoader` that is imported
-there replaced by one that records. Each batch becomes a list of leaves (path in the batch, type,
-shape, hash of the bytes); the lists are compared in order.
+there replaced by one that records. Each batch becomes a list of leaves (path in the batch, type and
+shape, value or hash of the bytes); the lists are compared in order.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import multiprocessing
 import os
+import pickle
 import random
 import runpy
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 import torch.utils.data
+import xxhash
 
 from creel.errors import ConfigError, CreelError
 from creel.loader.dataloader import DataLoader as CreelLoader
-from creel.loader.digest import Leaf, digest
 
 TorchLoader: TypeAlias = torch.utils.data.DataLoader[Any]
 Report: TypeAlias = dict[str, Any]
+#: One leaf of a batch: its path, its type and shape, and its value or the hash of its bytes.
+Leaf: TypeAlias = tuple[str, str, str]
 
 _TorchDataLoader = torch.utils.data.DataLoader
 T = TypeVar("T")
@@ -41,7 +43,15 @@ else:
     _Base = object
 _SEED = 0
 _RAISES = "raises "  # the type of a leaf that stands for an error
-_MACHINERY = frozenset({"importlib", "runpy.py"})
+
+
+class Record(NamedTuple):
+    """One batch: the number of its loader, that loader's epoch, the step in the epoch, leaves."""
+
+    loader: int
+    epoch: int
+    step: int
+    leaves: list[Leaf]
 
 
 def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None) -> Report:
@@ -65,16 +75,15 @@ def verify(target: str, arguments: Sequence[str] = (), steps: int | None = None)
             f"unexpected arguments after the loader: {' '.join(arguments)!r}; options come before"
             f" {target}"
         )
-    torchs, creels = (_run(kind, target, arguments, steps) for kind in ("torch", "creel"))
-    report = compare(torchs.loaders, creels.loaders)
-    report |= {"torch_s": torchs.seconds, "creel_s": creels.seconds}
-    last = torchs.loaders[-1][-1].leaves[0] if torchs.loaders else ("", "", "")
+    torchs, torch_s = _run("torch", target, arguments, steps)
+    creels, creel_s = _run("creel", target, arguments, steps)
+    report = _compare(torchs, creels) | {"torch_s": torch_s, "creel_s": creel_s}
+    last = torchs[-1][-1].leaves[0] if torchs else ("", "", "")
     if report["equal"] and last[1].startswith(_RAISES):
         report["batches"] -= 1
         report["raised"] = f"{last[1].removeprefix(_RAISES)}: {last[2]}"
     if not report["equal"]:
-        again = _run("torch", target, arguments, steps)
-        report["torch_repeats"] = again.loaders == torchs.loaders
+        report["torch_repeats"] = _run("torch", target, arguments, steps)[0] == torchs
     elif not report["batches"] and not report["raised"]:
         raise ConfigError(f"{target} produced no batch: nothing was compared")
     return report
@@ -111,36 +120,22 @@ def _count(n: int, word: str, plural: str = "s") -> str:
 # --- records and their comparison -------------------------------------------------------------
 
 
-class Record(NamedTuple):
-    """One batch: the number of its loader, that loader's epoch, the step in the epoch, leaves."""
-
-    loader: int
-    epoch: int
-    step: int
-    leaves: list[Leaf]
-
-
-def compare(ours: Sequence[Sequence[Record]], theirs: Sequence[Sequence[Record]]) -> Report:
-    """Compare the records of torch (`ours`) and creel (`theirs`), loader by loader."""
-    equal = 0
-    for a_side, b_side in zip_longest(ours, theirs, fillvalue=()):
-        for a, b in zip_longest(a_side, b_side):
-            if a != b:
-                difference = _difference(a, b)
-                return _verdict(equal, len(ours), difference)
-            equal += 1
-    return _verdict(equal, len(ours), None)
-
-
-def _verdict(equal: int, loaders: int, difference: Report | None) -> Report:
-    return {
-        "equal": difference is None,
-        "batches": equal,
-        "loaders": loaders,
-        "difference": difference,
+def _compare(torchs: Sequence[Sequence[Record]], creels: Sequence[Sequence[Record]]) -> Report:
+    """Compare the records of both sides, loader by loader."""
+    report: Report = {
+        "equal": True,
+        "batches": 0,
+        "loaders": len(torchs),
+        "difference": None,
         "torch_repeats": True,
         "raised": None,
     }
+    for a_side, b_side in zip_longest(torchs, creels, fillvalue=()):
+        for a, b in zip_longest(a_side, b_side):
+            if a != b:
+                return report | {"equal": False, "difference": _difference(a, b)}
+            report["batches"] += 1
+    return report
 
 
 def _difference(a: Record | None, b: Record | None) -> Report:
@@ -165,19 +160,59 @@ def _leaf(leaf: Leaf | None) -> str:
     return "nothing" if leaf is None else f"{leaf[1]}  {leaf[2]}"
 
 
+def _leaves_of(value: Any, where: str) -> Iterator[Leaf]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves_of(item, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        yield where, type(value).__name__, str(len(value))
+        for i, item in enumerate(value):
+            yield from _leaves_of(item, f"{where}[{i}]")
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        for name, item in vars(value).items():
+            yield from _leaves_of(item, f"{where}.{name}")
+    else:
+        yield where, *_value(value)
+
+
+def _value(value: Any) -> tuple[str, str]:
+    """Return (type and shape, hash or the value itself) of a value without parts."""
+    if isinstance(value, torch.Tensor):
+        kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        return kind, _hash(_tensor_bytes(value))
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"{value.dtype} {list(value.shape)}", _hash(np.ascontiguousarray(value).tobytes())
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"bytes [{len(value)}]", _hash(bytes(value))
+    if isinstance(value, (str, int, float, complex, bool, type(None))):
+        return type(value).__name__, repr(value)
+    return type(value).__name__, _hash(pickle.dumps(value))
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach()
+    if plain.layout != torch.strided:
+        plain = plain.to_dense()
+    flat = plain.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _hash(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
+
+
 # --- one side ---------------------------------------------------------------------------------
 
 
-class Side(NamedTuple):
-    """What one side did: the records of each loader in order, and the seconds it took."""
+def _run(
+    kind: str, target: str, arguments: Sequence[str], steps: int | None
+) -> tuple[list[list[Record]], float]:
+    """Run the target with recording loaders in a fork of this process.
 
-    loaders: list[list[Record]]
-    seconds: float
-
-
-def _run(kind: str, target: str, arguments: Sequence[str], steps: int | None) -> Side:
-    """Run the target with recording loaders in a fork of this process."""
-    with tempfile.TemporaryFile("w+") as out:
+    Returns:
+        The records of each loader in order, and the seconds that it took.
+    """
+    with tempfile.TemporaryFile() as out:
         args = (kind, target, arguments, steps, out)
         process = multiprocessing.get_context("fork").Process(target=_record, args=args)
         start = time.monotonic()
@@ -186,20 +221,18 @@ def _run(kind: str, target: str, arguments: Sequence[str], steps: int | None) ->
         seconds = time.monotonic() - start
         out.seek(0)
         by_loader: dict[int, list[Record]] = {}
-        for line in out:
-            record = json.loads(line)
-            if isinstance(record, dict):
-                raise (ConfigError if record["usage"] else CreelError)(record["error"])
-            number, epoch, step, leaves = record
-            one = Record(number, epoch, step, [(where, kind, what) for where, kind, what in leaves])
-            by_loader.setdefault(number, []).append(one)
+        while out.peek(1):
+            record = pickle.load(out)  # noqa: S301  from our own child
+            if isinstance(record, CreelError):
+                raise record
+            by_loader.setdefault(record.loader, []).append(record)
     if process.exitcode:
         raise CreelError(f"{target} failed with {kind}'s loader (exit code {process.exitcode})")
-    return Side([by_loader[number] for number in sorted(by_loader)], seconds)
+    return [by_loader[number] for number in sorted(by_loader)], seconds
 
 
 def _record(
-    kind: str, target: str, arguments: Sequence[str], steps: int | None, out: IO[str]
+    kind: str, target: str, arguments: Sequence[str], steps: int | None, out: IO[bytes]
 ) -> None:
     """Run the target, in a process of its own, and write records or an error to `out`."""
     global _tape  # noqa: PLW0603 - one tape per process, set once at its start
@@ -210,11 +243,21 @@ def _record(
     os.environ["CREEL_DISABLE"] = "1" if kind == "torch" else "0"
     os.environ["PYTHONHASHSEED"] = "0"  # of workers that are spawned; forks have this process's
     _tape = _Tape(out, steps)
-    _replace_loaders(RecordingTorch if kind == "torch" else RecordingCreel)
+    recording = RecordingTorch if kind == "torch" else RecordingCreel
+    for name in ("torch.utils.data", "torch.utils.data.dataloader"):
+        setattr(importlib.import_module(name), "DataLoader", recording)  # noqa: B010 - any module
+    # A script that uses creel's class keeps it: on torch's side CREEL_DISABLE makes it torch's.
+    for name in ("creel", "creel.loader", "creel.loader.dataloader"):
+        setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
     seed_all(_SEED)
     if ":" in target and not Path(target).is_file():
         sys.path.insert(0, str(Path.cwd()))
-        _iterate(_loader_of(target), _tape)
+        try:
+            loader = _loader_of(target)
+        except CreelError as e:
+            _tape.write(e)
+            raise SystemExit(1) from None
+        _iterate(loader, _tape)
         return
     sys.argv = [target, *arguments]
     sys.path[0] = str(Path(target).resolve().parent)
@@ -225,14 +268,6 @@ def _record(
         raise SystemExit(1) from None
 
 
-def _replace_loaders(loader: type[TorchLoader]) -> None:
-    for name in ("torch.utils.data", "torch.utils.data.dataloader"):
-        setattr(importlib.import_module(name), "DataLoader", loader)  # noqa: B010 - any module
-    # A script that uses creel's class keeps it: on torch's side CREEL_DISABLE makes it torch's.
-    for name in ("creel", "creel.loader", "creel.loader.dataloader"):
-        setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
-
-
 def seed_all(seed: int) -> None:
     """Seed every generator a dataset may draw from: random, NumPy, torch."""
     random.seed(seed)
@@ -241,7 +276,11 @@ def seed_all(seed: int) -> None:
 
 
 def _loader_of(target: str) -> TorchLoader:
-    """The loader, or what the function returns, that MODULE:LOADER names."""
+    """The loader that MODULE:LOADER names, or that the function of that name returns.
+
+    Raises:
+        CreelError: the function failed; ConfigError: there is no such loader.
+    """
     module, _, name = target.partition(":")
     called = target
     try:
@@ -253,15 +292,15 @@ def _loader_of(target: str) -> TorchLoader:
             seed_all(_SEED)
             found = found()
     except (ImportError, AttributeError) as e:
-        _end(f"{target}: {e}", usage=True)
-    except CreelError as e:
-        _end(str(e), usage=isinstance(e, ConfigError))
-    except Exception as e:  # noqa: BLE001  the user's code
+        raise ConfigError(f"{target}: {e}") from e
+    except CreelError:
+        raise
+    except Exception as e:
         _show(e)
-        _end(f"{called} raised {type(e).__name__}: {e}")
+        raise CreelError(f"{called} raised {type(e).__name__}: {e}") from e
     if not isinstance(found, _TorchDataLoader):
         kind = type(found).__name__
-        _end(f"{target} is of type {kind}: neither a DataLoader nor a function of one", usage=True)
+        raise ConfigError(f"{target} is of type {kind}: neither a DataLoader nor a function of one")
     return found
 
 
@@ -274,57 +313,38 @@ def _iterate(loader: TorchLoader, tape: _Tape) -> None:
     except Exception as e:  # noqa: BLE001  the user's code
         message = str(e).strip().rpartition("\n")[2]  # without the worker's traceback
         what = message.removeprefix(f"{type(e).__name__}: ")
-        tape.write(0, 0, tape.written, [("", _RAISES + type(e).__name__, what)])
-
-
-def _end(error: str, *, usage: bool = False) -> NoReturn:
-    """End this process with an error for the one that forked it."""
-    assert _tape is not None  # noqa: S101  set before the user's code runs
-    _tape.fail(error, usage=usage)
-    raise SystemExit(1)
+        leaf = ("", _RAISES + type(e).__name__, what)
+        tape.write(Record(0, 0, tape.written, [leaf]))
 
 
 def _show(error: Exception) -> None:
     """Print the traceback without the frames that lead to the user's code."""
+    leading = (__file__, runpy.__file__, importlib.__file__, "<frozen ")
     frames = error.__traceback__
-    while frames is not None and _leads(frames.tb_frame.f_code.co_filename):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(leading):
         frames = frames.tb_next
     traceback.print_exception(type(error), error, frames)
-
-
-def _leads(file: str) -> bool:
-    parts = Path(file).parts[-2:]
-    return file == __file__ or file.startswith("<frozen ") or bool(_MACHINERY.intersection(parts))
 
 
 class _Tape:
     """The file that recording loaders write to; ignores writes from forked children."""
 
-    def __init__(self, file: IO[str], steps: int | None) -> None:
+    def __init__(self, file: IO[bytes], steps: int | None) -> None:
         self._file = file
         self._steps = steps
         self._pid = os.getpid()
-        self._loaders = 0
+        self.loaders = 0
         self.written = 0
 
-    def number(self) -> int:
-        self._loaders += 1
-        return self._loaders - 1
-
-    def write(self, loader: int, epoch: int, step: int, leaves: list[Leaf]) -> None:
+    def write(self, record: Record | CreelError) -> None:
+        """Write a record, or an error; after the last step that is wanted, end the process."""
         if os.getpid() != self._pid:
             return
-        self._put([loader, epoch, step, leaves])
+        pickle.dump(record, self._file)
+        self._file.flush()
         self.written += 1
         if self.written == self._steps:
             raise SystemExit(0)
-
-    def fail(self, error: str, *, usage: bool) -> None:
-        self._put({"error": error, "usage": usage})
-
-    def _put(self, line: object) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
 
 _tape: _Tape | None = None
@@ -341,7 +361,7 @@ class _Recording(_Base):
         if _tape is None:
             return inner
         if self._creel_number < 0:
-            self._creel_number = _tape.number()
+            self._creel_number, _tape.loaders = _tape.loaders, _tape.loaders + 1
         epoch, self._creel_epochs = self._creel_epochs, self._creel_epochs + 1
         return _Recorded(inner, _tape, self._creel_number, epoch)
 
@@ -360,7 +380,7 @@ class _Recorded:
 
     def __next__(self) -> object:
         batch = next(self._inner)
-        self._tape.write(*self._where, self._step, digest(batch))
+        self._tape.write(Record(*self._where, self._step, list(_leaves_of(batch, ""))))
         self._step += 1
         return batch
 

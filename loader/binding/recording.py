@@ -22,7 +22,7 @@ from creel.config import Config, memory_budget
 from creel.loader.binding.access_recorder import AccessRecorder
 from creel.loader.binding.joint_recording import JointMemory, joint_memory, likeness
 from creel.loader.binding.journal import JOURNAL, new_journal
-from creel.loader.cluster.ranks import all_here, rank_and_world
+from creel.loader.cluster.ranks import on_one_node, rank_and_world
 from creel.loader.reading.file_copies import FileCopies
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class KeptTrace:
         self._rank, self._world = rank_and_world()
         self._name = ""
         # Where other nodes read it, too, all are to learn of it in the same epoch.
-        if self._disk.path and all_here(self._world, os.environ):
+        if self._disk.path and on_one_node(self._world, os.environ):
             with suppress(Exception):  # of a person's own attributes
                 about = f"{_FORM} {whole} {likeness(dataset)}".encode(errors="backslashreplace")
                 self._name = hashlib.blake2b(about, digest_size=16).hexdigest()
@@ -116,7 +116,7 @@ def _keeps_copies(config: Config) -> bool:
 
     Not where other nodes read the same dataset, or a disk remembers it: they would not find it.
     """
-    return not config.disk.path and all_here(rank_and_world()[1], os.environ)
+    return not config.disk.path and on_one_node(rank_and_world()[1], os.environ)
 
 
 def _copies(config: Config, fd: int | None) -> FileCopies | None:

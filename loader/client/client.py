@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from numpy.typing import NDArray
 
 from creel import messages
-from creel.addresses import second_address
+from creel.addresses import first_address, second_address
 from creel.cache.memory.arena import ArenaView
 from creel.cache.memory.shared_words import LocationTable, SharedWords, sealed_file
 from creel.cache.storage.manifest import Manifest
@@ -42,11 +42,9 @@ from creel.loader.client.packets import (
     M,
     check_owner,
     close_all,
-    default_name,
     exchange,
     map_arena,
     pidfd_of,
-    resolve,
 )
 from creel.loader.client.session import POLL_S, Session
 from creel.loader.client.zmq_needs import check_descriptors, check_threads
@@ -96,14 +94,14 @@ class Client:
     @classmethod
     def connect(
         cls,
-        address: str = "",
+        name: str = "",
         role: str = "trainer",
         token: str = "",
         *,
         trainer_pid: int = 0,
         timeout_s: float = _REPLY_TIMEOUT_S,
     ) -> Client:
-        """Connect to the daemon at `address` (a name, "@abstract", or "" for the default).
+        """Connect to the daemon of that name; "": CREEL_SOCKET, or "default".
 
         Args:
             role: "trainer", "worker" (with its trainer's token) or "cli".
@@ -113,15 +111,15 @@ class Client:
         Raises:
             NoDaemonError: no process listens there, or one of another user or with other files.
             DaemonLostError: it listens but does not answer.
-            UnavailableError: the daemon refuses with a reason, or speaks another protocol.
+            UnavailableError: the daemon refuses with a reason, speaks another protocol, or it is
+                unknown which files this process sees.
         """
-        where = resolve(address)
+        name = name or os.environ.get("CREEL_SOCKET") or "default"
         try:
-            return cls._connect(where, role, token, trainer_pid, timeout_s)
+            return cls._connect(first_address(name), role, token, trainer_pid, timeout_s)
         except NoDaemonError:
             # Another user may hold the first address, or held it when our daemon started.
-            named = not address.startswith(("@", "\0"))
-            second = second_address(address or default_name()) if named else None
+            second = second_address(name)
             if second is None:
                 raise
             with contextlib.suppress(NoDaemonError):

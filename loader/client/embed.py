@@ -1,10 +1,10 @@
 """Start a daemon where none listens.
 
 The daemon is a separate process in its own session: it outlives the trainer that started it as long
-as others use it, and ends after its last client. Of workers that find no daemon at the same time,
-one starts it, and of ranks that start daemons early: the kernel gives the turn to one, and the
-others connect to its daemon. Should two start nevertheless, the kernel gives the abstract address
-to one daemon, and the other exits silently.
+as others use it, and ends after its last client. Where several processes find no daemon at the same
+time, one of them starts it: it binds an abstract address, the *turn*, and the others connect to its
+daemon. Should two daemons start nevertheless, the kernel gives the daemon's address to one, and the
+other exits silently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_LOG_NBYTES = 2000  # bytes of a failed daemon's log that the error quotes
 
 
 def connect_or_start(
-    config: Config | None = None, *, trainer_pid: int = 0, start: DaemonStart | None = None
+    config: Config, *, trainer_pid: int = 0, start: DaemonStart | None = None
 ) -> Client | None:
     """Connect to this node's daemon, starting one if there is none.
 
@@ -48,8 +48,6 @@ def connect_or_start(
     Returns:
         None, after one warning that says why, if there is no daemon: the caller reads directly.
     """
-    if config is None:
-        config = Config.load()[0]
     try:
         if config.loader.disable:
             return None
@@ -114,9 +112,9 @@ def _started(start: DaemonStart, name: str, trainer_pid: int) -> Client:
 
 
 def _new_turn() -> socket.socket:
-    """A socket to be bound to `_turn_address`. Who has bound one starts a daemon.
+    """A socket to be bound to `_turn_address`: the process that has bound it starts a daemon.
 
-    That costs 0.3 s of a core. The kernel frees the address when its holder ends.
+    The kernel frees the address when that process ends. A start costs 0.3 s of a core.
     """
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
@@ -175,7 +173,6 @@ class DaemonStart:
         return os.read(self._ready_fd, 4096).decode(errors="replace")
 
     def last_log(self) -> str:
-        """Return the end of the daemon's log."""
         size = os.fstat(self._log_fd).st_size
         data = os.pread(self._log_fd, _MAX_LOG_NBYTES, max(size - _MAX_LOG_NBYTES, 0))
         return data.decode(errors="replace").strip()

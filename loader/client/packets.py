@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from creel import messages
-from creel.addresses import first_address
 from creel.cache.memory.arena import ArenaView
 from creel.errors import DaemonLostError, MalformedError, NoDaemonError, UnavailableError
 from creel.limits import may_map
@@ -20,27 +19,6 @@ M = TypeVar(
 )
 
 _MAX_FDS = 4
-
-
-def default_name() -> str:
-    """Return the daemon's name: CREEL_SOCKET, or "default"."""
-    return os.environ.get("CREEL_SOCKET") or "default"
-
-
-def resolve(address: str = "") -> str:
-    """Return the control socket's abstract address for a daemon name, an "@..." address, or "".
-
-    For a name this is the first of its two addresses; "" is the default name.
-
-    Raises:
-        UnavailableError: it cannot be determined which files this process sees.
-
-    >>> resolve("@x/control")
-    '\\x00x/control'
-    """
-    if address.startswith(("@", "\0")):
-        return "\0" + address[1:]
-    return first_address(address or default_name())
 
 
 def exchange(

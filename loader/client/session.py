@@ -93,6 +93,7 @@ class Session:
         self.words = words
         self.table = table
         self.client = client
+        self.token = client.token  # which a worker needs, besides `id`, to attach
         self._trainer = trainer
         self._closed = False
         self._lost = False
@@ -102,11 +103,6 @@ class Session:
         self._stale_beat = (0, 0)  # a stale heartbeat, and when it was first seen stale
         self._rows: tuple[int, Rows] | None = None  # bytes of an object, and its row copier
         forget_in_child(self)
-
-    @property
-    def token(self) -> str:
-        """The token a worker needs, besides `id`, to attach to this session."""
-        return self.client.token
 
     @property
     def alive(self) -> bool:

@@ -5,6 +5,7 @@ No command of the scheduler is run: it may be missing, or not allowed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from itertools import product
@@ -14,7 +15,9 @@ from creel.errors import ConfigError
 
 #: Most nodes that a list may stand for.
 _MAX_HOSTS = 1 << 16
-#: The parts of a list: names with ranges in brackets, between commas.
+#: What stands between the commas of a list that are not within brackets.
+_ENTRIES = re.compile(r"(?:[^,\[]|\[[^\]]*\]?)+")
+#: A name, with ranges in brackets.
 _ENTRY = re.compile(r"(?:[^,\[\]\s]|\[[0-9,-]+\])+")
 _RANGES = re.compile(r"\[([0-9,-]+)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -38,15 +41,21 @@ def hosts_of(setting: str, env: Mapping[str, str]) -> list[str]:
     """
     listed = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
     file = env.get("PBS_NODEFILE", "")
-    if setting == "slurm" or (setting == "auto" and listed):
-        return _named("SLURM_JOB_NODELIST", expanded(listed))
-    if setting == "pbs" or (setting == "auto" and file):
-        return _named("PBS_NODEFILE", _in_file(file) if file else [])
     if setting == "auto":
-        return []
-    if "/" in setting:
-        return _named(setting, _in_file(setting))
-    return _named("cluster.hosts", expanded(setting))
+        if not listed and not file:
+            return []
+        setting = "slurm" if listed else "pbs"
+    if setting == "slurm":
+        where, hosts = "SLURM_JOB_NODELIST", expanded(listed)
+    elif setting == "pbs":
+        where, hosts = "PBS_NODEFILE", _in_file(file) if file else []
+    elif "/" in setting:
+        where, hosts = setting, _in_file(setting)
+    else:
+        where, hosts = "cluster.hosts", expanded(setting)
+    if not hosts:
+        raise ConfigError(f"{where} names no nodes")
+    return list(dict.fromkeys(hosts))
 
 
 def expanded(text: str) -> list[str]:
@@ -58,36 +67,20 @@ def expanded(text: str) -> list[str]:
     >>> expanded("rack[1-2]n[08-10]")
     ['rack1n08', 'rack1n09', 'rack1n10', 'rack2n08', 'rack2n09', 'rack2n10']
     """
-    entries = [entry for entry in _split(text) if entry]
     out: list[str] = []
-    for entry in entries:
+    for entry in filter(None, map(str.strip, _ENTRIES.findall(text))):
         if not _ENTRY.fullmatch(entry):
             raise ConfigError(f"{entry!r} is not a list of nodes: write it like n[0-3],m1")
         parts = _RANGES.split(entry)
         choices = [_numbers(part) if i % 2 else [part] for i, part in enumerate(parts)]
-        count = 1
-        for choice in choices:
-            count *= len(choice)
-        if len(out) + count > _MAX_HOSTS:
+        if len(out) + math.prod(map(len, choices)) > _MAX_HOSTS:
             raise ConfigError(f"{text[:40]!r} stands for more than {_MAX_HOSTS} nodes")
         out += ["".join(names) for names in product(*choices)]
     return out
 
 
-def _split(text: str) -> list[str]:
-    """The entries of a list: commas within brackets do not end one."""
-    depth, out = 0, [""]
-    for char in text.strip():
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            out.append("")
-        else:
-            out[-1] += char
-    return [entry.strip() for entry in out]
-
-
 def _numbers(ranges: str) -> list[str]:
-    """What stands between brackets: numbers keep their leading zeros."""
+    """The numbers that the text between brackets stands for, with their leading zeros."""
     out: list[str] = []
     for one in ranges.split(","):
         found = _RANGE.fullmatch(one)
@@ -108,9 +101,3 @@ def _in_file(path: str) -> list[str]:
         raise ConfigError(f"the list of nodes {path} cannot be read: {e}") from e
     words = (line.split("#", 1)[0].split() for line in lines)
     return [found[0] for found in words if found]
-
-
-def _named(where: str, hosts: list[str]) -> list[str]:
-    if not hosts:
-        raise ConfigError(f"{where} names no nodes")
-    return list(dict.fromkeys(hosts))

@@ -4,8 +4,8 @@ Every rank writes where its node's daemon serves peers; rank 0 adds a fresh key.
 rank gives its daemon the list. Nothing waits for that: until then, and where it fails, each node
 reads for itself.
 
-What was written first stays: it says which ranks share a node. A rank whose daemon is another one
-now, as the first has ended, writes that beside it.
+What a rank wrote first stays in the store: it says which ranks share a node. If that daemon has
+ended and another one has taken its place, the rank writes the new one beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +23,7 @@ from creel.errors import ConfigError, UnavailableError
 from creel.loader import torch_private
 from creel.loader.client.client import Client
 from creel.loader.cluster.listed import address_towards, join_listed
+from creel.loader.cluster.ranks import on_one_node
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
 
@@ -43,7 +43,7 @@ def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: in
 
     They are found by the store of torch's process group, or, where there is none, by a list.
     """
-    if client.joining or world < 2 or on_one_node(os.environ, world):
+    if client.joining or on_one_node(world, os.environ):
         return
     store = torch_private.default_store()
     if store is None and not settings.hosts:
@@ -70,18 +70,6 @@ def _attempt(client: Client, settings: ClusterSettings, store: Any, rank: int, w
         _log.log(level, "this node shares no cache with the job's others: %s", e)
     finally:
         client.joining_until = 0.0
-
-
-def on_one_node(env: Mapping[str, str], world: int) -> bool:
-    """Whether the launcher says that all ranks run on this node.
-
-    >>> on_one_node({"LOCAL_WORLD_SIZE": "8"}, 8), on_one_node({}, 8)
-    (True, False)
-    """
-    return any(
-        env.get(local) == str(world)
-        for local in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    )
 
 
 def _join(client: Client, store: Any, rank: int, world: int) -> None:

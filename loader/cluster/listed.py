@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from creel.config import KEY_VARIABLE
 from creel.errors import ConfigError
 from creel.loader.client.client import Client
 from creel.loader.cluster.hostlist import hosts_of
@@ -22,7 +23,6 @@ from creel.loader.cluster.ranks import job_name
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
 
-KEY_VARIABLE = "CREEL_CLUSTER_KEY"
 _MIN_KEY = 16  # bytes
 #: Pauses between two questions whether all are there, in seconds: the first, and the longest.
 _FIRST_S, _LONGEST_S = 0.05, 1.0

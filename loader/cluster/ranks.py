@@ -53,15 +53,17 @@ def launched(env: Mapping[str, str]) -> tuple[int, int]:
     return 0, 1
 
 
-def all_here(world: int, env: Mapping[str, str]) -> bool:
+def on_one_node(world: int, env: Mapping[str, str]) -> bool:
     """Whether all ranks are known to run on this node.
 
-    >>> all_here(2, {"LOCAL_WORLD_SIZE": "2"}), all_here(4, {"LOCAL_WORLD_SIZE": "2"})
+    >>> on_one_node(2, {"LOCAL_WORLD_SIZE": "2"}), on_one_node(4, {"LOCAL_WORLD_SIZE": "2"})
     (True, False)
     """
     if world == 1 or any(_number(env, name) == world for name in _HERE):
         return True
-    return bool(_slurm(env)) and _number(env, "SLURM_STEP_NUM_NODES") == 1
+    # torchrun on several nodes may be started by a step of Slurm on each, with one task.
+    step = _number(env, "SLURM_STEP_NUM_NODES"), _number(env, "SLURM_STEP_NUM_TASKS")
+    return bool(_slurm(env)) and step == (1, world)
 
 
 def job_name(env: Mapping[str, str] | None = None) -> str:
@@ -78,7 +80,7 @@ def job_name(env: Mapping[str, str] | None = None) -> str:
 
 
 def _slurm(env: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return Slurm's variable names if srun started this process as one of a step's tasks.
+    """Return Slurm's (rank, world) variables if this process is one of the tasks of an srun step.
 
     A batch script and a shell under salloc have a number of tasks, too: that of tasks to start.
     """

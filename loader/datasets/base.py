@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, SupportsIndex, TypeAlias, cast, overload
+from typing import Any, ClassVar, SupportsIndex, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,7 @@ from creel.errors import ConfigError, SourceError
 from creel.loader.reading.observer import take
 from creel.loader.reading.storage import absolute, settings
 
+T = TypeVar("T")
 #: A sample is whatever the user's transform returns.
 Sample: TypeAlias = Any
 Ids: TypeAlias = NDArray[np.int32]
@@ -275,7 +276,33 @@ def _absolute(column: pa.Array) -> bool:
     return bool(slash[begin].all()) and not slash[last].any() and not odd.any()
 
 
-class Names(Sequence[str]):
+class LazySequence(Sequence[T]):
+    """Items that are made when they are asked for; equal to a list of the same ones.
+
+    A subclass defines `__len__`, `__iter__` and `_item`.
+    """
+
+    def _item(self, i: int) -> T:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self._item(i) for i in range(*index.indices(len(self)))]
+        return self._item(position(index, len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which are not hashable
+
+
+class Names(LazySequence[str]):
     """Paths below one root, as one Arrow array: no Python object per path, of 2 million or so."""
 
     def __init__(self, prefix: str, names: pa.Array) -> None:
@@ -285,29 +312,15 @@ class Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self.names)
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        name: str = self.names[position(index, len(self))].as_py()
+    def _item(self, i: int) -> str:
+        name: str = self.names[i].as_py()
         return self.prefix + name
 
     def __iter__(self) -> Iterator[str]:
-        for start in range(
-            0, len(self), 4096
-        ):  # a chunk at a time: fewer calls than one by one, less memory than all
+        # A chunk at a time: fewer calls than one by one, less memory than all.
+        for start in range(0, len(self), 4096):
             for name in self.names.slice(start, 4096).to_pylist():
                 yield self.prefix + name
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence) or isinstance(other, str):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]  # equal to lists, which are not hashable
 
     def __repr__(self) -> str:
         return f"<{len(self)} paths below {public(self.prefix) or 'no common root'!r}>"

@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsIndex, TypeAlias, overload
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +17,7 @@ from creel.cache.storage.retry import public
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets.base import (
     CreelDataset,
+    LazySequence,
     Names,
     Sample,
     addresses,
@@ -54,11 +55,10 @@ def decode_image(data: bytes) -> Image.Image:
 
 
 def pil_loader(path: str) -> Image.Image:
-    """The RGB image at an address."""
     return decode_image(read_address(path))
 
 
-class Samples(Sequence[tuple[str, int]]):
+class Samples(LazySequence[tuple[str, int]]):
     """(path, label) of every sample; equal to torchvision's list, without an object per sample."""
 
     def __init__(self, paths: Names, labels: NDArray[np.int64]) -> None:
@@ -68,14 +68,7 @@ class Samples(Sequence[tuple[str, int]]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> tuple[str, int]: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[str, int]]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> tuple[str, int] | list[tuple[str, int]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        i = position(index, len(self))
+    def _item(self, i: int) -> tuple[str, int]:
         return self.paths[i], int(self.labels[i])
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
@@ -83,13 +76,6 @@ class Samples(Sequence[tuple[str, int]]):
 
     def __add__(self, other: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
         return [*self, *other]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]  # equal to lists, which are not hashable
 
     def __repr__(self) -> str:
         return f"<{len(self)} (path, label) pairs; list(...) for a list>"

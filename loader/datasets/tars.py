@@ -91,7 +91,9 @@ class TarDataset(CreelDataset):
         self.shards = [absolute(name) for s in several(shards) for name in braces(os.fspath(s))]
         if not self.shards:
             raise ConfigError("a TarDataset needs at least one shard")
-        self.decode = _by_extension(decode)
+        if decode is not None and not isinstance(decode, Mapping):
+            raise ConfigError(f"decode is a function for each extension, not {decode!r}")
+        self.decode = dict(decode or {})
         check_callable(transform=transform, **{f"decode of {e}": f for e, f in self.decode.items()})
         if isinstance(extensions, str):
             raise ConfigError(f"extensions is a list, as in extensions=[{extensions!r}]")
@@ -164,34 +166,22 @@ def _state(path: str) -> tuple[int, ...] | None:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
-def _by_extension(decode: object) -> dict[str, Callable[[bytes], Sample]]:
-    if decode is not None and not isinstance(decode, Mapping):
-        raise ConfigError(f"decode is a function for each extension, not {decode!r}")
-    return dict(decode or {})
-
-
 # --- the index --------------------------------------------------------------------------------
 
 
 def _table(shards: list[str], path: Path | None) -> pa.Table:
     """The members of all shards: loaded from `path`, or made and then saved there."""
-    if path is None:
-        return _make(shards)
-    stamp = _stamp(shards)
-    found = _load(path, stamp)
-    if found is None:
-        found = _make(shards).replace_schema_metadata({_STAMP: stamp})
-        _save(path, found)
-    return found
+    stamp = b"" if path is None else _stamp(shards)
+    if path is not None and (found := _load(path, stamp)) is not None:
+        return found
+    tables = in_threads(lambda shard: _members_of(*shard), list(enumerate(shards)))
+    made = pa.concat_tables(tables).combine_chunks()
+    if path is not None:
+        _save(path, made.replace_schema_metadata({_STAMP: stamp}))
+    return made
 
 
-def _make(shards: list[str]) -> pa.Table:
-    return pa.concat_tables(
-        in_threads(lambda ns: _make_one(*ns), list(enumerate(shards)))
-    ).combine_chunks()
-
-
-def _make_one(number: int, path: str) -> pa.Table:
+def _members_of(number: int, path: str) -> pa.Table:
     """The members of one shard that belong to samples, in order."""
     keys: list[str] = []
     extensions: list[str] = []

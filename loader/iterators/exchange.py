@@ -27,7 +27,7 @@ REMAP = Topic(
 )
 
 
-def dealt_by(index_sampler: Iterable[object]) -> tuple[DistributedSampler[object], int]:
+def distributed_sampler(index_sampler: Iterable[object]) -> tuple[DistributedSampler[object], int]:
     """The sampler that deals a loader's samples to ranks, and how many make a batch.
 
     Raises:
@@ -45,7 +45,7 @@ def agreed(index_sampler: Iterable[object]) -> Exchange:
     Raises:
         ConfigError: a job that cannot exchange, ranks that differ, or one that does not come.
     """
-    sampler, batch = dealt_by(index_sampler)
+    sampler, batch = distributed_sampler(index_sampler)
     rank, world = rank_and_world()
     if sampler.num_replicas != world:
         raise ConfigError(
@@ -69,7 +69,7 @@ def check_unchanged(exchange: Exchange, index_sampler: Iterable[object]) -> None
     Raises:
         ConfigError: batch size or number of ranks have changed since.
     """
-    sampler, batch = dealt_by(index_sampler)
+    sampler, batch = distributed_sampler(index_sampler)
     if (sampler.num_replicas, batch) != (len(exchange.node_of), exchange.batch):
         raise ConfigError(
             "remap: batch_size and number of ranks cannot change after the first epoch: make a new"

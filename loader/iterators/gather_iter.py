@@ -19,7 +19,7 @@ import torch
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.state import EpochRun, LoaderState, only_copies
-from creel.loader.iterators.step import Step
+from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.torch_private import (
     BaseDataLoaderIter,
@@ -105,7 +105,6 @@ def _serve(
     meter: Meter,
     device: str | None,
 ) -> None:
-    """Run one reader thread until it receives None."""
     torch.set_num_threads(1)  # as in a worker
     pin = _pin_for(device)
     while (given := tasks.get()) is not None:
@@ -117,29 +116,25 @@ def _serve(
 
 def _read(task: Task, reader: BatchReader, meter: Meter, pin: Callable[[Any], Any]) -> ReadBatch:
     began = time.monotonic_ns()
-    then = _spent(meter)
-    data: Any
-    try:
-        data = pin(reader.read_ids(task.stream, task.step, task.index, task.ids))
-    except Exception:  # noqa: BLE001  reported as by a worker; see torch's note on reference cycles
-        where = f"in DataLoader worker process {task.worker}"
-        data = ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-    source, decode, collate, lost, reads, nbytes = (
-        now - before for now, before in zip(_spent(meter), then, strict=True)
+    meter.unreported()  # count from here on
+    data = _data(task, reader, pin)
+    spent = meter.unreported()
+    source, decode, collate, lost = (
+        spent.get(f"stall_{cause}_ns", 0) for cause in ("source", "decode", "collate", "daemon")
     )
     ready = began + source + lost
     times = BatchTimes(began, ready, ready + decode, time.monotonic_ns(), lost=int(lost > 0))
-    return ReadBatch(data, times, (source, decode, collate, 0, reads, nbytes))
+    direct = spent.get("direct_reads", 0), spent.get("direct_nbytes", 0)
+    return ReadBatch(data, times, (source, decode, collate, 0, *direct))
 
 
-def _spent(meter: Meter) -> tuple[int, int, int, int, int, int]:
-    waits = (
-        meter["stall_source_ns"],
-        meter["stall_decode_ns"],
-        meter["stall_collate_ns"],
-        meter["stall_daemon_ns"],
-    )
-    return *waits, meter["direct_reads"], meter["direct_nbytes"]
+def _data(task: Task, reader: BatchReader, pin: Callable[[Any], Any]) -> Any:
+    """Return the batch, or an ExceptionWrapper as a worker would send it."""
+    try:
+        return pin(reader.read_ids(task.stream, task.step, task.index, task.ids))
+    except Exception:  # noqa: BLE001  see torch's note on reference cycles
+        where = f"in DataLoader worker process {task.worker}"
+        return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
 def _pin_for(device: str | None) -> Callable[[Any], Any]:
@@ -152,7 +147,7 @@ def _pin_for(device: str | None) -> Callable[[Any], Any]:
     return lambda data: pin_memory(data, device)  # type: ignore[no-untyped-call]  # torch's
 
 
-class GatherIter(Step, MultiProcessingDataLoaderIter):
+class GatherIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     """Batches of plain bytes, copied out of the arena by this process; large ones by threads.
 
     Pulls the sampler when torch would. No user code would run in a worker here, so leaving workers
@@ -164,7 +159,6 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
     _threads: ReaderThreads | None = None
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState, run: EpochRun) -> None:
-        """Begin an epoch."""
         self._moment = before(loader)
         BaseDataLoaderIter.__init__(self, loader)
         if not loader.prefetch_factor:
@@ -187,15 +181,16 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
                 *(loader, loader_state, run, fetcher), frozen=frozen, meter=meter, direct=direct
             )
 
+        device = self._pin_memory_device if self._pin_memory else None
         if _is_large(loader, run):
-            meters = [Meter() for _ in range(min(self._num_workers, _cores()))]
-            device = self._pin_memory_device if self._pin_memory else None
+            cores = len(os.sched_getaffinity(0))
+            meters = [Meter() for _ in range(min(self._num_workers, cores))]
             # Large objects fill fresh memory: threads that read them, too, only take processors.
             waits = DirectReads(allowed=False)
             readers = [reader(meter, waits) for meter in meters]
             self._threads = ReaderThreads(readers, meters, device)
         else:
-            self._reader = reader(None, None)
+            self._reader, self._pin = reader(None, None), _pin_for(device)
         self._reset(loader, first_iter=True)
 
     @staticmethod
@@ -233,7 +228,10 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
                 self._shutdown_workers()
             raise StopIteration
         asked = self._queue[0]  # stays first if Ctrl-C or a timeout ends the wait
-        data = self._inline(asked) if isinstance(asked, Task) else self._awaited(asked)
+        if isinstance(asked, Task):
+            data = _data(asked, self._reader, self._pin)
+        else:
+            data = self._awaited(asked)
         self._queue.popleft()
         self._taken += 1
         run.done(self._taken)
@@ -241,16 +239,6 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         if isinstance(data, ExceptionWrapper):
             data.reraise()  # type: ignore[no-untyped-call]  # torch's
         run.deliver(self._taken)
-        return data
-
-    def _inline(self, task: Task) -> Any:
-        try:
-            data = self._reader.read_ids(task.stream, task.step, task.index, task.ids)
-        except Exception:  # noqa: BLE001  reported as by a worker
-            where = f"in DataLoader worker process {task.worker}"
-            return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
-        if self._pin_memory:
-            data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]
         return data
 
     def _awaited(self, batch: Batch) -> Any:
@@ -270,7 +258,6 @@ class GatherIter(Step, MultiProcessingDataLoaderIter):
         return read.data
 
     def _drop_queue(self) -> None:
-        """Cancel the queued batches, which will not be used."""
         for batch in self._queue:
             if isinstance(batch, Future):
                 batch.cancel()
@@ -299,7 +286,3 @@ def _is_large(loader: DataLoader[Any], run: EpochRun) -> bool:
         return False
     nbytes = max(gather.nbytes, gather.batch_nbytes)
     return loader.batch_size is None or nbytes * loader.batch_size >= _INLINE_NBYTES
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

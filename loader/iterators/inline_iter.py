@@ -15,7 +15,7 @@ from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
-from creel.loader.iterators.step import Step
+from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
@@ -175,7 +175,6 @@ class BatchReader(StepReader):
         return ready
 
     def _warn(self, session: Session, ids: Ids, waited_s: float, left_s: float) -> None:
-        """Warn once what a long wait is for."""
         if self._warned:
             return
         self._warned = True
@@ -230,7 +229,7 @@ def _timed(collate: Callable[[Any], Any], when: list[int]) -> Callable[[Any], An
     return timed
 
 
-class InlineIter(Step, SingleProcessDataLoaderIter):
+class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
     """`num_workers=0`: torch's own iterator, with its samples read through the daemon."""
 
     _run: EpochRun  # unset until an epoch has begun
@@ -257,7 +256,8 @@ class InlineIter(Step, SingleProcessDataLoaderIter):
             index = self._next_index()
         except StopIteration:
             self._reader.close()
-            run.finish()
+            run.finished = True
+            run.leave()
             raise
         i = self._given
         self._given = i + 1

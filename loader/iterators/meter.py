@@ -32,7 +32,6 @@ class Meter(dict[str, int]):
         self[f"stall_{CAUSE_OF.get(stage, 'daemon')}_ns"] += ns
 
     def direct(self, reads: int, nbytes: int) -> None:
-        """Count direct reads and their bytes."""
         self["direct_reads"] += reads
         self["direct_nbytes"] += nbytes
 

@@ -41,19 +41,16 @@ class Topic(NamedTuple):
 
 
 class Terms(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank writes: `name` is drawn by chance; `alike` must be the same on all ranks."""
+    """What a rank writes: `name` is drawn by chance; `alike` must be the same on all ranks.
+
+    `call`: the call of rank 0 that it answers.
+    """
 
     name: str
     rank: int
     node: str
     alike: tuple[int, ...]
-
-
-class AnsweredTerms(msgspec.Struct, frozen=True, array_like=True):
-    """The terms of a rank, for one call of rank 0."""
-
-    call: str
-    terms: Terms
+    call: str = ""
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -84,11 +81,11 @@ def negotiated(
         f" s: all must make it, with {topic.name}, and none with CREEL_DISABLE"
     )
     until = time.monotonic() + give_up_s
-    decision: Decision | None
-    if rank == 0:
-        decision = _lead(topic, store, world, terms, until, late)
-    else:
-        decision = _follow(topic, store, rank, terms, until, late)
+    decision = (
+        _follow(topic, store, rank, terms, until, late)
+        if rank
+        else _lead(topic, store, world, terms, until, late)
+    )
     if decision is None:
         raise ConfigError(late)
     if decision.refused:
@@ -105,9 +102,9 @@ def _lead(topic: Topic, store: Any, world: int, terms: Terms, until: float, late
     terms_of_all = [terms]
     pause_s = _FIRST_S
     while len(terms_of_all) < world:
-        answer = _read(store, topic.key(f"terms/{len(terms_of_all)}"), AnsweredTerms)
+        answer = _read(store, topic.key(f"terms/{len(terms_of_all)}"), Terms)
         if answer is not None and answer.call == call:
-            terms_of_all.append(answer.terms)
+            terms_of_all.append(answer)
             continue
         decision = _read(store, topic.key("decision"), Decision)
         if decision is not None and decision.call == call:
@@ -134,8 +131,8 @@ def _follow(
         if answered and decided == answered:
             return decision
         if call not in {answered, decided}:
-            answer = msgspec.msgpack.encode(AnsweredTerms(call, terms))
-            store.set(topic.key(f"terms/{rank}"), answer)
+            answer = msgspec.structs.replace(terms, call=call)
+            store.set(topic.key(f"terms/{rank}"), msgspec.msgpack.encode(answer))
             answered, pause_s = call, _FIRST_S
         if time.monotonic() > until:
             return _settled(topic, store, Decision(answered, (), (), late)) if answered else None

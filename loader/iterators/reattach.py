@@ -1,4 +1,4 @@
-"""StreamSearch: a session that is found while training goes on, also after the last one ended."""
+"""StreamSearch: looks for a daemon and opens a session with it while training goes on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class StreamSearch:
             return None
 
     def leave(self) -> None:
-        """Look no more."""
         self._over = True
         found = self.take()
         if found is not None:

@@ -79,7 +79,7 @@ def check(replicate: Any) -> None:
         )
 
 
-def joined(loader: DataLoader[Any], *, plain: bool) -> Role:
+def join_group(loader: DataLoader[Any], *, plain: bool) -> Role:
     """Whether this rank leads its group on its node, or follows; waits for the group's ranks.
 
     The group's first rank of each node leads. All begin the loader's first epoch together.

@@ -27,11 +27,24 @@ from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
 from creel.loader.iterators.reattach import StreamSearch
-from creel.loader.iterators.replicate import Role, joined
-from creel.loader.order.orders import EpochOrder, IteratorStart, Moment, index_sampler
-from creel.loader.order.samplers import adopt, dealt_anew, resume, without
-from creel.loader.plan.batch_stream import BatchStream, Ticket, open_stream, samples_in, try_predict
-from creel.loader.progress import VERSION, Progress
+from creel.loader.iterators.replicate import Role, join_group
+from creel.loader.order.orders import (
+    PROGRESS_VERSION,
+    EpochOrder,
+    IteratorStart,
+    Progress,
+    StateBefore,
+    index_sampler,
+    not_begun,
+)
+from creel.loader.order.samplers import adopt, resharded, resume, without_batches
+from creel.loader.plan.batch_stream import (
+    BatchStream,
+    Ticket,
+    open_batch_stream,
+    samples_in,
+    try_predict,
+)
 from creel.loader.reading import storage
 from creel.loader.reading.bad_samples import BadSample, Tolerance, plain
 from creel.loader.torch_private import BaseDataLoaderIter, collate
@@ -53,7 +66,7 @@ class LoaderState:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.pid = os.getpid()
-        self.config, self._origins = settings(loader.creel)
+        self.config, self._origins = config_of(loader.creel)
         storage.use(self.config.fetch)
         self.buffers = BufferPool()  # kept over epochs: fresh pages cost time
         self.spare: Slots = ()  # for the next epoch's workers
@@ -97,12 +110,12 @@ class LoaderState:
         """What this rank does for the others of its group, as agreed with them at the first call.
 
         Raises:
-            ConfigError: as `replicate.joined`.
+            ConfigError: as `replicate.join_group`.
         """
         if loader.replicate is not None and not self._joined:
             binding = self.binding(loader)
             plain = binding is not None and only_copies(loader, binding)
-            self._role = joined(loader, plain=plain)
+            self._role = join_group(loader, plain=plain)
             self._joined = True
         return self._role
 
@@ -111,7 +124,7 @@ class LoaderState:
         """Whether other ranks count on this one's creel: for batches, or for samples exchanged."""
         return self._role is not None or (self._exchange is not None and self._exchange.moves)
 
-    def expect(self, loader: DataLoader[Any]) -> None:
+    def start_daemon_early(self, loader: DataLoader[Any]) -> None:
         """Start a daemon early, when the loader is made, if its dataset may have objects to cache.
 
         The dataset is bound at its first read, as it may change in place until then. A dataset
@@ -135,7 +148,7 @@ class LoaderState:
 
     def open(self, binding: Binding) -> BatchStream | None:
         """Open a session, which waits for the daemon; warns of settings that it does not have."""
-        opened = open_stream(binding, self.config)
+        opened = open_batch_stream(binding, self.config)
         if opened is not None:
             warn_of_unmet(opened.client, self.config, self._origins)
         return opened
@@ -223,7 +236,7 @@ class EpochRun:
         self.binding = None if self.stream is None else binding
         return None if self.binding is None else binding.digest()
 
-    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: Moment) -> None:
+    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
         """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
         loader_state = self._loader_state
         self._attach(loader)
@@ -326,14 +339,11 @@ class EpochRun:
         stream = self._served
         if stream is not None:
             stream.done(self.skipped + i)
-            self._publish_ahead(stream)
-
-    def _publish_ahead(self, stream: BatchStream) -> None:
-        if not self._published_ahead and self.order is not None and not stream.joining:
-            self._published_ahead = True
-            start = time.monotonic_ns()
-            stream.publish_upcoming(self.order)
-            self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
+            if not self._published_ahead and self.order is not None and not stream.joining:
+                self._published_ahead = True
+                start = time.monotonic_ns()
+                stream.publish_upcoming(self.order)
+                self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
 
     def note_bad(self, samples: Sequence[BadSample]) -> None:
         """Name samples that could not be read, to the person and to the daemon (`creel stats`)."""
@@ -396,11 +406,6 @@ class EpochRun:
             more |= {"batches": len(sizes), "samples": sum(sizes)}
         self.stream.count(first, self._counted, more)
 
-    def finish(self) -> None:
-        """End the iterator at the end of its epoch."""
-        self.finished = True
-        self.leave()
-
     def leave(self, *, deleted: bool = False) -> None:
         """End the iterator and give back its session; `deleted`: its sampler ends now, too."""
         self._count()
@@ -417,10 +422,10 @@ class EpochRun:
         """Return the position after `delivered` batches of the epoch (None: all returned)."""
         order = self.order
         if order is None:
-            return Progress(version=VERSION, epoch=-1, batches=0, finished=False)
+            return not_begun()
         over = self.finished and delivered is None
         return Progress(
-            version=VERSION,
+            version=PROGRESS_VERSION,
             epoch=self.epoch,
             batches=self.delivered if delivered is None else delivered,
             finished=over,
@@ -446,8 +451,8 @@ def prepare_resume(
     found: object = state
     if not isinstance(found, Mapping) or "version" not in found:
         raise ConfigError("this is not a state_dict of a creel.DataLoader: start without it")
-    if state["version"] != VERSION:
-        raise ConfigError(f"this state_dict has version {state['version']}, not {VERSION}")
+    if state["version"] != PROGRESS_VERSION:
+        raise ConfigError(f"this state_dict has version {state['version']}, not {PROGRESS_VERSION}")
     lacks = {"epoch", "batches", "finished"} - state.keys()
     if lacks or ("order" not in state and state["epoch"] >= 0):
         # torch.distributed.checkpoint loses keys: it fills in only those that a fresh state has.
@@ -458,15 +463,15 @@ def prepare_resume(
         held: Any = weakref.proxy(loader)
         batches, over = state["batches"], state["finished"]
         left = list(leave_out)
-        given = without(held, state["order"], batches, left) if left else state["order"]
-        given, batches, over = dealt_anew(held, given, batches=batches, over=over)
+        given = without_batches(held, state["order"], batches, left) if left else state["order"]
+        given, batches, over = resharded(held, given, batches=batches, over=over)
         order = resume(held, given, over=over, batches=batches, previous=loader_state.order)
         loader_state.order = loader_state.order if order is None else order
         if not over:
             loader_state.resume = Progress(**{**state, "order": given, "batches": batches})
 
 
-def settings(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:
+def config_of(given: bool | str | dict[str, Any] | None) -> tuple[Config, dict[str, str]]:
     """Return the configuration for a loader's `creel` argument, and each value's origin.
 
     Raises:

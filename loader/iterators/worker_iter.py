@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
-from creel.loader.iterators.step import Step
+from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import (
@@ -42,7 +42,7 @@ _log = logging.getLogger("creel.loader")
 _LOOK_S = 5.0
 
 
-class WorkerIter(Step, MultiProcessingDataLoaderIter):
+class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
     """One epoch of a map-style dataset, in batches from creel's own workers.
 
     Subclasses torch's iterator for code that checks its class or calls its `_shutdown_workers`, but
@@ -308,7 +308,6 @@ class WorkerIter(Step, MultiProcessingDataLoaderIter):
         ) from RuntimeError(_last_words(dead[0][1]))
 
     def _warn(self, worker: int, waited_s: float) -> None:
-        """Warn once per iterator what a long wait is for."""
         if self._warned or waited_s < self._warn_after_s:
             return
         self._warned = True

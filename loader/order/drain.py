@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from creel.loader.order.draws import RandomSource, clone
+from creel.loader.order.generators import RandomSource, clone
 from creel.loader.order.streams import indices_of
 
 _log = logging.getLogger("creel.loader")
@@ -166,7 +166,6 @@ def _undisturbed() -> Iterator[None]:
 
 
 def vars_of(thing: object) -> dict[str, object]:
-    """Return the instance attributes of `thing`; {} if it has none."""
     return getattr(thing, "__dict__", {})
 
 

@@ -22,11 +22,11 @@ from torch.utils.data import (
 )
 
 from creel.loader.order.drain import drain, gather
-from creel.loader.order.draws import GeneratorCopies, RandomSource, pack, state_of
+from creel.loader.order.generators import GeneratorCopies, RandomSource, encode_state, state_of
 from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
-from creel.loader.order.recipes import is_sequence, opened
+from creel.loader.order.replay import is_sequence, open_stream
 from creel.loader.order.sampler_state import OwnState, own_states
-from creel.loader.order.streams import Facts, Items, SamplerStream, Shuffled, WithReplacement
+from creel.loader.order.streams import Items, SamplerStream, Shuffled, StreamState, WithReplacement
 from creel.policies.cluster.remap import Exchange
 
 _log = logging.getLogger("creel.loader")
@@ -37,7 +37,7 @@ _FIRST_PIECE = 1 << 11
 _COPY_S = 2.0
 
 
-class State(TypedDict, total=False):
+class OrderState(TypedDict, total=False):
     """A saved epoch order, small enough for a checkpoint and fit for JSON.
 
     Under 200 bytes without a user's generator; a generator adds about 4 KB.
@@ -48,12 +48,31 @@ class State(TypedDict, total=False):
     total: int  # items of the epoch, -1 where unknown
     batch: int  # items of a batch
     before: int  # CRC-32 of the global generator's state before the epoch's first draw
-    stream: Facts
+    stream: StreamState
     loader_rng: str  # state of the loader's generator after the base seed
     own: list[OwnState]  # of custom samplers: before the epoch, or after it if it is over
 
 
-class Moment(NamedTuple):
+#: A `Progress` of another version is refused.
+PROGRESS_VERSION = 1
+
+
+class Progress(TypedDict, total=False):
+    """What `DataLoader.state_dict()` returns: a position in training, as values that fit JSON."""
+
+    version: int
+    epoch: int  # epochs begun before this one
+    batches: int  # of this epoch, up to the last one that was returned to the caller
+    finished: bool
+    order: OrderState
+
+
+def not_begun() -> Progress:
+    """The position before the first epoch."""
+    return Progress(version=PROGRESS_VERSION, epoch=-1, batches=0, finished=False)
+
+
+class StateBefore(NamedTuple):
     """The state before torch's iterator begins an epoch; see `samplers.before`."""
 
     rng: bytes  # state of the global generator
@@ -65,7 +84,7 @@ class IteratorStart(NamedTuple):
 
     sampler_iter: Iterator[object]
     base_seed: int
-    before: Moment
+    before: StateBefore
 
 
 class EpochOrder:
@@ -90,7 +109,7 @@ class EpochOrder:
         self._before = zlib.crc32(begun.before.rng)
         self._own = begun.before.own
         self._loader_rng = b"" if loader.generator is None else state_of(loader.generator)
-        self._packed_rng = ""
+        self._encoded_rng = ""
         self.base_seed = begun.base_seed
         self.pulled = 0
 
@@ -120,15 +139,16 @@ class EpochOrder:
     def record_outcome(self, *, wrong: bool) -> None:
         """Record, after the epoch, whether it differed from its prediction."""
 
-    def state(self, *, over: bool = False) -> State:
+    def state(self, *, over: bool = False) -> OrderState:
         """Return what `adopt` needs to begin this epoch again; the caller keeps the position.
 
         over: all of the epoch was read, and the next one is to be resumed.
         """
-        state = State(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
+        state = OrderState(kind=kind_of(self._sampler), base_seed=self.base_seed, total=-1)
         state["before"] = self._before
         if self._loader_rng:
-            state["loader_rng"] = self._packed_rng = self._packed_rng or pack(self._loader_rng)
+            self._encoded_rng = self._encoded_rng or encode_state(self._loader_rng)
+            state["loader_rng"] = self._encoded_rng
         if self._own:
             state["own"] = own_states(self._sampler) if over else self._own
         return state
@@ -151,7 +171,7 @@ class KnownOrder(EpochOrder):
         loader: DataLoader[object],
         begun: IteratorStart,
         previous: EpochOrder | None = None,
-        given: Facts | None = None,
+        given: StreamState | None = None,
         *,
         redraw: bool = False,
         exchange: Exchange | None = None,
@@ -159,7 +179,7 @@ class KnownOrder(EpochOrder):
         """Make one.
 
         Args:
-            given: facts of the stream to reopen; redraw: repeat its global draws nonetheless.
+            given: state of the stream to reopen; redraw: repeat its global draws nonetheless.
             exchange: see `adopt`.
         """
         super().__init__(loader, begun)
@@ -187,7 +207,7 @@ class KnownOrder(EpochOrder):
             self._division = self._divided()
             if self._redraw and self._given and "seed" in self._given:
                 RandomSource().seed(None)
-            self._stream = opened(self.inner, RandomSource(), self._given, self._exchange)
+            self._stream = open_stream(self.inner, RandomSource(), self._given, self._exchange)
         return self._stream
 
     def _divided(self) -> Division:
@@ -196,7 +216,6 @@ class KnownOrder(EpochOrder):
         return Division() if batcher is None else Division(batcher.batch_size, batcher.drop_last)
 
     def _copies(self) -> GeneratorCopies:
-        """Return copies of the generators that an epoch draws from."""
         return GeneratorCopies(self._loader.generator, getattr(self.inner, "generator", None))
 
     def __next__(self) -> object:
@@ -270,14 +289,14 @@ class KnownOrder(EpochOrder):
         self, epochs_ahead: int, shadow: GeneratorCopies, now: SamplerStream | None, sampler: object
     ) -> PredictedEpoch:
         division = self._division if now is not None and not epochs_ahead else self._divided()
-        stream = now or opened(sampler, shadow, self._given, self._exchange)
+        stream = now or open_stream(sampler, shadow, self._given, self._exchange)
         for _ in range(epochs_ahead):
             stream.need(stream.total)
             if not self._keeps_seed():
                 shadow.seed(self._loader.generator)  # as torch draws the base seed
             if isinstance(sampler, DistributedSampler):
-                sampler.epoch = stream.facts()["epoch"] + self._stride
-            stream = opened(sampler, shadow, None, self._exchange)
+                sampler.epoch = stream.state()["epoch"] + self._stride
+            stream = open_stream(sampler, shadow, None, self._exchange)
         if self._batcher is None and is_sequence(sampler):  # its items may be batches
             found = gather(iter(sampler))  # type: ignore[call-overload]  # a sequence
             if found is None:
@@ -287,17 +306,17 @@ class KnownOrder(EpochOrder):
 
     def epochs_to(self, sampler: object) -> int:
         """Return how much the caller adds to DistributedSampler.epoch per epoch; 1 if unknown."""
-        old = self._stream.facts().get("epoch") if self._stream is not None else None
+        old = self._stream.state().get("epoch") if self._stream is not None else None
         new = getattr(sampler, "epoch", None)
         return new - old if old is not None and new is not None and new >= old else 1
 
-    def state(self, *, over: bool = False) -> State:
+    def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)
         stream = self._stream
         if stream is None:
-            stream = opened(self.inner, self._copies(), self._given)
+            stream = open_stream(self.inner, self._copies(), self._given)
         state["total"], state["batch"] = stream.total, self._divided().size
-        state["stream"] = stream.facts()
+        state["stream"] = stream.state()
         if "rng" in state["stream"] and self._loader.generator is getattr(
             self.inner, "generator", None
         ):
@@ -373,10 +392,10 @@ class ForeignOrder(EpochOrder):
             self._first = made
         return made
 
-    def state(self, *, over: bool = False) -> State:
+    def state(self, *, over: bool = False) -> OrderState:
         state = super().state(over=over)
         if over and self._loader.generator is not None:
-            state["loader_rng"] = pack(state_of(self._loader.generator))
+            state["loader_rng"] = encode_state(state_of(self._loader.generator))
         return state
 
 

@@ -59,7 +59,6 @@ class Division:
         return ends.clip(max=items)
 
     def same(self, other: Division) -> bool:
-        """Whether both divide alike."""
         if (self.size, self.drop_last) != (other.size, other.drop_last):
             return False
         return np.array_equal(self.starts, other.starts)  # type: ignore[arg-type]  # None is itself

@@ -36,40 +36,40 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order.draws import (
+from creel.loader.order.generators import (
     GeneratorCopies,
     RandomSource,
+    decode_state,
     set_state,
     state_of,
-    unpack,
 )
 from creel.loader.order.orders import (
     EpochOrder,
     ForeignOrder,
     IteratorStart,
     KnownOrder,
-    Moment,
-    State,
+    OrderState,
+    StateBefore,
     index_sampler,
     inner_of,
     kind_of,
 )
-from creel.loader.order.recipes import is_sequence, opened, trusted
+from creel.loader.order.replay import is_sequence, open_stream, trusted
 from creel.loader.order.sampler_state import load_own, own_states
 from creel.loader.order.shares import each_of, in_whole
-from creel.loader.order.streams import Facts
+from creel.loader.order.streams import StreamState
 from creel.policies.cluster.remap import Exchange
 
 
-def before(loader: DataLoader[object]) -> Moment:
+def before(loader: DataLoader[object]) -> StateBefore:
     """Return the state an epoch begins from; call it before torch's iterator is constructed."""
     own = [] if _is_known(loader) else own_states(index_sampler(loader))
-    return Moment(state_of(torch.default_generator), own)
+    return StateBefore(state_of(torch.default_generator), own)
 
 
 def resume(
     loader: DataLoader[object],
-    state: State,
+    state: OrderState,
     *,
     over: bool,
     batches: int,
@@ -106,9 +106,9 @@ def resume(
     return order
 
 
-def without(
-    loader: DataLoader[object], state: State, batches: int, left_out: Iterable[int]
-) -> State:
+def without_batches(
+    loader: DataLoader[object], state: OrderState, batches: int, left_out: Iterable[int]
+) -> OrderState:
     """Convert the state of a saved epoch to one without some of its batches.
 
     Args:
@@ -127,19 +127,19 @@ def without(
     if "batch" not in state or "stream" not in state:
         raise ConfigError("batches can be left out only of an epoch of one of torch's samplers")
     _check_total(loader, state, state["stream"])
-    facts = state["stream"].copy()
-    gone = np.array(facts.get("without", []), np.int64)
+    stream = state["stream"].copy()
+    gone = np.array(stream.get("without", []), np.int64)
     more = in_whole(np.array([k for k in wanted if k >= batches], np.int64), gone)
     if len(more):
-        facts["without"], facts["each"] = sorted({*gone.tolist(), *more.tolist()}), state["batch"]
+        stream["without"], stream["each"] = sorted({*gone.tolist(), *more.tolist()}), state["batch"]
     anew = state.copy()
-    anew["stream"], anew["total"] = facts, _total(loader, facts)
+    anew["stream"], anew["total"] = stream, _total(loader, stream)
     return anew
 
 
-def dealt_anew(
-    loader: DataLoader[object], state: State, *, batches: int, over: bool
-) -> tuple[State, int, bool]:
+def resharded(
+    loader: DataLoader[object], state: OrderState, *, batches: int, over: bool
+) -> tuple[OrderState, int, bool]:
     """Convert the state of a `DistributedSampler` of another number of ranks to this one's.
 
     What the other ranks have not read is dealt to these, in the same order.
@@ -156,25 +156,25 @@ def dealt_anew(
         ConfigError: the state is of another number of samples.
     """
     inner = inner_of(index_sampler(loader))
-    facts = state.get("stream", {})
-    world = facts.get("world", 0)
+    stream = state.get("stream", {})
+    world = stream.get("world", 0)
     if type(inner) is not DistributedSampler or world in {0, inner.num_replicas}:
         return state, batches, over
-    if "without" in facts:
+    if "without" in stream:
         raise ConfigError(
             "an epoch with batches left out must be resumed with the same number of ranks"
         )
-    offset, n = facts.get("offset", 0), len(inner.dataset)  # type: ignore[arg-type]  # it has one
+    offset, n = stream.get("offset", 0), len(inner.dataset)  # type: ignore[arg-type]  # it has one
     if state["total"] != each_of(n - offset, world, drop_last=inner.drop_last):
         raise ConfigError(f"the saved state is of other data than this loader's {n} samples")
     read = state["total"] if over else min(batches * state["batch"], state["total"])
     offset += read * world
     over = over or offset >= n
-    facts = Facts(epoch=facts["epoch"], world=inner.num_replicas)
+    stream = StreamState(epoch=stream["epoch"], world=inner.num_replicas)
     if not over:
-        facts["offset"] = offset
+        stream["offset"] = offset
     anew = state.copy()
-    anew["stream"], anew["total"] = facts, _total(loader, facts)
+    anew["stream"], anew["total"] = stream, _total(loader, stream)
     return anew, 0, over
 
 
@@ -183,7 +183,7 @@ def adopt(
     begun: IteratorStart,
     *,
     previous: EpochOrder | None = None,
-    state: State | None = None,
+    state: OrderState | None = None,
     foresee: bool = False,
     exchange: Exchange | None = None,
 ) -> EpochOrder:
@@ -229,10 +229,10 @@ def adopt(
     return KnownOrder(loader, begun, previous, given, redraw=redraw, exchange=exchange)
 
 
-def _put_back(loader: DataLoader[object], state: State) -> None:
+def _put_back(loader: DataLoader[object], state: OrderState) -> None:
     """Set the loader's generator, if it has one, to its saved state."""
     if loader.generator is not None and "loader_rng" in state:
-        set_state(loader.generator, unpack(state["loader_rng"]))
+        set_state(loader.generator, decode_state(state["loader_rng"]))
 
 
 def _is_known(loader: DataLoader[object]) -> bool:
@@ -259,11 +259,11 @@ def _raises(loader: DataLoader[object]) -> bool:
     return type(inner) is DistributedSampler and not _is_sound(inner)
 
 
-def _total(loader: DataLoader[object], given: Facts) -> int:
-    """Items of an epoch of which these facts are known."""
+def _total(loader: DataLoader[object], given: StreamState) -> int:
+    """Items of an epoch that begins with this state."""
     inner = inner_of(index_sampler(loader))
     shadow = GeneratorCopies(loader.generator, getattr(inner, "generator", None))
-    return opened(inner, shadow, given).total
+    return open_stream(inner, shadow, given).total
 
 
 def _is_sound(sampler: DistributedSampler[object]) -> bool:
@@ -272,14 +272,14 @@ def _is_sound(sampler: DistributedSampler[object]) -> bool:
     return n >= sampler.total_size if sampler.drop_last else 0 < n <= sampler.total_size
 
 
-def _check_kind(loader: DataLoader[object], state: State) -> None:
+def _check_kind(loader: DataLoader[object], state: OrderState) -> None:
     """Raise ConfigError unless `state` is of this loader's kind of sampler."""
     kind = kind_of(index_sampler(loader))
     if kind != state["kind"]:
         raise ConfigError(f"the saved state is of a {state['kind']}, this loader has a {kind}")
 
 
-def _check_total(loader: DataLoader[object], state: State, given: Facts) -> None:
+def _check_total(loader: DataLoader[object], state: OrderState, given: StreamState) -> None:
     """Raise ConfigError unless `state` is of as many samples as this loader has."""
     total = _total(loader, given)
     if total != state["total"]:

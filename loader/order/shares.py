@@ -1,4 +1,4 @@
-"""Streams that are parts of another: one rank's share of an order, and what some batches leave."""
+"""Streams that are part of another: one rank's share of it, or all but some batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
-from creel.loader.order.streams import Derived, Facts, Items, SamplerStream, Sequential
+from creel.loader.order.streams import Derived, Items, SamplerStream, Sequential, StreamState
 from creel.policies.cluster.job_order import IN_ORDER, JobOrder
 from creel.policies.cluster.remap import Exchange
 
@@ -89,14 +89,14 @@ class Distributed(Derived):
         if self._offset:
             return None
         in_order = isinstance(self._order, Sequential)
-        seed = IN_ORDER if in_order else self._order.facts().get("seed")
+        seed = IN_ORDER if in_order else self._order.state().get("seed")
         if seed is None:
             return None
         return JobOrder(self._n, self._world, each, batch, seed, self._exchange is not None)
 
-    def facts(self) -> Facts:
-        facts: Facts = {"epoch": self._epoch, "world": self._world}
-        return {**facts, "offset": self._offset} if self._offset else facts
+    def state(self) -> StreamState:
+        state: StreamState = {"epoch": self._epoch, "world": self._world}
+        return {**state, "offset": self._offset} if self._offset else state
 
 
 class Without(Derived):
@@ -142,8 +142,8 @@ class Without(Derived):
             return found[places - first]
         return [found[i] for i in (places - first).tolist()]
 
-    def facts(self) -> Facts:
-        return {**self._order.facts(), "without": self._gone.tolist(), "each": self._each}
+    def state(self) -> StreamState:
+        return {**self._order.state(), "without": self._gone.tolist(), "each": self._each}
 
 
 def in_whole(batches: NDArray[np.int64], gone: NDArray[np.int64]) -> NDArray[np.int64]:

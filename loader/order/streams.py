@@ -18,16 +18,16 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import WeightedRandomSampler
 
-from creel.loader.order.draws import (
+from creel.loader.order.generators import (
     Permutation,
     RandomSource,
     clone,
-    pack,
+    decode_state,
+    encode_state,
     permutation,
     seeded,
     set_state,
     state_of,
-    unpack,
 )
 
 Items: TypeAlias = "NDArray[np.signedinteger] | list[object]"
@@ -39,7 +39,7 @@ _DRAWN_AT_ONCE = 32
 _DRAWN_PRIVATELY = 1 << 15
 
 
-class Facts(TypedDict, total=False):
+class StreamState(TypedDict, total=False):
     """What determines a stream besides the sampler itself; small, fit for JSON."""
 
     seed: int
@@ -126,8 +126,8 @@ class SamplerStream:
     def rebase(self, source: RandomSource) -> None:
         """Stop sharing mutable state with the stream this is a copy of; draw from `source`."""
 
-    def facts(self) -> Facts:
-        """Return what `opened` needs to reopen this stream in another process."""
+    def state(self) -> StreamState:
+        """Return what `open_stream` needs to reopen this stream in another process."""
         return {}
 
 
@@ -174,13 +174,13 @@ class Origin(NamedTuple):
     Attributes:
         generator: to draw from.
         outer: the sampler's own generator attribute; None: the global generator.
-        facts: what reopens the stream, if that is known without a draw: the generator is private.
+        state: what reopens the stream, if that is known without a draw: the generator is private.
         unseen: whether nobody but the stream sees the generator's state before the stream's end.
     """
 
     generator: torch.Generator
     outer: torch.Generator | None
-    facts: Facts
+    state: StreamState
     unseen: bool
 
     @classmethod
@@ -189,12 +189,12 @@ class Origin(NamedTuple):
         return cls(seeded(seed), None, {"seed": seed}, unseen=True)
 
     @classmethod
-    def of(cls, outer: torch.Generator | None, source: RandomSource, given: Facts) -> Origin:
+    def of(cls, outer: torch.Generator | None, source: RandomSource, given: StreamState) -> Origin:
         """Draw from `outer` itself; where `given` has an `rng`, from that state of it."""
         generator = source.of(outer)
         if "rng" not in given:
             return cls(generator, outer, {}, source.unseen)
-        start = unpack(given["rng"])
+        start = decode_state(given["rng"])
         if outer is None and state_of(generator) != start:
             # The global generator belongs to the user: draw from a copy in the old state.
             copied = torch.Generator()
@@ -209,20 +209,20 @@ class Drawing(SamplerStream):
 
     def __init__(self, total: int, origin: Origin) -> None:
         self.total = total
-        self._generator, self._outer, self._facts, self._unseen = origin
-        self.visible = not self._facts
+        self._generator, self._outer, self._state, self._unseen = origin
+        self.visible = not self._state
         self._start = state_of(self._generator) if self.visible else b""
-        self._key = type(self), total, *self._facts.items(), self._start
+        self._key = type(self), total, *self._state.items(), self._start
         self.key = self._key
 
     def rebase(self, source: RandomSource) -> None:
         self._generator = source.of(self._outer) if self.visible else clone(self._generator)
         self._unseen = not self.visible or source.unseen
 
-    def facts(self) -> Facts:
-        if not self._facts:  # kept: some save a state after each batch
-            self._facts = {"rng": pack(self._start)}
-        return self._facts
+    def state(self) -> StreamState:
+        if not self._state:  # kept: some save one after each batch
+            self._state = {"rng": encode_state(self._start)}
+        return self._state
 
 
 class Shuffled(Drawing):
@@ -313,8 +313,8 @@ class Derived(SamplerStream):
     def rebase(self, source: RandomSource) -> None:
         self._order = self._order.fork(source)
 
-    def facts(self) -> Facts:
-        return self._order.facts()
+    def state(self) -> StreamState:
+        return self._order.state()
 
 
 class ShuffledList(Derived):

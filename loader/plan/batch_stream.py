@@ -120,7 +120,7 @@ class BatchStream:
                 return -1  # the daemon is lost
             self._cancel()
             now.leave_plan(i)
-        indices = indices_of(index)
+        indices = samples_of(index)
         if indices is None:
             return -1
         try:
@@ -144,8 +144,8 @@ class BatchStream:
     def _deal(self, epoch: PublishedEpoch) -> None:
         """Tell the daemon how an epoch is dealt to the job's ranks, once there are any.
 
-        Before its plan is published: what peers will have is then not read from the source. What
-        all nodes cannot know is followed: they ask each other without a plan.
+        Called before its plan is published: what peers will have is then not read from the source.
+        Where the nodes cannot all know the order, they ask each other without a plan (`follow`).
         """
         plan = epoch.plan
         if not self.client.cluster or epoch.epoch <= self._dealt:
@@ -206,7 +206,7 @@ class BatchStream:
         self.session.close()
 
 
-def open_stream(binding: Binding, config: Config) -> BatchStream | None:
+def open_batch_stream(binding: Binding, config: Config) -> BatchStream | None:
     """Open a session with this node's daemon for a dataset; None if there is no daemon."""
     client = client_of(config)
     if client is None:
@@ -233,7 +233,7 @@ def try_predict(order: EpochOrder, epochs: int) -> EpochPlan | None:
         return None
 
 
-def indices_of(pulled: object) -> NDArray[np.int64] | None:
+def samples_of(pulled: object) -> NDArray[np.int64] | None:
     """Return the (n,) samples of a sampler's item: an index or a flat group of them; else None."""
     try:
         found = np.atleast_1d(np.asarray(pulled))

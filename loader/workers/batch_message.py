@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from creel.cache.memory.slots import Slot, SlotReader, SlotWriter
 from creel.limits import may_keep
-from creel.loader.overlay import over
+from creel.loader.buffers import over
 from creel.loader.workers.packing import pack, slot_collate
 from creel.loader.workers.unpacking import Packed, discard, unpack
 
@@ -28,39 +28,37 @@ class BatchMessage(NamedTuple):
     packed: Packed
 
 
-class Outbox:
+class Outbox(SlotWriter):
     """The worker's side: packs batches into slots."""
 
     def __init__(self, slots: int, inherited: Sequence[mmap.mmap] = ()) -> None:
-        self._writer = SlotWriter(max_slots=slots if may_keep() else 0, inherited=inherited)
-        self.take_back, self.close = self._writer.give_back, self._writer.close
+        super().__init__(max_slots=slots if may_keep() else 0, inherited=inherited)
 
     def collate(self, collate_fn: Collate) -> Collate:
         """`collate_fn`, or for default_collate one that collates right into a slot."""
         if collate_fn is default_collate:
-            return functools.partial(slot_collate, writer=self._writer)
+            return functools.partial(slot_collate, writer=self)
         return collate_fn
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """(nbytes,) uint8 for the batch being made, in a slot if one can be had."""
         try:
-            slot, offset = self._writer.room(nbytes)
+            slot, offset = self.room(nbytes)
         except OSError:
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return over(slot.buffer(), nbytes, offset)
 
     def pack(self, data: object) -> tuple[BatchMessage, list[int]]:
         """The message and the descriptors to send with it. Raises whatever pickling raises."""
-        packed = pack(data, self._writer)
-        unsent = self._writer.unsent()
-        return BatchMessage(tuple((i, n) for i, _, n in unsent), packed), [
-            fd for _, fd, _ in unsent
-        ]
+        packed = pack(data, self)
+        unsent = self.unsent()
+        new = tuple((number, nbytes) for number, _, nbytes in unsent)
+        return BatchMessage(new, packed), [fd for _, fd, _ in unsent]
 
     def without_slots(self, data: object, lost: BatchMessage) -> BatchMessage:
         """The batch again, all in the message: the trainer got none of the new slots of `lost`."""
         message = BatchMessage((), pack(data, _NoSlots()))
-        self.take_back([~number for number, _ in lost.new])
+        self.give_back([~number for number, _ in lost.new])
         return message
 
 
@@ -69,27 +67,18 @@ class _NoSlots(SlotWriter):
         raise OSError(errno.EMFILE, f"no descriptor for {nbytes} bytes")
 
 
-class Inbox:
+class Inbox(SlotReader):
     """The trainer's side, for one worker. Each message must be accepted first, in order."""
-
-    def __init__(
-        self, max_leased: int, inherited: Sequence[mmap.mmap] = (), *, private: bool = False
-    ) -> None:
-        """`private`: other processes read the same slots, and see nothing of what is written."""
-        self._reader = SlotReader(max_leased=max_leased, inherited=inherited, private=private)
-        self.take_freed = self._reader.returned
-        self.spare, self.close = self._reader.spare, self._reader.close
 
     def accept(self, message: BatchMessage, fds: list[int]) -> Packed:
         """Map the new slots and close their descriptors.
 
         Raises:
-            OSError: a slot could be neither mapped nor copied.
-            MemoryError: likewise.
+            OSError, MemoryError: a slot could be neither mapped nor copied.
         """
         try:
             for (number, nbytes), fd in zip(message.new, fds, strict=True):
-                self._reader.adopt(number, fd, nbytes)
+                self.adopt(number, fd, nbytes)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -97,8 +86,8 @@ class Inbox:
 
     def unpack(self, packed: Packed) -> object:
         """The batch; raises whatever unpickling raises."""
-        return unpack(packed, self._reader)
+        return unpack(packed, self)
 
     def discard(self, packed: Packed) -> None:
         """Give back the slots of a batch that is not wanted."""
-        discard(packed, self._reader)
+        discard(packed, self)

@@ -26,9 +26,7 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class WorkerDeath:
-    """A worker process ended unexpectedly."""
-
-    worker: int
+    """A worker process ended unexpectedly: one of the pool's `members` is `dead`."""
 
 
 @dataclass(frozen=True)
@@ -39,4 +37,4 @@ class LeaderLoss:
     reason: str
 
 
-Event: TypeAlias = BatchResult | WorkerDeath | LeaderLoss
+WorkerEvent: TypeAlias = BatchResult | WorkerDeath | LeaderLoss

@@ -17,7 +17,7 @@ from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.batch_message import Inbox
 from creel.loader.workers.channel import Channel
-from creel.loader.workers.events import BatchResult, Event, LeaderLoss
+from creel.loader.workers.events import BatchResult, LeaderLoss, WorkerEvent
 from creel.loader.workers.leader import SentBatch, checksum
 from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
 
@@ -166,15 +166,15 @@ class ReplicaPool:
         """Note what a batch is to be made of, and return slots."""
         del worker, tag, step, many
         self._ours[batch] = checksum(index)
-        freed = [(worker, inbox.take_freed()) for worker, inbox in list(self._inboxes.items())]
+        freed = [(worker, inbox.returned()) for worker, inbox in list(self._inboxes.items())]
         taken, self._taken = self._taken, 0
         if taken:
             self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
 
-    def next_event(self, timeout_s: float) -> Event | None:
+    def next_event(self, timeout_s: float) -> WorkerEvent | None:
         return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> WorkerEvent | None:
         """`next_event` from the leader; only one thread may call this."""
         try:
             sent = self._follower.peek(self._number, timeout_s)
@@ -185,7 +185,9 @@ class ReplicaPool:
             _, fds = self._follower.take(self._number)
             inbox = self._inboxes.get(sent.worker)
             if inbox is None:
-                inbox = self._inboxes[sent.worker] = Inbox(self._max_leased, private=True)
+                inbox = self._inboxes[sent.worker] = Inbox(
+                    max_leased=self._max_leased, private=True
+                )
             packed = inbox.accept(sent.message, fds)
         except (EOFError, OSError) as e:
             return self._loss(str(e), timeout_s)
@@ -194,8 +196,8 @@ class ReplicaPool:
         times = BatchTimes(*sent.times)
         return BatchResult(sent.worker, sent.tag, sent.batch, packed, times, inbox)
 
-    def _loss(self, why: str, timeout_s: float) -> Event | None:
-        """The event; for a thread that reads ahead only one in each epoch."""
+    def _loss(self, why: str, timeout_s: float) -> WorkerEvent | None:
+        """The event that the leader is lost; a pinning thread gets it only once in each epoch."""
         if self.pinner is not None and self._lost_tag == self.tag:
             time.sleep(timeout_s)
             return None
@@ -235,11 +237,11 @@ class ReplicaPool:
         return [self._bad.popleft() for _ in range(len(self._bad))]
 
     def stage(self, worker: int) -> tuple[int, int, float]:  # noqa: ARG002  the same for all
-        """As of a worker that waits."""
+        """(stage, batch, seconds) as of an idle worker."""
         return IDLE, -1, 0.0
 
     def new_counts(self) -> list[int]:
-        """No stage takes this rank any time."""
+        """Zeros: this rank has no workers."""
         return [0] * 6
 
     def describe(self, worker: int) -> str:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("creel.loader")
 
-#: Batches that a follower may take later than the leader; stages of a pipeline differ by fewer.
+#: How many batches a follower may be behind the leader; pipeline stages are behind by fewer.
 _MAX_BEHIND = 256
 #: Seconds that the end of an iterator waits for room in the followers' sockets.
 _FLUSH_S = 5.0
@@ -149,7 +149,7 @@ class Leader:
 
 
 class SentBatches:
-    """What the followers have of the batches of one iterator of their leader."""
+    """The batches of one iterator of the leader, as far as its followers hold them."""
 
     def __init__(self, leader: Leader, number: int, max_behind: int) -> None:
         self._leader = leader
@@ -248,10 +248,9 @@ class LeaderReader:
     def _send(self, i: int, message: BatchMessage, fds: list[int]) -> None:
         self._sent.send(0, i, 0, message, fds)
         own = [slot for slot, once in message.packed.slots if not once]
-        self._outbox.take_back(self._sent.returned(0, own))
+        self._outbox.give_back(self._sent.returned(0, own))
 
     def close(self) -> None:
-        """No more batches are read."""
         self._sent.close()
         self._outbox.close()
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch.multiprocessing import reductions
 
 from creel.cache.memory.slots import Slot, SlotWriter
-from creel.loader.overlay import over
+from creel.loader.buffers import over
 from creel.loader.torch_private import collate as torch_collate
 from creel.loader.workers.unpacking import (
     DTYPES,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from creel.loader.torch_private import ExceptionWrapper, pin_memory
-from creel.loader.workers.events import BatchResult, Event
+from creel.loader.workers.events import BatchResult, WorkerEvent
 from creel.loader.workers.worker import VOID
 
 if TYPE_CHECKING:
@@ -29,12 +29,12 @@ class Pinner:
         self._pool = weakref.proxy(pool)
         self._device = device
         self._device_index, self._use = device_of(device)
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="pt_data_pin")
         self._thread.start()
 
-    def get(self, timeout_s: float) -> Event | None:
+    def get(self, timeout_s: float) -> WorkerEvent | None:
         """The next event with its data pinned, None on timeout; RuntimeError if the thread died."""
         try:
             return self._queue.get(timeout=timeout_s)
@@ -59,7 +59,7 @@ class Pinner:
                     self._queue.put(self._pinned(event))
                 del event
 
-    def _pinned(self, event: Event) -> Event:
+    def _pinned(self, event: WorkerEvent) -> WorkerEvent:
         if not isinstance(event, BatchResult):
             return event
         data: object = None

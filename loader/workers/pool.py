@@ -26,10 +26,10 @@ from creel.limits import may_keep
 from creel.loader.reading.bad_samples import BadSample
 from creel.loader.workers.batch_message import BatchMessage, Inbox
 from creel.loader.workers.channel import Channel, pair
-from creel.loader.workers.events import BatchResult, Event, WorkerDeath
+from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.workers.leader import SentBatches
 from creel.loader.workers.pinner import Pinner
-from creel.loader.workers.stages import STAGES, STARTING, BatchTimes
+from creel.loader.workers.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import (
     BATCH,
     DIRECT_NBYTES,
@@ -115,7 +115,7 @@ class WorkerPool:
         self._max_leased = max_leased
         # Other ranks cannot inherit slots.
         self._forks = context.get_start_method() == "fork" and followers is None
-        self._events: deque[Event] = deque()
+        self._events: deque[WorkerEvent] = deque()
         self._bad: deque[BadSample] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
@@ -155,7 +155,11 @@ class WorkerPool:
         finally:
             theirs.close()
         channel.post(("words",), [self._words_fd])
-        inbox = Inbox(self._max_leased, args.inherited, private=self._followers is not None)
+        inbox = Inbox(
+            max_leased=self._max_leased,
+            inherited=args.inherited,
+            private=self._followers is not None,
+        )
         member = WorkerProcess(process, channel, inbox)
         for fd, is_sentinel in ((channel.fileno(), False), (process.sentinel, True)):
             self._watched[fd] = (member, worker, is_sentinel)
@@ -208,7 +212,7 @@ class WorkerPool:
         """
         member = self.members[worker]
         kind = "tasks" if many else "task"
-        freed = member.inbox.take_freed()
+        freed = member.inbox.returned()
         if self._followers is not None:
             self._followers.expect(tag, batch, index)
             freed = self._followers.returned(worker, freed)
@@ -230,11 +234,11 @@ class WorkerPool:
 
     # --- receiving ------------------------------------------------------------------------
 
-    def next_event(self, timeout_s: float) -> Event | None:
+    def next_event(self, timeout_s: float) -> WorkerEvent | None:
         """The next event, or None on timeout. A worker's death comes after all its results."""
         return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
 
-    def receive(self, timeout_s: float) -> Event | None:
+    def receive(self, timeout_s: float) -> WorkerEvent | None:
         """`next_event` from the sockets; only one thread may call this."""
         deadline = time.monotonic() + timeout_s
         while not self._events:
@@ -272,7 +276,7 @@ class WorkerPool:
             pass
         self._unwatch(member)
         member.dead = True
-        self._events.append(WorkerDeath(worker))
+        self._events.append(WorkerDeath())
 
     def _read(self, member: WorkerProcess, worker: int) -> bool:
         """Receive one message from a worker; False if there is none."""
@@ -346,7 +350,7 @@ class WorkerPool:
         pid = self.members[worker].process.pid
         state = _process_state(pid)
         return (
-            f"worker {worker} (pid {pid}, {state}) has been {STAGES[stage]}"
+            f"worker {worker} (pid {pid}, {state}) has been {STAGE_NAMES[stage]}"
             f" for {seconds:.0f} s (batch {batch})"
         )
 

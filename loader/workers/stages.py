@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 #: A worker's stages, as numbers in its shared words.
 IDLE, READING, SENDING, STARTING, WAITING, COLLATING = range(6)
-STAGES = (
+STAGE_NAMES = (
     "waiting for work",
     "reading",
     "handing over",
@@ -20,7 +20,7 @@ STAGES = (
     "collating",
 )
 #: Cause of a wait that ended without the worker's batch, by stage. The other stages, idle and
-#: starting, count as daemon, since creel keeps both waiting.
+#: starting, count as daemon, since the worker then waits for creel.
 CAUSE_OF = {READING: "decode", SENDING: "collate", WAITING: "source", COLLATING: "collate"}
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.slots import Buffer, SlotReader
 from creel.errors import IllegalEventError
-from creel.loader.overlay import over
+from creel.loader.buffers import over
 
 _SMALL = 16 << 10  # storages up to this are copied (2 us) rather than keep a slot in use
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from creel.loader.torch_private import (
     signal_handling,
 )
 from creel.loader.torch_private import worker as torch_worker
-from creel.loader.workers.batch_message import Outbox
+from creel.loader.workers.batch_message import Collate, Outbox
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.stages import COLLATING, IDLE, READING, SENDING, WAITING
 
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from creel.loader.client.session import Session
 
 _log = logging.getLogger("creel.loader")
-
-Collate: TypeAlias = Callable[[Sequence[object]], object]
 
 #: Seconds that a worker waits for the daemon's answer before it reads directly.
 _JOIN_S = 3.0
@@ -177,8 +175,6 @@ class _Worker(StepReader):
         )
 
     def _timed(self, collate: Collate) -> Collate:
-        """`collate`, also noting when it is called."""
-
         def timed(samples: Sequence[object]) -> object:
             self._collating = self._enter(COLLATING)
             return collate(samples)
@@ -213,12 +209,11 @@ class _Worker(StepReader):
                 raise EOFError("the training process has ended")
 
     def serve(self) -> None:
-        """Handle messages until "quit"."""
         while True:
             message, _ = self._get()
             match message:
                 case ("task" | "tasks", int(tag), int(batch), index, list(freed), int(step)):
-                    self._outbox.take_back(freed)
+                    self._outbox.give_back(freed)
                     if tag >= self._words[VOID]:
                         if message[0] == "tasks" and isinstance(index, np.ndarray):
                             index = index.tolist()
@@ -325,12 +320,6 @@ class _Worker(StepReader):
         self._words[self._first_word + SINCE_NS] = now
         return now
 
-    def _times(self) -> tuple[int, ...]:
-        """What `BatchTimes` has of a batch that was just packed; a tuple pickles in less time."""
-        now = time.monotonic_ns()
-        when = self._began, self._ready, self._collating or now, now
-        return *when, self._direct_ns, int(self._lost)
-
     def _send(self, tag: int, batch: int, data: object) -> None:
         try:
             self._put(tag, batch, data)
@@ -340,13 +329,16 @@ class _Worker(StepReader):
             self._put(tag, batch, portable(self._failure()))
 
     def _put(self, tag: int, batch: int, data: object) -> None:
-        packed, fds = self._outbox.pack(data)
-        rest = self._times(), self._tolerance.take_new()
+        message, fds = self._outbox.pack(data)
+        now = time.monotonic_ns()
+        when = self._began, self._ready, self._collating or now, now
+        times = *when, self._direct_ns, int(self._lost)  # a tuple pickles faster than BatchTimes
+        rest = times, self._tolerance.take_new()
 
         def without() -> tuple[object, ...]:
-            return ("batch", tag, batch, self._outbox.without_slots(data, packed), *rest)
+            return ("batch", tag, batch, self._outbox.without_slots(data, message), *rest)
 
-        self._channel.put(("batch", tag, batch, packed, *rest), fds, without)
+        self._channel.put(("batch", tag, batch, message, *rest), fds, without)
 
 
 def portable(failure: ExceptionWrapper) -> ExceptionWrapper:

@@ -59,7 +59,7 @@ def runtime_folder() -> Path | None:
 
 
 def taken(name: str, uid: int | None) -> NoDaemonError:
-    """The error where user `uid` holds the first address, and there is no second one."""
+    """The error to raise where user `uid` holds the first address, and there is no second one."""
     who = "somebody" if uid is None else f"user {uid}"
     return NoDaemonError(
         f"{who} holds the address of your daemon {name!r}, and there is no second one, since"

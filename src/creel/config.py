@@ -123,6 +123,8 @@ _FLAGS = {
     "daemon.metrics": "--metrics",
 }
 _FILE = "CREEL_CONFIG"
+#: Has the key of listed nodes itself, in place of the file `cluster.key_file`. A secret.
+KEY_VARIABLE = "CREEL_CLUSTER_KEY"
 _SYSTEM_FILE = Path("/etc/creel/config.toml")
 
 
@@ -212,7 +214,7 @@ def _layers(flags: Mapping[str, object], origin: str | None) -> Iterator[_Given]
     asked_for = _expanded(named) if named else None
     for path in config_files():
         yield from _from_file(path, asked_for=path == asked_for)
-    for name in sorted(n for n in env if n.startswith("CREEL_")):
+    for name in sorted(n for n in env if n.startswith("CREEL_") and n not in {_FILE, KEY_VARIABLE}):
         key = _SHORT.get(name) or _env_key(name)
         if key is not None and env[name] != "":
             yield _Given(key, env[name], name, text=True)

@@ -80,8 +80,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-#: Up to these limits on descriptors (RLIMIT_NOFILE) a process keeps those that torch would leave
-#: it: a connection to the daemon takes about ten, each kept batch buffer two.
+#: Below these limits on open descriptors (RLIMIT_NOFILE) creel leaves them to the process: a
+#: connection to the daemon takes about ten, and each batch buffer that is kept takes two.
 _MIN_DESCRIPTORS = 64
 _MIN_DESCRIPTORS_TO_KEEP = 128
 

@@ -57,10 +57,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 class Hello(Message, frozen=True):
     """First packet of every connection.
 
-    `role` is "trainer", "worker" (attaches to the trainer's sessions by its token), "cli", or
-    "service": a daemon that is to stay, for which an embedded one frees its address. A
-    descriptor may be attached: the pidfd of a process that this one works for, which keeps an
-    embedded daemon alive.
+    `role` is "trainer", "worker" (which attaches to the trainer's sessions by its token), "cli", or
+    "service": a daemon that is to stay, to which an embedded one leaves its address. A descriptor
+    may be attached: the pidfd of the process that this one works for. It keeps an embedded daemon
+    alive.
     """
 
     protocol: int
@@ -72,7 +72,8 @@ class Hello(Message, frozen=True):
 class Register(Message, frozen=True):
     """Register a dataset; one descriptor: a sealed memfd with `Manifest.to_arrow()` of `nbytes`.
 
-    A second one has the copies of files that this names (`creel.cache.storage.copies`).
+    A second descriptor has the copies of files that the manifest names
+    (`creel.cache.storage.copies`).
     """
 
     nbytes: int
@@ -168,7 +169,10 @@ class Registered(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """With descriptors of shared words (read-write) and table (read-only); `record` as there."""
+    """With descriptors of shared words (read-write) and location table (read-only).
+
+    `record`: as in `LocationTable`.
+    """
 
     session: int
     dataset: str
@@ -183,7 +187,7 @@ class Hosting(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """Done; `ready`: and all nodes have answered, or are given up. Else ask again."""
+    """`ready`: all nodes have answered, or are given up; if not, ask again."""
 
     ready: bool = True
 
@@ -232,9 +236,9 @@ class Deal(Message, frozen=True):
 
 
 class Follow(Message, frozen=True):
-    """Nobody can tell all nodes of `cluster` how the session's job reads.
+    """The nodes of `cluster` cannot all know how the session's job reads.
 
-    From now on they ask each other without a plan. No reply.
+    From now on they ask each other for objects without a plan. No reply.
     """
 
     token: str

@@ -33,7 +33,7 @@ _DIAG_HEADER_NBYTES = 32  # nlmsghdr (16) and unix_diag_msg (16)
 
 
 class Peer(NamedTuple):
-    """The process that connected or listened, by this process's numbering."""
+    """The process that connected or listened, as this process's PID namespace numbers it."""
 
     pid: int  # 0 where it is in a PID namespace that cannot be seen from here
     uid: int

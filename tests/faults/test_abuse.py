@@ -22,11 +22,11 @@ import pytest
 import torch
 
 import creel
+from creel.addresses import first_address
 from creel.cache.memory.shared_words import COUNTER, DONE, READY, TRUNCATED, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError, SourceError, UnavailableError
 from creel.loader.client.client import Client
-from creel.loader.client.packets import resolve
 from creel.loader.client.session import Session
 from creel.messages import PROTOCOL, Hello, Register, Truncate, encode
 from kit import daemon_of, gone, knock, nothing_left, until
@@ -277,7 +277,7 @@ def test_a_full_backlog_is_no_missing_daemon(served: str, paths: list[str]) -> N
         while True:
             caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             held.append(caller)
-            if caller.connect_ex(resolve(served)):
+            if caller.connect_ex(first_address(served)):
                 break
         threading.Timer(0.3, daemon.resume).start()
         with Client.connect(served, "cli") as client:
@@ -310,7 +310,7 @@ def _noise(name: str, stop: threading.Event) -> None:
     import zmq
 
     rng = random.Random(3)
-    where = resolve(name)
+    where = first_address(name)
     context = zmq.Context()
     with Client.connect(name, "trainer") as client, context.socket(zmq.DEALER) as line:
         line.linger = 0

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import zmq
 
+from creel.addresses import first_address
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
-from creel.loader.client.packets import resolve
 from creel.messages import (
     PROTOCOL,
     Attach,
@@ -57,7 +57,7 @@ def test_another_user_is_refused(daemon: Running) -> None:
 import os, socket
 os.setuid(65534)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-s.connect({resolve(daemon.name)!r})
+s.connect({first_address(daemon.name)!r})
 try:
     s.send({encode(Hello(PROTOCOL, "cli", 1))!r})
 except OSError:
@@ -78,7 +78,7 @@ import os, socket, sys
 os.setuid(65534)
 kept = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(40)]
 for s in kept:
-    s.connect({resolve(daemon_name)!r})
+    s.connect({first_address(daemon_name)!r})
 print("knocked", flush=True)
 sys.stdin.read()
 """
@@ -95,13 +95,13 @@ sys.stdin.read()
 
 def test_who_does_not_say_hello_is_not_served(daemon: Running) -> None:
     for first in (Open("x"), Attach(1), Close(1), Register(5), Hello(PROTOCOL, "king", 1)):
-        with knock(resolve(daemon.name)) as s:
+        with knock(first_address(daemon.name)) as s:
             s.send(encode(first))
             assert s.recv(1000) == b""
 
 
 def test_another_protocol_is_told_what_to_do(daemon: Running) -> None:
-    with knock(resolve(daemon.name)) as s:
+    with knock(first_address(daemon.name)) as s:
         s.send(encode(Hello(PROTOCOL + 1, "cli", 1)))
         assert b"restart the daemon" in s.recv(1000)
 
@@ -130,7 +130,7 @@ def test_the_arena_and_the_table_cannot_be_written_by_clients(
 ) -> None:
     import mmap
 
-    with knock(resolve(daemon.name)) as s:
+    with knock(first_address(daemon.name)) as s:
         s.send(encode(Hello(PROTOCOL, "cli", 1)))
         _, fds, _, _ = socket.recv_fds(s, 1000, 4)
         arena = fds[0]
@@ -264,7 +264,7 @@ def test_no_packet_at_the_desk_hurts_the_daemon(
     junk[0].write_bytes(rng.bytes(1000))
     before = daemon.fds()
     for data in _mutations(rng, good, 400):
-        with knock(resolve(daemon.name)) as s:
+        with knock(first_address(daemon.name)) as s:
             fds = [os.open(junk[rng.integers(2)], os.O_RDONLY) for _ in range(rng.integers(4))]
             try:
                 if hello:

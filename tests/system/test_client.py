@@ -24,6 +24,7 @@ import pytest
 import zmq
 
 import creel
+from creel.addresses import first_address
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.config import Config
@@ -33,9 +34,8 @@ from creel.loader.client import client as client_module
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start
-from creel.loader.client.packets import resolve
 from creel.loader.client.session import MessageSizes
-from creel.loader.plan.batch_stream import open_stream
+from creel.loader.plan.batch_stream import open_batch_stream
 from daemons import Running, content, folder, plan, read_steps, status
 from kit import descriptors, gone, until
 
@@ -87,7 +87,7 @@ def test_who_answers_nonsense_means_direct_reads(
     daemon_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     squatter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    squatter.bind(resolve(daemon_name))
+    squatter.bind(first_address(daemon_name))
     squatter.listen()
 
     def babble() -> None:
@@ -344,7 +344,7 @@ def test_who_answers_in_another_language_is_no_daemon(
     daemon_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(resolve(daemon_name))
+        listener.bind(first_address(daemon_name))
         listener.listen()
 
         def babble() -> None:
@@ -419,7 +419,7 @@ def test_closing_ends_a_question_of_another_thread_in_silence(
     daemon.signal(signal.SIGSTOP)
     try:
         with mock.patch.object(socket, "recv_fds", asking), ThreadPoolExecutor() as threads:
-            opened = threads.submit(open_stream, binding, settings)
+            opened = threads.submit(open_batch_stream, binding, settings)
             assert asked.wait(20)
             connections.disconnect(daemon.name)
             assert opened.result(20) is None  # it would have waited for 120 s

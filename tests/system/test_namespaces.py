@@ -18,7 +18,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from creel.addresses import elsewhere, second_address
+from creel.addresses import elsewhere, first_address, second_address
 from creel.cli import doctor
 from creel.config import Config
 from creel.daemon.service.control_socket import ControlSocket
@@ -27,7 +27,6 @@ from creel.errors import NoDaemonError
 from creel.loader.client import embed
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early
-from creel.loader.client.packets import resolve
 from creel.messages import PROTOCOL, Hello, encode
 from daemons import Running, folder, plan, read_steps
 from kit import gone, knock, unique_name, until
@@ -109,7 +108,7 @@ def test_who_sees_other_files_is_refused_at_the_raw_address(
     daemon_name: str, apart: Sequence[str]
 ) -> None:
     with Running(daemon_name) as daemon:
-        address = resolve(daemon.name)
+        address = first_address(daemon.name)
         code = f"""
 import socket, sys
 from creel.daemon.service.node import Node
@@ -118,7 +117,7 @@ from creel.errors import NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 for role in ("trainer", "cli"):
     try:
-        Client.connect({"@" + address[1:]!r}, role)
+        Client._connect({address!r}, role, "", 0, 10.0)
     except UnavailableError as e:
         print(e)
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -148,7 +147,7 @@ def test_a_process_that_may_not_be_looked_at_is_refused(daemon_name: str) -> Non
 import os, socket, sys
 os.chroot("/tmp")
 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-s.connect({resolve(daemon_name)!r})
+s.connect({first_address(daemon_name)!r})
 s.send({encode(Hello(PROTOCOL, "cli", 1))!r})
 print(s.recv(1000))
 """
@@ -259,7 +258,7 @@ def test_an_address_of_another_user_is_final_and_named(
         raise AssertionError("a daemon is started where none can be")
 
     monkeypatch.setattr(embed, "_spawn", never)
-    with squatter(resolve(daemon_name), how), caplog.at_level(logging.WARNING, "creel"):
+    with squatter(first_address(daemon_name), how), caplog.at_level(logging.WARNING, "creel"):
         assert start_early(config(daemon_name)) is None
         assert connect_or_start(config(daemon_name)) is None
         if how != "bound":
@@ -282,7 +281,7 @@ def test_a_second_address_with_a_secret_serves_where_the_first_is_taken(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     (tmp_path / "data").mkdir()
     manifest = folder(tmp_path / "data", [100] * 10)
-    with squatter(resolve(daemon_name), how):
+    with squatter(first_address(daemon_name), how):
         start = start_early(config(daemon_name))
         assert start is not None
         client = connect_or_start(config(daemon_name), start=start)
@@ -308,7 +307,7 @@ def test_a_folder_that_others_may_enter_keeps_no_secret(
     tmp_path.chmod(0o700)
     second = second_address("x", make=True)
     assert second is not None
-    assert second == second_address("x") != resolve("x")
+    assert second == second_address("x") != first_address("x")
     (tmp_path / "creel-secret").chmod(0o644)
     assert second_address("x") is None
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 import creel
-from creel.loader.order import draws
+from creel.loader.order import generators
 from creel.loader.order.prediction import EpochPlan
 from creel.loader.plan import publish
 from daemons import Running
@@ -158,13 +158,13 @@ def test_the_first_batches_do_not_wait_for_the_plan(
     path.touch()
     os.truncate(path, n * NBYTES)
     data = creel.RecordDataset(path, torch.uint8, NBYTES, labels=np.arange(n))
-    randperm, drawn = draws.randperm, threading.Event()
+    randperm, drawn = generators.randperm, threading.Event()
 
     def late(k: int, generator: torch.Generator) -> Any:
         assert drawn.wait(120)
         return randperm(k, generator)
 
-    monkeypatch.setattr(draws, "randperm", late)
+    monkeypatch.setattr(generators, "randperm", late)
     ours = loader(creel.DataLoader, data, kind)
     torch.manual_seed(5)
     try:

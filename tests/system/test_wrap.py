@@ -21,10 +21,10 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, Subset
 
 import creel
+from creel.addresses import first_address
 from creel.errors import ConfigError
 from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.client import connections
-from creel.loader.client.packets import resolve
 from creel.loader.client.session import Session
 from creel.loader.datasets.files import FileDataset
 from creel.peers import holder
@@ -480,6 +480,6 @@ def test_a_fork_starts_and_asks_nothing(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert not asked
-    assert holder(resolve(daemon_name)) is None
+    assert holder(first_address(daemon_name)) is None
     assert files[0] == (tmp_path / "data/000.raw").read_bytes()
     assert asked == [os.getpid()]

@@ -15,9 +15,9 @@ from unittest import mock
 import click
 import pytest
 
-from creel.cli import doctor, main, run, view
+from creel.cli import doctor, main, run, view, warm
 from creel.config import Config
-from creel.errors import ConfigError, NoDaemonError, UnavailableError
+from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.loader.client.client import Client
 from creel.version import VERSION
 
@@ -235,7 +235,7 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
     ("changes", "node", "says"),
     [
         ({"batches": 0}, {}, "no batch was taken yet"),
-        ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "nothing to gain from faster data"),
+        ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "faster data would gain nothing"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "waited 1 min 30 s for 100 batches, 100 % of"),
         ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "creel.wrap"),
         ({"stall_s": CAUSES | {"collate": 90.0}}, {}, "collation"),
@@ -245,9 +245,9 @@ FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
         (
             {"stall_s": CAUSES | {"source": 90.0}},
             FULL,
-            "memory (100 MiB) has no room for all, 100 of",
+            "memory (100 MiB) cannot hold all objects: 100 of",
         ),
-        ({"stall_s": CAUSES | {"source": 90.0}, "direct_reads": 20_000}, FULL, "read by itself"),
+        ({"stall_s": CAUSES | {"source": 90.0}, "direct_reads": 20_000}, FULL, "read directly"),
     ],
 )
 @pytest.mark.usefixtures("daemon")
@@ -291,6 +291,12 @@ def test_no_color_is_heeded_on_a_terminal(
     assert (b"\x1b[" in said) == coloured
 
 
+def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading() -> None:
+    client: Any = mock.Mock(ask=mock.Mock(return_value={"datasets": [{"dataset": "another"}]}))
+    with pytest.raises(CreelError, match="dropped"):
+        warm._follow(client, "this", 3, lambda _: None)
+
+
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["stop"]) == 0
     assert main.main(["stop", "--now"]) == 0
@@ -320,7 +326,7 @@ def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     with open(theirs) as terminal:  # noqa: PTH123  a descriptor
         monkeypatch.setattr("sys.stdin", terminal)
-        with top.keys() as pressed:
+        with top.terminal() as pressed:
             os.write(ours, b"xq")
             assert pressed(10) == "xq"
             assert pressed(0) == ""
@@ -340,20 +346,13 @@ def test_rates_begin_where_a_stream_was_first_told_of() -> None:
     ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (190, "sampler")]
 )
 def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
     from creel.cli import top
 
     wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
     told = STATS | {"sessions": [wide, SESSION]}
-    out = StringIO()
-    console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width))
-    lines = out.getvalue().splitlines()
+    lines = [click.unstyle(line) for line in top.screen(STATUS, told, {1: (SESSION, 1.0)}, width)]
     assert max(map(len, lines)) <= width
-    assert "…" not in out.getvalue()
+    assert not any("…" in line for line in lines)
     header, row = (next(i for i in lines if w in i) for w in ("samples/s", "a-rather-lon"))
     assert header.split()[-1] == last
     assert {"job", "rank", "stall"} <= set(header.split())
@@ -444,9 +443,13 @@ def test_env_names_versions_and_our_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREEL_LOG_LEVEL", "debug")
+    monkeypatch.setenv("CREEL_CLUSTER_KEY", "0123456789abcdef")
     assert main.main(["env", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    told = json.loads(out)
     assert told["CREEL_LOG_LEVEL"] == "debug"
+    assert "CREEL_CLUSTER_KEY" in told
+    assert "0123456789abcdef" not in out
     assert told["python"] == sys.version.split()[0]
 
 

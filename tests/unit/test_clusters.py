@@ -11,7 +11,6 @@ from creel.daemon.core.events import SOURCE, ClusterChanged, Event
 from creel.daemon.peers import sealing
 from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
 from creel.errors import CreelError
-from creel.loader.cluster.join import on_one_node
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
 
@@ -145,10 +144,3 @@ def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
         with pytest.raises(CreelError, match="cryptography"):
             secret.host("127.0.0.1")
         secret.close()
-
-
-def test_ranks_of_one_node_join_nobody() -> None:
-    assert on_one_node({"LOCAL_WORLD_SIZE": "4"}, 4)
-    assert on_one_node({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4)
-    assert not on_one_node({"LOCAL_WORLD_SIZE": "4"}, 8)
-    assert not on_one_node({}, 2)

@@ -75,6 +75,10 @@ def test_the_nearest_project_file_counts_and_a_named_file_replaces_it(home: Path
         assert config_files() == [home / "project/deep/creel.toml"]
 
 
+def test_the_clusters_key_in_the_environment_is_no_setting(home: Path) -> None:
+    assert load(home, CREEL_CLUSTER_KEY="0123456789abcdef")[0] == load(home)[0]
+
+
 @pytest.mark.parametrize(
     "env, key, value",
     [

@@ -22,7 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order import orders, recipes
+from creel.loader.order import orders, replay
 from creel.loader.order.prediction import same_batch
 
 pytestmark = pytest.mark.timeout(60)
@@ -250,7 +250,7 @@ def test_a_subclass_or_a_patched_torch_is_not_taken_for_known(
     assert not observe(loader).known
     plain_loader: Loader = DataLoader(Echo(9), shuffle=True, batch_size=2)
     assert observe(plain_loader).known
-    monkeypatch.setattr(recipes, "agrees_with_torch", recipes.agrees_with_torch.__wrapped__)
+    monkeypatch.setattr(replay, "agrees_with_torch", replay.agrees_with_torch.__wrapped__)
     monkeypatch.setattr(RandomSampler, "__iter__", lambda self: iter(range(len(self))))
     order = observe(plain_loader)
     assert not order.known
@@ -263,7 +263,7 @@ def test_trying_torch_out_leaves_no_trace() -> None:
         *(SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler),
         *(DistributedSampler, BatchSampler),
     ]
-    assert all(recipes.agrees_with_torch.__wrapped__(k) for k in kinds)
+    assert all(replay.agrees_with_torch.__wrapped__(k) for k in kinds)
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from creel.loader.cluster.ranks import job_name, launched
+from creel.loader.cluster.ranks import job_name, launched, on_one_node
 
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}
 STEP = {**ALLOCATED, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -58,3 +58,19 @@ def test_a_jobs_name_is_torchruns_or_slurms_or_pmixs() -> None:
     assert job_name({**STEP, "PMIX_NAMESPACE": "slurm.pmix.7.0"}) == "7.0"
     assert job_name({"PMIX_NAMESPACE": "3462725633"}) == "3462725633"
     assert job_name({}) == ""
+
+
+def test_ranks_are_on_one_node_where_the_launcher_says_so() -> None:
+    assert on_one_node(1, {})
+    assert on_one_node(4, {"LOCAL_WORLD_SIZE": "4"})
+    assert on_one_node(4, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
+    assert on_one_node(4, {**STEP, "SLURM_STEP_NUM_NODES": "1"})
+    assert not on_one_node(8, {"LOCAL_WORLD_SIZE": "4"})
+    assert not on_one_node(2, {})
+    assert not on_one_node(4, {**STEP, "SLURM_STEP_NUM_NODES": "2"})
+
+
+def test_a_step_on_each_node_that_starts_torchrun_is_not_the_whole_job() -> None:
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_NTASKS": "2"}
+    assert not on_one_node(16, {**step, "LOCAL_WORLD_SIZE": "8"})
+    assert not on_one_node(2, {**step, "LOCAL_WORLD_SIZE": "1"})

@@ -17,10 +17,10 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import creel
 from creel.errors import ConfigError
-from creel.loader.iterators.exchange import REMAP, check_unchanged, dealt_by
+from creel.loader.iterators.exchange import REMAP, check_unchanged, distributed_sampler
 from creel.loader.iterators.negotiation import Decision, Terms, decide, negotiated
 from creel.loader.order.orders import EpochOrder, IteratorStart
-from creel.loader.order.samplers import adopt, before, dealt_anew, without
+from creel.loader.order.samplers import adopt, before, resharded, without_batches
 from creel.policies.cluster.remap import Exchange
 from kit import seeds, until
 
@@ -114,7 +114,7 @@ def test_a_resumed_epoch_goes_on_with_the_global_batches_that_are_left(seed: int
     states = json.loads(json.dumps([order.state() for order in orders]))
     gone = sorted(rng.sample(range(done, len(whole)), min(2, len(whole) - done)))
     left = [
-        without(loader, state, done, gone)
+        without_batches(loader, state, done, gone)
         for loader, state in zip(job.loaders, states, strict=True)
     ]
     for given, kept in ((states, whole), (left, [b for i, b in enumerate(whole) if i not in gone])):
@@ -130,7 +130,7 @@ def test_other_ranks_exchange_what_is_left_of_an_epoch(new: tuple[int, ...]) -> 
     orders = before_it.begin(1)
     head = together([[np.asarray(next(order)).tolist() for _ in range(5)] for order in orders])
     state = orders[0].state()
-    states = [dealt_anew(loader, state, batches=5, over=False)[0] for loader in after_it.loaders]
+    states = [resharded(loader, state, batches=5, over=False)[0] for loader in after_it.loaders]
     rest = together([rows(order) for order in after_it.begin(1, states)])
     read = list(chain(*head, *rest))
     assert set(read) == set(range(211))
@@ -231,7 +231,7 @@ def test_only_torchs_distributed_sampler_deals_to_ranks() -> None:
     data = TensorDataset(torch.arange(10))
     for sampler in (BatchSampler(SequentialSampler(data), 2, False), SequentialSampler(data), [3]):
         with pytest.raises(ConfigError, match="DistributedSampler"):
-            dealt_by(sampler)
+            distributed_sampler(sampler)
     with pytest.raises(ConfigError, match="remap"):
         creel.DataLoader(data, remap="local")  # type: ignore[arg-type]  # what is tested
 

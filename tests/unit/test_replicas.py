@@ -50,7 +50,7 @@ class Group:
         ends = [pair() for _ in range(followers)]
         self.leader = Leader([Channel(ours) for ours, _ in ends])
         self.batches: SentBatches = self.leader.open(0)
-        self.outbox, self.inbox = Outbox(SLOTS), Inbox(64, private=True)
+        self.outbox, self.inbox = Outbox(SLOTS), Inbox(max_leased=64, private=True)
         self.others = [Follower(Channel(theirs), 0) for _, theirs in ends]
         self.pools = [ReplicaPool(other, 64) for other in self.others]
         self.ranks = [Rank() for _ in range(followers + 1)]
@@ -61,7 +61,7 @@ class Group:
     def make(self) -> None:
         """As a worker and its trainer do."""
         self.batches.expect(0, self.made, [self.made])
-        self.outbox.take_back(self.batches.returned(0, self.inbox.take_freed()))
+        self.outbox.give_back(self.batches.returned(0, self.inbox.returned()))
         data = torch.full((FLOATS,), float(self.made))
         message, fds = self.outbox.pack(data)
         self.new_slots += len(fds)

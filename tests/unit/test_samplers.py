@@ -29,7 +29,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
-from creel.loader.order import draws, samplers
+from creel.loader.order import generators, samplers
 from creel.loader.order.orders import EpochOrder, IteratorStart, index_sampler
 from creel.loader.order.prediction import same_batch
 from creel.loader.order.samplers import adopt, before
@@ -60,7 +60,7 @@ def observe(
     if previous is not None and keep_seed:
         base_seed = previous.base_seed
     else:
-        base_seed = draws.RandomSource().seed(loader.generator)
+        base_seed = generators.RandomSource().seed(loader.generator)
         if loader.num_workers > 0:
             sampler_iter = iter(sampler)  # torch's iterator with workers calls iter() twice
     begun = IteratorStart(sampler_iter, base_seed, moment)
@@ -381,13 +381,13 @@ def large(kind: str, n: int = _LARGE) -> Loader:
 def test_the_first_batches_of_a_large_epoch_do_not_wait_for_the_whole(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    randperm, go_on = draws.randperm, threading.Event()
+    randperm, go_on = generators.randperm, threading.Event()
 
     def late(n: int, generator: torch.Generator) -> Any:
         assert n < _LARGE or go_on.wait(30)
         return randperm(n, generator)
 
-    monkeypatch.setattr(draws, "randperm", late)
+    monkeypatch.setattr(generators, "randperm", late)
     order = observe(large(kind))
     first: list[Any] = [next(order) for _ in range(8)]
     go_on.set()
@@ -553,16 +553,16 @@ def test_torch_s_own_iterator_can_begin_the_epoch() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, gate, drawing = draws.randperm, threading.Event(), threading.Event()
+    real, gate, drawing = generators.randperm, threading.Event(), threading.Event()
 
     def slow(n: int, generator: torch.Generator) -> Any:
         drawing.set()
         gate.wait()
         return real(n, generator)
 
-    monkeypatch.setattr(draws, "randperm", slow)
+    monkeypatch.setattr(generators, "randperm", slow)
     n = 1 << 18
-    permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
+    permutation = generators.Permutation(n, generators.state_of(generators.seeded(5)))
     permutation.first(10)
     drawing.wait()
     pid = os.fork()
@@ -571,13 +571,13 @@ def test_a_fork_amid_a_draw_leaves_the_child_able_to_draw(monkeypatch: pytest.Mo
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
             torch.set_num_threads(1)  # OpenMP's threads did not come along
-            draws.randperm = real
+            generators.randperm = real
             os._exit(0 if len(permutation.whole()) == n else 1)
         finally:
             os._exit(2)  # whatever was raised: the tests are the parent's
     gate.set()
     assert os.waitpid(pid, 0)[1] == 0
-    assert (permutation.whole() == real(n, draws.seeded(5))).all()
+    assert (permutation.whole() == real(n, generators.seeded(5))).all()
 
 
 def test_a_permutation_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,7 +586,7 @@ def test_a_permutation_needs_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(threading.Thread, "start", scarce)
     n = 1 << 18
-    permutation = draws.Permutation(n, draws.state_of(draws.seeded(5)))
-    want = draws.randperm(n, draws.seeded(5))
+    permutation = generators.Permutation(n, generators.state_of(generators.seeded(5)))
+    want = generators.randperm(n, generators.seeded(5))
     assert (permutation.first(10)[:10] == want[:10]).all()
     assert (permutation.whole() == want).all()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from creel.loader.order.prediction import same_batch
-from creel.loader.plan.batch_stream import indices_of, samples_in
+from creel.loader.plan.batch_stream import samples_in, samples_of
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ from creel.loader.plan.batch_stream import indices_of, samples_in
     ],
 )
 def test_what_can_be_told(pulled: object, indices: list[int] | None) -> None:
-    found = indices_of(pulled)
+    found = samples_of(pulled)
     assert (None if found is None else found.tolist()) == indices
 
 
@@ -61,5 +61,5 @@ def test_what_cannot_be_told_is_counted_all_the_same(pulled: object, samples: in
 
 
 def test_what_raises_in_words_of_its_own_is_nothing_that_was_foreseen() -> None:
-    assert indices_of(Sulky()) is None
+    assert samples_of(Sulky()) is None
     assert not same_batch(np.array([3]), Sulky())

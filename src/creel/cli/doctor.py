@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
 from creel import addresses, limits
-from creel.config import Config, config_files, memory_budget
+from creel.config import KEY_VARIABLE, Config, config_files, memory_budget
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.units import format_size
 from creel.version import VERSION
@@ -40,7 +43,16 @@ def checks(config: Config, ask: Callable[[str], dict[str, object]]) -> Iterator[
         yield look()
     yield _memory(config)
     yield _address(config.daemon.name)
-    yield _daemon(ask)
+    yield _daemon(config.daemon.name, ask)
+
+
+def show(found: Iterable[Finding]) -> None:
+    """Print the findings, each with its remedy."""
+    for one in found:
+        colour = {"ok": "green", "warn": "yellow", "bad": "red"}[one.level]
+        click.echo(f"{click.style(f'{one.level:<4}', fg=colour)}  {one.name:<13}  {one.found}")
+        if one.remedy:
+            click.echo(f"{'':19}  {click.style('-> ' + one.remedy, dim=True)}")
 
 
 def _system() -> Finding:
@@ -80,8 +92,8 @@ def _memfd() -> Finding:
             "memfd", "bad", str(e), "creel needs memfd_create: Linux 3.17+, not filtered"
         )
     os.close(fd)
-    major, minor = (int(n) for n in platform.release().split(".")[:2])
-    if (major, minor) < (5, 1):
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # "6.10-rc7-amd64"
+    if release < (5, 1):
         remedy = (
             "before Linux 5.1 clients cannot be kept from writing to the cache: update when you can"
         )
@@ -151,14 +163,14 @@ def _address(name: str) -> Finding:
         return Finding("address", "warn", f"user {uid} holds it", remedy)
     pids = addresses.elsewhere(name)
     found = f"; daemons that see other files: {', '.join(map(str, pids))}" if pids else ""
-    return Finding("address", "ok", f"nobody else's{found}")
+    return Finding("address", "ok", f"no other user holds it{found}")
 
 
-def _daemon(ask: Callable[[str], dict[str, object]]) -> Finding:
+def _daemon(name: str, ask: Callable[[str], dict[str, object]]) -> Finding:
     try:
         status = ask("status")
     except NoDaemonError:
-        return Finding("daemon", "ok", "none runs; the first DataLoader will start one")
+        return Finding("daemon", "ok", f"none named {name!r}; the first DataLoader will start one")
     except CreelError as e:
         remedy = "it may hang or be of another version: creel stop --now, or end its process"
         return Finding("daemon", "bad", str(e), remedy)
@@ -173,11 +185,11 @@ def _daemons() -> Finding:
     """Count this user's daemons: they share nothing, and each has a budget of its own."""
     pids = list(daemon_pids())
     if len(pids) > 1:
-        listed = f"{len(pids)} of yours run (pids {', '.join(map(str, pids))})"
+        listed = f"you run {len(pids)} (pids {', '.join(map(str, pids))})"
         return Finding(
             "daemons", "warn", listed, "each has its own budget: use one name, stop the others"
         )
-    return Finding("daemons", "ok", f"{len(pids)} of yours runs" if pids else "none of yours runs")
+    return Finding("daemons", "ok", "you run one" if pids else "you run none")
 
 
 def daemon_pids() -> Iterator[int]:
@@ -210,4 +222,7 @@ def environment() -> dict[str, str]:
     }
     facts |= {package: _version(package) for package in _PACKAGES}
     facts["files"] = ", ".join(map(str, config_files())) or "-"
-    return facts | {k: v for k, v in sorted(os.environ.items()) if k.startswith("CREEL_")}
+    ours = {k: v for k, v in sorted(os.environ.items()) if k.startswith("CREEL_")}
+    if KEY_VARIABLE in ours:
+        ours[KEY_VARIABLE] = "(a key, not shown)"
+    return facts | ours

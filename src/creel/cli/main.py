@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,16 @@ def main(args: list[str] | None = None) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _print(answer: Mapping[str, Any], as_json: bool, as_text: Callable[[Any], object]) -> None:
+    """Print an answer as JSON, or as text by the function."""
+    from creel.cli import view
+
+    if as_json:
+        view.print_json(answer)
+    else:
+        as_text(answer)
+
+
 def _print_error(state: dict[str, Any], why: str) -> None:
     """Report errors as JSON to callers that asked for JSON and read standard output only."""
     if state.get("json"):
@@ -75,16 +85,11 @@ def _remember_json(context: click.Context, _: click.Parameter, value: bool) -> b
     return value
 
 
-class _Seconds(click.FloatRange):
-    """A pause in seconds: neither nan, which passes every range check, nor inf."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        seconds = float(super().convert(value, param, ctx))
-        if not math.isfinite(seconds):
-            self.fail(f"{value} is not a number of seconds.", param, ctx)
-        return seconds
+def _refuse_nan(_: click.Context, __: click.Parameter, value: float) -> float:
+    """Refuse the one value that passes every range check."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number of seconds.")
+    return value
 
 
 _as_json = click.option(
@@ -97,7 +102,8 @@ _as_json = click.option(
 )
 _interval = click.option(
     "--interval",
-    type=_Seconds(0.1, 86_400),
+    type=click.FloatRange(0.1, 86_400),
+    callback=_refuse_nan,
     default=1.0,
     show_default=True,
     help="Seconds between updates.",
@@ -180,15 +186,10 @@ def run(context: click.Context, memory: str | None, command: tuple[str, ...]) ->
 @click.pass_context
 def stop(context: click.Context, *, now: bool, as_json: bool) -> None:
     """Stop the daemon."""
-    from creel.cli import view
-
     with _client(context) as client:
         client.ask("stop", now=now)
     when = "now" if now else "once its clients have disconnected"
-    if as_json:
-        view.print_json({"stopping": when})
-    else:
-        click.echo(f"stopping {when}", err=True)
+    _print({"stopping": when}, as_json, lambda _: click.echo(f"stopping {when}", err=True))
 
 
 # --- status, stats, top -----------------------------------------------------------------------
@@ -203,10 +204,7 @@ def status(context: click.Context, *, as_json: bool) -> None:
 
     with _client(context) as client:
         answer = client.ask("status")
-    if as_json:
-        view.print_json(answer)
-    else:
-        view.pairs(view.status_pairs(answer))
+    _print(answer, as_json, lambda values: view.pairs(view.status_pairs(values)))
 
 
 @creel.command()
@@ -263,14 +261,11 @@ def top(context: click.Context, interval: float) -> None:
 @click.pass_context
 def warm(context: click.Context, path: str, *, as_json: bool) -> None:
     """Load the folder at PATH (or URL) into memory."""
-    from creel.cli import view, warm
+    from creel.cli import warm
 
     with _client(context) as client:
         result = warm.warm(client, path, quiet=as_json)
-    if as_json:
-        view.print_json(result)
-    else:
-        click.echo(warm.sentence(result))
+    _print(result, as_json, lambda values: click.echo(warm.sentence(values)))
 
 
 @creel.command()
@@ -279,14 +274,9 @@ def warm(context: click.Context, path: str, *, as_json: bool) -> None:
 @click.pass_context
 def drop(context: click.Context, dataset: str, *, as_json: bool) -> None:
     """Free what the daemon holds of DATASET: first letters of its key (`creel stats --json`)."""
-    from creel.cli import view
-
     with _client(context) as client:
         answer = client.ask("drop", dataset=dataset)
-    if as_json:
-        view.print_json(answer)
-    else:
-        click.echo(f"dropped {answer['dataset']}")
+    _print(answer, as_json, lambda values: click.echo(f"dropped {values['dataset']}"))
 
 
 @creel.command()
@@ -338,7 +328,7 @@ def simulate(
 
     Speeds that are not given are unlimited.
     """
-    from creel.cli import simulate, view
+    from creel.cli import simulate
     from creel.policies.cluster.simulate import Scenario
     from creel.units import parse_count, parse_seconds, parse_size
 
@@ -354,11 +344,7 @@ def simulate(
         remap=remap,
         **counts,
     )
-    result = simulate.simulate(scenario)
-    if as_json:
-        view.print_json(result)
-    else:
-        simulate.show(result)
+    _print(simulate.simulate(scenario), as_json, simulate.show)
 
 
 @creel.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -373,8 +359,6 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
     one. Options come before it. Both sides run from equal seeds. Reports the first difference
     and exits with 1.
     """
-    from creel.cli import view
-
     if target.endswith(".py") and not Path(target).is_file():  # before seconds of importing torch
         raise ConfigError(f"there is no script {target}")
     try:
@@ -385,10 +369,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
         raise ConfigError("creel verify needs torch: pip install 'creel[torch]'") from None
 
     result = verification.verify(target, arguments, steps)
-    if as_json:
-        view.print_json(result)
-    else:
-        click.echo(verification.sentence(result))
+    _print(result, as_json, lambda values: click.echo(verification.sentence(values)))
     return 0 if result["equal"] else _FAILED
 
 
@@ -400,7 +381,7 @@ def verify(target: str, arguments: tuple[str, ...], *, steps: int | None, as_jso
 @click.pass_context
 def doctor(context: click.Context, *, as_json: bool) -> int:
     """Check this machine for what would slow creel down."""
-    from creel.cli import doctor, view
+    from creel.cli import doctor
 
     def ask(what: str) -> dict[str, object]:
         with _client(context) as client:
@@ -408,15 +389,8 @@ def doctor(context: click.Context, *, as_json: bool) -> int:
 
     found = list(doctor.checks(_config(context), ask))
     ok = all(check.level != "bad" for check in found)
-    if as_json:
-        view.print_json({"ok": ok, "checks": [check._asdict() for check in found]})
-    else:
-        for check in found:
-            colour = {"ok": "green", "warn": "yellow", "bad": "red"}[check.level]
-            level = click.style(f"{check.level:<4}", fg=colour)
-            click.echo(f"{level}  {check.name:<13}  {check.found}")
-            if check.remedy:
-                click.echo(f"{'':19}  {click.style('-> ' + check.remedy, dim=True)}")
+    answer = {"ok": ok, "checks": [check._asdict() for check in found]}
+    _print(answer, as_json, lambda _: doctor.show(found))
     return 0 if ok else _FAILED
 
 
@@ -426,11 +400,7 @@ def env(*, as_json: bool) -> None:
     """Print versions and limits, for bug reports."""
     from creel.cli import doctor, view
 
-    result = doctor.environment()
-    if as_json:
-        view.print_json(result)
-    else:
-        view.pairs(result.items())
+    _print(doctor.environment(), as_json, lambda values: view.pairs(values.items()))
 
 
 @creel.group()

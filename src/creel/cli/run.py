@@ -35,7 +35,6 @@ def check_command(word: str) -> None:
 
 
 def serve(config: Config) -> int:
-    """Run the daemon in the foreground."""
     os.environ.update(daemon_env(config))
     from creel.daemon.main import main
 

@@ -59,11 +59,10 @@ def show(result: Values) -> None:
 
 def _cells(epoch: Epoch) -> tuple[str, ...]:
     shares = (epoch.local, epoch.remote, epoch.source, epoch.handed)
+    timed = epoch.seconds > 0  # a link, the source or the step is limited
     return (
         *(f"{100 * share:.2f} %" for share in shares),
         f"{epoch.slowest:.2f} x",
         f"{100 * epoch.occupancy:.1f} %",
-        format_seconds(epoch.seconds)
-        if epoch.seconds
-        else "-",  # no link, source or step is limited
+        format_seconds(epoch.seconds) if timed else "-",
     )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import click
 
 from creel.counters import CAUSES, OF_RANKS, Counter
 from creel.units import format_size
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 #: An answer of the daemon: plain values (docs/cli.md has the schema).
 Values: TypeAlias = Mapping[str, Any]
@@ -84,19 +82,26 @@ def table(
 
     `drop`: groups of columns in the order in which a narrow terminal omits them.
     """
-    if sys.stdout.isatty():
-        from rich.console import Console
+    terminal = sys.stdout.isatty()
+    if terminal:
+        header, rows = fitting(header, rows, drop, shutil.get_terminal_size().columns)
+    head, *lines = columns(header, rows, left=left)
+    click.secho(head, dim=True)
+    for line in (["─" * len(head)] if terminal else []) + lines:
+        click.echo(line)
 
-        console = Console()
-        console.print(rich_table(*fitting(header, rows, drop, console.width), left=left))
-        return
+
+def columns(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
+) -> Iterator[str]:
+    """The lines of a table, its header first."""
     widths = [max(len(r[i]) for r in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
         cells = (
             c.ljust(w) if i < left else c.rjust(w)
             for i, (c, w) in enumerate(zip(row, widths, strict=True))
         )
-        click.echo("  ".join(cells).rstrip())
+        yield "  ".join(cells).rstrip()
 
 
 def fitting(
@@ -120,22 +125,6 @@ def fitting(
     return [header[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def rich_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1
-) -> RenderableType:
-    """Return the table for a terminal."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    for i, name in enumerate(header):
-        drawn.add_column(name, justify="left" if i < left else "right", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
-    return drawn
-
-
 # --- the daemon's answers ---------------------------------------------------------------------
 
 
@@ -156,12 +145,8 @@ def status_pairs(answer: Values) -> list[tuple[str, str]]:
         ("daemon", f"{answer['name']} (pid {answer['pid']}, creel {answer['version']}, {kind})"),
         ("state", f"{answer['state']}, up {format_seconds(answer['uptime_s'])}"),
         ("memory", memory_line(answer["memory"])),
-        ("in use", ", ".join(_plural(count, words) for words, count in in_use.items())),
+        ("in use", ", ".join(f"{n} {word if n != 1 else word[:-1]}" for word, n in in_use.items())),
     ]
-
-
-def _plural(count: int, words: str) -> str:
-    return f"{count} {words if count != 1 else words[:-1]}"
 
 
 def summary_pairs(answer: Values) -> list[tuple[str, str]]:

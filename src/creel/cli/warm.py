@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import click
 
 from creel.cache.storage.retry import public
 from creel.cli.view import Values, format_count, format_seconds
-from creel.errors import ConfigError, NotFoundError
+from creel.errors import ConfigError, CreelError, NotFoundError
 from creel.units import format_size
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ def warm(client: Client, path: str, *, quiet: bool) -> Values:
     Returns:
         dataset, objects, resident, failed, nbytes, seconds.
     """
-    with _looking(path, quiet=quiet):
-        manifest = folder_manifest(path)
-        dataset = client.register(manifest)
+    shown = not quiet and sys.stderr.isatty()
+    if shown:  # listing the files may take minutes
+        click.echo(f"looking through {public(path)}", err=True)
+    manifest = folder_manifest(path)
+    dataset = client.register(manifest)
     start = time.monotonic()
     client.ask("warm", dataset=dataset)
-    with _bar(len(manifest), quiet=quiet) as advance:
+    with _bar(len(manifest), shown=shown) as advance:
         counted = _follow(client, dataset, len(manifest), advance)
     return {
         "dataset": dataset,
@@ -75,10 +78,17 @@ def _all_files(path: str) -> Manifest:
 
 
 def _follow(client: Client, dataset: str, objects: int, advance: Callable[[int], None]) -> Values:
-    """Poll until everything is loaded or nothing more comes."""
+    """Poll until everything is loaded or nothing more comes.
+
+    Raises:
+        CreelError: the dataset was dropped meanwhile.
+    """
     seen, since = -1, time.monotonic()
     while True:
-        counted = next(d for d in client.ask("datasets")["datasets"] if d["dataset"] == dataset)
+        held = client.ask("datasets")["datasets"]
+        counted = next((d for d in held if d["dataset"] == dataset), None)
+        if counted is None:
+            raise CreelError("the daemon has dropped the dataset while it was loaded")
         resident = int(counted["resident_objects"])
         advance(resident)
         if resident != seen:
@@ -102,40 +112,13 @@ def _settled(client: Client) -> bool:
 
 
 @contextmanager
-def _looking(path: str, *, quiet: bool) -> Iterator[None]:
-    """Show a message on a terminal while the files are listed, which may take minutes."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield
-        return
-    with console.status(f"looking through {escape(public(path))}"):
-        yield
-
-
-@contextmanager
-def _bar(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal (standard error); otherwise nothing."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+def _bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error: yields a function that is told how many files are done."""
+    if not shown:
         yield lambda _: None
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("warming"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("warming", total=total)
-        yield lambda done: progress.update(task, completed=done)
+    with click.progressbar(length=total, label="warming", show_pos=True, file=sys.stderr) as bar:
+        yield lambda done: bar.update(done - bar.pos)
 
 
 def sentence(result: Values) -> str:

@@ -1,4 +1,4 @@
-"""What a rank's training waited for, and the one change that would help, in a sentence. Pure."""
+"""One sentence on what a rank's training waited for, and which change would help. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reason(rank: Values, node: Values) -> str:
     lay_ready = rank["lead_s"]
     took = f"{format_seconds(waited)} for {format_count(rank['batches'])} batches"
     if waited <= _HARDLY * (waited + lay_ready):
-        return f"hardly waited ({took}): nothing to gain from faster data"
+        return f"hardly waited ({took}): faster data would gain nothing"
     cause = worst_cause(rank["stall_s"])
     share = 100 * rank["stall_s"].get(cause, 0) / waited
     what = _of_source(rank, node) if cause == "source" else _BY_CAUSE[cause]
@@ -55,19 +55,19 @@ def _of_source(rank: Values, node: Values) -> str:
     direct = rank["direct_reads"]
     if 2 * direct > rank["samples"]:
         return (
-            f"files it read by itself ({format_count(direct)} reads): as it should be where storage"
-            " is quick; else see whether the daemon lives (`creel status`)"
+            f"files that it read directly ({format_count(direct)} reads): that is right where"
+            " storage is fast; otherwise check that the daemon runs (`creel status`)"
         )
     full = memory["used_nbytes"] >= _FULL * memory["budget_nbytes"]
     if full and misses > _MANY * (hits + misses):
         return (
-            f"storage: memory ({format_size(memory['budget_nbytes'])}) has no room for all,"
-            f" {format_count(misses)} of {format_count(hits + misses)} objects had to be read; a"
+            f"storage: memory ({format_size(memory['budget_nbytes'])}) cannot hold all objects:"
+            f" {format_count(misses)} of {format_count(hits + misses)} had to be read; a"
             " larger memory.budget or a disk tier (disk.path) would help"
         )
     return (
-        "storage, whose objects were read for the first time: later epochs find them in memory; a"
-        " longer run-up (creel warm) or faster storage would help the first"
+        "storage, whose objects were read for the first time: later epochs find them in memory;"
+        " `creel warm` before the training, or faster storage, would help the first epoch"
     )
 
 

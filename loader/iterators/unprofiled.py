@@ -1,4 +1,4 @@
-"""One step of an iterator, without the cost of an inactive profiler."""
+"""torch's iterator without the cost of an inactive profiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from creel.loader.iterators.meter import Meter
 
 
-class Step(BaseDataLoaderIter):
+class UnprofiledIter(BaseDataLoaderIter):
     """torch's `__next__` without its profiler range (15 us), unless a profiler runs.
 
     For map-style datasets only: the rest of torch's method checks the length of iterable ones.

@@ -17,16 +17,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from creel.loader.order.draws import GeneratorCopies, RandomSource, seeded, state_of
+from creel.loader.order.generators import GeneratorCopies, RandomSource, seeded, state_of
 from creel.loader.order.shares import Distributed, Without
 from creel.loader.order.streams import (
-    Facts,
     FromList,
     Origin,
     SamplerStream,
     Sequential,
     Shuffled,
     ShuffledList,
+    StreamState,
     Weighted,
     WithReplacement,
     indices_of,
@@ -34,10 +34,10 @@ from creel.loader.order.streams import (
 from creel.policies.cluster.remap import Exchange
 
 
-def opened(
+def open_stream(
     sampler: object,
     source: RandomSource,
-    given: Facts | None = None,
+    given: StreamState | None = None,
     exchange: Exchange | None = None,
 ) -> SamplerStream:
     """Begin an epoch of `sampler`, as torch does when it asks the sampler for its first item.
@@ -45,7 +45,7 @@ def opened(
     Args:
         sampler: an instance of exactly one of torch's samplers, or a sequence.
         source: where to draw from.
-        given: `SamplerStream.facts` of the epoch to reopen. Then nothing is drawn from outside
+        given: `SamplerStream.state` of the epoch to reopen. Then nothing is drawn from outside
             generators, except from a user's generator, which is set back to its state then.
         exchange: of a DistributedSampler: how its ranks exchange samples.
     """
@@ -55,7 +55,7 @@ def opened(
 
 
 def _opened(
-    sampler: object, source: RandomSource, given: Facts, exchange: Exchange | None
+    sampler: object, source: RandomSource, given: StreamState, exchange: Exchange | None
 ) -> SamplerStream:
     if isinstance(sampler, SequentialSampler):
         return Sequential(len(sampler.data_source))
@@ -145,7 +145,7 @@ def _agrees(make: _Make, own: bool) -> bool:
     generator = seeded(3) if own else None
     sampler = make(generator)
     shadow = GeneratorCopies(generator)
-    stream = opened(sampler, shadow)
+    stream = open_stream(sampler, shadow)
     stream.need(stream.total)
     ours = indices_of(stream.items(0, stream.total)).tolist()
     with torch.random.fork_rng(devices=[]):
