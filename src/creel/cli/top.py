@@ -70,8 +70,8 @@ def screen(
 
     `before`: the result of `starts`.
     """
-    up = format_seconds(daemon["uptime_s"])
-    lines = [f"creel {daemon['name']}  pid {daemon['pid']}  up {up}   q ends"[:width]]
+    name = f"{daemon['name']}  pid {daemon['pid']}  up {format_seconds(daemon['uptime_s'])}"
+    lines = [f"{'creel ' + name:.{width}}{click.style('   q ends', dim=True)}"]
     for what, value in summary_pairs(answer):
         cut = value if len(value) <= width - 21 else value[: width - 22] + "…"
         lines.append(f"{click.style(f'{what:<20} ', dim=True)}{cut}")
