@@ -326,7 +326,7 @@ def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     with open(theirs) as terminal:  # noqa: PTH123  a descriptor
         monkeypatch.setattr("sys.stdin", terminal)
-        with top.terminal() as pressed:
+        with top.keys() as pressed:
             os.write(ours, b"xq")
             assert pressed(10) == "xq"
             assert pressed(0) == ""
@@ -346,13 +346,20 @@ def test_rates_begin_where_a_stream_was_first_told_of() -> None:
     ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (190, "sampler")]
 )
 def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
     from creel.cli import top
 
     wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
     told = STATS | {"sessions": [wide, SESSION]}
-    lines = [click.unstyle(line) for line in top.screen(STATUS, told, {1: (SESSION, 1.0)}, width)]
+    out = StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None)
+    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width))
+    lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    assert not any("…" in line for line in lines)
+    assert "…" not in out.getvalue()
     header, row = (next(i for i in lines if w in i) for w in ("samples/s", "a-rather-lon"))
     assert header.split()[-1] == last
     assert {"job", "rank", "stall"} <= set(header.split())
