@@ -23,7 +23,6 @@ from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.residency import Index, Residency
 from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
-from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.prefetch import Window
 
 #: A reader that waits longer than this for an object or its version reads directly, as one hung
@@ -38,21 +37,26 @@ class Core:
     Args:
         space: the arena's bytes.
         config: how far ahead to work.
+
+    Attributes:
+        plans: what nodes of a cluster tell each other of this node's plans.
+        disk: the node's disk; both are to be read only.
     """
 
     def __init__(self, space: Allocator, *, config: Window | None = None) -> None:
         self._window = config or Window()
         self._admission = Admission(space)
+        self.disk = self._admission.disk
         self._inflight = Inflight(self._admission, self._window)
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
         self._checks = Checks(self._inflight)
         self._residencies = self._admission.residencies
         self._serving = Serving(self._admission, self._inflight, self._emit)
-        self._spilling = Spilling(self._admission.disk, self._residencies, self._admission.part)
+        self._spilling = Spilling(self.disk, self._residencies, self._admission.part)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[events.Action] = []
-        self._plans = ClusterPlans(self._residencies, self._window, self._emit)
+        self.plans = ClusterPlans(self._residencies, self._emit)
         self._landing = Landing(
             *(self._admission, self._inflight, self._prefetcher, self._checks, self._spilling),
             *(self._sessions, self._emit, self._announce),
@@ -79,10 +83,10 @@ class Core:
             events.Warm: self._warmed,
             events.Dropped: self._dropped,
             events.Unregistered: self._unregistered,
-            events.ClusterChanged: self._plans.changed,
-            events.PlanShared: self._plans.shared,
-            events.PlanDoubted: self._plans.doubted,
-            events.PlanAsked: self._plans.asked,
+            events.ClusterChanged: self.plans.changed,
+            events.PlanShared: self.plans.shared,
+            events.PlanDoubted: self.plans.doubted,
+            events.PlanAsked: self.plans.asked,
             events.PeerServed: self._serving.served,
             events.DiskOpened: self._disk_opened,
             events.FoundOnDisk: self._found,
@@ -118,7 +122,7 @@ class Core:
             boundary = residency.planning_task(self._admission, self._window)
             if boundary is not None:
                 self._out.append(events.PlanRetention(residency.name, boundary))
-            self._plans.ask(residency, now)
+            self.plans.ask(residency, now)
         lacking = [*self._prefetcher.lacking.values(), *self._serving.short.items()]
         if self._spilling.start(lacking, self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
@@ -149,7 +153,7 @@ class Core:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
-        self._residencies[e.dataset] = Residency(e.dataset, *columns, self._admission.disk)
+        self._residencies[e.dataset] = Residency(e.dataset, *columns, self.disk)
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:
@@ -273,7 +277,7 @@ class Core:
         self._admission.space.discard(residency.pool)
         self._past.update(residency.counted())
         self._checks.forget(residency)
-        self._plans.forget(e.dataset)
+        self.plans.forget(e.dataset)
         del self._residencies[e.dataset]
 
     def _ticked(self, e: events.Tick, now: float) -> None:
@@ -385,22 +389,6 @@ class Core:
         )
         return residency.active or residency.warming >= 0 or in_flight
 
-    def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
-        """From when on nodes of a cluster can follow a change of its members; see `EpochMoment`."""
-        return self._plans.moments(cluster)
-
-    def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
-        """The inputs of this node's plans; all nodes of a cluster must have the same."""
-        return self._plans.digests(cluster)
-
-    def homed(self, cluster: str) -> frozenset[str]:
-        """Datasets of which no plan for a cluster alone says where they lie (`ClusterView`)."""
-        return self._plans.homed(cluster)
-
-    def disk_size(self) -> tuple[int, int]:
-        """Bytes of the node's disk, 0 where there is none, and the unit in which it gives them."""
-        return self._admission.disk.nbytes, self._admission.disk.unit
-
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
@@ -417,8 +405,10 @@ class Core:
             "inflight_objects": self._inflight.objects,
             "inflight_nbytes": self._inflight.nbytes,
         }
-        disk = self._admission.disk
-        on_disk: dict[str, float | str] = {"nbytes": disk.nbytes, "used_nbytes": disk.used}
+        on_disk: dict[str, float | str] = {
+            "nbytes": self.disk.nbytes,
+            "used_nbytes": self.disk.used,
+        }
         return {
             "memory": {"node": node},
             "disk": {"node": on_disk},

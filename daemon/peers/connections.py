@@ -8,12 +8,11 @@ import select
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy.typing import NDArray
 
 from creel.daemon.peers import sealing, wire
-from creel.daemon.peers.wire import Ids
 from creel.errors import MalformedError
 from creel.messages import Message
 
@@ -24,48 +23,6 @@ _SLOWEST_BPS = 1e6
 #: reading its requests.
 _QUEUED_NBYTES = 32 << 20
 _QUEUED_REQUESTS = 256
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """Node `peer` of `cluster` asks for objects, which it can await for `wait_s` seconds.
-
-    `number` is the server's own; ids are (k,), 0 or more, and may be unknown here, as the dataset.
-    """
-
-    number: int
-    cluster: str
-    peer: str
-    dataset: str
-    ids: Ids
-    wait_s: float
-
-
-class PlanWanted(NamedTuple):
-    """A peer asks where objects of a dataset lie in the epoch of this order."""
-
-    number: int
-    cluster: str
-    dataset: str
-    seed: int
-
-
-class ServerStatus(NamedTuple):
-    """What a server is busy with.
-
-    Args:
-        peers: that are connected; connections: all; unauthenticated: those without proof so far.
-        blocked: connections that take no more bytes.
-        answers: that wait for others of their connection.
-        unread: connections with requests that the peer has no credit for.
-    """
-
-    peers: int
-    connections: int
-    unauthenticated: int
-    blocked: int
-    answers: int
-    unread: int
 
 
 class Traffic:
@@ -111,7 +68,6 @@ class Request:
     number: int
     connection: PeerConnection
     call: int  # its number in the connection
-    objects: int
     deadline: float
     nbytes: int = 0
     arrays: Sequence[NDArray[Any]] = ()  # of the answer's frame

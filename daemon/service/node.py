@@ -30,7 +30,7 @@ from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.service.background import BackgroundThread
-from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
+from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
 from creel.daemon.service.storage.disk import Disk, DiskSource
@@ -119,10 +119,12 @@ class Node:
             self._other_source,
             threads=config.fetch.threads,
         )
-        core = self.core
-        hooks = self.handle_event, call_soon, self.fetcher.remove_peer
-        daemon = DaemonHooks(*hooks, core.moments, core.digests, core.disk_size, core.homed)
-        self.clusters = ClusterService(self.arena, daemon, config.cluster)
+        self.clusters = ClusterService(
+            *(self.arena, config.cluster, self.core),
+            handle=self.handle_event,
+            call_soon=call_soon,
+            unreachable=self.fetcher.remove_peer,
+        )
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
         self._sound = True  # whether what the core says of the arena can be relied on

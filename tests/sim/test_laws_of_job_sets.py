@@ -123,13 +123,15 @@ class JobSets(Nodes):
         """Each node hears what the others of each of its clusters say of their plans."""
         for job in self.running:
             nodes = self.sets[job]
-            plans = {node: self.cores[node].digests(f"c{job}") for node in nodes}
+            plans = {node: self.cores[node].plans.digests(f"c{job}") for node in nodes}
             for node in nodes:
                 for other in nodes:
                     authority = other == nodes[0]
                     for plan in differing(plans[node], plans[other], authority=authority):
                         self._feed(node, PlanDoubted(plan.dataset, plan.seed))
-            homed = self.homed[job].union(*(self.cores[node].homed(f"c{job}") for node in nodes))
+            homed = self.homed[job].union(
+                *(self.cores[node].plans.homed(f"c{job}") for node in nodes)
+            )
             if homed != self.homed[job]:
                 self.homed[job] = homed
                 for node in nodes:

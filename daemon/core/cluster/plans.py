@@ -8,7 +8,6 @@ from creel.daemon.core import events
 from creel.daemon.core.residency import Residency
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.members import EpochMoment, PlanDigest
-from creel.policies.prefetch import Window
 
 #: Pause before a peer is asked again for what this node has missed, in seconds.
 _ASK_AGAIN_S = 1.0
@@ -23,13 +22,9 @@ class ClusterPlans:
     """
 
     def __init__(
-        self,
-        residencies: Mapping[str, Residency],
-        window: Window,
-        emit: Callable[[events.Action], None],
+        self, residencies: Mapping[str, Residency], emit: Callable[[events.Action], None]
     ) -> None:
         self._residencies = residencies
-        self._window = window
         self._emit = emit
         self._ask_again: dict[str, float] = {}  # by dataset: when, in seconds
 
