@@ -112,10 +112,8 @@ class Admission:
         if k < len(sizes) and self._claim(residency, (len(sizes) - k) * residency.pool.record):
             out[k:] = residency.pool.alloc(sizes[k:])
             k = int(np.count_nonzero(out != NOWHERE))
-        while k < len(sizes) and residency.policy is not None:
+        while k < len(sizes):
             ids, why = self._victims(residency, len(sizes) - k, due, urgency)
-            if urgency is Urgency.STALLED and not len(ids) and not self.waits(residency):
-                ids, why = residency.policy.forced_victims(len(sizes) - k, due), "stalled"
             if not len(ids):
                 break
             out[k : k + len(ids)] = residency.vacate(ids, why)
@@ -150,22 +148,7 @@ class Admission:
     def _make_room(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:
         """Evict about `nbytes`; return the bytes freed."""
         freed = self._claim(residency, nbytes)
-        if freed < nbytes:
-            freed += self._evict(residency, nbytes - freed, due, urgency)
-        if (
-            freed < nbytes
-            and urgency is Urgency.STALLED
-            and residency.policy is not None
-            and not self.waits(residency)
-        ):
-            k = math.ceil((nbytes - freed) / residency.mean)
-            freed += residency.evict(residency.policy.forced_victims(k, due), "stalled")
-        return freed
-
-    def _evict(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:
-        """Evict what the dataset's own eviction policy allows; return the bytes freed."""
-        freed = 0
-        while freed < nbytes and residency.policy is not None:
+        while freed < nbytes:
             k = math.ceil((nbytes - freed) / residency.mean)
             ids, why = self._victims(residency, k, due, urgency)
             if not len(ids):
@@ -176,21 +159,23 @@ class Admission:
     def _victims(
         self, residency: Residency, k: int, due: int, urgency: Urgency
     ) -> tuple[Index, str]:
-        """Up to k objects that may leave memory, and why; none: no more."""
+        """Up to k objects of the dataset that may leave memory, and why; none: no more."""
         policy = residency.policy
         if policy is None:
             return NONE, ""
-        if not self.disk:
-            return policy.victims(k, due), "due_later"
-        sources = [(policy.unneeded, "due_later"), (residency.disk.clean, "on_disk")]
-        if not self.waits(residency):
-            sources.append((policy.victims, "due_later"))  # which are lost
+        sources = [(policy.victims, "due_later")]
+        forced = urgency is Urgency.STALLED
+        if self.disk:
+            waits = self.waits(residency)
+            lost = [] if waits else sources
+            sources = [(policy.unneeded, "due_later"), (residency.disk.clean, "on_disk"), *lost]
+            forced = urgency > Urgency.AHEAD and not waits
+        if forced:
+            sources.append((policy.forced_victims, "stalled"))
         for victims, why in sources:
             ids = victims(k, due)
             if len(ids):
                 return ids, why
-        if not self.waits(residency) and urgency > Urgency.AHEAD:
-            return policy.forced_victims(k, due), "stalled"
         return NONE, ""
 
     def waits(self, residency: Residency) -> bool:

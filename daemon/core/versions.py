@@ -114,9 +114,9 @@ class Versions:
     def read(
         self,
         ids: Index,
-        version: NDArray[np.int64] | None,
+        version: NDArray[np.int64],
         generation: int,
-        asked: NDArray[np.float64] | None = None,
+        asked: NDArray[np.float64],
     ) -> tuple[NDArray[np.bool_], Files]:
         """Enter the versions (k,) of objects `ids` that were read in `generation`.
 
@@ -127,16 +127,13 @@ class Versions:
             (k,) whether each is of an older version than is known now, and so of no use; (m,)
             files whose other residents are all out of date.
         """
-        if version is None:
-            version = np.zeros(len(ids), np.int64)
         files = self.files(ids)
         old = self.version[files]
         other = differ(old, version) | (version == CHANGING)
         late = other & (self.seen[files] > generation)
-        good, found = (
-            (files, version) if not np.count_nonzero(late) else (files[~late], version[~late])
-        )
-        begun = 0.0 if asked is None else asked[~late]
+        good, found, begun = files, version, asked
+        if np.count_nonzero(late):
+            good, found, begun = files[~late], version[~late], asked[~late]
         if np.count_nonzero(other) and self._bounds is not None:
             self._date(good, np.ones(len(good), np.bool_), begun)
             return late, self._replaced(good, found, generation)
@@ -160,8 +157,8 @@ class Versions:
         self,
         ids: Index,
         version: NDArray[np.int64],
-        asked: NDArray[np.float64] | None = None,
-        opened: Iterable[tuple[float, int]] = (),
+        asked: NDArray[np.float64],
+        opened: Iterable[tuple[float, int]],
     ) -> NDArray[np.bool_]:
         """Enter the versions (k,) of objects `ids` that a peer sent, read at any time before.
 
@@ -179,7 +176,7 @@ class Versions:
         fresh = (self.seen[files] == 0) & (self.version[files] == UNKNOWN)
         self.version[files[fresh]] = shared(version[fresh])
         late: NDArray[np.bool_] = differ(self.version[files], version) | (version == CHANGING)
-        if asked is not None and self._remote is not None and self._since is not None:
+        if self._remote is not None and self._since is not None:
             good = ~late & self._remote[files] & (version > 0)
             files, asked = files[good], asked[good]
             self._since[files] = np.maximum(self._since[files], asked)

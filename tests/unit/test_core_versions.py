@@ -446,13 +446,13 @@ def test_versions_of_files_that_hold_many_objects() -> None:
     versions = Versions(6, np.array([0, 2, 6]))
     ids = np.array([1, 2, 5])
     assert versions.files(ids).tolist() == [0, 1, 1]
-    late, changed = versions.read(ids, np.array([7, 8, 8]), 1)
+    late, changed = versions.read(ids, np.array([7, 8, 8]), 1, np.zeros(3))
     assert not late.any()
     assert changed.tolist() == [0, 1], "whatever else is held of them is of an unknown version"
     assert versions.unasked(ids, 1, 1).tolist() == []
     assert versions.unasked(ids, 2, 2).tolist() == [0, 1]
     two = np.array([0, 1], np.int32)
     assert versions.answered(two, np.array([7, 9]), 2).tolist() == [1]
-    late, changed = versions.read(ids, np.array([7, 8, 9]), 1)
+    late, changed = versions.read(ids, np.array([7, 8, 9]), 1, np.zeros(3))
     assert late.tolist() == [False, True, False]
     assert changed.tolist() == []

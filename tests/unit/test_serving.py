@@ -294,16 +294,16 @@ def test_after_the_cluster_has_ended_everything_comes_from_the_source() -> None:
 
 
 def test_another_version_than_the_one_known_here_is_of_no_use() -> None:
-    versions, first = Versions(2), np.array([0])
-    versions.read(first, np.array([OLD]), 1)
-    assert versions.received(first, np.array([NEW])).tolist() == [True]
-    assert versions.received(first, np.array([OLD])).tolist() == [False]
-    assert versions.received(first, shared(np.array([OLD]))).tolist() == [False]
+    versions, first, never = Versions(2), np.array([0]), np.zeros(1)
+    versions.read(first, np.array([OLD]), 1, never)
+    assert versions.received(first, np.array([NEW]), never, []).tolist() == [True]
+    assert versions.received(first, np.array([OLD]), never, []).tolist() == [False]
+    assert versions.received(first, shared(np.array([OLD])), never, []).tolist() == [False]
 
 
 def test_a_peers_version_counts_once_a_check_here_has_found_the_same() -> None:
     versions, ids = Versions(2), np.array([0, 1])
-    assert not versions.received(ids, np.array([OLD, OLD])).any()
+    assert not versions.received(ids, np.array([OLD, OLD]), np.zeros(2), []).any()
     assert not versions.current(ids, 1, 1).any()
     changed = versions.answered(ids.astype(np.int32), np.array([OLD, NEW]), 1)
     assert changed.tolist() == [1]
