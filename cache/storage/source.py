@@ -113,19 +113,36 @@ class Read(NamedTuple):
 
     nbytes: (k,) bytes read; -1 where the object failed (`counters.last_error` has the reason).
     version: (k,) int64 of its file (see `cache/storage/version.py`); UNKNOWN where it failed.
-    asked: (k,) when its storage was asked for that version at the earliest (`time.monotonic`), as a
-        peer says; 0 where it does not know. None: no peer was asked.
+    asked: (k,) when the storage was asked for that version at the earliest (`time.monotonic`); 0
+        where that is not known.
     """
 
     nbytes: NDArray[np.int64]
     version: NDArray[np.int64]
-    asked: NDArray[np.float64] | None = None
+    asked: NDArray[np.float64]
+
+    @classmethod
+    def failed(cls, objects: int) -> Read:
+        """The results of a read that failed: of one that begins."""
+        nbytes, unknown = np.full(objects, -1), np.full(objects, version.UNKNOWN)
+        return cls(nbytes, unknown, np.zeros(objects))
+
+    def part(self, part: slice) -> Read:
+        """The results of some of the objects, to be entered."""
+        return Read(self.nbytes[part], self.version[part], self.asked[part])
 
     def enter(self, where: NDArray[np.integer] | slice, found: Read) -> None:
         """Enter the results of the objects at `where`."""
-        self.nbytes[where], self.version[where] = found.nbytes, found.version
-        if self.asked is not None and found.asked is not None:
-            self.asked[where] = found.asked
+        for column, values in zip(self, found, strict=True):
+            column[where] = values
+
+
+class WholeObject(NamedTuple):
+    """An object whose length was unknown; `version` and `asked` as in `Read`."""
+
+    data: bytes
+    version: int
+    asked: float
 
 
 class Source:
@@ -242,29 +259,27 @@ class Source:
         except Exception:  # noqa: BLE001  likewise
             return None
 
-    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
-        """Bytes and version of each object (for those of unknown length), None where it failed."""
-        found: list[tuple[bytes, int] | None] = []
+    def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
+        """Each object (for those of unknown length), None where it failed."""
+
+        def whole(stored: StoredFile) -> Callable[[Store], tuple[bytes, int]]:
+            return lambda store: store.read(stored, 0, UNKNOWN, versioned=True)
+
+        found: list[WholeObject | None] = []
         seconds: list[float] = []
         total = 0
         for row in self.manifest.rows(ids).tolist():
-            start = time.perf_counter()
-            stored = self._stored_file(row)
+            start, stored = time.monotonic(), self._stored_file(row)
             try:
-                one = self._whole_of(stored)
+                data, of = self._with_retries(stored, whole(stored))
             except SourceError:
                 found.append(None)
                 continue
-            seconds.append(time.perf_counter() - start)
-            total += len(one[0])
-            found.append(one)
+            seconds.append(time.monotonic() - start)
+            total += len(data)
+            found.append(WholeObject(data, of, start))
         self.counters.count_reads(total, seconds, len(seconds))
         return found
-
-    def _whole_of(self, stored: StoredFile) -> tuple[bytes, int]:
-        return self._with_retries(
-            stored, lambda store: store.read(stored, 0, UNKNOWN, versioned=True)
-        )
 
     def read_parts(
         self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: Sequence[Part]
@@ -282,9 +297,10 @@ class Source:
         """
         rows = self.manifest.rows(ids)
         offset = self.manifest.ranges(ids, rows)[0]
+        asked = np.full(len(ids), time.monotonic())
         if len(ids) >= _MANY and (found := self._read_pieces(ids, rows, offset, length, parts)):
-            return Read(length.copy(), np.full(len(ids), found.version, np.int64))
-        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), version.UNKNOWN, np.int64))
+            return Read(length.copy(), np.full(len(ids), found.version), asked)
+        read = Read.failed(len(ids))._replace(asked=asked)
         done = self._read_files(rows, length, parts, read)
         file = self.manifest.file_of(ids[done:])
         for reads in _files(file, offset[done:], length[done:]):

@@ -87,9 +87,7 @@ class Landing:
             self._prefetcher.stuck.clear()
             self._partly(pending, good, known, nbytes, now)
 
-    def _count_answer(
-        self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes
-    ) -> None:
+    def _count_answer(self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes) -> None:
         """Count what disk or peer had, and what not."""
         residency = pending.residency
         who = "disk" if pending.origin == DISK else "peer"
@@ -116,9 +114,7 @@ class Landing:
     ) -> NDArray[np.bool_]:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
         residency, ids = pending.residency, pending.ids[good]
-        late, changed = residency.versions.read(
-            ids, version[good], pending.generation, asked[good]
-        )
+        late, changed = residency.versions.read(ids, version[good], pending.generation, asked[good])
         self._changed(residency, changed)
         newest = max((s.since for s in self._readers(residency)), default=0)
         if pending.generation < newest:  # steps are ready without these: leave them failed

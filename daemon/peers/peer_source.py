@@ -18,11 +18,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.source import Counters, Part, Read
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.source import Counters, Part, Read, WholeObject
 from creel.daemon.peers import wire
 from creel.daemon.peers.link import PeerLink
-from creel.daemon.peers.wire import LATER, Credentials, Numbers, Seconds
+from creel.daemon.peers.wire import LATER, Credentials, Numbers
 from creel.errors import MalformedError, ProtocolError, SourceError
 
 log = logging.getLogger("creel.peers")
@@ -39,8 +38,8 @@ _CLOCK_RATES = 1.001
 _LOST_S = 0.5
 _LOST_MAX_S = 4.0
 
-#: Called with nbytes, versions and `Read.asked` of objects (by position), whose payload follows.
-_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Numbers, Numbers, Seconds], None]
+#: Called with the answer about objects (by position), whose payload follows.
+_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Read], None]
 
 
 class PeerSource:
@@ -107,19 +106,11 @@ class PeerSource:
             nbytes: as the peer has it. Where that is not `length`, nothing was read; -1: the peer
                 does not have it, or is lost.
         """
-        none = np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64)
-        read = Read(*none, since := np.zeros(len(ids)))
-        wanted = length.tolist()
+        read, wanted = Read.failed(len(ids)), length.tolist()
 
-        def take(
-            link: PeerLink,
-            where: NDArray[np.intp],
-            nbytes: Numbers,
-            version: Numbers,
-            asked: Seconds,
-        ) -> None:
+        def take(link: PeerLink, where: NDArray[np.intp], found: Read) -> None:
             into: list[memoryview] = []
-            for i, size in zip(where.tolist(), nbytes.tolist(), strict=True):
+            for i, size in zip(where.tolist(), found.nbytes.tolist(), strict=True):
                 if size == wanted[i]:
                     if size:
                         into += parts[i]
@@ -128,36 +119,23 @@ class PeerSource:
                     into = []
                     link.drain(size)
             link.fill(into)
-            read.nbytes[where], read.version[where], since[where] = nbytes, version, asked
+            read.enter(where, found)
 
         self._read(ids, length, take)
         return read
 
-    def read_whole(
-        self, ids: NDArray[np.integer], since: Seconds | None = None
-    ) -> list[tuple[bytes, int] | None]:
-        """Bytes and version of each object (for those of unknown length), None where it failed.
+    def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
+        """Each object (for those of unknown length), None where it failed."""
+        whole: list[WholeObject | None] = [None] * len(ids)
 
-        since: (k,) takes when the storage was asked for each, as `Read.asked`.
-        """
-        found: list[tuple[bytes, int] | None] = [None] * len(ids)
-
-        def take(
-            link: PeerLink,
-            where: NDArray[np.intp],
-            nbytes: Numbers,
-            version: Numbers,
-            asked: Seconds,
-        ) -> None:
-            columns = where.tolist(), nbytes.tolist(), version.tolist()
-            for i, size, of in zip(*columns, strict=True):
+        def take(link: PeerLink, where: NDArray[np.intp], found: Read) -> None:
+            columns = (column.tolist() for column in found)
+            for i, size, version, asked in zip(where.tolist(), *columns, strict=True):
                 if size >= 0:
-                    found[i] = link.whole(size), of
-            if since is not None:
-                since[where] = asked
+                    whole[i] = WholeObject(link.whole(size), version, asked)
 
         self._read(ids, np.full(len(ids), _GUESS_NBYTES), take)
-        return found
+        return whole
 
     # --- connections --------------------------------------------------------------------------
 
@@ -207,7 +185,7 @@ class PeerSource:
                 now = nbytes != LATER
                 # The peer took the age after this was sent: it asked the storage no earlier.
                 since = np.where(np.isfinite(age), sent - age * _CLOCK_RATES, 0.0)
-                take(link, where[now], nbytes[now], version[now], since[now])
+                take(link, where[now], Read(nbytes[now], version[now], since[now]))
                 if not now.all():
                     left.append(where[~now])
                 del asked[number]

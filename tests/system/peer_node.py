@@ -166,7 +166,6 @@ def check_read(source: PeerSource, objects: list[bytes | None], ids: NDArray[np.
             assert data is None or b"".join(part) == data
         here = read.nbytes >= 0
         assert (read.version[here] == ids[here] + 7).all()
-        assert read.asked is not None
         ages = time.monotonic() - read.asked[here]
         assert ((ages >= ids[here] / 4) & (ages < ids[here] / 4 + 60))[ids[here] % 2 == 1].all()
         assert (read.asked[here][ids[here] % 2 == 0] == 0).all()

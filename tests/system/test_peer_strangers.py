@@ -49,7 +49,7 @@ def test_a_bit_that_flips_on_the_way_never_becomes_a_wrong_byte(stack: ExitStack
         source = PeerSource(proxy.address, "node", "data", SECRET)
         stack.callback(source.close)
         if whole:
-            found = [one and one[0] for one in source.read_whole(ids)]
+            found = [one and one.data for one in source.read_whole(ids)]
         else:
             parts = [bytearray(n) for n in length.tolist()]
             read = source.read_parts(ids, length, [[memoryview(part)] for part in parts])

@@ -85,10 +85,10 @@ def test_objects_of_unknown_length_come_whole(
     monkeypatch.setattr(wire, "ANSWER_NBYTES", 1 << 20)
     objects = [*data_of(700_000, 0, 700_000, 3_000_000, 5), None]
     source = source_of(stack, node_of(stack, objects))
-    asked = np.zeros(6)
-    found = source.read_whole(np.arange(6, dtype=np.int32), asked)
-    assert (asked > 0).tolist() == [False, True] * 3
-    assert found == [data if data is None else (data, i + 7) for i, data in enumerate(objects)]
+    found = source.read_whole(np.arange(6, dtype=np.int32))
+    assert [one and one.data for one in found] == objects
+    assert [one.version for one in found if one] == [7, 8, 9, 10, 11]
+    assert [one.asked > 0 for one in found if one] == [False, True, False, True, False]
 
 
 def test_threads_read_at_once(stack: ExitStack) -> None:

@@ -311,7 +311,7 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
             self.parts.append(len(ids))
             for part in parts:
                 part[0][:] = b"x" * len(part[0])
-            return Read(length.copy(), np.ones(len(ids), np.int64))
+            return Read(length.copy(), np.ones(len(ids), np.int64), np.zeros(len(ids)))
 
         def close(self) -> None:
             pass
@@ -338,7 +338,7 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
         def read_parts(self, ids: Any, length: Any, parts: Any) -> Any:  # noqa: ARG002
             begun.set()
             assert goes_on.wait(60)
-            return Read(length.copy(), np.ones(len(ids), np.int64))
+            return Read(length.copy(), np.ones(len(ids), np.int64), np.zeros(len(ids)))
 
         def close(self) -> None:
             pass
@@ -398,8 +398,7 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
     """The arena is asked which pages were written to; a table of them is for small objects."""
 
     source = mock.Mock()
-    failed = np.full(201, -1, np.int64)
-    source.read_parts = lambda ids, *_: Read(failed[: len(ids)], failed[: len(ids)])
+    source.read_parts = lambda ids, *_: Read.failed(len(ids))
     length = np.append(np.full(200, 4096), 1 << 28)
     with Arena.create(1 << 29) as arena:
         fetcher = Fetcher(arena, lambda _: None, no_peers)

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from creel.cache.disk.store import DiskStore
 from creel.cache.disk.traces import drop_traces
 from creel.cache.memory.arena import Arena
-from creel.cache.storage.source import Part, Read
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.source import Part, Read, WholeObject
 from creel.config import disk_budget
 from creel.daemon.core.events import (
     Action,
@@ -214,7 +213,7 @@ class DiskSource:
 
     def read_parts(self, ids: NDArray[np.integer], length: Sizes, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object."""
-        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64))
+        read = Read.failed(len(ids))
         wanted = zip(ids.tolist(), length.tolist(), parts, strict=True)
         for i, (object_id, nbytes, part) in enumerate(wanted):
             found = self._store and self._store.read(self._dataset, object_id, nbytes, part)
@@ -222,7 +221,7 @@ class DiskSource:
                 read.nbytes[i], read.version[i] = found
         return read
 
-    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
+    def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
         """None for each: of what is on disk the length is known."""
         return [None] * len(ids)
 
