@@ -10,7 +10,7 @@ _ACCEPTS = 32  # new connections a turn
 
 
 class Listener:
-    """Accepts connections; after an error, as where descriptors are short, only from `resume` on."""
+    """Accepts connections; after an error (no free descriptor, say) only from `resume` on."""
 
     def __init__(self, listening: socket.socket, epoll: select.epoll) -> None:
         self.socket = listening

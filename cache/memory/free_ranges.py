@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from itertools import islice
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.errors import IllegalEventError
-
-Sizes: TypeAlias = NDArray[np.int64]
+from creel.policies.arrays import Ints
 
 #: The offset of an object without room; equals `shared_words.ABSENT`.
 ABSENT = -1
@@ -111,7 +108,7 @@ class FreeRanges:
         self._cut(start, size, at, limit)
         return at, limit
 
-    def sorted(self) -> tuple[Sizes, Sizes]:
+    def sorted(self) -> tuple[Ints, Ints]:
         """(n,) starts, ascending, and (n,) sizes of all free ranges."""
         start = np.fromiter(self._size.keys(), np.int64, len(self._size))
         size = np.fromiter(self._size.values(), np.int64, len(self._size))

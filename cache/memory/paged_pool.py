@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT, Sizes, must
+from creel.cache.memory.free_ranges import ABSENT, must
 from creel.cache.memory.runs import HEADER, Runs, chained
 from creel.errors import IllegalEventError
-from creel.policies.masks import every
+from creel.policies.arrays import Ints, every
 
 if TYPE_CHECKING:
     from creel.cache.memory.allocator import Allocator
@@ -22,7 +22,7 @@ _MAX_RUNS = 1024
 _MANY = 4096
 
 
-def _joined(offsets: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes]:
+def _joined(offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
     """Return the ranges, ascending, with touching ones joined."""
     order = offsets.argsort()
     offsets, sizes = offsets[order], sizes[order]
@@ -48,7 +48,7 @@ class PagedPool:
         self._begins = np.zeros((space.nbytes >> self._shift + 3) + 1, np.uint8)
         self._chains: Runs = {}
 
-    def alloc(self, nbytes: Sizes) -> Sizes:
+    def alloc(self, nbytes: Ints) -> Ints:
         """(k,) places for objects of these sizes; ABSENT where there is no room.
 
         Where there is not enough for all, the first ones are served first, and a large object
@@ -90,7 +90,7 @@ class PagedPool:
         self._chains[place] = np.array(found, np.int64)
         return place
 
-    def free(self, places: Sizes, nbytes: Sizes) -> int:
+    def free(self, places: Ints, nbytes: Ints) -> int:
         """Free objects of these sizes; bytes of their rooms.
 
         Raises:
@@ -110,11 +110,11 @@ class PagedPool:
             put(first, n)
         return total
 
-    def runs(self, places: Sizes) -> Runs:
+    def runs(self, places: Ints) -> Runs:
         """The runs of those objects that are in several."""
         return {place: self._chains[place] for place in places[places < ABSENT].tolist()}
 
-    def rooms(self, places: Sizes, nbytes: Sizes) -> tuple[Sizes, Sizes]:
+    def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
         """(m,) starts and (m,) sizes of all ranges that these objects take up, in any order.
 
         Raises:
@@ -138,26 +138,26 @@ class PagedPool:
     def trim(self) -> None:
         """Do nothing: a page returns to the space with its object."""
 
-    def ranges(self) -> tuple[Sizes, Sizes]:
+    def ranges(self) -> tuple[Ints, Ints]:
         """(n,) starts and (n,) sizes of all runs: -1, up to where the next range begins."""
         bits = np.unpackbits(self._begins, bitorder="little")
         start = bits.nonzero()[0] << self._shift
         return start, np.full(len(start), -1)
 
-    def check(self, held: Sizes) -> None:
+    def check(self, held: Ints) -> None:
         """Raise IllegalEventError unless the sizes `held` (n,) of all runs add up."""
         must(int(held.sum()) == self.used, "used bytes do not add up")
 
-    def rounded(self, nbytes: Sizes) -> Sizes:
+    def rounded(self, nbytes: Ints) -> Ints:
         """(k,) bytes of the rooms for objects of these sizes, in one piece."""
         return -(-np.maximum(nbytes, 1) // self.page) * self.page
 
-    def _bits(self, at: Sizes) -> tuple[Sizes, NDArray[np.uint8]]:
+    def _bits(self, at: Ints) -> tuple[Ints, NDArray[np.uint8]]:
         """(k,) byte of `_begins` and (k,) bit in it, for the pages at these addresses."""
         page = at >> self._shift
         return page >> 3, np.left_shift(1, page & 7).astype(np.uint8)
 
-    def _check_in_use(self, at: Sizes) -> None:
+    def _check_in_use(self, at: Ints) -> None:
         if not len(at):
             return
         ordered = np.sort(at)

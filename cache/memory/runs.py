@@ -12,7 +12,8 @@ import struct
 from collections.abc import Iterator
 from typing import TypeAlias, TypeVar
 
-from creel.cache.memory.free_ranges import ABSENT, Sizes
+from creel.cache.memory.free_ranges import ABSENT
+from creel.policies.arrays import Ints
 
 #: Of a run: bytes of the object in it, and the start of the next run (ABSENT: the last one).
 HEADER = struct.Struct("<qq")
@@ -20,10 +21,10 @@ HEADER = struct.Struct("<qq")
 #: so whatever stands where headers were, the runs soon come to an end.
 _LEAST = 64 - HEADER.size
 
-Number = TypeVar("Number", int, Sizes)
+Number = TypeVar("Number", int, Ints)
 
 #: By place, for objects in several runs: (r, 2) start and bytes of each run, header included.
-Runs: TypeAlias = dict[int, Sizes]
+Runs: TypeAlias = dict[int, Ints]
 
 
 def chained(number: Number) -> Number:
@@ -35,7 +36,7 @@ def chained(number: Number) -> Number:
     return 2 * ABSENT - number
 
 
-def headers(runs: Sizes, nbytes: int) -> Iterator[tuple[int, bytes]]:
+def headers(runs: Ints, nbytes: int) -> Iterator[tuple[int, bytes]]:
     """Yield the start of each run and its header, for an object of `nbytes`.
 
     >>> import numpy as np

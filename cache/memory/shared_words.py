@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Offsets
 from creel.counters import OF_RANKS
+from creel.policies.arrays import Ints
 
 WORDS_NBYTES = 4096
 #: `LocationTable.offset` of an object that is not in the arena.
@@ -145,7 +145,7 @@ class LocationTable:
         """
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         self._map = mmap.mmap(fd, self.nbytes(objects, record), prot=prot)
-        self.length: NDArray[np.int64]
+        self.length: Ints
         if record:
             self.offset = Offsets(np.frombuffer(self._map, np.int32, objects), record)
             self.length = np.broadcast_to(np.int64(record), objects)

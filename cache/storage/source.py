@@ -29,6 +29,7 @@ from creel.cache.storage.remote import open_store
 from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import Filled, LocalStore, Run, Store, StoredFile, TornError
 from creel.errors import SourceError
+from creel.policies.arrays import Floats, Ints, Mask
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Counters:
             )
 
 
-def parts_in(buffer: memoryview, length: NDArray[np.int64]) -> list[Part]:
+def parts_in(buffer: memoryview, length: Ints) -> list[Part]:
     """Cut a buffer into (k,) objects of these lengths, one after the other."""
     ends = length.cumsum()
     ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
@@ -117,9 +118,9 @@ class Read(NamedTuple):
         where that is not known.
     """
 
-    nbytes: NDArray[np.int64]
-    version: NDArray[np.int64]
-    asked: NDArray[np.float64]
+    nbytes: Ints
+    version: Ints
+    asked: Floats
 
     @classmethod
     def failed(cls, objects: int) -> Read:
@@ -198,7 +199,7 @@ class Source:
         self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
         return data
 
-    def versions(self, files: NDArray[np.integer]) -> NDArray[np.int64]:
+    def versions(self, files: NDArray[np.integer]) -> Ints:
         """Ask the storage for the current version of each file.
 
         Locally by path, so that a replaced file is noticed. Retries after transient errors are
@@ -224,9 +225,7 @@ class Source:
                 retried(self._settings, ask, uris[0], on_retry=self.counters.count_retry)
         return found
 
-    def _ask(
-        self, uris: list[str], which: list[int], found: NDArray[np.int64]
-    ) -> dict[int, Exception]:
+    def _ask(self, uris: list[str], which: list[int], found: Ints) -> dict[int, Exception]:
         """Enter the versions of some addresses; return the errors of those worth a retry."""
         stores: dict[Store | None, list[int]] = defaultdict(list)
         if not self.manifest.remote.any():
@@ -281,9 +280,7 @@ class Source:
         self.counters.count_reads(total, seconds, len(seconds))
         return found
 
-    def read_parts(
-        self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: Sequence[Part]
-    ) -> Read:
+    def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object.
 
         Neighbours in one file become one read. An object that is a whole file fails where the
@@ -319,9 +316,9 @@ class Source:
     def _read_pieces(
         self,
         ids: NDArray[np.integer],
-        rows: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        length: NDArray[np.int64],
+        rows: Ints,
+        offset: Ints,
+        length: Ints,
         parts: Sequence[Part],
     ) -> Filled | None:
         """Read scattered pieces of one local file, if they are that, by a fast path.
@@ -351,13 +348,7 @@ class Source:
         self.counters.count_evenly(len(rows), int(length.sum()), seconds, filled.opens)
         return filled
 
-    def _read_files(
-        self,
-        rows: NDArray[np.int64],
-        length: NDArray[np.int64],
-        parts: Sequence[Part],
-        read: Read,
-    ) -> int:
+    def _read_files(self, rows: Ints, length: Ints, parts: Sequence[Part], read: Read) -> int:
         """Read local files of one object each by a fast path; how many of the first are such."""
         whole = self._whole[rows]
         files = len(rows) if whole.all() else int(whole.argmin())
@@ -479,7 +470,7 @@ class Source:
             )
 
 
-def _single(manifest: Manifest) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _single(manifest: Manifest) -> tuple[Mask, Mask]:
     """(rows,) whether its file holds only this row's object; and whether from byte 0 on."""
     rows = manifest.file_rows
     single = np.zeros(manifest.table.num_rows, np.bool_)
@@ -496,9 +487,7 @@ class _Neighbours(NamedTuple):
     members: list[int]
 
 
-def _files(
-    file: NDArray[np.integer], offset: NDArray[np.int64], length: NDArray[np.int64]
-) -> Iterator[list[_Neighbours]]:
+def _files(file: NDArray[np.integer], offset: Ints, length: Ints) -> Iterator[list[_Neighbours]]:
     """Yield the reads of each file.
 
     >>> for reads in _files(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4)):

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
-from creel.daemon.core.residency import Index, Residency, Sizes
-from creel.policies.eviction.policy import NONE
-from creel.policies.masks import some
+from creel.daemon.core.residency import Residency
+from creel.policies.arrays import NONE, Index, Ints, Mask, some
 
 #: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
 _ROUNDS = 4
@@ -50,7 +48,7 @@ class Admission:
         self.residencies: dict[str, Residency] = {}
         self.expected = 0  # bytes in flight whose length is a guess
         #: Offsets and lengths that fetches in flight for a dataset write to; set by `Inflight`.
-        self.busy: Callable[[Residency], tuple[Sizes, Sizes]]
+        self.busy: Callable[[Residency], tuple[Ints, Ints]]
 
     def share(self, residency: Residency) -> float:
         """Bytes that this dataset may claim."""
@@ -73,8 +71,8 @@ class Admission:
         return self.space.free_bytes - self.expected
 
     def place(
-        self, residency: Residency, sizes: Sizes, due: int, urgency: Urgency = Urgency.AHEAD
-    ) -> Sizes:
+        self, residency: Residency, sizes: Ints, due: int, urgency: Urgency = Urgency.AHEAD
+    ) -> Ints:
         """(k,) places for objects of these sizes; ABSENT (-1) where no room can be made.
 
         Evicts what `urgency` allows. `due`: the step that reads them, on the eviction policy's
@@ -96,13 +94,13 @@ class Admission:
             free = 0  # what there is lies in other pools' slabs
         return out
 
-    def _fits(self, residency: Residency, sizes: Sizes) -> slice | NDArray[np.bool_]:
+    def _fits(self, residency: Residency, sizes: Ints) -> slice | Mask:
         """Which objects leave enough free room for those in flight whose length is a guess."""
         if not self.expected:
             return slice(None)
         return residency.pool.rounded(sizes).cumsum() <= self.free_nbytes
 
-    def _swap(self, residency: Residency, sizes: Sizes, due: int, urgency: Urgency) -> Sizes:
+    def _swap(self, residency: Residency, sizes: Ints, due: int, urgency: Urgency) -> Ints:
         """`place` for equal records: new objects take the places of evicted ones."""
         out = np.full(len(sizes), NOWHERE, np.int64)
         k = min(len(sizes), max(self.free_nbytes, 0) // residency.pool.record)
@@ -131,8 +129,8 @@ class Admission:
         return min(k, max(self.free_nbytes, 0) // each)
 
     def room(
-        self, residency: Residency, length: Sizes, due: int, urgency: Urgency = Urgency.AHEAD
-    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        self, residency: Residency, length: Ints, due: int, urgency: Urgency = Urgency.AHEAD
+    ) -> tuple[Ints, Mask]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
         unknown = length < 0
         if not some(unknown):

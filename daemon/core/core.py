@@ -20,9 +20,10 @@ from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
-from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.residency import Residency
 from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
+from creel.policies.arrays import Index
 from creel.policies.prefetch import Window
 
 #: A reader that waits longer than this for an object or its version reads directly, as one hung

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
+from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
-
-Ids: TypeAlias = NDArray[np.int32]
-Sizes: TypeAlias = NDArray[np.int64]
 
 #: The origin of a fetch: the dataset's storage; what the shell holds in private memory since a
 #: fetch of unknown lengths; the node's disk. Other origins are numbers of peers.
@@ -44,7 +38,7 @@ class DatasetAdded(Event, frozen=True):
 
     dataset: str
     offset: Places
-    length: Sizes
+    length: Ints
     lengths: Lengths
     versions: Versions | None = None
 
@@ -70,7 +64,7 @@ class PlanExtended(Event, frozen=True):
     epoch: int
     step: int
     objects: Ids
-    ends: Sizes
+    ends: Ints
     unplanned: bool = False
 
 
@@ -157,16 +151,16 @@ class Fetched(Event, frozen=True):
     """
 
     fetch: int
-    nbytes: Sizes
-    version: Sizes | None = None
-    asked: NDArray[np.float64] | None = None
+    nbytes: Ints
+    version: Ints | None = None
+    asked: Floats | None = None
 
 
 class Checked(Event, frozen=True):
     """CheckVersions `check` ended: (k,) `version` of its files as the storage has them now."""
 
     check: int
-    version: Sizes
+    version: Ints
 
 
 class RetentionPlanned(Event, frozen=True):
@@ -207,7 +201,7 @@ class FoundOnDisk(Event, frozen=True):
 
     dataset: str
     ids: Ids
-    nbytes: Sizes
+    nbytes: Ints
 
 
 class Spilled(Event, frozen=True):
@@ -217,7 +211,7 @@ class Spilled(Event, frozen=True):
     """
 
     spill: int
-    stored: NDArray[np.bool_]
+    stored: Mask
     full: bool = False
 
 
@@ -266,8 +260,8 @@ class FetchObjects(Action, frozen=True):
     fetch: int
     dataset: str
     ids: Ids
-    offset: Sizes
-    length: Sizes
+    offset: Ints
+    length: Ints
     deadline: float
     runs: Runs = {}
     origin: int = SOURCE
@@ -291,10 +285,10 @@ class ServeObjects(Action, frozen=True):
     """
 
     request: int
-    place: Sizes
-    nbytes: Sizes
-    version: Sizes
-    age: NDArray[np.float64]
+    place: Ints
+    nbytes: Ints
+    version: Ints
+    age: Floats
 
 
 class AskPlan(Action, frozen=True):
@@ -324,9 +318,9 @@ class SpillObjects(Action, frozen=True):
     spill: int
     dataset: str
     ids: Ids
-    place: Sizes
-    nbytes: Sizes
-    version: Sizes
+    place: Ints
+    nbytes: Ints
+    version: Ints
 
 
 class DropFromDisk(Action, frozen=True):
@@ -346,7 +340,7 @@ class Publish(Action, frozen=True):
 
     dataset: str
     ids: Ids | slice
-    offset: Sizes | int
+    offset: Ints | int
 
 
 class CheckVersions(Action, frozen=True):

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import DISK, SOURCE, FetchObjects
-from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
+from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import ABSENT, FETCHING, SKIPPED
-from creel.policies.masks import every, some
 from creel.policies.prefetch import Window, affordable, portions
 
 #: Share of the objects and bytes in flight that is reserved for stalled readers.
@@ -42,8 +41,8 @@ class InflightFetch:
 
     residency: Residency
     ids: Index
-    offset: Sizes
-    length: Sizes
+    offset: Ints
+    length: Ints
     due: int
     begun: float
     nbytes: int
@@ -53,7 +52,7 @@ class InflightFetch:
     origin: int = SOURCE
     cancelled: bool = False
 
-    def only(self, which: NDArray[np.bool_]) -> InflightFetch:
+    def only(self, which: Mask) -> InflightFetch:
         """Return the same fetch of fewer objects; which: (k,)."""
         room = self.ids[which], self.offset[which], self.length[which]
         return replace(self, ids=room[0], offset=room[1], length=room[2])
@@ -73,7 +72,7 @@ class Inflight:
         self._mark = 0
         admission.busy = self.offsets
 
-    def may_start(self, nbytes: Sizes, *, urgent: bool) -> int:
+    def may_start(self, nbytes: Ints, *, urgent: bool) -> int:
         """How many fetches of these sizes may start now; at least one when nothing is in flight."""
         part = 1.0 if urgent else 1.0 - _SPARED
         most, most_nbytes = self._window.inflight_objects, self._window.inflight_nbytes
@@ -85,7 +84,7 @@ class Inflight:
         full = k < len(nbytes) and min(objects / most, room / most_nbytes) < part * _LANDED
         return 0 if full else k
 
-    def may_start_for_peers(self, nbytes: Sizes) -> int:
+    def may_start_for_peers(self, nbytes: Ints) -> int:
         """How many fetches of these sizes may start for peers now.
 
         They have a share of their own: two nodes whose readers wait for each other both go on.
@@ -98,8 +97,8 @@ class Inflight:
         self,
         residency: Residency,
         ids: Index,
-        offset: Sizes,
-        length: Sizes,
+        offset: Ints,
+        length: Ints,
         due: int,
         now: float,
         deadline: float,
@@ -244,7 +243,7 @@ class Inflight:
         """(k,) objects of a dataset that are in flight."""
         return np.concatenate([np.empty(0, np.intp), *(f.ids for f in self._all(residency))])
 
-    def offsets(self, residency: Residency) -> tuple[Sizes, Sizes]:
+    def offsets(self, residency: Residency) -> tuple[Ints, Ints]:
         """(k,) offsets and (k,) lengths that fetches of a dataset write to."""
         own = self._all(residency)
         none = np.empty(0, np.int64)

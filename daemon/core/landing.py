@@ -12,13 +12,13 @@ from creel.cache.storage.version import UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.checks import Checks
 from creel.daemon.core.disk.spilling import Spilling
-from creel.daemon.core.events import DISK, HELD, SOURCE, Action, Checked, Fetched, Sizes
+from creel.daemon.core.events import DISK, HELD, SOURCE, Action, Checked, Fetched
 from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
-from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.residency import Residency
 from creel.daemon.core.sessions import RankStream
+from creel.policies.arrays import Floats, Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
-from creel.policies.masks import every, some
 
 
 class Landing:
@@ -87,7 +87,7 @@ class Landing:
             self._prefetcher.stuck.clear()
             self._partly(pending, good, known, nbytes, now)
 
-    def _count_answer(self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes) -> None:
+    def _count_answer(self, pending: InflightFetch, good: Mask, nbytes: Ints) -> None:
         """Count what disk or peer had, and what not."""
         residency = pending.residency
         who = "disk" if pending.origin == DISK else "peer"
@@ -105,13 +105,7 @@ class Landing:
         for action in self._inflight.start(lacking.residency, *room, lacking.due, now, deadline):
             self._emit(action)
 
-    def _current(
-        self,
-        pending: InflightFetch,
-        good: NDArray[np.bool_],
-        version: Sizes,
-        asked: NDArray[np.float64],
-    ) -> NDArray[np.bool_]:
+    def _current(self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats) -> Mask:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
         residency, ids = pending.residency, pending.ids[good]
         late, changed = residency.versions.read(ids, version[good], pending.generation, asked[good])
@@ -122,12 +116,8 @@ class Landing:
         return ~late
 
     def _still_current(
-        self,
-        pending: InflightFetch,
-        good: NDArray[np.bool_],
-        version: Sizes,
-        asked: NDArray[np.float64],
-    ) -> NDArray[np.bool_]:
+        self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats
+    ) -> Mask:
         """(k,) whether each object, read by somebody some time ago, is of the version known now."""
         residency, ids = pending.residency, pending.ids[good]
         opened = [(s.opened, s.since_remote) for s in self._readers(residency)]
@@ -168,12 +158,7 @@ class Landing:
         residency.outdate(ids)
 
     def _partly(
-        self,
-        pending: InflightFetch,
-        good: NDArray[np.bool_],
-        known: NDArray[np.bool_],
-        nbytes: Sizes,
-        now: float,
+        self, pending: InflightFetch, good: Mask, known: Mask, nbytes: Ints, now: float
     ) -> None:
         """Handle a fetch in which objects failed or had an unknown length."""
         residency = pending.residency
@@ -190,9 +175,7 @@ class Landing:
         failed = residency.state[pending.ids] == FAILED
         residency.counts["failed"] += int((failed & (residency.pins[pending.ids] > 0)).sum())
 
-    def _take_held(
-        self, pending: InflightFetch, good: NDArray[np.bool_], nbytes: Sizes, now: float
-    ) -> None:
+    def _take_held(self, pending: InflightFetch, good: Mask, nbytes: Ints, now: float) -> None:
         """Make room for objects whose lengths are known only after reading, and copy them there."""
         residency, ids, nbytes = pending.residency, pending.ids[good], nbytes[good]
         residency.set_lengths(ids, nbytes)

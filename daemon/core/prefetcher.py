@@ -12,10 +12,10 @@ from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE, FetchObjects
 from creel.daemon.core.inflight import FETCHED_AT_ONCE, SCANNED_AT_ONCE, Inflight
-from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.daemon.core.residency import Residency
 from creel.daemon.core.sessions import RankStream
+from creel.policies.arrays import Index, Ints, Mask, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
-from creel.policies.masks import some
 from creel.policies.prefetch import Window, lead
 
 #: An event starts fetches until they have this many objects: the event of one that lands goes on.
@@ -157,9 +157,9 @@ class Prefetcher:
         s.early = tuple((first + complete.nonzero()[0]).tolist())
 
     @staticmethod
-    def _awaited(s: RankStream, ids: Index, state: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def _awaited(s: RankStream, ids: Index, state: NDArray[np.uint8]) -> Mask:
         """(k,) whether an object, or its file's version, is in flight."""
-        coming: NDArray[np.bool_] = state == FETCHING
+        coming: Mask = state == FETCHING
         if s.since_remote:
             coming |= (state == RESIDENT) & ~s.current(ids)
         return coming
@@ -299,7 +299,7 @@ class Prefetcher:
 
     def _with_room(
         self, s: RankStream, ids: Index, due: int, urgency: Urgency
-    ) -> tuple[Index, Sizes, int]:
+    ) -> tuple[Index, Ints, int]:
         """Make room; those of `ids` that have it, their places, and how many are settled.
 
         The first ones up to one without room are settled. Where a reader has nothing else to read,
@@ -324,8 +324,8 @@ class Prefetcher:
         return ids[~lack], offset[~lack], settled
 
     def _room_again(
-        self, residency: Residency, length: Sizes, due: int, urgency: Urgency
-    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        self, residency: Residency, length: Ints, due: int, urgency: Urgency
+    ) -> tuple[Ints, Mask]:
         """`Admission.room` where the first object had none before; for others once it has.
 
         For the first alone, too, if its length is unknown: its room is a guess, and not taken yet.

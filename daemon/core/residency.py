@@ -23,6 +23,7 @@ from creel.daemon.core.events import DISK, SOURCE, Action, Publish
 from creel.daemon.core.planned_job import PlannedJob, clocks
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
+from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes
@@ -37,15 +38,12 @@ from creel.policies.eviction.policy import (
     STORED,
     EvictionPolicy,
 )
-from creel.policies.masks import every, some
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Latency, SourceRate, Window
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.admission import Admission
 
-Index = NDArray[np.intp]
-Sizes = NDArray[np.int64]
 
 ONE = np.int32(1)
 #: Before any length is known: about an ImageNet file.
@@ -72,7 +70,7 @@ class Residency:
         self,
         name: str,
         offset: Places,
-        length: Sizes,
+        length: Ints,
         lengths: Lengths,
         space: Allocator,
         emit: Callable[[Action], None],
@@ -94,7 +92,7 @@ class Residency:
         self.offset = offset
         self.emit = emit
         #: Objects, ascending, that this event publishes, and their places: not in `offset` yet.
-        self.fresh: list[tuple[Index, Sizes]] = []
+        self.fresh: list[tuple[Index, Ints]] = []
         self.length = length
         self.space = space
         self.disk = DiskCopies(self, DiskTier(space.nbytes) if tier is None else tier)
@@ -122,7 +120,7 @@ class Residency:
     def __len__(self) -> int:
         return len(self.offset)
 
-    def expected(self, length: Sizes) -> Sizes:
+    def expected(self, length: Ints) -> Ints:
         """Return the lengths with a guess in place of unknown ones."""
         strange = length < 0
         return np.where(strange, self.guess, length) if some(strange) else length
@@ -175,7 +173,7 @@ class Residency:
             if self.policy is not None:
                 self.policy.released(ids)
 
-    def set_lengths(self, ids: Index, nbytes: Sizes) -> None:
+    def set_lengths(self, ids: Index, nbytes: Ints) -> None:
         new = self.length[ids] < 0
         self._known += int(new.sum())
         self._known_nbytes += int(nbytes[new].sum())
@@ -210,7 +208,7 @@ class Residency:
         nbytes = self.length[ids]
         self.departed.add(requests, self.vacate(ids, "changed"), nbytes)
 
-    def found_on_disk(self, ids: Index, nbytes: Sizes) -> None:
+    def found_on_disk(self, ids: Index, nbytes: Ints) -> None:
         """Enter objects that are on disk; those of another length than the manifest's are not."""
         if self.pool.same_size:
             good = nbytes == self.pool.record
@@ -226,11 +224,11 @@ class Residency:
         found = [a + np.flatnonzero(self.state[a:b] == RESIDENT) for a, b in bounds]
         return np.concatenate([np.empty(0, np.intp), *found])
 
-    def give_back(self, ids: Index, place: Sizes) -> int:
+    def give_back(self, ids: Index, place: Ints) -> int:
         """Free these places; bytes of their rooms."""
         return self.pool.free(place, self.length[ids])
 
-    def places(self, ids: Index) -> Sizes:
+    def places(self, ids: Index) -> Ints:
         """(k,) places of residents, also of those that this event publishes."""
         place = self.offset[ids]
         for fresh, where in self.fresh:
@@ -242,7 +240,7 @@ class Residency:
         """Evict objects (distinct, resident, unpinned); return the bytes freed."""
         return self.give_back(ids, self.vacate(ids, why)) if len(ids) else 0
 
-    def vacate(self, ids: Index, why: str) -> Sizes:
+    def vacate(self, ids: Index, why: str) -> Ints:
         """Evict objects, but keep their places allocated; (k,) places for others."""
         place = self.places(ids)
         self.emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
@@ -260,7 +258,7 @@ class Residency:
             self.emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
 
-    def landed(self, ids: Index, place: Sizes) -> bool:
+    def landed(self, ids: Index, place: Ints) -> bool:
         """Make objects (ascending) that arrived resident; return whether some are unpinned."""
         if len(ids):
             self.emit(Publish(self.name, ids.astype(np.int32), place))
@@ -304,7 +302,7 @@ class Residency:
         self.state[ids] = FAILED
         self.counts["failed"] += len(ids)
 
-    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
+    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
         """(k,) whether the peer to fetch each object from for `epoch` will have it only later."""
         later = None if self.policy is None else self.policy.awaited(ids, epoch, clock)
         return later & (self.disk.state[ids] != STORED) if later is not None else None
@@ -323,7 +321,7 @@ class Residency:
         """(k,) residents that are not pinned."""
         return np.flatnonzero((self.state == RESIDENT) & (self.pins == 0))
 
-    def evict_region(self, nbytes: int, busy: Sizes) -> int:
+    def evict_region(self, nbytes: int, busy: Ints) -> int:
         """Evict a stretch of the space, for another dataset or a large object; bytes freed.
 
         Args:
@@ -349,7 +347,7 @@ class Residency:
         inside = ids[(place == best) & (self.pins[ids] == 0)]
         return self.evict(inside, "other_dataset")
 
-    def _regions(self, offset: Sizes, nbytes: int) -> tuple[Index, int]:
+    def _regions(self, offset: Ints, nbytes: int) -> tuple[Index, int]:
         if self.pool.same_size:
             starts = self.pool.ranges()[0]
             return starts.searchsorted(offset, side="right") - 1, len(starts)
@@ -357,7 +355,7 @@ class Residency:
         first = np.where(offset < NOWHERE, chained(offset), offset)
         return first // size, self.space.nbytes // size + 1
 
-    def _wanted(self, ids: Index) -> NDArray[np.bool_]:
+    def _wanted(self, ids: Index) -> Mask:
         """(k,) whether each is read again in the current epoch."""
         return np.zeros(len(ids), np.bool_) if self.policy is None else self.policy.wanted(ids)
 
@@ -503,7 +501,7 @@ def _dealt(groups: list[JobGroup]) -> list[DealtJob] | None:
     return [DealtJob(g.uses, g.deals, g.clock) for g in groups]
 
 
-def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:
+def _listed(length: Ints, lengths: Lengths) -> Mask | None:
     if lengths.known == lengths.objects:
         return None
     return length >= 0 if lengths.known else np.broadcast_to(np.False_, len(length))

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from creel.cache.storage.source import Counters, Part, Read, WholeObject
 from creel.daemon.peers import wire
 from creel.daemon.peers.link import PeerLink
-from creel.daemon.peers.wire import LATER, Credentials, Numbers
+from creel.daemon.peers.wire import LATER, Credentials
 from creel.errors import MalformedError, ProtocolError, SourceError
+from creel.policies.arrays import Index, Ints
 
 log = logging.getLogger("creel.peers")
 
@@ -39,7 +40,7 @@ _LOST_S = 0.5
 _LOST_MAX_S = 4.0
 
 #: Called with the answer about objects (by position), whose payload follows.
-_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Read], None]
+_Take: TypeAlias = Callable[["PeerLink", Index, Read], None]
 
 
 class PeerSource:
@@ -89,12 +90,7 @@ class PeerSource:
                 link.shut()
         self._close_idle()
 
-    def read_parts(
-        self,
-        ids: NDArray[np.integer],
-        length: Numbers,
-        parts: Sequence[Part],
-    ) -> Read:
+    def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object.
 
         Args:
@@ -108,7 +104,7 @@ class PeerSource:
         """
         read, wanted = Read.failed(len(ids)), length.tolist()
 
-        def take(link: PeerLink, where: NDArray[np.intp], found: Read) -> None:
+        def take(link: PeerLink, where: Index, found: Read) -> None:
             into: list[memoryview] = []
             for i, size in zip(where.tolist(), found.nbytes.tolist(), strict=True):
                 if size == wanted[i]:
@@ -128,7 +124,7 @@ class PeerSource:
         """Each object (for those of unknown length), None where it failed."""
         whole: list[WholeObject | None] = [None] * len(ids)
 
-        def take(link: PeerLink, where: NDArray[np.intp], found: Read) -> None:
+        def take(link: PeerLink, where: Index, found: Read) -> None:
             columns = (column.tolist() for column in found)
             for i, size, version, asked in zip(where.tolist(), *columns, strict=True):
                 if size >= 0:
@@ -139,7 +135,7 @@ class PeerSource:
 
     # --- connections --------------------------------------------------------------------------
 
-    def _read(self, ids: NDArray[np.integer], length: Numbers, take: _Take) -> None:
+    def _read(self, ids: NDArray[np.integer], length: Ints, take: _Take) -> None:
         """Ask for all objects, and once more where a connection that was kept proves dead."""
         left = _requests(length)
         for _ in range(2):
@@ -161,14 +157,10 @@ class PeerSource:
                     self._put_back(link, keep=not left)
 
     def _exchange(
-        self,
-        link: PeerLink,
-        ids: NDArray[np.integer],
-        left: deque[NDArray[np.intp]],
-        take: _Take,
+        self, link: PeerLink, ids: NDArray[np.integer], left: deque[Index], take: _Take
     ) -> None:
         """Empty `left`, of requests; what was not answered stays in it."""
-        asked: dict[int, tuple[NDArray[np.intp], float]] = {}  # and when
+        asked: dict[int, tuple[Index, float]] = {}  # and when
         try:
             while left or asked:
                 while left and len(asked) < _WINDOW:
@@ -247,7 +239,7 @@ class PeerSource:
         self._close_idle()
 
 
-def _requests(length: Numbers) -> deque[NDArray[np.intp]]:
+def _requests(length: Ints) -> deque[Index]:
     """Cut objects, by position, into requests of about _REQUEST_NBYTES.
 
     >>> _requests(np.array([1 << 20, 1 << 20, 1 << 20]))

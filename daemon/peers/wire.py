@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from creel.errors import MalformedError
 from creel.messages import Member, Message, encode
+from creel.policies.arrays import Floats, Ids, Ints
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 from creel.policies.cluster.placement import EPOCH, nobody, node_type
@@ -67,10 +68,6 @@ MAX_BUFFERS = 1024
 #: Bytes of the body, of the arrays, and the MAC.
 HEADER = struct.Struct(f"<II{_MAC_NBYTES}s")
 _COUNTED = struct.Struct("<QII")
-
-Ids = NDArray[np.int32]
-Numbers = NDArray[np.int64]
-Seconds = NDArray[np.float64]
 
 
 class Credentials(NamedTuple):
@@ -349,7 +346,7 @@ def requested(request: PeerRequest, arrays: bytes) -> Ids:
     return ids
 
 
-def about(nbytes: Numbers, version: Numbers, age: Seconds) -> list[NDArray[Any]]:
+def about(nbytes: Ints, version: Ints, age: Floats) -> list[NDArray[Any]]:
     """The arrays of an answer; age: in seconds, or inf.
 
     >>> arrays = about(np.array([5, 5]), np.array([7, 7]), np.array([1.2, np.inf]))
@@ -360,7 +357,7 @@ def about(nbytes: Numbers, version: Numbers, age: Seconds) -> list[NDArray[Any]]
     return [nbytes.astype("<i8"), version.astype("<i8"), ms.astype("<u4")]
 
 
-def answered(arrays: bytes, objects: int) -> tuple[Numbers, Numbers, Seconds]:
+def answered(arrays: bytes, objects: int) -> tuple[Ints, Ints, Floats]:
     """(k,) nbytes, (k,) versions and (k,) ages of an answer about this many objects.
 
     Raises:

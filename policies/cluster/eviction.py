@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ids, Index, Ints, Mask, joined
 from creel.policies.cluster import placement
 from creel.policies.cluster.agreement import Agreement, SharedPlan
 from creel.policies.cluster.boundary import (
@@ -25,10 +26,8 @@ from creel.policies.cluster.boundary import (
 )
 from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.placement import dataset_nbytes, nobody
-from creel.policies.eviction.candidates import Index
 from creel.policies.eviction.planned import LISTED, PlannedEviction, PlanningContext
-from creel.policies.eviction.policy import joined
-from creel.policies.eviction.selection import Ids, Nodes
+from creel.policies.eviction.selection import Nodes
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
@@ -162,9 +161,7 @@ class ClusterEviction(PlannedEviction):
         counted = self._agreement.members, self._agreement.since
         return ClusterBoundary(epoch, view, orders, *columns, lead, *counted)
 
-    def _in_use(
-        self, view: ClusterView, step_nbytes: int, capacity: NDArray[np.int64], whole: int
-    ) -> NDArray[np.int64]:
+    def _in_use(self, view: ClusterView, step_nbytes: int, capacity: Ints, whole: int) -> Ints:
         """(nodes,) bytes to leave to steps in use, where the memories hold more than all objects.
 
         A node that is full of what stays would have to give up some of that for each step.
@@ -176,7 +173,7 @@ class ClusterEviction(PlannedEviction):
         beyond = max(int(capacity[members].sum()) - whole, 0) // max(int(members.sum()), 1)
         ranks = np.bincount(view.nodes, minlength=len(capacity))
         peak = _STEPS_IN_USE * step_nbytes * ranks + capacity // _PEAK_PART
-        in_use: NDArray[np.int64] = np.minimum(peak, beyond)
+        in_use: Ints = np.minimum(peak, beyond)
         return in_use
 
     def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
@@ -202,9 +199,9 @@ class ClusterEviction(PlannedEviction):
     def _planned(self) -> bool:
         return self._next is not None
 
-    def _staying(self, ids: Index) -> NDArray[np.bool_]:
+    def _staying(self, ids: Index) -> Mask:
         assert self._next is not None  # noqa: S101  `_planned`
-        staying: NDArray[np.bool_] = self._next.holder[ids] == self._next.me
+        staying: Mask = self._next.holder[ids] == self._next.me
         return staying | self._marked(ids, _COPY)
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
@@ -259,7 +256,7 @@ class ClusterEviction(PlannedEviction):
             return own
         return joined([own, self._farthest(ids[asked], k - len(own), step)])
 
-    def wanted(self, ids: Index) -> NDArray[np.bool_]:
+    def wanted(self, ids: Index) -> Mask:
         """(k,) whether the current epoch reads each again, here or on a peer."""
         return super().wanted(ids) | self._marked(ids, _LENT)
 
@@ -269,7 +266,7 @@ class ClusterEviction(PlannedEviction):
         self._marks[ids[~lent]] |= _SENT_EARLY
         self._marks[ids[lent]] &= ~_LENT
 
-    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
+    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
         """(k,) whether each object, to be read in `epoch`, is yet to come to the peer it is from.
 
         Its reader in this epoch is that peer, and the ranks go in step; None: none is awaited.
@@ -285,7 +282,7 @@ class ClusterEviction(PlannedEviction):
         part = (clock - first) * PARTS // max(end - first, 1)
         return self._next.part(ids) > part
 
-    def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:
+    def holders(self, ids: Index, epoch: int) -> Ints | None:
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no plan."""
         holder = None if self._agreement.astray else self._holder
         if epoch == self.epoch + 1:

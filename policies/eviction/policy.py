@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction.candidates import Index
+from creel.policies.arrays import NONE, Index, Ints, Mask
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
@@ -22,14 +22,6 @@ ABSENT, SKIPPED, FAILED, FETCHING, RESIDENT, OVERDUE = range(6)
 
 # Whether an object is on local disk, too: no, being written, yes.
 NOT_STORED, STORING, STORED = range(3)
-
-NONE = np.empty(0, np.intp)
-
-
-def joined(parts: list[Index]) -> Index:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else NONE
 
 
 class EvictionPolicy:
@@ -99,11 +91,11 @@ class EvictionPolicy:
         """Peers are to be asked, or none any more."""
         self.homes = homes
 
-    def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:  # noqa: ARG002
+    def holders(self, ids: Index, epoch: int) -> Ints | None:  # noqa: ARG002
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no peers."""
         return None if self.homes is None else self.homes.origins(ids)
 
-    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:  # noqa: ARG002
+    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:  # noqa: ARG002
         """(k,) whether the peer that holds each object then will have it only later; None: none."""
         return None
 
@@ -120,7 +112,7 @@ class EvictionPolicy:
         """Up to k distinct objects that nobody keeps: they leave before what is on disk, too."""
         return NONE
 
-    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+    def keeps(self, ids: Index) -> Mask:
         """(k,) whether each is worth a place on disk."""
         return np.ones(len(ids), np.bool_)
 
@@ -142,11 +134,11 @@ class EvictionPolicy:
             ids, due = ids[best], due[best]
         return ids[due > step] if len(self.all_uses) == 1 else ids
 
-    def wanted(self, ids: Index) -> NDArray[np.bool_]:
+    def wanted(self, ids: Index) -> Mask:
         """(k,) whether the current epoch reads each again, as far as known."""
         return np.zeros(len(ids), np.bool_)
 
-    def due(self, ids: Index) -> NDArray[np.int64]:
+    def due(self, ids: Index) -> Ints:
         """(k,) time of each object's next use on the policy's clock, NEVER where none is known."""
         due = np.full(len(ids), NEVER, np.int64)
         for uses in self.all_uses:
@@ -160,6 +152,6 @@ class EvictionPolicy:
     def _unpinned(self) -> Index:
         return np.flatnonzero((self._state == RESIDENT) & (self._pins == 0))
 
-    def _leaving(self, ids: Index) -> NDArray[np.bool_]:
-        may: NDArray[np.bool_] = (self._state[ids] == RESIDENT) & (self._pins[ids] == 0)
+    def _leaving(self, ids: Index) -> Mask:
+        may: Mask = (self._state[ids] == RESIDENT) & (self._pins[ids] == 0)
         return may

@@ -25,17 +25,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ids, Ints, Mask
 from creel.policies.eviction.policy import FETCHING, RESIDENT, STORED
-from creel.policies.eviction.selection import (
-    LEAD,
-    Candidates,
-    Ids,
-    Ints,
-    Piece,
-    Tally,
-    in_order,
-    select,
-)
+from creel.policies.eviction.selection import LEAD, Candidates, Piece, Tally, in_order, select
 
 #: Priorities of objects, the best to keep first: what the next epoch begins with (LEAD, 0), what
 #: else it reads, and what it does not read.
@@ -71,7 +63,7 @@ class EpochBoundary:
     state: NDArray[np.uint8]
     clock: int
     end: int
-    size: NDArray[np.int64]
+    size: Ints
     guess: int
     page: int
     capacity: int
@@ -93,7 +85,7 @@ class EpochBoundary:
 class Kept(NamedTuple):
     """The plan: (n,) whether each object stays; and those held and read already that need not."""
 
-    stays: NDArray[np.bool_]
+    stays: Mask
     surplus: list[Ids]
 
 

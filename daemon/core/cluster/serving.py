@@ -13,18 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import ABSENT as NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.inflight import Inflight
-from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
+from creel.policies.arrays import Index, Mask, every
 from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED
-from creel.policies.masks import every
 from creel.policies.prefetch import affordable
 
 #: Requests that are looked at in each event, 32 MiB at most: 255 peers may have a thousand waiting.
@@ -220,7 +219,7 @@ class Serving:
         """Send what is here; what is not stays unpinned."""
         residency, ids = request.residency, request.ids
         pinned = residency.served[request.number]
-        here: NDArray[np.bool_] = residency.state[pinned] == RESIDENT
+        here: Mask = residency.state[pinned] == RESIDENT
         residency.unpin(pinned[~here])
         found = residency.served[request.number] = pinned[here]
         answer = _nothing(request.number, len(ids))

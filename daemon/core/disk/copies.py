@@ -13,24 +13,14 @@ from creel.cache.disk.records import room_nbytes
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.disk.search import Predicate, Walk
 from creel.daemon.core.events import DropFromDisk
+from creel.policies.arrays import NONE, Index, Ints, Mask, unique
 from creel.policies.cluster.homes import FOR_PEERS
-from creel.policies.eviction.policy import (
-    FETCHING,
-    NONE,
-    NOT_STORED,
-    OVERDUE,
-    RESIDENT,
-    STORED,
-    STORING,
-)
-from creel.policies.masks import unique
+from creel.policies.eviction.policy import FETCHING, NOT_STORED, OVERDUE, RESIDENT, STORED, STORING
 from creel.policies.prefetch import affordable
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
-Index = NDArray[np.intp]
-Sizes = NDArray[np.int64]
 
 #: Most bytes being written, as a share of the memory, and in all: they cannot leave meanwhile.
 _WRITING_SHARE, _WRITING_NBYTES = 1 / 16, 64 << 20
@@ -59,7 +49,7 @@ class DiskTier:
     def free(self) -> int:
         return self.nbytes - self.used
 
-    def rooms(self, nbytes: Sizes) -> Sizes:
+    def rooms(self, nbytes: Ints) -> Ints:
         """(k,) bytes that objects of these sizes take up."""
         return room_nbytes(nbytes, self.unit)
 
@@ -174,16 +164,14 @@ class DiskCopies:
         """
         residency = self._residency
 
-        def matches(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (residency.state[at] == RESIDENT) & (
-                self.state[at] == STORED
-            )
+        def matches(at: Index | slice) -> Mask:
+            found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == STORED)
             found &= residency.pins[at] == 0
             return found
 
         return self._clean.take(k, matches, self._due, None if step == FOR_PEERS else step)
 
-    def _due(self, ids: Index) -> NDArray[np.int64]:
+    def _due(self, ids: Index) -> Ints:
         """(k,) each object's next use, on the policy's clock."""
         policy = self._residency.policy
         return np.zeros(len(ids), np.int64) if policy is None else policy.due(ids)
@@ -228,15 +216,13 @@ class DiskCopies:
             ids = ids[policy.keeps(ids)]
         return ids[: self._fitting(ids, nbytes, 1 << 62)]
 
-    def _writable(self, at: Index | slice) -> NDArray[np.bool_]:
+    def _writable(self, at: Index | slice) -> Mask:
         """(k,) whether each is resident, may leave, is not on disk, and its version is known.
 
         What a storage without versions gave would be served after a restart whatever became of it.
         """
         residency = self._residency
-        found: NDArray[np.bool_] = (residency.state[at] == RESIDENT) & (
-            self.state[at] == NOT_STORED
-        )
+        found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == NOT_STORED)
         found &= residency.pins[at] == 0
         ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(residency)))
         where = np.flatnonzero(found)
@@ -259,10 +245,8 @@ class DiskCopies:
         if policy is None or not policy.replaces:
             return
 
-        def twice(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (self.state[at] == STORED) & (
-                residency.state[at] == RESIDENT
-            )
+        def twice(at: Index | slice) -> Mask:
+            found: Mask = (self.state[at] == STORED) & (residency.state[at] == RESIDENT)
             return found
 
         freed = self.drop_idle(nbytes)
@@ -274,7 +258,7 @@ class DiskCopies:
         if policy is None or not policy.replaces:
             return 0
 
-        def idle(at: Index | slice) -> NDArray[np.bool_]:
+        def idle(at: Index | slice) -> Mask:
             found = self._settled(at)
             ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(self._residency)))
             where = np.flatnonzero(found)
@@ -301,15 +285,15 @@ class DiskCopies:
         """Remove about `nbytes` from the disk for another dataset: what is due last."""
         self._leave(nbytes, self._any, self._settled, self._due)
 
-    def _settled(self, at: Index | slice) -> NDArray[np.bool_]:
+    def _settled(self, at: Index | slice) -> Mask:
         """(k,) whether each is on disk, and not being read from there."""
         state = self._residency.state[at]
         coming = (state == FETCHING) | (state == OVERDUE)
-        found: NDArray[np.bool_] = (self.state[at] == STORED) & ~coming
+        found: Mask = (self.state[at] == STORED) & ~coming
         return found
 
     def _leave(
-        self, nbytes: int, walk: Walk, matches: Predicate, due: Callable[[Index], NDArray[np.int64]]
+        self, nbytes: int, walk: Walk, matches: Predicate, due: Callable[[Index], Ints]
     ) -> int:
         """Remove objects of a kind from the disk; bytes freed."""
         if nbytes <= 0:

@@ -18,18 +18,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.disk.copies import BATCH_NBYTES, BATCH_OBJECTS, DiskTier
 from creel.daemon.core.events import DropFromDisk, Spilled, SpillObjects
-from creel.policies.eviction.policy import NONE, NOT_STORED, STORING, joined
+from creel.policies.arrays import NONE, Index, joined
+from creel.policies.eviction.policy import NOT_STORED, STORING
 from creel.policies.prefetch import affordable
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
-Index = NDArray[np.intp]
 
 #: Nobody waits for a disk that takes longer for a batch, in seconds: 16 MB/s.
 _SLOW_S = 0.25
@@ -56,10 +55,7 @@ class Spilling:
     """
 
     def __init__(
-        self,
-        tier: DiskTier,
-        residencies: dict[str, Residency],
-        part: Callable[[Residency], float],
+        self, tier: DiskTier, residencies: dict[str, Residency], part: Callable[[Residency], float]
     ) -> None:
         self._tier = tier
         self._part = part
@@ -87,9 +83,7 @@ class Spilling:
             residency.disk.opened()
 
     def start(
-        self,
-        lacking: Iterable[tuple[Residency, int]],
-        reading: Callable[[Residency], bool],
+        self, lacking: Iterable[tuple[Residency, int]], reading: Callable[[Residency], bool]
     ) -> bool:
         """Begin to write what should be.
 

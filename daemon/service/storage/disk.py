@@ -26,12 +26,12 @@ from creel.daemon.core.events import (
     DiskOpened,
     DropFromDisk,
     FoundOnDisk,
-    Sizes,
     Spilled,
     SpillObjects,
 )
 from creel.daemon.service.background import BackgroundThread
 from creel.errors import ConfigError
+from creel.policies.arrays import Ints
 from creel.settings import DiskSettings
 
 #: The daemon's end is put off for so long, in seconds, to write what is in memory alone: Slurm
@@ -53,10 +53,7 @@ class Disk:
     """
 
     def __init__(
-        self,
-        settings: DiskSettings,
-        arena: Arena,
-        post: Callable[[DiskOpened | Spilled], None],
+        self, settings: DiskSettings, arena: Arena, post: Callable[[DiskOpened | Spilled], None]
     ) -> None:
         self._settings = settings
         self._arena = arena
@@ -103,7 +100,7 @@ class Disk:
         """What there is of a dataset that was added just now."""
         return self._found.pop(dataset, None)
 
-    def detach(self, dataset: str, length: Sizes) -> None:
+    def detach(self, dataset: str, length: Ints) -> None:
         """A dataset is removed, or was not added after all; what is on disk stays there.
 
         length: (n,) bytes of each object.
@@ -194,7 +191,7 @@ class Disk:
             self._post(DiskOpened(0, self._store.unit))
 
 
-def _copied(length: Sizes) -> Sizes:
+def _copied(length: Ints) -> Ints:
     """The same lengths, when the table is gone; all of one length take no memory."""
     if len(length) and length.strides == (0,):
         return np.broadcast_to(length[:1].copy(), len(length))
@@ -211,7 +208,7 @@ class DiskSource:
         self._store = store
         self._dataset = dataset
 
-    def read_parts(self, ids: NDArray[np.integer], length: Sizes, parts: Sequence[Part]) -> Read:
+    def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object."""
         read = Read.failed(len(ids))
         wanted = zip(ids.tolist(), length.tolist(), parts, strict=True)

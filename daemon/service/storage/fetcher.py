@@ -21,7 +21,6 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.runs import HEADER, Runs, headers
@@ -37,11 +36,11 @@ from creel.daemon.core.events import (
     CheckVersions,
     Fetched,
     FetchObjects,
-    Ids,
 )
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource
 from creel.daemon.service.storage.fetch_queue import FetchJob, FetchQueue, Held, Readable
+from creel.policies.arrays import Ids, Index, Ints
 
 log = logging.getLogger("creel.fetch")
 
@@ -279,9 +278,7 @@ class Fetcher:
             nbytes[first:last] = fetch.length[part][first:last]
             version[first:last] = [one.version for one in found[first:last]]
 
-    def _fill(
-        self, source: Readable, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
-    ) -> Read:
+    def _fill(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
         """Read objects to their places, directly or through a buffer.
 
         All small ones go the same way, so that neighbours are one read.
@@ -298,7 +295,7 @@ class Fetcher:
             read.enter(where, found)
         return read
 
-    def _link(self, place: NDArray[np.int64], length: NDArray[np.int64], runs: Runs) -> None:
+    def _link(self, place: Ints, length: Ints, runs: Runs) -> None:
         """Write the headers of objects in several runs."""
         for i in (place < ABSENT).nonzero()[0].tolist():
             for start, header in headers(runs[int(place[i])], int(length[i])):
@@ -314,22 +311,14 @@ class Fetcher:
             self._arena.write(start, memoryview(header + data[:held]))
             data = data[held:]
 
-    def _fill_buffered(
-        self, source: Readable, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
-    ) -> Read:
+    def _fill_buffered(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
         ends = length.cumsum()
         scratch = self._scratch.view(int(ends[-1]))
         read = source.read_parts(ids, length, parts_in(scratch, length))
         self._put(scratch, ends - length, offset, np.where(read.nbytes < 0, 0, length))
         return read
 
-    def _put(
-        self,
-        scratch: memoryview,
-        begins: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        length: NDArray[np.int64],
-    ) -> None:
+    def _put(self, scratch: memoryview, begins: Ints, offset: Ints, length: Ints) -> None:
         """Write objects from the buffer to their places; objects adjacent in both in one go."""
         ends = begins + length
         joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
@@ -350,7 +339,7 @@ def _copied(source: Readable, ids: Ids) -> list[WholeObject | None]:
     return [None if one is None else WholeObject(*one, asked) for one in found]
 
 
-def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _neighbours(data: list[bytes], offset: Ints) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of adjacent objects, up to _JOINED_NBYTES at a time.
 
     >>> list(_neighbours([b"ab", b"c", b"d"], np.array([4, 6, 9])))
@@ -363,7 +352,7 @@ def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[
     yield from pairwise(cuts)
 
 
-def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArray[np.intp]]:
+def _portions(where: Index, length: Ints) -> list[Index]:
     """Split `where` into stretches of about _SCRATCH_NBYTES."""
     if not len(where):
         return []
