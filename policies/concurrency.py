@@ -34,7 +34,7 @@ class Concurrency:
     >>> far = Concurrency(cores=2)
     >>> for _ in range(100):
     ...     far.measured(objects=1, seconds=0.1, cpu=0.001, user=0.001)
-    >>> far.part_objects, far.spare(waiting=50, began=[], now=0.0)
+    >>> far.part_objects, far.more_threads(waiting=50, began=[], now=0.0)
     (1, 50)
     """
 
@@ -58,7 +58,7 @@ class Concurrency:
         """Number of objects that take about PART_S."""
         return int(min(max(PART_S / self._object_s, 1), _PART_OBJECTS))
 
-    def spare(self, *, waiting: int, began: Iterable[float], now: float) -> int:
+    def more_threads(self, *, waiting: int, began: Iterable[float], now: float) -> int:
         """How many more threads should be reading now.
 
         Args:

@@ -46,13 +46,13 @@ class DiskStore:
     Args:
         path: an existing folder on local disk; the store makes its own below.
         budget: largest size, in bytes.
-        spare: bytes that it leaves free on the file system.
+        keep_free: bytes that it leaves free on the file system.
 
     Raises:
         OSError: there can be no store in this folder.
     """
 
-    def __init__(self, path: str, budget: int, spare: int = 0) -> None:
+    def __init__(self, path: str, budget: int, keep_free: int = 0) -> None:
         self._lock = threading.RLock()  # of the index; never held while the disk works
         self._writing = threading.Lock()
         self._scratch = AlignedScratch()
@@ -61,7 +61,7 @@ class DiskStore:
         with contextlib.ExitStack() as stack:
             self._folder = open_folder(path)
             stack.callback(os.close, self._folder)
-            self._file = DataFile(self._folder, budget, spare)
+            self._file = DataFile(self._folder, budget, keep_free)
             stack.callback(self._file.close)
             self.unit = self._file.unit
             self._journal = Journal(self._folder, self.unit)

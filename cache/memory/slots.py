@@ -10,7 +10,7 @@ in use, a batch goes into a *one-off* slot, freed with its last tensor: slower, 
 Slots much larger than any recent batch are freed.
 
 The slots of a worker that has ended can serve the next one, if the trainer forks it: a child has
-the same mappings (`SlotReader.spare`).
+the same mappings (`SlotReader.unused`).
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class SlotReader:
     ) -> None:
         """Copy batches out once `max_leased` slots are leased.
 
-        inherited: the first slots, from another worker's `spare`. private: what is written into a
+        inherited: the first slots, from another worker's `unused`. private: what is written into a
         lease stays in this process, and is gone with the lease; others may read the slot.
         """
         self.max_leased = max_leased
@@ -396,7 +396,7 @@ class SlotReader:
             self._maps.pop(slot_id, None)
             self._copies.discard(slot_id)
 
-    def spare(self, nbytes: int) -> list[mmap.mmap]:
+    def unused(self, nbytes: int) -> list[mmap.mmap]:
         """Return slots that nobody uses once the worker has ended, of at most `nbytes` together."""
         found = []
         for slot_id, mapping in list(self._maps.items()):

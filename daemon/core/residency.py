@@ -407,7 +407,7 @@ class Residency:
             deals=groups[0].deals,
             homes=homes,
             together=homes is not None and self.nbytes <= homes.nbytes,
-            homed=self._homed(groups),
+            by_hash=self._by_hash(groups),
             dealt=_dealt(groups),
         )
         self.policy = choose(self.policy, readers, self.state, self.pins)
@@ -416,17 +416,17 @@ class Residency:
     def _homes(self, groups: list[JobGroup]) -> Homes | None:
         """Where to ask peers, if no plan for all nodes says who holds what."""
         views = [g.deals.view for g in groups if g.deals.view is not None]
-        if not views or not (len(groups) > 1 or groups[0].deals.followed or self._homed(groups)):
+        if not views or not (len(groups) > 1 or groups[0].deals.followed or self._by_hash(groups)):
             return None
         if self._seen is None or self._seen[0] != views:
             self._seen = views, Homes(views)
         return self._seen[1]
 
-    def _homed(self, groups: list[JobGroup]) -> bool:
+    def _by_hash(self, groups: list[JobGroup]) -> bool:
         """Whether some node reads it for two jobs that have different nodes."""
-        return any(g.deals.view is not None and self.name in g.deals.view.homed for g in groups)
+        return any(g.deals.view is not None and self.name in g.deals.view.by_hash for g in groups)
 
-    def on_other_nodes(self, cluster: str) -> bool:
+    def shared_with_others(self, cluster: str) -> bool:
         """Whether a job of this cluster reads it here, and so does one that has other nodes."""
         sets = {g.deals.view.cluster: set(g.deals.view.named) for g in self.groups if g.deals.view}
         mine = sets.get(cluster)
@@ -440,9 +440,9 @@ class Residency:
         return self.policy.planning_task(PlannedJob(self, self.groups[0], admission, window))
 
     @property
-    def among_nodes(self) -> ClusterEviction | None:
+    def cluster_policy(self) -> ClusterEviction | None:
         """The policy, if it is one that the nodes of a cluster follow together."""
-        return None if self.policy is None else self.policy.among_nodes
+        return self.policy if isinstance(self.policy, ClusterEviction) else None
 
     def rebuild(self, in_flight: Index, storing: Index) -> None:
         """Rebuild pins, states, eviction policy and next uses.

@@ -137,8 +137,8 @@ class PeerBeat(Message, frozen=True):
     """The node of this number is there; the answer is the other's beat, of the same cluster.
 
     `latest` is the last change of members that it knows; `log`, those up to it, is empty where the
-    receiver is known to know them. `plans`: the inputs of its plans; `homed`: datasets without one,
-    as some node reads them for a job on other nodes, too.
+    receiver is known to know them. `plans`: the inputs of its plans; `by_hash`: datasets without
+    one, as some node reads them for a job on other nodes, too.
     """
 
     node: int
@@ -146,7 +146,7 @@ class PeerBeat(Message, frozen=True):
     latest: ChangeId
     log: tuple[Change, ...] = ()
     plans: tuple[PlanDigest, ...] = ()
-    homed: tuple[str, ...] = ()
+    by_hash: tuple[str, ...] = ()
 
 
 class PlanRequest(Message, frozen=True):

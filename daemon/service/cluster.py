@@ -15,7 +15,7 @@ from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import PlanDigest, authority, latest
 
 #: Datasets that are told in a beat, which has room for some 200.
-_MAX_HOMED = 64
+_MAX_BY_HASH = 64
 
 
 class Cluster:
@@ -100,12 +100,12 @@ class Cluster:
         self._resize()
         return True
 
-    def home(self, datasets: frozenset[str]) -> bool:
+    def place_by_hash(self, datasets: frozenset[str]) -> bool:
         """No plan of this cluster is about these from now on; return whether that is news."""
-        homed = self.view.homed | datasets
-        if homed == self.view.homed or len(homed) > _MAX_HOMED:
+        by_hash = self.view.by_hash | datasets
+        if by_hash == self.view.by_hash or len(by_hash) > _MAX_BY_HASH:
             return False
-        self.view = replace(self.view, homed=homed)
+        self.view = replace(self.view, by_hash=by_hash)
         return True
 
     def _resize(self) -> None:

@@ -242,7 +242,7 @@ class ClusterService:
             if plans != cluster.plans:
                 cluster.plans = plans
                 self._update_beats(cluster, now=False)
-            self._home(cluster, self._core.plans.homed(cluster.name))
+            self._place_by_hash(cluster, self._core.plans.by_hash(cluster.name))
             self._update_view(cluster, now)
 
     def _tell_disk_size(self) -> None:
@@ -261,9 +261,9 @@ class ClusterService:
         if cluster.resized(node, nbytes, unit):
             self._handle(ClusterChanged(cluster.name, cluster.view))
 
-    def _home(self, cluster: Cluster, datasets: frozenset[str]) -> None:
+    def _place_by_hash(self, cluster: Cluster, datasets: frozenset[str]) -> None:
         """A node reads these datasets for a job on other nodes, too: all nodes are to know that."""
-        if cluster.home(datasets):
+        if cluster.place_by_hash(datasets):
             self._handle(ClusterChanged(cluster.name, cluster.view))
             self._update_beats(cluster, now=True)
 
@@ -284,7 +284,7 @@ class ClusterService:
         members = cluster.members
         member = cluster.joined[cluster.me]
         known = latest(members.log), members.log, cluster.plans
-        beat = wire.PeerBeat(cluster.me, member, *known, tuple(sorted(cluster.view.homed)))
+        beat = wire.PeerBeat(cluster.me, member, *known, tuple(sorted(cluster.view.by_hash)))
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
 
@@ -301,7 +301,7 @@ class ClusterService:
             self._resize(cluster, beat.node, beat.member.disk_nbytes, beat.member.disk_unit)
         if cluster.members.learn(beat.log):
             self._update_beats(cluster, now=False)
-        self._home(cluster, frozenset(beat.homed))
+        self._place_by_hash(cluster, frozenset(beat.by_hash))
         self._update_view(cluster, now)
         right = beat.node == authority(cluster.members.log)
         for plan in differing(cluster.plans, beat.plans, authority=right):

@@ -419,14 +419,14 @@ class Node:
             room: number of further datasets that must fit within `daemon.max_datasets`.
         """
         limits_ = self.config.daemon
-        spare = self.registry.spare(
+        expired = self.registry.expired(
             time.monotonic(),
             limits_.idle_s,
             limits_.max_idle_datasets,
             tables_limit=self.quota.limit,
             room=room,
         )
-        for dataset in spare:
+        for dataset in expired:
             self._forget(dataset)
 
     def _forget(self, dataset: DatasetRecord) -> None:

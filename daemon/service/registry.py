@@ -258,7 +258,7 @@ class Registry:
         idle = [d for d in self.datasets.values() if not d.claims and d.key not in used]
         return sorted(idle, key=lambda d: d.used_at)
 
-    def spare(
+    def expired(
         self, now: float, linger_s: float, max_idle: int, *, tables_limit: int, room: int = 0
     ) -> list[DatasetRecord]:
         """Idle datasets to remove: unused for `linger_s`, or beyond `max_idle` of them.

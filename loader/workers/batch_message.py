@@ -78,7 +78,7 @@ class Inbox:
         """`private`: other processes read the same slots, and see nothing of what is written."""
         self._reader = SlotReader(max_leased=max_leased, inherited=inherited, private=private)
         self.take_freed = self._reader.returned
-        self.spare, self.close = self._reader.spare, self._reader.close
+        self.unused, self.close = self._reader.unused, self._reader.close
 
     def accept(self, message: BatchMessage, fds: list[int]) -> Packed:
         """Map the new slots and close their descriptors.

@@ -34,8 +34,8 @@ class ClusterView:
         cluster: its name.
         log: the latest changes of its members.
         names: of the nodes, the same in all clusters that a node belongs to; (): they have none.
-        homed: datasets that some node also reads for a job on other nodes: no plan for this cluster
-            alone says what lies where.
+        by_hash: datasets that some node also reads for a job on other nodes: their objects' homes
+            (`homes`) say what lies where, no plan for this cluster alone.
     """
 
     me: int
@@ -46,7 +46,7 @@ class ClusterView:
     cluster: str = ""
     log: tuple[Change, ...] = ()
     names: tuple[str, ...] = ()
-    homed: frozenset[str] = frozenset()
+    by_hash: frozenset[str] = frozenset()
 
     @property
     def named(self) -> tuple[str, ...]:

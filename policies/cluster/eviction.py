@@ -65,7 +65,7 @@ class ClusterEviction(PlannedEviction):
         self.deals = deals
         self._holder: Nodes | None = None  # when this epoch began
         self._copies = _NO_IDS  # of this node, then
-        self._spare = _NO_IDS  # those planned, which yield to anything else
+        self._second_copies = _NO_IDS  # those planned, which yield to anything else
         self._next: Placed | None = None  # when this epoch ends
         # When the next one ends: planned ahead, as what its first steps read may not leave before.
         self._later: tuple[ClusterBoundary, Placed] | None = None
@@ -110,11 +110,6 @@ class ClusterEviction(PlannedEviction):
         return self._agreement.moment(self.epoch, self.uses.span(self.epoch), clock, step_s)
 
     # --- the plan --------------------------------------------------------------------------------
-
-    @property
-    def among_nodes(self) -> ClusterEviction:
-        """This policy."""
-        return self
 
     def planning_task(self, context: PlanningContext) -> PlanningTask | None:
         """Return what to plan now, if anything: once for each epoch and each change."""
@@ -191,9 +186,9 @@ class ClusterEviction(PlannedEviction):
 
     def _follow(self, placed: Placed) -> None:
         """Keep what this plan says over the end of this epoch."""
-        self._marks[self._spare] &= ~_COPY
-        self._next, self._surplus, self._spare = placed, list(placed.surplus), placed.copies
-        self._marks[self._spare] |= _COPY
+        self._marks[self._second_copies] &= ~_COPY
+        self._next, self._surplus, self._second_copies = placed, list(placed.surplus), placed.copies
+        self._marks[self._second_copies] |= _COPY
 
     @property
     def _planned(self) -> bool:
@@ -218,7 +213,7 @@ class ClusterEviction(PlannedEviction):
         self._asking = self._next = self._later = self._agreement.given = None
         self._holder = None if placed is None else placed.holder
         self._copies = _NO_IDS if placed is None else placed.copies
-        self._spare = _NO_IDS
+        self._second_copies = _NO_IDS
         sent = np.empty(0, np.bool_) if placed is None else self._marked(placed.lent, _SENT_EARLY)
         self._marks &= LISTED
         if placed is not None:
@@ -237,8 +232,11 @@ class ClusterEviction(PlannedEviction):
         if len(found) >= k:
             return found
         more, left = [found], k - len(found)
-        while len(self._spare) and left > 0:
-            ids, self._spare = self._spare[-left:].astype(np.intp), self._spare[:-left]
+        while len(self._second_copies) and left > 0:
+            ids, self._second_copies = (
+                self._second_copies[-left:].astype(np.intp),
+                self._second_copies[:-left],
+            )
             self._marks[ids] &= ~_COPY
             ids = ids[self._leaving(ids) & ~self._listed(ids) & ~self.wanted(ids)]
             more.append(ids)

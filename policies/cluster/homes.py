@@ -90,7 +90,7 @@ class Homes:
         """(k,) whether peers of some job ask this node for each object."""
         return self._asked[_bucket(ids)]
 
-    def passed_on(self, ids: NDArray[np.integer]) -> Mask:
+    def relayed(self, ids: NDArray[np.integer]) -> Mask:
         """(k,) whether peers of one job ask for it here, where a peer of another is its home."""
         return self.asked(ids) & ~self.mine(ids)
 
@@ -142,12 +142,6 @@ class HomesEviction(MostRecentFirst):
     def read_ahead_room(self, room: float) -> float:
         """What is not needed for objects at home here, and in any case a small part."""
         return max(room - _UNEVEN * self.homes.share * len(self._state), room / _AHEAD_PART)
-
-    def rehome(self, homes: Homes | None) -> None:
-        """Nodes left or came back."""
-        if homes is None or homes is self.homes:
-            return
-        self.homes, self.stale = homes, True
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
         super().epoch_began(uses, epoch)

@@ -194,11 +194,6 @@ class HomesFarthest(FarthestNextUse):
         """A small part."""
         return room / _AHEAD_PART
 
-    def rehome(self, homes: Homes | None) -> None:
-        """Nodes left or came back."""
-        if homes is not None and homes is not self.homes:
-            self.homes, self.stale = homes, True
-
     # --- the jobs' orders ------------------------------------------------------------------------
 
     def planning_task(self, context: PlanningContext) -> JobsTask | None:  # noqa: ARG002

@@ -1,6 +1,6 @@
 """Eviction for epochs that read each object at most once, following a retention plan. Pure.
 
-`retention.plan` plans an epoch's end outside the loop, between `planning_task` and
+`EpochBoundary.plan` plans an epoch's end outside the loop, between `planning_task` and
 `retention_planned`. Until then whatever was read may leave, and what the epoch has yet to read
 stays (law L1): that alone reaches the bound on reads; the plan adds an even pace, and epochs that
 begin with hits.

@@ -11,7 +11,6 @@ from creel.policies.arrays import NONE, Index, Ints, Mask
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.eviction import ClusterEviction
     from creel.policies.cluster.homes import Homes
     from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
     from creel.policies.eviction.planned import PlanningContext
@@ -47,6 +46,8 @@ class EvictionPolicy:
     reads_for_peers = False
     #: Where to ask for objects of which no plan says who holds them; None: at the source.
     homes: Homes | None = None
+    #: Whether plans or homes have changed, so that what may leave is to be looked at anew.
+    stale = False
     #: (n,) whether each object is on disk, as above; a live view. None: there is no disk.
     stored: NDArray[np.uint8] | None = None
 
@@ -56,11 +57,6 @@ class EvictionPolicy:
         self._state = state
         self._pins = pins
         self.all_uses = uses
-
-    @property
-    def among_nodes(self) -> ClusterEviction | None:
-        """The policy itself, if it follows a plan that all nodes of a cluster make alike."""
-        return None
 
     # --- what happens ----------------------------------------------------------------------------
 
@@ -87,9 +83,10 @@ class EvictionPolicy:
         """Least number of objects that may be read ahead, of a memory with room for `room`."""
         return 0.0
 
-    def rehome(self, homes: Homes | None) -> None:
-        """Peers are to be asked, or none any more."""
-        self.homes = homes
+    def set_homes(self, homes: Homes | None) -> None:
+        """Peers are to be asked, others than before, or none any more."""
+        if homes is not self.homes:
+            self.homes, self.stale = homes, True
 
     def holders(self, ids: Index, epoch: int) -> Ints | None:  # noqa: ARG002
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no peers."""

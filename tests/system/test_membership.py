@@ -49,7 +49,7 @@ class Plans(ClusterPlans):
         assert cluster == "c"
         return self.inputs
 
-    def homed(self, cluster: str) -> frozenset[str]:
+    def by_hash(self, cluster: str) -> frozenset[str]:
         assert cluster == "c"
         return self.elsewhere
 
@@ -225,21 +225,21 @@ def test_all_nodes_hear_of_a_dataset_that_one_of_them_reads_for_a_job_on_others(
     peers = joined(stack, 3)
     members = [peer.member for peer in peers]
     peers[1].plans.elsewhere = frozenset({"d"})
-    within(2, peers, lambda: all(homed(peer) == {"d"} for peer in peers))
+    within(2, peers, lambda: all(by_hash(peer) == {"d"} for peer in peers))
     for peer in peers:
         changed = [event for event in peer.events if isinstance(event, ClusterChanged)]
         assert changed[-1].view is peer.clusters.view("c")
     peers[1].close()
     peers[1] = started(stack)
     enter(peers[1], [members[0], peers[1].member, members[2]])
-    within(5, peers, lambda: homed(peers[1]) == {"d"})
+    within(5, peers, lambda: by_hash(peers[1]) == {"d"})
     assert len({peer.clusters.view("c").names for peer in peers}) == 1  # type: ignore[union-attr]
 
 
-def homed(peer: Peer) -> frozenset[str]:
+def by_hash(peer: Peer) -> frozenset[str]:
     view = peer.clusters.view("c")
     assert view is not None
-    return view.homed
+    return view.by_hash
 
 
 def test_a_stranger_is_no_member(stack: ExitStack) -> None:

@@ -123,7 +123,7 @@ class Serving:
         coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
             from_peer = np.isin(coming, self._inflight.from_peers(residency))
-            coming = coming[~from_peer | policy.homes.passed_on(coming)]
+            coming = coming[~from_peer | policy.homes.relayed(coming)]
         self._pin(request, coming)
         request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0

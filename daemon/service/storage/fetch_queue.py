@@ -154,18 +154,18 @@ class FetchQueue:
         """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
         return self._speed.object_ns
 
-    def _spare(self) -> int:
+    def _more_threads(self) -> int:
         """How many more threads should be reading now."""
         began = self._began.values()
-        return self._speed.spare(waiting=self._waiting, began=began, now=time.monotonic())
+        return self._speed.more_threads(waiting=self._waiting, began=began, now=time.monotonic())
 
     def _grow(self) -> None:
         """Wake or start threads for queued objects; the lock is held."""
-        spare = self._spare()
-        if spare <= 0:
+        more = self._more_threads()
+        if more <= 0:
             return
-        self._ready.notify(spare)
-        for _ in range(min(spare - self._idle, self._limit - len(self.threads))):
+        self._ready.notify(more)
+        for _ in range(min(more - self._idle, self._limit - len(self.threads))):
             if self.threads and not self._free_threads.acquire(blocking=False):
                 return
             name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
@@ -191,7 +191,7 @@ class FetchQueue:
     def _take(self, me: int) -> tuple[FetchJob, slice] | None:
         with self._ready:
             self._began.pop(me, None)
-            while self._spare() <= 0:
+            while self._more_threads() <= 0:
                 if self._closed:
                     return None
                 self._idle += 1
