@@ -19,9 +19,8 @@ _FIRST_CPU_S = 0.0001
 _CPU_DECAY = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
 _TICK_ERROR = 0.3  # error of their ratio
 _WAIT_FILLED_PART = 0.7  # share of a thread's waiting that other threads' computing may fill
-_MIN_GROWTH = (
-    1.02  # growth of the least time per part, so that a source that became slow is noticed
-)
+#: Growth of the least time per part, so that a source that became slow is noticed.
+_MIN_GROWTH = 1.02
 _MAX_READING_S = 1.0  # a thread in a longer part does not count as reading
 
 

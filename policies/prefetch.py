@@ -214,7 +214,6 @@ class Pace:
         self._last = now
 
     def progressed(self, steps: int, now: float) -> None:
-        """`steps` more are done."""
         each = max(now - self._last, 0.0) / steps
         self._last, self.latest_s = now, each
         weight = min(steps / 8, 1.0) if self.step_s else 1.0

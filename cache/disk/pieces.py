@@ -73,7 +73,6 @@ class PieceWriter:
                     self.flush()
 
     def flush(self) -> None:
-        """Write what is in the buffer."""
         if self._used:
             self._file.write(self._view[: self._used], self._at)
         self._at += self._used

@@ -61,7 +61,6 @@ class Verifier:
         self._digest = _digest(fields, ())
 
     def update(self, data: memoryview) -> None:
-        """Take further bytes of the object."""
         self._digest.update(data)
 
     def matches(self) -> bool:

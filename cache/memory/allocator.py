@@ -126,7 +126,6 @@ class Allocator:
 
     @property
     def pools(self) -> int:
-        """Number of pools that share this space."""
         return len(self._pools)
 
     @property

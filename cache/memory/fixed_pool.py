@@ -22,10 +22,6 @@ _MANY = 4096  # places: from here on it is several times as fast to free them in
 _FREE, _USED = 1, 2
 
 
-def _empty() -> Ints:
-    return np.empty(0, np.int64)
-
-
 class FixedPool:
     """Records of one length, dense in slabs, at offsets that are multiples of that length."""
 
@@ -38,11 +34,10 @@ class FixedPool:
         self._space = space
         self._slab = max(min(_SLAB_NBYTES, space.nbytes // _SLABS) // record, 1)
         self._state = np.zeros(space.nbytes // record, np.uint8)  # zeroed lazily by the system
-        self._stack = np.empty(0, np.int64)  # free records; the last is allocated first
+        # Free records, of which the last is allocated first. Slabs: first record, ascending;
+        # records; records in use.
+        self._stack, self._first, self._count, self._busy = np.empty((4, 0), np.int64)
         self._top = 0
-        self._first = _empty()  # slabs: first record, ascending; records; records in use
-        self._count = _empty()
-        self._busy = _empty()
 
     def alloc(self, nbytes: Ints) -> Ints:
         """(k,) offsets for objects of these sizes; ABSENT where there is no room (the last ones).
@@ -99,7 +94,6 @@ class FixedPool:
         return True
 
     def trim(self) -> None:
-        """Return empty slabs to the space."""
         empty = self._busy == 0
         if not empty.any():
             return
@@ -107,9 +101,8 @@ class FixedPool:
         kept = stack[~empty[self._slab_of(stack)]]
         self._stack[: len(kept)] = kept
         self._top = len(kept)
-        for first, count in zip(
-            self._first[empty].tolist(), self._count[empty].tolist(), strict=True
-        ):
+        slabs = self._first[empty].tolist(), self._count[empty].tolist()
+        for first, count in zip(*slabs, strict=True):
             self._state[first : first + count] = 0
             self._space.extents.put(first * self.record, count * self.record)
         self._first, self._count, self._busy = (
@@ -117,7 +110,6 @@ class FixedPool:
         )
 
     def ranges(self) -> tuple[Ints, Ints]:
-        """(n,) starts and (n,) sizes of all slabs."""
         return self._first * self.record, self._count * self.record
 
     def check(self, held: Ints) -> None:

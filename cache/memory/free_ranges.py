@@ -79,9 +79,8 @@ class FreeRanges:
         """
         sizes = self._sizes
         i = bisect_left(sizes, (limit + 1) * record)
-        candidates = (
-            sizes[i : i + 1] or sizes[: -_TRIES - 1 : -1]
-        )  # a sure fit, or the largest there are
+        # A sure fit, or the largest there are.
+        candidates = sizes[i : i + 1] or sizes[: -_TRIES - 1 : -1]
         for size in candidates:
             start = next(reversed(self._starts[size]))
             first = -(-start // record)

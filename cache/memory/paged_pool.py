@@ -111,7 +111,6 @@ class PagedPool:
         return total
 
     def runs(self, places: Ints) -> Runs:
-        """The runs of those objects that are in several."""
         return {place: self._chains[place] for place in places[places < ABSENT].tolist()}
 
     def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:

@@ -130,7 +130,6 @@ class SlotWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kept slots."""
         return sum(slot.nbytes for slot in self._slots.values())
 
     def room(self, nbytes: int) -> tuple[Slot, int]:
@@ -178,7 +177,6 @@ class SlotWriter:
         return None
 
     def abandon(self) -> None:
-        """Discard the current batch."""
         for slot in self._open:
             if slot.once:
                 self._forget(slot)
@@ -330,7 +328,6 @@ class SlotReader:
 
     @property
     def leased(self) -> int:
-        """Number of slots in use by tensors."""
         return len(self._live)
 
     @property

@@ -114,7 +114,6 @@ class Manifest:
         return cls(pa.concat_tables([p.absolute() for p in parts]).combine_chunks(), "")
 
     def __len__(self) -> int:
-        """Number of objects."""
         return int(self._ends[-1]) if self.table.num_rows else 0
 
     @cached_property
@@ -243,7 +242,6 @@ class Manifest:
         return self.table.column("uri").combine_chunks()
 
     def uri(self, row: int) -> str:
-        """Full address of a row."""
         return self._join(self._uris[row].as_py())
 
     def location(self, object_id: int) -> tuple[str, int, int]:

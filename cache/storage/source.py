@@ -81,12 +81,10 @@ class Counters:
             self.seconds_sum += seconds
 
     def count_retry(self) -> None:
-        """Count a retry after a transient error."""
         with self._lock:
             self.retries += 1
 
     def count_error(self, error: SourceError) -> None:
-        """Count a read that failed for good."""
         with self._lock:
             self.errors[errno.errorcode.get(error.errno or 0, "other")] += 1
             self.last_error = f"{error.uri}: {error.strerror}"

@@ -73,7 +73,8 @@ def of_tag(tag: str) -> int:
     >>> of_tag('"abc"') == of_tag('"abc"') != of_tag('"abd"')
     True
     """
-    return _number(tag.encode("utf-8", "surrogateescape"))
+    digest = xxhash.xxh3_64_intdigest(tag.encode("utf-8", "surrogateescape"))
+    return (digest & _POSITIVE) or 1
 
 
 def shared(versions: Ints) -> Ints:
@@ -102,7 +103,3 @@ def torn(before: os.stat_result, after: os.stat_result) -> bool:
         or before.st_ctime_ns != after.st_ctime_ns
         or before.st_size != after.st_size
     )
-
-
-def _number(data: bytes) -> int:
-    return (xxhash.xxh3_64_intdigest(data) & _POSITIVE) or 1

@@ -118,16 +118,6 @@ class Admission:
             k += len(ids)
         return out
 
-    def reserve(
-        self, residency: Residency, k: int, due: int, urgency: Urgency = Urgency.AHEAD
-    ) -> int:
-        """How many of k objects of unknown length there is room for, judged by the mean length."""
-        each = residency.guess
-        short = k * each - self.free_nbytes
-        if short > 0:
-            self._make_room(residency, short, due, urgency)
-        return min(k, max(self.free_nbytes, 0) // each)
-
     def room(
         self, residency: Residency, length: Ints, due: int, urgency: Urgency = Urgency.AHEAD
     ) -> tuple[Ints, Mask]:
@@ -140,7 +130,10 @@ class Admission:
         offset[~unknown] = self.place(residency, length[~unknown], due, urgency)
         lack = offset == NOWHERE
         where = np.flatnonzero(unknown)
-        lack[where[: self.reserve(residency, len(where), due, urgency)]] = False
+        short = len(where) * residency.guess - self.free_nbytes
+        if short > 0:
+            self._make_room(residency, short, due, urgency)
+        lack[where[: max(self.free_nbytes, 0) // residency.guess]] = False
         return offset, lack
 
     def _make_room(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:

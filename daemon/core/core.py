@@ -58,10 +58,8 @@ class Core:
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[events.Action] = []
         self.plans = ClusterPlans(self._residencies, self._emit)
-        self._landing = Landing(
-            *(self._admission, self._inflight, self._prefetcher, self._checks, self._spilling),
-            *(self._sessions, self._emit, self._announce),
-        )
+        parts = self._admission, self._inflight, self._prefetcher, self._checks, self._spilling
+        self._landing = Landing(*parts, self._sessions, self._emit, self._announce)
         timed: dict[type, Callable[[Any, float], None]] = {
             events.SessionOpened: self._opened,
             events.Progressed: self._progressed,
@@ -333,7 +331,6 @@ class Core:
         stream.forget(done)
 
     def _epoch_began(self, s: RankStream, epoch: int) -> None:
-        """Record that a session now reads in `epoch`."""
         if epoch == s.epoch:
             return
         s.epoch = epoch

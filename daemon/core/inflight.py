@@ -125,26 +125,15 @@ class Inflight:
             total = int(nbytes[part].sum())
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
-            pending = InflightFetch(
+            self._inflight[self._last] = InflightFetch(
                 *(residency, ids[part], *room, due, now, total, guessed, since, deadline, origin)
             )
-            self._inflight[self._last] = pending
-            self.objects += len(pending.ids)
+            self.objects += len(ids[part])
             self.nbytes += total
             self._admission.expected += guessed
-            out.append(
-                FetchObjects(
-                    *(
-                        self._last,
-                        residency.name,
-                        small[part],
-                        *room,
-                        deadline,
-                        residency.pool.runs(room[0]),
-                        origin,
-                    )
-                )
-            )
+            runs = residency.pool.runs(offset[part])
+            what = residency.name, small[part], *room
+            out.append(FetchObjects(self._last, *what, deadline, runs, origin))
         return out
 
     def land(self, fetch: int, objects: int) -> InflightFetch | None:
@@ -193,10 +182,9 @@ class Inflight:
             known = length >= 0
             offset[known] = residency.pool.alloc(length[known])
             placed = (offset != NOWHERE) | (length < 0)
-            chosen = ids[:fit][placed], offset[placed], length[placed]
-            whole, offset, length = chosen
-            for origin, which in residency.origins(whole, 0):
-                room = whole[which], offset[which], length[which]
+            chosen, offset, length = ids[:fit][placed], offset[placed], length[placed]
+            for origin, which in residency.origins(chosen, 0):
+                room = chosen[which], offset[which], length[which]
                 out += self.start(residency, *room, 0, now, now + _WHENEVER_S, origin)
             if fit < k or not every(placed):
                 if self._admission.expected:  # a guess may hold more room than needed
@@ -225,10 +213,6 @@ class Inflight:
         for fetch in found.values():
             fetch.cancelled = True
         return frozenset(found)
-
-    def number(self, residency: Residency) -> int:
-        """How many objects of a dataset are in flight."""
-        return sum(len(f.ids) for f in self._all(residency))
 
     def from_disk(self, residency: Residency) -> bool:
         """Whether objects of a dataset are being read from disk."""

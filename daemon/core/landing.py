@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,38 +22,26 @@ from creel.policies.arrays import Floats, Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT
 
 
+@dataclass(frozen=True, eq=False)
 class Landing:
     """Enters what fetches and checks bring.
 
     Args:
-        admission, inflight, prefetcher, checks, spilling: the core's.
         sessions: all sessions, a live view.
         emit: takes the next action; announce: says how far a session is ready.
     """
 
-    def __init__(
-        self,
-        admission: Admission,
-        inflight: Inflight,
-        prefetcher: Prefetcher,
-        checks: Checks,
-        spilling: Spilling,
-        sessions: Mapping[int, RankStream],
-        emit: Callable[[Action], None],
-        announce: Callable[[RankStream], None],
-    ) -> None:
-        self._admission = admission
-        self._inflight = inflight
-        self._prefetcher = prefetcher
-        self._checks = checks
-        self._spilling = spilling
-        self._sessions = sessions
-        self._emit = emit
-        self._announce = announce
+    admission: Admission
+    inflight: Inflight
+    prefetcher: Prefetcher
+    checks: Checks
+    spilling: Spilling
+    sessions: Mapping[int, RankStream]
+    emit: Callable[[Action], None]
+    announce: Callable[[RankStream], None]
 
     def fetched(self, e: Fetched, now: float) -> None:
-        """Enter what a fetch has brought."""
-        pending = self._inflight.land(e.fetch, len(e.nbytes))
+        pending = self.inflight.land(e.fetch, len(e.nbytes))
         if pending is None:
             return  # forgotten meanwhile
         residency, nbytes = pending.residency, e.nbytes
@@ -82,9 +71,9 @@ class Landing:
         known = pending.offset != NOWHERE
         if every(good) and every(known):
             if residency.landed(pending.ids, pending.offset):
-                self._prefetcher.stuck.clear()
+                self.prefetcher.stuck.clear()
         else:
-            self._prefetcher.stuck.clear()
+            self.prefetcher.stuck.clear()
             self._partly(pending, good, known, nbytes, now)
 
     def _count_answer(self, pending: InflightFetch, good: Mask, nbytes: Ints) -> None:
@@ -95,15 +84,15 @@ class Landing:
         residency.counts[f"{who}_nbytes"] += int(nbytes[good].sum())
         residency.counts[f"{who}_misses"] += int(np.count_nonzero(~good))
         if pending.origin == DISK:
-            self._prefetcher.stuck.clear()  # the room of what was read may be another's now
+            self.prefetcher.stuck.clear()  # the room of what was read may be another's now
             residency.disk.changed(len(pending.ids))
             residency.disk.lost(pending.ids[~good])
 
     def _fetch_again(self, lacking: InflightFetch, now: float, deadline: float) -> None:
         """Fetch from the source, into the same room, what did not come."""
         room = lacking.ids, lacking.offset, lacking.length
-        for action in self._inflight.start(lacking.residency, *room, lacking.due, now, deadline):
-            self._emit(action)
+        for action in self.inflight.start(lacking.residency, *room, lacking.due, now, deadline):
+            self.emit(action)
 
     def _current(self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats) -> Mask:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
@@ -126,11 +115,10 @@ class Landing:
         return ~late
 
     def _readers(self, residency: Residency) -> list[RankStream]:
-        return [s for s in self._sessions.values() if s.residency is residency]
+        return [s for s in self.sessions.values() if s.residency is residency]
 
     def checked(self, e: Checked) -> None:
-        """Enter the versions that a check has found."""
-        asked = self._checks.land(e.check)
+        asked = self.checks.land(e.check)
         if asked is not None:
             versions = asked.residency.versions
             changed = versions.answered(asked.files, e.version, asked.generation, asked.begun)
@@ -145,16 +133,16 @@ class Landing:
         """Evict residents of changed files; sessions that need them fetch them again."""
         if not len(ids):
             return
-        self._prefetcher.stuck.clear()
+        self.prefetcher.stuck.clear()
         removed = np.zeros(len(residency), np.bool_)
         removed[ids] = True
         for s in self._readers(residency):
             hit = removed[s.stream.objects(s.at, s.front)]
             if some(hit):
                 unpinned = s.rewind(s.stream.step_at(s.at + int(hit.argmax())))
-                self._announce(s)
+                self.announce(s)
                 residency.release(unpinned[~removed[unpinned]])
-        self._spilling.cancel(residency, ids)
+        self.spilling.cancel(residency, ids)
         residency.outdate(ids)
 
     def _partly(
@@ -181,23 +169,23 @@ class Landing:
         residency.set_lengths(ids, nbytes)
         stalled = any(s.stalling for s in self._readers(residency))
         urgency = Urgency.STALLED if stalled else Urgency.AHEAD
-        place = self._admission.place(residency, nbytes, pending.due, urgency)
+        place = self.admission.place(residency, nbytes, pending.due, urgency)
         placed = place != NOWHERE
         room = ids[placed], place[placed], nbytes[placed]
         since = pending.generation if pending.origin == SOURCE else 0
         due, deadline = pending.due, pending.deadline
-        for action in self._inflight.start(residency, *room, due, now, deadline, HELD, since):
-            self._emit(action)
+        for action in self.inflight.start(residency, *room, due, now, deadline, HELD, since):
+            self.emit(action)
 
     def give_up(self, s: RankStream, before: float) -> None:
         """Stop waiting for what blocks a session, if it was requested before the time `before`."""
         residency, blocked = s.residency, s.blocked
         if residency.state[blocked] == FETCHING:
-            pending = self._inflight.of(residency, blocked)
+            pending = self.inflight.of(residency, blocked)
             if pending is not None and pending.begun < before:
                 residency.state[pending.ids] = OVERDUE  # until it lands
                 s.failed += len(pending.ids)
         elif residency.state[blocked] == RESIDENT:
-            for asked in self._checks.hung(residency, blocked, before):
+            for asked in self.checks.hung(residency, blocked, before):
                 # Their objects are fetched again; a fetch that hangs becomes overdue.
                 self._changed(residency, asked.files)

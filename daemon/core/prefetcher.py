@@ -43,8 +43,10 @@ class Prefetcher:
         self._admission = admission
         self._inflight = inflight
         self._window = window
-        self.stuck: set[int] = set()  # sessions that wait for room; cleared when some may be free
-        #: Those of them for which no room can be made now: dataset, and `due` of what lacks it.
+        #: Sessions that cannot go on: they wait for room, for other ranks, or for what a peer has
+        #: yet to get. Cleared when that may be over.
+        self.stuck: set[int] = set()
+        #: Those of them that find no room: dataset, and `due` of what lacks it.
         self.lacking: dict[int, tuple[Residency, int]] = {}
 
     def set_reach(self, s: RankStream, sessions: int) -> None:
@@ -55,27 +57,20 @@ class Prefetcher:
         share = min(_PINNED_SHARE * self._admission.space.nbytes / sessions, window.nbytes)
         reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / residency.mean))
         least = s.done + 1
-        if (
-            residency.policy is not None
-            and residency.policy.short_prefetch
-            and self._admission.missing(residency) > 0
-        ):
-            ranks = sum(len(g.sessions) for g in residency.groups)
+        fits, policy = self._admission.missing(residency) == 0, residency.policy
+        ranks = sum(len(g.sessions) for g in residency.groups)
+        if not fits and policy is not None and policy.short_prefetch:
             ahead = max(
                 _AHEAD_SHARE * len(residency),
-                residency.policy.read_ahead_room(self._admission.share(residency) / residency.mean),
+                policy.read_ahead_room(self._admission.share(residency) / residency.mean),
             )
             reach = min(reach, s.at + int(ahead / ranks))
             least = s.done + 2
-        elif (
-            residency.disk.completes(residency.resident) and self._admission.missing(residency) > 0
-        ):
+        elif not fits and residency.disk.completes(residency.resident):
             # The disk is quick, and what is read ahead takes the room of what is read again.
             steps = min(s.done + s.pace.min_ahead, end)
-            ahead = s.at + int(
-                _AHEAD_SHARE * len(residency) / sum(len(g.sessions) for g in residency.groups)
-            )
-            reach = min(reach, max(ahead, stream.start(steps)))
+            ahead_at = s.at + int(_AHEAD_SHARE * len(residency) / ranks)
+            reach = min(reach, max(ahead_at, stream.start(steps)))
         if s.stalling:
             least = max(least, s.ready + 1)
         s.reach = max(reach, stream.start(min(least, end)))
@@ -90,7 +85,7 @@ class Prefetcher:
         """
         residency, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
-        landed_s = rate.seconds(self._inflight.number(residency) + FETCHED_AT_ONCE)
+        landed_s = rate.seconds(len(self._inflight.ids(residency)) + FETCHED_AT_ONCE)
         steps = lead(s.pace, step_s, landed_s, self._window)
         stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
         ids = stream.objects(s.checked, stop).astype(np.intp)

@@ -196,7 +196,6 @@ class RankStream:
         return unpinned
 
     def truncate(self, step: int) -> None:
-        """Void the plan from `step` on."""
         self.stream.truncate(step)
         self._deadline = 0.0
 

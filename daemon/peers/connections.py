@@ -35,7 +35,6 @@ class Traffic:
         self.nbytes = dict.fromkeys(("handshakes", "requests", "plans", "heartbeats"), 0)
 
     def count(self, message: Message, nbytes: int) -> None:
-        """Count a frame that came or went."""
         self.nbytes[_PURPOSE[type(message)]] += nbytes
 
 

@@ -34,7 +34,6 @@ class Notify:
             return
 
     def ready(self, status: str) -> None:
-        """The service can be used."""
         self("READY=1", f"STATUS={status}", f"MAINPID={os.getpid()}")
 
     def reloading(self) -> None:

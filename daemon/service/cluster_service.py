@@ -130,12 +130,10 @@ class ClusterService:
         return lambda *args: self._call_soon(partial(call, *args))
 
     def serve(self, action: ServeObjects) -> None:
-        """Send a peer what it asked for."""
         if self._server is not None:
             self._server.serve(action)
 
     def share_plan(self, action: SharePlan) -> None:
-        """Send a peer what it has missed."""
         if self._server is not None:
             self._server.serve_plan(action)
 

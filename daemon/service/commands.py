@@ -32,7 +32,6 @@ def answer(node: Node, ask: Command) -> dict[str, Any]:
 
 
 def status_and_stats(node: Node) -> dict[str, Any]:
-    """Return status and stats together."""
     return {**_status(node), **stats.stats(node)}
 
 

@@ -35,7 +35,7 @@ from creel.daemon.service.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
 from creel.daemon.service.storage.disk import Disk, DiskSource
 from creel.daemon.service.storage.fetcher import Fetcher
-from creel.errors import UnavailableError
+from creel.errors import CreelError, UnavailableError
 from creel.messages import (
     PROTOCOL,
     Deal,
@@ -260,7 +260,6 @@ class Node:
         return moved is not None
 
     def tick(self) -> None:
-        """Handle the passing of time."""
         self.fetcher.tick()
         self.handle_event(events.Tick())
 
@@ -323,10 +322,17 @@ class Node:
     ) -> None:
         """Run `work` in the background, then `then` on its result here; or refuse."""
 
-        def refuse(why: str) -> None:
-            reply(Answer(Refused(why)))
+        def attempt() -> None:
+            try:
+                call = partial(then, work())
+            except CreelError as e:
+                call = partial(reply, Answer(Refused(str(e))))
+            except Exception:
+                log.exception("a manifest could not be read")
+                call = partial(reply, Answer(Refused("the manifest cannot be read")))
+            self._call_soon(call)
 
-        self._background.attempt(work, then, refuse, self._call_soon)
+        self._background.put(attempt)
 
     def _prepare(self, manifest: Manifest) -> DatasetRecord:
         """Do all work proportional to the number of objects; in the background."""
@@ -477,7 +483,6 @@ class Node:
         self.handle_event(events.EpochFollowed(session.id, view))
 
     def truncated(self, session: SessionRecord, step: int) -> None:
-        """Truncate a session's plan."""
         session.truncate(step)
         self.handle_event(events.PlanTruncated(session.id, step))
         session.acknowledge()
@@ -489,7 +494,6 @@ class Node:
         self._progressed(session)
 
     def close(self) -> None:
-        """Stop all threads and close everything."""
         self._prefault.stop()
         self.fetcher.close()
         self._prefault.join(1.0)

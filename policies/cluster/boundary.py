@@ -78,7 +78,6 @@ class Deals:
     dataset: str = ""
 
     def forget(self, epoch: int) -> None:
-        """Forget epochs before `epoch`."""
         self.orders = {e: order for e, order in self.orders.items() if e >= epoch}
 
     def known(self, epoch: int) -> bool:

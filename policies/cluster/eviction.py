@@ -172,7 +172,6 @@ class ClusterEviction(PlannedEviction):
         return in_use
 
     def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
-        """Take a plan, if it is that of the latest task."""
         if task is not self._asking or not isinstance(plan, Placed):
             return
         asked, self._asking = self._asking, None
@@ -200,7 +199,6 @@ class ClusterEviction(PlannedEviction):
         return staying | self._marked(ids, _COPY)
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
-        """The first object of `epoch` was read."""
         if uses is not self.uses or epoch <= self.epoch:
             return
         placed = self._next if epoch == self.epoch + 1 else None
@@ -259,7 +257,6 @@ class ClusterEviction(PlannedEviction):
         return super().wanted(ids) | self._marked(ids, _LENT)
 
     def sent(self, ids: Index) -> None:
-        """Objects were sent to the peer that reads them."""
         lent = self._marked(ids, _LENT)
         self._marks[ids[~lent]] |= _SENT_EARLY
         self._marks[ids[lent]] &= ~_LENT

@@ -220,7 +220,6 @@ class HomesFarthest(FarthestNextUse):
         self.stale = True
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
-        """A job has begun an epoch."""
         for job, known in zip(self._jobs, self._known, strict=True):
             if job.uses is uses:
                 job.deals.forget(epoch)
@@ -229,7 +228,6 @@ class HomesFarthest(FarthestNextUse):
         self.stale = True
 
     def replanned(self) -> None:
-        """Plans were rebuilt, or a job ended."""
         super().replanned()
         self._merged.forget()
         self._known = [{} for _ in self._jobs]
@@ -256,7 +254,6 @@ class HomesFarthest(FarthestNextUse):
         return self._merged.due(ids)
 
     def sent(self, ids: Index) -> None:
-        """Objects were sent to the peer that reads them."""
         if not self.stale:
             self._merged.was_read(ids)
 

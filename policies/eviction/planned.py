@@ -164,7 +164,6 @@ class PlannedEviction(EvictionPolicy):
         return int(_WAIT_PART * (context.clock - first) >= end - first)
 
     def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
-        """Take a plan, if it is that of the latest task."""
         if task is not self._pending or not isinstance(plan, Kept):
             return
         again, self._released_since = self._released_since, []

@@ -91,7 +91,6 @@ class Tally:
         self._number = self.nbytes if whole else np.zeros_like(self.nbytes)
 
     def add(self, cell: NDArray[np.integer], nbytes: Ints) -> None:
-        """Count candidates."""
         np.add.at(self.nbytes, cell, nbytes)
         if not self.whole:
             np.add.at(self._number, cell, 1)

@@ -298,10 +298,8 @@ class DiskCopies:
         """Remove objects of a kind from the disk; bytes freed."""
         if nbytes <= 0:
             return 0
-        before, room = (
-            self._tier.free,
-            int(self._tier.rooms(np.array([int(self._residency.mean)]))[0]),
-        )
+        before = self._tier.free
+        room = int(self._tier.rooms(np.array([int(self._residency.mean)]))[0])
         self.lost(walk.take(-(-nbytes // max(room, 1)) + 1, matches, due))
         return self._tier.free - before
 

@@ -119,7 +119,6 @@ class Disk:
             self._order(partial(self._store.drop, action.dataset, action.ids))
 
     def forget(self, dataset: str) -> None:
-        """Remove all of a dataset for good."""
         if self._store is not None:
             self._order(partial(self._store.forget, dataset))
             self._order(partial(self._drop_traces, dataset))

@@ -97,7 +97,6 @@ class FetchQueue:
         self._speed = Concurrency(_CORES)
 
     def put(self, deadline: float, job: FetchJob) -> None:
-        """Queue a job."""
         with self._ready:
             heapq.heappush(self._heap, (deadline, self._count, job, 0))
             self._count += 1
@@ -155,7 +154,6 @@ class FetchQueue:
         return self._speed.object_ns
 
     def _more_threads(self) -> int:
-        """How many more threads should be reading now."""
         began = self._began.values()
         return self._speed.more_threads(waiting=self._waiting, began=began, now=time.monotonic())
 
