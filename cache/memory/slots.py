@@ -102,11 +102,7 @@ class SlotWriter:
     """
 
     def __init__(
-        self,
-        *,
-        max_slots: int = 8,
-        max_nbytes: int = 1 << 30,
-        inherited: Sequence[mmap.mmap] = (),
+        self, *, max_slots: int = 8, max_nbytes: int = 1 << 30, inherited: Sequence[mmap.mmap] = ()
     ) -> None:
         """Keep at most `max_slots` slots, of at most `max_nbytes` together.
 
@@ -303,11 +299,7 @@ class SlotReader:
     """
 
     def __init__(
-        self,
-        *,
-        max_leased: int = 4,
-        inherited: Sequence[mmap.mmap] = (),
-        private: bool = False,
+        self, *, max_leased: int = 4, inherited: Sequence[mmap.mmap] = (), private: bool = False
     ) -> None:
         """Copy batches out once `max_leased` slots are leased.
 

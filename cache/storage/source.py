@@ -93,10 +93,7 @@ class Counters:
         """Return a copy; `seconds` are counts per bucket of SECONDS and one beyond."""
         with self._lock:
             return replace(
-                self,
-                errors=self.errors.copy(),
-                seconds=list(self.seconds),
-                _lock=threading.Lock(),
+                self, errors=self.errors.copy(), seconds=list(self.seconds), _lock=threading.Lock()
             )
 
 
@@ -225,36 +222,26 @@ class Source:
 
     def _ask(self, uris: list[str], which: list[int], found: Ints) -> dict[int, Exception]:
         """Enter the versions of some addresses; return the errors of those worth a retry."""
-        stores: dict[Store | None, list[int]] = defaultdict(list)
+        stores: dict[Store, list[int]] = defaultdict(list)
         if not self.manifest.remote.any():
             stores[self._local] = which
         else:
             for i in which:
-                stores[self._store_or_none(uris[i])].append(i)
+                with suppress(Exception):  # stores raise what they like: it is MISSING
+                    stores[self._store(uris[i])].append(i)
         failed: dict[int, Exception] = {}
         for store, members in stores.items():
-            if store is None:
-                continue
-            for i, answer in zip(members, self._versions(store, uris, members), strict=True):
+            answers: Sequence[int | Exception]
+            try:
+                answers = store.versions([uris[i] for i in members])
+            except Exception as e:  # noqa: BLE001  likewise
+                answers = [e] * len(members)
+            for i, answer in zip(members, answers, strict=True):
                 if not isinstance(answer, Exception):
                     found[i] = answer
                 elif transient(answer):
                     failed[i] = answer
         return failed
-
-    def _versions(
-        self, store: Store, uris: list[str], members: list[int]
-    ) -> Sequence[int | Exception]:
-        try:
-            return store.versions([uris[i] for i in members])
-        except Exception as e:  # noqa: BLE001  stores raise what they like
-            return [e] * len(members)
-
-    def _store_or_none(self, uri: str) -> Store | None:
-        try:
-            return self._store(uri)
-        except Exception:  # noqa: BLE001  likewise
-            return None
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
         """Each object (for those of unknown length), None where it failed."""

@@ -122,16 +122,6 @@ def read_file(path: str) -> bytes:
         os.close(fd)
 
 
-def _read_with_status(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
-    """Return all bytes of a file, and its status before and after."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        before = os.fstat(fd)
-        return _rest(fd, before.st_size), before, os.fstat(fd)
-    finally:
-        os.close(fd)
-
-
 def _rest(fd: int, size: int) -> bytes:
     """Return what follows in a file that should be `size` bytes."""
     data = os.read(fd, size + 1)
@@ -150,10 +140,13 @@ def _read_unchanged(uri: str) -> tuple[bytes, int]:
         OSError: it cannot be read, or is repeatedly written to.
     """
     for _ in range(_TRIES):
-        now = time.time_ns()
-        data, before, after = _read_with_status(path_of(uri))
-        if not version.torn(before, after):
-            return data, version.of_stat(before, now)
+        now, file = time.time_ns(), _open(path_of(uri))
+        try:
+            data = _rest(file.fd, file.status.st_size)
+            if not version.torn(file.status, os.fstat(file.fd)):
+                return data, version.of_stat(file.status, now)
+        finally:
+            os.close(file.fd)
     raise SourceError(errno.EBUSY, "changed while it was read", uri)
 
 

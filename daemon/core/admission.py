@@ -152,8 +152,6 @@ class Admission:
     ) -> tuple[Index, str]:
         """Up to k objects of the dataset that may leave memory, and why; none: no more."""
         policy = residency.policy
-        if policy is None:
-            return NONE, ""
         sources = [(policy.victims, "due_later")]
         forced = urgency is Urgency.STALLED
         if self.disk:
@@ -173,7 +171,7 @@ class Admission:
         """Whether to wait until objects are written to disk, so that they may leave memory."""
         if not self.disk or self.disk.slow or residency.disk.hopeless:
             return False
-        replaces = residency.policy is not None and residency.policy.replaces
+        replaces = residency.policy.replaces
         return replaces or residency.disk.storing > 0 or self.disk.free >= residency.mean
 
     def _claim(self, residency: Residency, nbytes: int) -> int:

@@ -199,9 +199,7 @@ class Core:
             s.begin(e.epoch, self._generation())
         s.announce(e.step)
         s.residency.choose_policy()
-        if s.residency.policy is not None:
-            ids, epoch = e.objects.astype(np.intp), e.epoch + s.epoch_shift
-            s.residency.policy.plan_extended(ids, epoch)
+        s.residency.policy.plan_extended(e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._set_reaches()
 
     def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
@@ -243,7 +241,7 @@ class Core:
 
     def _planned(self, e: events.RetentionPlanned) -> None:
         residency = self._residencies.get(e.dataset)
-        if residency is not None and residency.policy is not None:
+        if residency is not None:
             residency.policy.retention_planned(e.boundary, e.kept)
             residency.disk.changed(len(residency))
 
@@ -300,8 +298,7 @@ class Core:
     def _unplanned(self, residency: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that were pinned for it."""
         residency.choose_policy()
-        if residency.policy is not None:
-            residency.policy.replanned()
+        residency.policy.replanned()
         residency.release(unpinned)
         if orphans := self._inflight.cancel_orphans(residency):
             self._out.append(events.CancelFetches(residency.name, orphans))
@@ -335,16 +332,14 @@ class Core:
             return
         s.epoch = epoch
         s.group.uses.forget(min(x.epoch for x in s.group.sessions.values()))
-        if s.residency.policy is not None:
-            s.residency.policy.epoch_began(s.group.uses, epoch)
+        s.residency.policy.epoch_began(s.group.uses, epoch)
 
     def _set_reaches(self) -> None:
         """Recompute how far each session may read ahead, after sessions or plans changed."""
         for session in self._sessions.values():
             self._prefetcher.set_reach(session, len(self._sessions))
         for residency in self._residencies.values():
-            if residency.policy is not None:
-                residency.policy.resized()
+            residency.policy.resized()
 
     def recover(self, session: int) -> list[events.Action]:
         """Make all tables consistent again after an exception in `handle`.

@@ -59,7 +59,7 @@ class Prefetcher:
         least = s.done + 1
         fits, policy = self._admission.missing(residency) == 0, residency.policy
         ranks = sum(len(g.sessions) for g in residency.groups)
-        if not fits and policy is not None and policy.short_prefetch:
+        if not fits and policy.short_prefetch:
             ahead = max(
                 _AHEAD_SHARE * len(residency),
                 policy.read_ahead_room(self._admission.share(residency) / residency.mean),
@@ -255,8 +255,7 @@ class Prefetcher:
         """
         residency = s.residency
         starving = urgent and s.starving
-        by_epoch = residency.policy is not None and residency.policy.by_epoch
-        if by_epoch and s.ahead_of_others and not starving:
+        if residency.policy.by_epoch and s.ahead_of_others and not starving:
             self.stuck.add(s.id)
             return 0
         k = self._inflight.may_start(residency.expected(residency.length[ids]), urgent=urgent)

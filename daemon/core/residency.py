@@ -37,6 +37,7 @@ from creel.policies.eviction.policy import (
     RESIDENT,
     STORED,
     EvictionPolicy,
+    NoEviction,
 )
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Latency, SourceRate, Window
@@ -100,7 +101,7 @@ class Residency:
         self.pins = np.zeros(n, np.int32)
         self.pool: ObjectPool = space.pool(lengths)
         self.groups: list[JobGroup] = []
-        self.policy: EvictionPolicy | None = None
+        self.policy: EvictionPolicy = NoEviction(self.state, self.pins, [])
         self.latency = Latency()
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
@@ -164,14 +165,11 @@ class Residency:
 
     def release(self, ids: Index) -> None:
         """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
-        if self.policy is None and self.disk.column is None:
-            return
         unpinned = (self.pins[ids] == 0) & (self.state[ids] == RESIDENT)
         if some(unpinned):
             ids = ids if every(unpinned) else ids[unpinned]
             self.disk.released(ids)
-            if self.policy is not None:
-                self.policy.released(ids)
+            self.policy.released(ids)
 
     def set_lengths(self, ids: Index, nbytes: Ints) -> None:
         new = self.length[ids] < 0
@@ -288,7 +286,7 @@ class Residency:
             "used_nbytes": self.pool.used,
             "disk_objects": self.disk.objects,
             "disk_used_nbytes": self.disk.nbytes,
-            "policy": "none" if self.policy is None else self.policy.name,
+            "policy": self.policy.name,
             "fetch_latency_s": self.latency.seconds,
             **self.counted(),
         }
@@ -304,12 +302,12 @@ class Residency:
 
     def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
         """(k,) whether the peer to fetch each object from for `epoch` will have it only later."""
-        later = None if self.policy is None else self.policy.awaited(ids, epoch, clock)
+        later = self.policy.awaited(ids, epoch, clock)
         return later & (self.disk.state[ids] != STORED) if later is not None else None
 
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
         """Where to fetch objects (k,) for their read in `epoch`: (origin, which of them) each."""
-        holder = None if self.policy is None else self.policy.holders(ids, epoch)
+        holder = self.policy.holders(ids, epoch)
         if self.disk.objects:
             stored = self.disk.state[ids] == STORED
             holder = np.where(stored, DISK, SOURCE if holder is None else holder)
@@ -337,7 +335,7 @@ class Residency:
         stuck = np.bincount(place[self.pins[ids] > 0], minlength=places)
         stuck += np.bincount(self._regions(busy, nbytes)[0], minlength=places)
         held = np.bincount(place, minlength=places)
-        wanted = np.bincount(place[self._wanted(ids)], minlength=places)
+        wanted = np.bincount(place[self.policy.wanted(ids)], minlength=places)
         score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
         best = int(score.argmin())
         if not np.isfinite(score[best]):
@@ -354,10 +352,6 @@ class Residency:
         size = max(nbytes, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
         first = np.where(offset < NOWHERE, chained(offset), offset)
         return first // size, self.space.nbytes // size + 1
-
-    def _wanted(self, ids: Index) -> Mask:
-        """(k,) whether each is read again in the current epoch."""
-        return np.zeros(len(ids), np.bool_) if self.policy is None else self.policy.wanted(ids)
 
     # --- jobs ----------------------------------------------------------------------------------
 
@@ -394,7 +388,7 @@ class Residency:
         groups = [g for g in self.groups if g.planned()]
         if not groups:
             if not self.groups:
-                self.policy = None
+                self.policy = NoEviction(self.state, self.pins, [])
             return
         first = next(iter(groups[0].sessions.values()))
         homes = self._homes(groups)
@@ -435,7 +429,7 @@ class Residency:
 
     def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
-        if self.policy is None or not self.groups:
+        if not self.groups:
             return None
         return self.policy.planning_task(PlannedJob(self, self.groups[0], admission, window))
 
@@ -456,7 +450,7 @@ class Residency:
         self.pins[:] = self._held(storing)
         for group in self.groups:
             group.replan()
-        self.policy = None
+        self.policy = NoEviction(self.state, self.pins, [])
         self.choose_policy()
 
     def _held(self, storing: Index) -> NDArray[np.int32]:

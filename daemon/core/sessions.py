@@ -219,9 +219,7 @@ class RankStream:
 
     def policy_step(self, step: int) -> int:
         """Convert a step to the eviction policy's clock."""
-        step += self.shift
-        policy = self.residency.policy
-        return step if policy is None else policy.at(self.group.uses, step)
+        return self.residency.policy.at(self.group.uses, step + self.shift)
 
     def order(self, epoch: int) -> list[NDArray[np.int32]]:
         """The unread part of `epoch`'s order, in pieces."""

@@ -89,10 +89,7 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "status": lambda node, _: _status(node),
     "stats": lambda node, _: stats.stats(node),
     "datasets": lambda node, _: {"datasets": stats.datasets(node)},
-    "config": lambda node, _: {
-        "settings": node.config.flat(),
-        "effective": node.effective.flat(),
-    },
+    "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
     "warm": lambda node, args: _submit(node, Warm, args),
     "drop": lambda node, args: _submit(node, Dropped, args),
     "bad_samples": _bad_samples,

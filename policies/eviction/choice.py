@@ -64,10 +64,7 @@ class Readers:
 
 
 def choose(
-    present: EvictionPolicy | None,
-    readers: Readers,
-    state: NDArray[np.uint8],
-    pins: NDArray[np.int32],
+    present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
     uses, homes = readers.uses, readers.homes
@@ -88,10 +85,7 @@ def choose(
 
 
 def _alone(
-    present: EvictionPolicy | None,
-    readers: Readers,
-    state: NDArray[np.uint8],
-    pins: NDArray[np.int32],
+    present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
     """`choose` where no other node keeps anything for this one, or where that is planned."""
     uses = readers.uses

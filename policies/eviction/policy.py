@@ -32,7 +32,7 @@ class EvictionPolicy:
     """
 
     #: Name in `creel stats`.
-    name = "none"
+    name: str
     #: Whether each object fetched far ahead takes the room of one that is read again, so that
     #: reading ahead must stay short.
     short_prefetch = False
@@ -62,7 +62,6 @@ class EvictionPolicy:
 
     def released(self, ids: Index) -> None:
         """Residents are no longer pinned (an object may come twice)."""
-        raise NotImplementedError
 
     def plan_extended(self, ids: Index, epoch: int) -> None:
         """A job's plan continues with these reads of `epoch`."""
@@ -152,3 +151,19 @@ class EvictionPolicy:
     def _leaving(self, ids: Index) -> Mask:
         may: Mask = (self._state[ids] == RESIDENT) & (self._pins[ids] == 0)
         return may
+
+
+class NoEviction(EvictionPolicy):
+    """For a dataset without readers: all that is held stays, until another dataset needs room."""
+
+    name = "none"
+
+    def victims(self, k: int, step: int) -> Index:  # noqa: ARG002
+        return NONE
+
+    def forced_victims(self, k: int, step: int) -> Index:  # noqa: ARG002
+        return NONE
+
+    def due(self, ids: Index) -> Ints:
+        """Zeros: nothing leaves memory because it is due late."""
+        return np.zeros(len(ids), np.int64)

@@ -104,7 +104,7 @@ class Serving:
         """
         residency = request.residency
         policy = residency.policy
-        if policy is None or policy.homes is None or not policy.reads_for_peers:
+        if policy.homes is None or not policy.reads_for_peers:
             return False
         ids = np.unique(ids)
         absent = ids[(residency.state[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
@@ -243,8 +243,7 @@ class Serving:
         self._nbytes -= request.nbytes
         ids = residency.served.pop(e.request)
         residency.unpin(ids)
-        if residency.policy is not None:
-            residency.policy.sent(ids)
+        residency.policy.sent(ids)
         residency.release(ids)
         residency.departed.answered(e.request)
 

@@ -169,12 +169,9 @@ class DiskCopies:
             found &= residency.pins[at] == 0
             return found
 
-        return self._clean.take(k, matches, self._due, None if step == FOR_PEERS else step)
-
-    def _due(self, ids: Index) -> Ints:
-        """(k,) each object's next use, on the policy's clock."""
-        policy = self._residency.policy
-        return np.zeros(len(ids), np.int64) if policy is None else policy.due(ids)
+        return self._clean.take(
+            k, matches, self._residency.policy.due, None if step == FOR_PEERS else step
+        )
 
     def released(self, ids: Index) -> None:
         """Residents are no longer pinned."""
@@ -190,13 +187,12 @@ class DiskCopies:
 
     def next_released(self, nbytes: int, room: int) -> Index:
         """Objects to write while the disk has `room`, `nbytes` at most: those read first."""
-        policy = self._residency.policy
         while self._loose:
             ids = self._loose.popleft()
             self._waiting -= len(ids)
             ids = unique(ids[self._writable(ids)])
-            if policy is not None and len(ids):
-                ids = ids[policy.keeps(ids)]
+            if len(ids):
+                ids = ids[self._residency.policy.keeps(ids)]
             k = self._fitting(ids, nbytes, room)
             if k < len(ids):
                 self._loose.appendleft(ids[k:])
@@ -210,10 +206,9 @@ class DiskCopies:
 
         Only what is due after `step`, as `clean` asks for: nothing else makes room for that step.
         """
-        policy = self._residency.policy
-        ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._due, step)
-        if policy is not None and len(ids):
-            ids = ids[policy.keeps(ids)]
+        ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._residency.policy.due, step)
+        if len(ids):
+            ids = ids[self._residency.policy.keeps(ids)]
         return ids[: self._fitting(ids, nbytes, 1 << 62)]
 
     def _writable(self, at: Index | slice) -> Mask:
@@ -241,8 +236,8 @@ class DiskCopies:
 
     def make_room(self, nbytes: int) -> None:
         """Remove what nobody keeps, then what memory holds and is due soonest, from the disk."""
-        residency, policy = self._residency, self._residency.policy
-        if policy is None or not policy.replaces:
+        residency = self._residency
+        if not residency.policy.replaces:
             return
 
         def twice(at: Index | slice) -> Mask:
@@ -250,12 +245,12 @@ class DiskCopies:
             return found
 
         freed = self.drop_idle(nbytes)
-        self._leave(nbytes - freed, self._twice, twice, lambda ids: -self._due(ids))
+        self._leave(nbytes - freed, self._twice, twice, lambda ids: -residency.policy.due(ids))
 
     def drop_idle(self, nbytes: int) -> int:
         """Remove up to about `nbytes` that nobody keeps from the disk; bytes freed."""
         policy = self._residency.policy
-        if policy is None or not policy.replaces:
+        if not policy.replaces:
             return 0
 
         def idle(at: Index | slice) -> Mask:
@@ -265,7 +260,7 @@ class DiskCopies:
             found[where] = ~policy.keeps(ids[where])
             return found
 
-        return self._leave(nbytes, self._idle, idle, self._due)
+        return self._leave(nbytes, self._idle, idle, self._residency.policy.due)
 
     def unwritten(self) -> tuple[Index, Index]:
         """Residents that are not on disk, and may be: those kept, and the others; due next first.
@@ -275,15 +270,13 @@ class DiskCopies:
         residency = self._residency
         ids = np.flatnonzero((residency.state == RESIDENT) & (self.state == NOT_STORED))
         ids = ids[residency.versions.version[residency.versions.files(ids)] > 0]
-        ids = ids[self._due(ids).argsort(kind="stable")]
-        if residency.policy is None:
-            return ids, NONE
+        ids = ids[residency.policy.due(ids).argsort(kind="stable")]
         kept = residency.policy.keeps(ids)
         return ids[kept], ids[~kept]
 
     def give(self, nbytes: int) -> None:
         """Remove about `nbytes` from the disk for another dataset: what is due last."""
-        self._leave(nbytes, self._any, self._settled, self._due)
+        self._leave(nbytes, self._any, self._settled, self._residency.policy.due)
 
     def _settled(self, at: Index | slice) -> Mask:
         """(k,) whether each is on disk, and not being read from there."""

@@ -141,7 +141,7 @@ class Spilling:
         if len(ids):
             self._write(residency, ids)
             return True
-        return residency.policy is not None and residency.policy.replaces and reading(residency)
+        return residency.policy.replaces and reading(residency)
 
     def _make_room(self, residency: Residency, nbytes: int) -> None:
         """Free about `nbytes` on disk.
@@ -244,7 +244,7 @@ class Spilling:
         residency.counts["spilled"] += int(np.count_nonzero(stored))
         residency.counts["spilled_nbytes"] += int(residency.length[ids[stored]].sum())
         ids = ids[residency.pins[ids] == 0]
-        if residency.policy is not None and len(ids):
+        if len(ids):
             residency.policy.released(ids)
 
     def ids(self, residency: Residency) -> Index:

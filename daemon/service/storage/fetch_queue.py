@@ -94,7 +94,7 @@ class FetchQueue:
         self._began: dict[int, float] = {}  # by thread, while it reads
         self._closed = False
         self._ready = threading.Condition()
-        self._speed = Concurrency(_CORES)
+        self.speed = Concurrency(_CORES)
 
     def put(self, deadline: float, job: FetchJob) -> None:
         with self._ready:
@@ -148,14 +148,9 @@ class FetchQueue:
             self._waiting -= sum(objects for _, objects in dropped)
         return dropped
 
-    @property
-    def object_ns(self) -> int:
-        """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
-        return self._speed.object_ns
-
     def _more_threads(self) -> int:
         began = self._began.values()
-        return self._speed.more_threads(waiting=self._waiting, began=began, now=time.monotonic())
+        return self.speed.more_threads(waiting=self._waiting, began=began, now=time.monotonic())
 
     def _grow(self) -> None:
         """Wake or start threads for queued objects; the lock is held."""
@@ -184,7 +179,7 @@ class FetchQueue:
             objects = self._run(job, part)
             cpu, user = time.thread_time() - cpu, _user_s() - user
             if objects:  # a lost update between threads does no harm
-                self._speed.measured(objects, time.perf_counter() - start, cpu, user)
+                self.speed.measured(objects, time.perf_counter() - start, cpu, user)
 
     def _take(self, me: int) -> tuple[FetchJob, slice] | None:
         with self._ready:
@@ -201,7 +196,7 @@ class FetchQueue:
     def _part(self) -> tuple[FetchJob, slice]:
         """Take the next part of the most urgent job, as large as the measured speed suggests."""
         deadline, count, job, start = self._heap[0]
-        stop = min(start + self._speed.part_objects, job.objects)
+        stop = min(start + self.speed.part_objects, job.objects)
         if stop < job.objects:
             heapq.heapreplace(self._heap, (deadline, count, job, stop))
         else:

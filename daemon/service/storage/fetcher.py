@@ -116,7 +116,7 @@ class Fetcher:
 
     def object_ns(self, dataset: str) -> int:
         """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
-        return self._queues[dataset].object_ns
+        return self._queues[dataset].speed.object_ns
 
     def submit(self, fetch: FetchObjects) -> None:
         """Start a fetch; `Fetched` is always posted at its end."""
