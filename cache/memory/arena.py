@@ -40,7 +40,9 @@ class Arena:
         self._map = mmap.mmap(fd, nbytes)
         os.fchmod(fd, stat.S_IRUSR)
         self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        _advise(self._map, "MADV_HUGEPAGE", "MADV_DONTDUMP")
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
+            with contextlib.suppress(OSError, AttributeError):  # where this system has it
+                self._map.madvise(getattr(mmap, advice))
         self.view = memoryview(self._map)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._written = np.zeros((nbytes >> _PAGE_BITS) + 2, np.bool_)  # pages
@@ -196,13 +198,6 @@ def _release(holder: Arena | ArenaView) -> None:
     with contextlib.suppress(BufferError):  # a view is still in use: it keeps the mapping
         holder.view.release()
         holder._map.close()  # noqa: SLF001  (both classes are of this module)
-
-
-def _advise(mapping: mmap.mmap, *names: str) -> None:
-    """Call madvise where this system supports it."""
-    for name in names:
-        with contextlib.suppress(OSError, AttributeError):
-            mapping.madvise(getattr(mmap, name))
 
 
 def _seals(fd: int) -> int:

@@ -319,10 +319,6 @@ class SlotReader:
         _readers.add(self._self)
 
     @property
-    def leased(self) -> int:
-        return len(self._live)
-
-    @property
     def full(self) -> bool:
         """Whether the next batch should be copied out."""
         return len(self._live) >= self.max_leased

@@ -86,19 +86,15 @@ class Admission:
         for _ in range(_ROUNDS):
             short = int(residency.pool.rounded(sizes[lack]).sum()) - free
             freed = self._make_room(residency, short, due, urgency) if short > 0 else 0
-            fits = lack[self._fits(residency, sizes[lack])]
+            fits = lack
+            if self.expected:  # leave that free for what is in flight, and whose length is a guess
+                fits = lack[residency.pool.rounded(sizes[lack]).cumsum() <= self.free_nbytes]
             out[fits] = residency.pool.alloc(sizes[fits])
             lack = lack[out[lack] == NOWHERE]
             if not len(lack) or (short > 0 and not freed):
                 break
             free = 0  # what there is lies in other pools' slabs
         return out
-
-    def _fits(self, residency: Residency, sizes: Ints) -> slice | Mask:
-        """Which objects leave enough free room for those in flight whose length is a guess."""
-        if not self.expected:
-            return slice(None)
-        return residency.pool.rounded(sizes).cumsum() <= self.free_nbytes
 
     def _swap(self, residency: Residency, sizes: Ints, due: int, urgency: Urgency) -> Ints:
         """`place` for equal records: new objects take the places of evicted ones."""

@@ -316,7 +316,10 @@ class Core:
             pinned = ids if b <= s.front else ids[: max(s.front - a, 0)]
             residency.unpin(pinned, distinct=uses.distinct(epoch))
             uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
-            self._epoch_began(s, epoch)
+            if epoch != s.epoch:
+                s.epoch = epoch
+                uses.forget(min(x.epoch for x in s.group.sessions.values()))
+                residency.policy.epoch_began(uses, epoch)
             residency.release(ids)
         if s.front < stop:  # read directly before they could be fetched
             s.front = stop
@@ -326,13 +329,6 @@ class Core:
         s.ready = max(s.ready, done)
         s.early = tuple(step for step in s.early if step >= done)
         stream.forget(done)
-
-    def _epoch_began(self, s: RankStream, epoch: int) -> None:
-        if epoch == s.epoch:
-            return
-        s.epoch = epoch
-        s.group.uses.forget(min(x.epoch for x in s.group.sessions.values()))
-        s.residency.policy.epoch_began(s.group.uses, epoch)
 
     def _set_reaches(self) -> None:
         """Recompute how far each session may read ahead, after sessions or plans changed."""

@@ -269,7 +269,8 @@ class Prefetcher:
         if not len(ids):
             return 0
         due = s.policy_step(step)
-        urgency = Urgency.STALLED if starving else _urgency(s, step, urgent=urgent)
+        soon = urgent or residency.disk.hopeless or step - s.done <= s.pace.min_ahead
+        urgency = Urgency.STALLED if starving else Urgency.SOON if soon else Urgency.AHEAD
         ids, offset, settled = self._with_room(s, ids, due, urgency)
         # The queue of a quick source is short. Ordered by deadline, it would wake the reader for
         # every step: small records from the page cache are slower then.
@@ -335,9 +336,3 @@ def _order(s: RankStream) -> tuple[bool, float]:
     """Sort key: stalled sessions first, then by the time until the next objects are needed."""
     ahead = s.stream.step_at(s.front) - s.done
     return not s.stalling, ahead * (s.pace.step_s or 1.0)
-
-
-def _urgency(s: RankStream, step: int, *, urgent: bool) -> Urgency:
-    """How urgent the objects of `step` are where no reader is out of other work."""
-    soon = urgent or s.residency.disk.hopeless or step - s.done <= s.pace.min_ahead
-    return Urgency.SOON if soon else Urgency.AHEAD

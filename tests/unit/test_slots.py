@@ -80,7 +80,7 @@ def test_what_cannot_be_mapped_is_copied_once(
     again = send(writer, reader, b"y" * MB)
     assert again.id != slot.id
     assert reader.view(again.id)[:MB] == b"y" * MB
-    assert reader.leased == 0
+    assert not reader._live
     writer.close()
 
 
@@ -114,11 +114,11 @@ def test_all_views_of_a_tensor_keep_the_lease(writer: SlotWriter, reader: SlotRe
     while holders:
         gc.collect()
         assert reader.returned() == []
-        assert reader.leased == 1
+        assert len(reader._live) == 1
         holders.pop()
     gc.collect()
     assert reader.returned() == [slot.id]
-    assert reader.leased == 0
+    assert not reader._live
 
 
 def test_arrays_over_a_lease_keep_it_although_numpy_collapses_bases(
