@@ -31,7 +31,7 @@ from creel.cache.disk.records import (
     header,
     room_nbytes,
 )
-from creel.cache.memory.free_ranges import ABSENT, FreeRanges, must
+from creel.cache.memory.free_ranges import NOWHERE, FreeRanges, must
 from creel.policies.arrays import Ints, Mask
 
 log = logging.getLogger("creel.disk")
@@ -237,7 +237,7 @@ class DiskStore:
         """Room for a record, in one run if possible."""
         while True:
             at = self._free.take(units, align)
-            if at != ABSENT:
+            if at != NOWHERE:
                 return np.array([[at, units]])
             if not self._grow():
                 break

@@ -67,7 +67,7 @@ class ObjectPool(Protocol):
     page: int  # rooms are multiples of it
 
     def alloc(self, nbytes: Ints) -> Ints:
-        """Places for objects of these sizes; ABSENT where there is no room."""
+        """Places for objects of these sizes; NOWHERE where there is no room."""
 
     def rounded(self, nbytes: Ints) -> Ints:
         """Bytes of the rooms for objects of these sizes."""

@@ -176,7 +176,7 @@ class Rows:
         They are not rows where one is absent, or where a dataset has some of other sizes.
 
         Args:
-            offset: (n,) first byte of each in the arena, or ABSENT; n > 0.
+            offset: (n,) first byte of each in the arena, or NOWHERE; n > 0.
         """
         row, rest = np.divmod(offset, self._nbytes)
         if np.count_nonzero(rest) or row.min() < 0:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import ABSENT, must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.cache.memory.runs import Runs
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, every
@@ -40,11 +40,11 @@ class FixedPool:
         self._top = 0
 
     def alloc(self, nbytes: Ints) -> Ints:
-        """(k,) offsets for objects of these sizes; ABSENT where there is no room (the last ones).
+        """(k,) offsets for objects of these sizes; NOWHERE where there is no room (the last ones).
 
-        An object longer than the record is ABSENT, too; a shorter one takes a whole record.
+        An object longer than the record is NOWHERE, too; a shorter one takes a whole record.
         """
-        out = np.full(len(nbytes), ABSENT, np.int64)
+        out = np.full(len(nbytes), NOWHERE, np.int64)
         where = np.flatnonzero(np.asarray(nbytes) <= self.record)
         if self._top < len(where):
             self._grow(len(where) - self._top)

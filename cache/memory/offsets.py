@@ -7,14 +7,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.policies.arrays import Ints
 
 
 class Offsets:
-    """(n,) first byte in the arena of each object, or ABSENT; reads and writes like an array.
+    """(n,) first byte in the arena of each object, or NOWHERE; reads and writes like an array.
 
-    Stored as the record number plus one, with 0 for ABSENT.
+    Stored as the record number plus one, with 0 for NOWHERE.
 
     >>> offset = Offsets(np.zeros(3, np.int32), 10)
     >>> offset[np.array([1])] = np.array([70])
@@ -40,7 +40,7 @@ class Offsets:
 
     def __getitem__(self, ids: NDArray[np.integer] | slice | int) -> Ints:
         out: Ints = np.subtract(self._words[ids], 1, dtype=np.int64)
-        return out if self._record == 1 else np.maximum(out * self._record, ABSENT)
+        return out if self._record == 1 else np.maximum(out * self._record, NOWHERE)
 
     def rows(self, ids: NDArray[np.integer], nbytes: int) -> Ints | None:
         """(k > 0,) number of each object's row, where the arena is rows of `nbytes`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT, must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.cache.memory.runs import HEADER, Runs, chained
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Ints, every
@@ -49,14 +49,14 @@ class PagedPool:
         self._chains: Runs = {}
 
     def alloc(self, nbytes: Ints) -> Ints:
-        """(k,) places for objects of these sizes; ABSENT where there is no room.
+        """(k,) places for objects of these sizes; NOWHERE where there is no room.
 
         Where there is not enough for all, the first ones are served first, and a large object
         without room does not keep out a small one. Else the largest are: the others fill what these
         leave.
         """
         extents, rooms = self._space.extents, self.rounded(nbytes)
-        out = np.full(len(rooms), ABSENT, np.int64)
+        out = np.full(len(rooms), NOWHERE, np.int64)
         total = int(rooms.sum())
         if extents.nbytes < total:
             self._space.trim(self)
@@ -65,27 +65,27 @@ class PagedPool:
             order = (-rooms).argsort(kind="stable")
         for i, n in zip(order.tolist(), rooms[order].tolist(), strict=True):
             start = extents.take(n, self.page)
-            out[i] = start if start != ABSENT else self._chain(int(nbytes[i]))
-        got = out != ABSENT
+            out[i] = start if start != NOWHERE else self._chain(int(nbytes[i]))
+        got = out != NOWHERE
         at, size = self.rooms(out[got], nbytes[got])
         np.bitwise_or.at(self._begins, *self._bits(at))
         self.used += int(size.sum())
         return out
 
     def _chain(self, nbytes: int) -> int:
-        """The place of an object in several runs, the largest there are; ABSENT without room."""
+        """The place of an object in several runs, the largest there are; NOWHERE without room."""
         extents, found = self._space.extents, list[tuple[int, int]]()
         while nbytes > 0 and extents.nbytes >= nbytes and len(found) < _MAX_RUNS:
             want = -(-(nbytes + HEADER.size) // self.page) * self.page
             at, size = extents.take_most(want, self.page)
-            if at == ABSENT:
+            if at == NOWHERE:
                 break
             found.append((at, size))
             nbytes -= size - HEADER.size
         if nbytes > 0 or not found:
             for at, size in found:
                 extents.put(at, size)
-            return ABSENT
+            return NOWHERE
         place = chained(found[0][0])
         self._chains[place] = np.array(found, np.int64)
         return place
@@ -98,7 +98,7 @@ class PagedPool:
         """
         at, size = self.rooms(np.asarray(places, np.int64), nbytes)
         self._check_in_use(at)
-        for place in places[places < ABSENT].tolist():
+        for place in places[places < NOWHERE].tolist():
             del self._chains[place]
         np.bitwise_xor.at(self._begins, *self._bits(at))
         total = int(size.sum())
@@ -111,7 +111,7 @@ class PagedPool:
         return total
 
     def runs(self, places: Ints) -> Runs:
-        return {place: self._chains[place] for place in places[places < ABSENT].tolist()}
+        return {place: self._chains[place] for place in places[places < NOWHERE].tolist()}
 
     def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
         """(m,) starts and (m,) sizes of all ranges that these objects take up, in any order.

@@ -26,8 +26,6 @@ from creel.counters import OF_RANKS
 from creel.policies.arrays import Ints
 
 WORDS_NBYTES = 4096
-#: `LocationTable.offset` of an object that is not in the arena.
-ABSENT = -1
 _MAX_RECORDS = 2**31 - 1
 _ALL_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
 
@@ -132,7 +130,7 @@ class SharedWords:
 class LocationTable:
     """Location table: where the objects of one dataset are in the arena.
 
-    `offset` (n,): first byte in the arena, or ABSENT. `length` (n,) int64: bytes, or -1 while
+    `offset` (n,): first byte in the arena, or NOWHERE. `length` (n,) int64: bytes, or -1 while
     unknown. Both are views of the shared memory; the lengths of records, which are all the same,
     take none. An offset may change at any time, except for the objects of a step in [DONE, READY)
     of an open session: those are pinned.

@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
 from creel.daemon.core.residency import Residency
 from creel.policies.arrays import NONE, Index, Ints, Mask, some
@@ -73,7 +73,7 @@ class Admission:
     def place(
         self, residency: Residency, sizes: Ints, due: int, urgency: Urgency = Urgency.AHEAD
     ) -> Ints:
-        """(k,) places for objects of these sizes; ABSENT (-1) where no room can be made.
+        """(k,) places for objects of these sizes; NOWHERE (-1) where no room can be made.
 
         Evicts what `urgency` allows. `due`: the step that reads them, on the eviction policy's
         clock.

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.daemon.core import events
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks

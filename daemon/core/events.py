@@ -32,7 +32,7 @@ class DatasetAdded(Event, frozen=True):
     """A dataset is registered; `offset` and `length` are columns of its location table.
 
     The core never writes to `offset`, a live view: the shell does, as `Publish` says. All offsets
-    are ABSENT. `length` is the core's to write; `lengths` summarizes it; `versions` has those of
+    are NOWHERE. `length` is the core's to write; `lengths` summarizes it; `versions` has those of
     the files, none known yet.
     """
 
@@ -144,7 +144,7 @@ class SessionClosed(Event, frozen=True):
 class Fetched(Event, frozen=True):
     """FetchObjects `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
 
-    Where the action's offset was ABSENT (length unknown) the shell holds the bytes until the
+    Where the action's offset was NOWHERE (length unknown) the shell holds the bytes until the
     actions of this event are done: they may fetch them from HELD. `version` (k,): of the file each
     was read from, as in `cache/storage/version.py`; None where unknown. `asked` (k,): when, at the
     earliest and by this node's clock, this node or a peer asked the storage for it; 0: unknown.
@@ -253,7 +253,7 @@ class FetchObjects(Action, frozen=True):
     `origin` is SOURCE, HELD, DISK, or the number of a peer; the latter two may not have them (-1
     bytes).
     `runs` has the runs of those that are in several; their headers are to be written, too. Where
-    offset[i] is ABSENT the length is unknown: read into private memory, report the size. Objects
+    offset[i] is NOWHERE the length is unknown: read into private memory, report the size. Objects
     are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
     """
 
@@ -280,7 +280,7 @@ class CancelFetches(Action, frozen=True):
 class ServeObjects(Action, frozen=True):
     """Send a peer the objects it asked for; `PeerServed` says when their bytes have left.
 
-    (k,) `place` in the arena, ABSENT where an object is not here; `nbytes`; `version` of its file;
+    (k,) `place` in the arena, NOWHERE where an object is not here; `nbytes`; `version` of its file;
     `age`: for how many seconds at most the storage was not asked for that; inf where unknown.
     """
 
@@ -333,7 +333,7 @@ class DropFromDisk(Action, frozen=True):
 class Publish(Action, frozen=True):
     """Write the places of objects to the location table: table.offset[ids] = offset.
 
-    Where a place is published, the object's bytes are there. Where an object leaves (ABSENT), this
+    Where a place is published, the object's bytes are there. Where an object leaves (NOWHERE), this
     comes before any action that may overwrite its bytes, and after READY of whoever may be reading
     it went back. `ids` may be slice(None): all objects.
     """

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import DISK, SOURCE, FetchObjects
 from creel.daemon.core.residency import Residency

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE, FetchObjects
@@ -34,9 +34,6 @@ class Prefetcher:
     """Advances each session's `front`, a position, and `ready`, a step.
 
     All objects before `front` are pinned, and fetched where absent.
-
-    Args:
-        admission: makes room; inflight: starts the fetches; window: the limits.
     """
 
     def __init__(self, admission: Admission, inflight: Inflight, window: Window) -> None:

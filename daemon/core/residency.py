@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths, ObjectPool
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import chained
 from creel.daemon.core.cluster.departed import Departed

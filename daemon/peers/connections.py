@@ -85,9 +85,8 @@ class PeerConnection:
     socket: socket.socket
     since: float
     inbox: bytearray = field(default_factory=bytearray)
-    greeting: wire.Greeting | None = None
     key: bytes = b""
-    session: wire.PeerSession | None = None
+    session: wire.PeerSession | None = None  # set once the peer has said who it is
     sealer: sealing.Sealer | None = None  # None: payload travels as it is
     account: Account | None = None  # set once the peer proved that it has the key
     asked: set[int] = field(default_factory=set)  # requests that are not served yet
@@ -100,7 +99,7 @@ class PeerConnection:
     @property
     def expected(self) -> wire.Kind:
         """What the other side may send now."""
-        if self.greeting is None:
+        if self.session is None:
             return wire.Greeting
         return wire.Proof if self.account is None else wire.CLIENT_SAYS
 
@@ -124,7 +123,7 @@ class PeerConnection:
         Raises:
             MalformedError: of another protocol, or with an impossible key.
         """
-        self.greeting, self.key = greeting, key
+        self.key = key
         agreement = sealing.KeyAgreement() if encrypt else None
         public = agreement.public if agreement is not None else b""
         challenge = wire.Challenge(name, secrets.token_bytes(wire.NONCE_NBYTES), public)

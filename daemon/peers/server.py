@@ -245,7 +245,7 @@ class PeerServer:
             self._beats.pop(cluster, None)
             self._names.pop(cluster, None)
         for c in list(self._connections.values()):
-            if c.greeting is not None and c.greeting.cluster == cluster and c.key != key:
+            if c.session is not None and c.session.greeting.cluster == cluster and c.key != key:
                 self._end(c)
 
     def _end(self, connection: PeerConnection) -> None:
@@ -265,13 +265,14 @@ class PeerServer:
         for number in connection.asked:
             del self._requests[number]
         account = connection.account
-        if account is not None and connection.greeting is not None:
+        if account is not None and connection.session is not None:
             account.requests -= len(connection.asked)
             account.connections.discard(connection)
             if account.connections:
                 self._resume(account)
             else:
-                del self._accounts[connection.greeting.cluster, connection.greeting.name]
+                greeting = connection.session.greeting
+                del self._accounts[greeting.cluster, greeting.name]
 
     # --- one connection -----------------------------------------------------------------------
 
@@ -344,21 +345,21 @@ class PeerServer:
 
     def _beat(self, connection: PeerConnection, beat: wire.PeerBeat) -> None:
         """Answer at once: a connection with beats carries nothing else."""
-        assert connection.greeting is not None  # noqa: S101
         assert connection.session is not None  # noqa: S101
-        mine = self._beats.get(connection.greeting.cluster)
+        greeting = connection.session.greeting
+        mine = self._beats.get(greeting.cluster)
         if mine is None or connection.answers or connection.current:
             raise MalformedError("a beat where none belongs")
-        if beat.member.node != connection.greeting.name:
+        if beat.member.node != greeting.name:
             raise MalformedError("a beat of another node")
         answer = wire.shortened(mine, beat.latest)
         self._say_at_once(connection, answer, connection.session.answers)
-        self._on_beat(connection.greeting.cluster, beat)
+        self._on_beat(greeting.cluster, beat)
 
     def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
-        greeting, session = connection.greeting, connection.session
-        assert greeting is not None  # noqa: S101
+        session = connection.session
         assert session is not None  # noqa: S101
+        greeting = session.greeting
         if not session.proves("client", proof):
             raise MalformedError(f"no proof that {greeting.name!r} is of {greeting.cluster!r}")
         del self._unauthenticated[connection.socket.fileno()]

@@ -205,6 +205,7 @@ class PeerSession:
             raise MalformedError(f"a nonce has {NONCE_NBYTES} bytes")
         if not {len(greeting.public), len(challenge.public)} <= {0, KEY_NBYTES}:
             raise MalformedError(f"a public key has {KEY_NBYTES} bytes")
+        self.greeting = greeting
         self._key = key
         self._said = encode(greeting) + encode(challenge)
         self.requests = Seal(self._mac("requests"))

@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import chained, headers
-from creel.cache.memory.shared_words import ABSENT
 from creel.daemon.core.events import Event, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.peers.connections import PeerConnection
 from creel.daemon.peers.link import PeerLink
@@ -45,7 +45,7 @@ class Node:
     ) -> None:
         self.objects = objects
         self.arena = Arena.create(ARENA_NBYTES)
-        self.place = np.full(len(objects), ABSENT, np.int64)
+        self.place = np.full(len(objects), NOWHERE, np.int64)
         self.nbytes = np.full(len(objects), -1, np.int64)
         self._store(runs=runs)
         self.asked: list[PeerAsked] = []

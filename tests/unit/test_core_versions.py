@@ -9,7 +9,7 @@ import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     HELD,
@@ -105,7 +105,7 @@ class Changing(Rig):
         ]
         self.runs |= fetch.runs
         for place, nbytes in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
-            for a, k in self.ranges(place, nbytes) if place != ABSENT else []:
+            for a, k in self.ranges(place, nbytes) if place != NOWHERE else []:
                 assert not any(a < end and b < a + k for b, end in read)
 
     def land(self, number: int) -> list[Action]:

@@ -22,7 +22,7 @@ import zmq
 
 from creel.cache.memory import shared_words
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import Runs, chained, pieces
 from creel.cache.memory.shared_words import (
     HEARTBEAT,
@@ -74,7 +74,7 @@ class Shell:
 
     def read(self) -> Fetched:
         """Read all of them, to private memory."""
-        nowhere = np.full(len(self.ids), ABSENT)
+        nowhere = np.full(len(self.ids), NOWHERE)
         self.fetcher.submit(FetchObjects(7, "d", self.ids, nowhere, nowhere, 0.0))
         event: Fetched = self.done.get(timeout=20)
         assert event.nbytes.tolist() == self.length.tolist()
@@ -496,7 +496,7 @@ def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
 
 
 def test_each_shared_word_has_a_number_of_its_own() -> None:
-    sizes = {"ABSENT", "WORDS_NBYTES", "EARLY_STEPS", "FAILED"}  # FAILED is a counter's
+    sizes = {"NOWHERE", "WORDS_NBYTES", "EARLY_STEPS", "FAILED"}  # FAILED is a counter's
     constants = {k: v for k, v in vars(shared_words).items() if k.isupper() and isinstance(v, int)}
     numbers = [v for k, v in constants.items() if k not in sizes]
     assert len(numbers) > 8

@@ -14,12 +14,7 @@ _ASK_AGAIN_S = 1.0
 
 
 class ClusterPlans:
-    """The plans that this node has in common with others.
-
-    Args:
-        residencies: all datasets, a live view.
-        emit: takes the next action.
-    """
+    """The plans that this node has in common with others."""
 
     def __init__(
         self, residencies: Mapping[str, Residency], emit: Callable[[events.Action], None]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
@@ -46,10 +46,6 @@ class _PeerWait:
 
 class Serving:
     """All requests of peers that are being answered.
-
-    Args:
-        admission, inflight: the core's, for what is read from disk.
-        emit: takes the next action.
 
     Attributes:
         short: datasets of which an object on disk finds no room in memory, with `due` as in

@@ -23,8 +23,8 @@ from itertools import pairwise
 import numpy as np
 
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import HEADER, Runs, headers
-from creel.cache.memory.shared_words import ABSENT
 from creel.cache.storage.source import Read, Source, WholeObject, parts_in
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
@@ -245,7 +245,7 @@ class Fetcher:
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
         read = job.read.part(part)
-        known = offset != ABSENT
+        known = offset != NOWHERE
         if fetch.runs:
             self._link(offset, lengths, fetch.runs)
         if known.all():
@@ -284,7 +284,7 @@ class Fetcher:
         All small ones go the same way, so that neighbours are one read.
         """
         read = Read.failed(len(ids))
-        straight = (length > _LARGE_NBYTES) | (offset < ABSENT)
+        straight = (length > _LARGE_NBYTES) | (offset < NOWHERE)
         straight |= self._arena.written(offset[~straight], length[~straight])
         where = np.flatnonzero(straight)
         if len(where):
@@ -297,7 +297,7 @@ class Fetcher:
 
     def _link(self, place: Ints, length: Ints, runs: Runs) -> None:
         """Write the headers of objects in several runs."""
-        for i in (place < ABSENT).nonzero()[0].tolist():
+        for i in (place < NOWHERE).nonzero()[0].tolist():
             for start, header in headers(runs[int(place[i])], int(length[i])):
                 self._arena.write(start, memoryview(header))
 
@@ -346,7 +346,7 @@ def _neighbours(data: list[bytes], offset: Ints) -> Iterator[tuple[int, int]]:
     [(0, 2), (2, 3)]
     """
     ends = offset + np.array([len(d) for d in data])
-    separate = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT) | (offset[:-1] < ABSENT)
+    separate = (offset[1:] != ends[:-1]) | (offset[1:] < NOWHERE) | (offset[:-1] < NOWHERE)
     separate |= np.diff((ends - ends[0]) // _JOINED_NBYTES) != 0
     cuts = [0, *(np.flatnonzero(separate) + 1).tolist(), len(data)]
     yield from pairwise(cuts)
