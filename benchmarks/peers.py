@@ -29,9 +29,10 @@ import numpy as np
 from measure import Round, measured, median, report
 
 from creel.cache.memory.arena import Arena
+from creel.daemon.core.events import Event, PeerAsked, ServeObjects
 from creel.daemon.peers.peer_source import PeerSource
-from creel.daemon.peers.server import Asked, PeerServer
-from creel.daemon.peers.wire import MAX_BUFFERS, Credentials, cut
+from creel.daemon.peers.server import PeerServer
+from creel.daemon.peers.wire import MAX_BUFFERS, Credentials, PeerBeat, cut
 
 KEY = bytes(range(32))
 OBJECTS_NBYTES = 256 << 20  # of the objects in each arena
@@ -61,13 +62,10 @@ def serve(host: str, nbytes: int) -> None:
     place = places(nbytes)
     with filled() as arena, socket.create_server((host, 0)) as raw:
         threading.Thread(target=accept_raw, args=(raw, arena, place, nbytes), daemon=True).start()
-        asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        server = PeerServer(host, 0, "server", arena, asked.put, lambda number: None)  # noqa: ARG005
-        secret_asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        secret = PeerServer(
-            *(host, 0, "server", arena, secret_asked.put, lambda number: None),  # noqa: ARG005
-            encrypt=True,
-        )
+        asked: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        server = PeerServer(host, 0, "server", arena, asked.put, no_beats)
+        secret_asked: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        secret = PeerServer(host, 0, "server", arena, secret_asked.put, no_beats, encrypt=True)
         servers = [(server, asked), (secret, secret_asked)]
         loops = [threading.Thread(target=answer, args=(*one, place, nbytes)) for one in servers]
         for (one, _), loop in zip(servers, loops, strict=True):
@@ -83,15 +81,22 @@ def serve(host: str, nbytes: int) -> None:
         os._exit(0)
 
 
+def no_beats(cluster: str, beat: PeerBeat) -> None:
+    """No node asks whether this one is there."""
+
+
 def answer(
     server: PeerServer,
-    asked: queue.SimpleQueue[Asked | None],
+    asked: queue.SimpleQueue[Event | None],
     place: np.ndarray[tuple[int], np.dtype[np.int64]],
     nbytes: int,
 ) -> None:
-    while (request := asked.get()) is not None:
-        at = place[request.ids]
-        server.serve(request.number, at, np.full(len(at), nbytes), np.ones(len(at), np.int64))
+    while (event := asked.get()) is not None:
+        if isinstance(event, PeerAsked):
+            at = place[event.ids]
+            version, age = np.ones(len(at), np.int64), np.full(len(at), np.inf)
+            sizes = np.full(len(at), nbytes)
+            server.serve(ServeObjects(event.request, at, sizes, version, age))
 
 
 def accept_raw(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import select
 import socket
 from collections.abc import Iterator
 
 _ACCEPTS = 32  # new connections a turn
-_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Listener:
-    """Accepts connections, except while descriptors or memory are short."""
+    """Accepts connections; after an error (no free descriptor, say) only from `resume` on."""
 
     def __init__(self, listening: socket.socket, epoll: select.epoll) -> None:
         self.socket = listening
@@ -27,17 +25,17 @@ class Listener:
                 connection, _ = self.socket.accept()
             except BlockingIOError:
                 return
-            except OSError as e:
-                if e.errno in _SHORT:
-                    self._paused = True  # who waits must not wake the loop continuously
-                    self._epoll.modify(self.socket, 0)
-                    return
+            except ConnectionAbortedError:
                 continue  # it left meanwhile
+            except OSError:
+                self._paused = True  # who waits must not wake the loop continuously
+                self._epoll.modify(self.socket, 0)
+                return
             connection.setblocking(False)
             yield connection
 
     def resume(self) -> None:
-        """Accept again where descriptors were short."""
+        """Accept again after an error."""
         if self._paused and self.socket.fileno() >= 0:
             self._epoll.modify(self.socket, select.EPOLLIN)
         self._paused = False

@@ -171,7 +171,6 @@ class Daemon:
             self.node.expect()
 
     def run(self) -> None:
-        """Serve until stopped."""
         self._notify.ready(self._status())
         log.info("ready: %s", self._status())
         more = False
@@ -181,7 +180,6 @@ class Daemon:
         log.info("ended")
 
     def close(self) -> None:
-        """Close everything."""
         self.control_socket.close()
         if self._page is not None:
             self._page.close()

@@ -19,9 +19,8 @@ _FIRST_CPU_S = 0.0001
 _CPU_DECAY = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
 _TICK_ERROR = 0.3  # error of their ratio
 _WAIT_FILLED_PART = 0.7  # share of a thread's waiting that other threads' computing may fill
-_MIN_GROWTH = (
-    1.02  # growth of the least time per part, so that a source that became slow is noticed
-)
+#: Growth of the least time per part, so that a source that became slow is noticed.
+_MIN_GROWTH = 1.02
 _MAX_READING_S = 1.0  # a thread in a longer part does not count as reading
 
 
@@ -34,7 +33,7 @@ class Concurrency:
     >>> far = Concurrency(cores=2)
     >>> for _ in range(100):
     ...     far.measured(objects=1, seconds=0.1, cpu=0.001, user=0.001)
-    >>> far.part_objects, far.spare(waiting=50, began=[], now=0.0)
+    >>> far.part_objects, far.more_threads(waiting=50, began=[], now=0.0)
     (1, 50)
     """
 
@@ -58,7 +57,7 @@ class Concurrency:
         """Number of objects that take about PART_S."""
         return int(min(max(PART_S / self._object_s, 1), _PART_OBJECTS))
 
-    def spare(self, *, waiting: int, began: Iterable[float], now: float) -> int:
+    def more_threads(self, *, waiting: int, began: Iterable[float], now: float) -> int:
         """How many more threads should be reading now.
 
         Args:

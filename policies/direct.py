@@ -20,12 +20,10 @@ from collections import deque
 #: source_reads.py, 2 cores of an Intel Xeon, 2026-11-22).
 _DAEMONS_NS, _DAEMONS_BYTE_NS = 45_000, 2
 _OWN_NS, _OWN_BYTE_NS = 35_000, 1
-_MIN_SLEEPS_PART = (
-    8  # readers that sleep in less than every eighth read are disturbed by others only
-)
-_REMEMBERED_BATCHES = (
-    3  # batches of which one may be slow: its reader may just have been interrupted
-)
+#: Readers that sleep in less than every eighth read are disturbed by others only.
+_MIN_SLEEPS_PART = 8
+#: Batches of which one may be slow: its reader may just have been interrupted.
+_REMEMBERED_BATCHES = 3
 #: Batches to wait for before a slow source is tried again, at first; a cold file system may be
 #: warm by then.
 _PAUSE_BATCHES = 256
@@ -46,7 +44,7 @@ class DirectReads:
         self._vain_left = 0
 
     def wait_s(self, reads: int, nbytes: int, object_ns: int) -> float:
-        """Seconds to wait for a batch that is not ready; after them it is read directly.
+        """Floats to wait for a batch that is not ready; after them it is read directly.
 
         As long as this reader would take itself, where it knows that it does not have to wait for
         the source: so a daemon that lacks processors costs at most as much again, and not often.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.masks import every, some, unique
+from creel.policies.arrays import Index, every, some, unique
 
 #: The next use of an object that no known plan reads; later than all others.
 NEVER = int(np.iinfo(np.int32).max)
@@ -70,7 +70,7 @@ class _EpochUses:
         self.repeats = np.empty(0, np.int64)
         self.twice = False  # whether an object may come twice, also within one step
 
-    def add(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
+    def add(self, steps: NDArray[np.int32], ids: Index) -> None:
         fresh = not self.accesses or every(self.first[ids] == NEVER)
         self.accesses += len(ids)
         self.base = min(self.base, int(steps[0]))
@@ -87,7 +87,7 @@ class _EpochUses:
         self.twice = True
         self._merge(steps, ids)
 
-    def _merge(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
+    def _merge(self, steps: NDArray[np.int32], ids: Index) -> None:
         """Add reads: the earliest of an object is kept in `first`, the others in `repeats`."""
         new = (ids << 32) | steps
         known = np.empty(0, np.int64)
@@ -102,7 +102,7 @@ class _EpochUses:
         self.first[objects[head]] = keys[head] & _LOW
         self.repeats = keys[~head]
 
-    def after(self, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> NDArray[np.int32]:
+    def after(self, steps: NDArray[np.int32], ids: Index) -> NDArray[np.int32]:
         """(k,) step of the first read after `steps`, or NEVER; of repeated objects only."""
         out = np.full(len(ids), NEVER, np.int32)
         at = np.searchsorted(self.repeats, (ids << 32) | steps, side="right")
@@ -133,7 +133,7 @@ class NextUses:
         self._many_incomplete = False  # whether more epochs are blurred than are remembered
         self._forgotten = 0
 
-    def extend(self, epoch: int, steps: NDArray[np.int32], ids: NDArray[np.intp]) -> None:
+    def extend(self, epoch: int, steps: NDArray[np.int32], ids: Index) -> None:
         """Add reads of a rank: object ids[i] in step steps[i] (ascending) of `epoch`.
 
         For an epoch beyond MAX_EPOCHS known ones only `due` is updated.
@@ -171,9 +171,7 @@ class NextUses:
         complete = not self._many_incomplete and epoch not in self._incomplete
         return complete and known is not None and not known.twice
 
-    def consume(
-        self, epoch: int, ids: NDArray[np.intp], steps: NDArray[np.int32] | None = None
-    ) -> None:
+    def consume(self, epoch: int, ids: Index, steps: NDArray[np.int32] | None = None) -> None:
         """Note that a rank has read object ids[i] (in step steps[i], ascending) of `epoch`."""
         due = None
         if steps is not None and self.repeated(epoch):

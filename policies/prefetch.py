@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ints
 from creel.settings import FetchSettings, WindowSettings
 
 Item = TypeVar("Item", bound=np.generic)
@@ -65,9 +66,7 @@ class SessionPlan:
         self._pieces: list[NDArray[np.int32]] = []
         self._bounds: list[int] = []  # position of the first entry of each piece
         self._stop = 0
-        self._starts: NDArray[np.int64] = np.zeros(
-            1, np.int64
-        )  # of each step, and the end of the last
+        self._starts: Ints = np.zeros(1, np.int64)  # of each step, and the end of the last
         self._view = self._starts.data  # single entries are 3 times faster this way
         self._step = 0  # of _starts[0]
         self._steps = 0
@@ -90,7 +89,7 @@ class SessionPlan:
         entries = self._stop - self._bounds[0] if self._bounds else 0
         return 4 * entries + self._starts.nbytes
 
-    def extend(self, epoch: int, objects: NDArray[np.int32], ends: NDArray[np.int64]) -> None:
+    def extend(self, epoch: int, objects: NDArray[np.int32], ends: Ints) -> None:
         """Append steps; ends: (b,) as in `messages.Extend`."""
         if not len(ends):
             return
@@ -215,7 +214,6 @@ class Pace:
         self._last = now
 
     def progressed(self, steps: int, now: float) -> None:
-        """`steps` more are done."""
         each = max(now - self._last, 0.0) / steps
         self._last, self.latest_s = now, each
         weight = min(steps / 8, 1.0) if self.step_s else 1.0
@@ -306,7 +304,7 @@ class SourceRate:
         return objects * self._busy_s / self._objects if self._objects else 0.0
 
 
-def affordable(nbytes: NDArray[np.int64], budget: int) -> int:
+def affordable(nbytes: Ints, budget: int) -> int:
     """How many objects, from the first on, fit a budget of bytes together.
 
     >>> affordable(np.array([4, 4, 4]), 9)
@@ -318,7 +316,7 @@ def affordable(nbytes: NDArray[np.int64], budget: int) -> int:
     return int(total.searchsorted(budget, side="right"))
 
 
-def portions(nbytes: NDArray[np.int64], window: Window) -> list[slice]:
+def portions(nbytes: Ints, window: Window) -> list[slice]:
     """Cut one urgency class, sorted by id, into fetches.
 
     >>> portions(np.array([3, 3, 3]), Window(fetch_objects=2))

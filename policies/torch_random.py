@@ -13,6 +13,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ints
+
 #: From this n on, torch.randperm shuffles inside-out with 64-bit draws. [TensorFactories.cpp]
 SHUFFLE_LIMIT = (2**32 - 1) // 20
 
@@ -99,7 +101,7 @@ class Shuffle:
         self._n = n
         self._rng = rng
         self._taken = 0
-        self._first: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._first: tuple[Ints, Ints] | None = None
         #: (n,) one more than the number in each place, 0 where that is the place's own index;
         #: allocated with the second piece.
         self._places: NDArray[np.int32] | None = None
@@ -129,21 +131,19 @@ class Shuffle:
         pieces = [self.more(_PIECE) for _ in range(0, self._n, _PIECE)]
         return np.concatenate([np.empty(0, np.int32), *pieces])
 
-    def _held(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _held(self, places: Ints) -> Ints:
         """(k,) the numbers in these places now."""
         if self._places is None:
             return places
         held = self._places[places].astype(np.int64)
         return np.where(held == 0, places, held - 1)
 
-    def _put(self, places: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+    def _put(self, places: Ints, numbers: Ints) -> None:
         if self._places is not None:
             self._places[places] = numbers + 1  # numpy: of several, the last one stays
 
 
-def _settle(
-    targets: NDArray[np.int64], held: NDArray[np.int64], there: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _settle(targets: Ints, held: Ints, there: Ints) -> tuple[Ints, Ints]:
     """Do the swaps (0, t[0]), (1, t[1]), ..., (k - 1, t[k - 1]), where t[i] >= i.
 
     Place i is final after step i. Write c(i) for the content of place i just before step i: step i

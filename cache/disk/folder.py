@@ -114,11 +114,11 @@ class DataFile:
     Args:
         folder: descriptor of the folder.
         budget: largest size, in bytes.
-        spare: bytes that must stay free on the file system.
+        keep_free: bytes that must stay free on the file system.
     """
 
-    def __init__(self, folder: int, budget: int, spare: int) -> None:
-        self._spare = spare
+    def __init__(self, folder: int, budget: int, keep_free: int) -> None:
+        self._keep_free = keep_free
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(_DATA, flags, 0o600, dir_fd=folder)
         try:
@@ -158,7 +158,7 @@ class DataFile:
     def limit(self) -> int:
         """Bytes that it may grow to now."""
         stats = os.fstatvfs(self._fd)
-        room = max(stats.f_bavail * stats.f_frsize - self._spare - _INDEX_NBYTES, 0)
+        room = max(stats.f_bavail * stats.f_frsize - self._keep_free - _INDEX_NBYTES, 0)
         room -= room // _INDEX_SHARE
         return min(self._budget, self.nbytes + room) // self.unit * self.unit
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.disk.journal import ENTRY, Entries
-from creel.cache.memory.free_ranges import Sizes
+from creel.policies.arrays import Ints
 
 #: Units of a record in one run from which on it is listed as a chain: its column has 16 bits.
 MANY_UNITS = (1 << 16) - 1
@@ -25,16 +25,16 @@ class DatasetIndex:
     identity: bytes
     place: NDArray[np.int32]
     units: NDArray[np.uint16]
-    chains: dict[int, Sizes] = field(default_factory=dict)  # (r, 2) first unit and units
+    chains: dict[int, Ints] = field(default_factory=dict)  # (r, 2) first unit and units
 
-    def runs(self, object_id: int) -> Sizes | None:
+    def runs(self, object_id: int) -> Ints | None:
         """(r, 2) first unit and units of each run of an object, or None."""
         place = int(self.place[object_id])
         if place > 0:
             return np.array([[place - 1, int(self.units[object_id])]])
         return self.chains[-place] if place else None
 
-    def put(self, object_id: int, runs: Sizes) -> None:
+    def put(self, object_id: int, runs: Ints) -> None:
         """Enter an object that is not here."""
         if len(runs) == 1 and runs[0, 1] < MANY_UNITS:
             self.place[object_id], self.units[object_id] = runs[0, 0] + 1, runs[0, 1]
@@ -42,7 +42,7 @@ class DatasetIndex:
             number = int(runs[0, 0]) + 1
             self.chains[number], self.place[object_id] = runs, -number
 
-    def take(self, object_id: int) -> Sizes | None:
+    def take(self, object_id: int) -> Ints | None:
         """Remove an object; return its runs, if it was here."""
         runs = self.runs(object_id)
         if runs is not None:
@@ -55,11 +55,11 @@ def half(identity: bytes) -> int:
     return int.from_bytes(identity[:8], "little") & _WORD
 
 
-def runs_of(entries: Entries) -> Sizes:
+def runs_of(entries: Entries) -> Ints:
     return np.stack([entries["start"], entries["units"]], 1).astype(np.int64)
 
 
-def entries_of(index: DatasetIndex, length: Sizes) -> Entries:
+def entries_of(index: DatasetIndex, length: Ints) -> Entries:
     place = index.place
     single, several = np.flatnonzero(place > 0), np.flatnonzero(place < 0)
     chains = [index.chains[-number] for number in place[several].tolist()]

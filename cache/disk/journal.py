@@ -16,6 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Index
+
 #: One run of a record. `serial` numbers records in the order of writing; `start` and `units` are in
 #: units of the disk, `nbytes` are the object's, `dataset` is the first half of its identity.
 ENTRY = np.dtype(
@@ -165,7 +167,7 @@ def _complete(entries: Entries) -> Entries:
     return latest
 
 
-def _order(entries: Entries, *names: str) -> NDArray[np.intp]:
+def _order(entries: Entries, *names: str) -> Index:
     """As np.lexsort of these fields, in a third of the time."""
     order = np.arange(len(entries))
     for name in names:
@@ -175,7 +177,7 @@ def _order(entries: Entries, *names: str) -> NDArray[np.intp]:
     return order
 
 
-def _begins(entries: Entries, *names: str) -> NDArray[np.intp]:
+def _begins(entries: Entries, *names: str) -> Index:
     """Where entries differ from the one before in one of these fields."""
     differs = np.zeros(len(entries), np.bool_)
     differs[0] = True

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from creel.cache.disk.folder import DataFile, buffer
-from creel.cache.memory.free_ranges import Sizes
+from creel.policies.arrays import Ints
 
 Part = Sequence[memoryview]
 
@@ -49,7 +49,7 @@ class PieceWriter:
         self._at = 0  # where the buffer's first byte goes
         self._used = 0
 
-    def record(self, parts: Sequence[memoryview | bytes], ranges: Sizes) -> None:
+    def record(self, parts: Sequence[memoryview | bytes], ranges: Ints) -> None:
         """Write a record to (r, 2) offsets and sizes; zeros fill its last unit."""
         data = [memoryview(part) for part in parts]
         for start, size in ranges.tolist():
@@ -73,7 +73,6 @@ class PieceWriter:
                     self.flush()
 
     def flush(self) -> None:
-        """Write what is in the buffer."""
         if self._used:
             self._file.write(self._view[: self._used], self._at)
         self._at += self._used

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import Sizes
+from creel.policies.arrays import Ints
 
 _MAGIC = b"creel 1\n"
 _FIELDS = struct.Struct("<8s16sqqq8x")
@@ -62,7 +61,6 @@ class Verifier:
         self._digest = _digest(fields, ())
 
     def update(self, data: memoryview) -> None:
-        """Take further bytes of the object."""
         self._digest.update(data)
 
     def matches(self) -> bool:
@@ -77,7 +75,7 @@ def _digest(fields: bytes, parts: Iterable[memoryview | bytes]) -> xxhash.xxh3_6
     return digest
 
 
-def room_nbytes(nbytes: Sizes, unit: int) -> Sizes:
+def room_nbytes(nbytes: Ints, unit: int) -> Ints:
     """(k,) bytes that records of objects of these sizes take, on a disk of this unit.
 
     >>> room_nbytes(np.array([448, 449, 100_000]), 512).tolist()
@@ -88,6 +86,6 @@ def room_nbytes(nbytes: Sizes, unit: int) -> Sizes:
     return -(-record // align) * align
 
 
-def alignment(record_nbytes: Sizes, unit: int) -> NDArray[np.int64]:
+def alignment(record_nbytes: Ints, unit: int) -> Ints:
     """(k,) what the rooms of records of these sizes are multiples of."""
     return np.where(record_nbytes >= _LARGE_NBYTES, max(unit, _PAGE_NBYTES), unit)

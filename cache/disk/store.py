@@ -31,7 +31,8 @@ from creel.cache.disk.records import (
     header,
     room_nbytes,
 )
-from creel.cache.memory.free_ranges import ABSENT, FreeRanges, Sizes, must
+from creel.cache.memory.free_ranges import NOWHERE, FreeRanges, must
+from creel.policies.arrays import Ints, Mask
 
 log = logging.getLogger("creel.disk")
 
@@ -45,13 +46,13 @@ class DiskStore:
     Args:
         path: an existing folder on local disk; the store makes its own below.
         budget: largest size, in bytes.
-        spare: bytes that it leaves free on the file system.
+        keep_free: bytes that it leaves free on the file system.
 
     Raises:
         OSError: there can be no store in this folder.
     """
 
-    def __init__(self, path: str, budget: int, spare: int = 0) -> None:
+    def __init__(self, path: str, budget: int, keep_free: int = 0) -> None:
         self._lock = threading.RLock()  # of the index; never held while the disk works
         self._writing = threading.Lock()
         self._scratch = AlignedScratch()
@@ -60,7 +61,7 @@ class DiskStore:
         with contextlib.ExitStack() as stack:
             self._folder = open_folder(path)
             stack.callback(os.close, self._folder)
-            self._file = DataFile(self._folder, budget, spare)
+            self._file = DataFile(self._folder, budget, keep_free)
             stack.callback(self._file.close)
             self.unit = self._file.unit
             self._journal = Journal(self._folder, self.unit)
@@ -100,7 +101,7 @@ class DiskStore:
         """Bytes that all records may take, as far as the file system has room now; 0: it is off."""
         return 0 if self._off else self._file.limit
 
-    def attach(self, dataset: str, objects: int) -> tuple[NDArray[np.int32], Sizes]:
+    def attach(self, dataset: str, objects: int) -> tuple[NDArray[np.int32], Ints]:
         """Begin to use a dataset: (k,) the objects of it that are here, (k,) their bytes.
 
         None of one that is in use already: whoever began to use it was told.
@@ -127,7 +128,7 @@ class DiskStore:
             self._datasets[dataset] = index
         return found["object"][first].astype(np.int32), found["nbytes"][first].copy()
 
-    def detach(self, dataset: str, length: Sizes) -> None:
+    def detach(self, dataset: str, length: Ints) -> None:
         """Stop using a dataset, once nobody writes; its records stay until their room is needed.
 
         length: (n,) bytes of each object; at least of those that are here.
@@ -165,7 +166,7 @@ class DiskStore:
                 self._drop(index, object_id)
         return None
 
-    def _read(self, ranges: Sizes, nbytes: int, parts: Part) -> Identity | None:
+    def _read(self, ranges: Ints, nbytes: int, parts: Part) -> Identity | None:
         """Read a record from (r, 2) offsets and sizes; return whose it is, None: it is damaged."""
         piece = self._scratch.view
         verifier: Verifier | None = None
@@ -189,12 +190,8 @@ class DiskStore:
     # --- writing ---------------------------------------------------------------------------------
 
     def write(
-        self,
-        dataset: str,
-        ids: NDArray[np.integer],
-        objects: Sequence[Part],
-        versions: NDArray[np.int64],
-    ) -> tuple[NDArray[np.bool_], bool]:
+        self, dataset: str, ids: NDArray[np.integer], objects: Sequence[Part], versions: Ints
+    ) -> tuple[Mask, bool]:
         """Store objects, each `objects[i]` of the version (k,). Nobody writes to them meanwhile.
 
         Where there is no room, what is there stays, except for datasets that are not attached and
@@ -222,8 +219,8 @@ class DiskStore:
         return stored, len(rooms) < len(ids) and not self._off
 
     def _take_rooms(
-        self, index: DatasetIndex, ids: NDArray[np.integer], nbytes: Sizes
-    ) -> dict[int, Sizes]:
+        self, index: DatasetIndex, ids: NDArray[np.integer], nbytes: Ints
+    ) -> dict[int, Ints]:
         """(r, 2) first units and units of the new records, by position."""
         out = {}
         units = room_nbytes(nbytes, self.unit) // self.unit
@@ -236,11 +233,11 @@ class DiskStore:
                     out[i] = runs
         return out
 
-    def _alloc(self, units: int, align: int) -> Sizes | None:
+    def _alloc(self, units: int, align: int) -> Ints | None:
         """Room for a record, in one run if possible."""
         while True:
             at = self._free.take(units, align)
-            if at != ABSENT:
+            if at != NOWHERE:
                 return np.array([[at, units]])
             if not self._grow():
                 break
@@ -251,7 +248,7 @@ class DiskStore:
             runs = self._alloc_runs(units, 1)
         return runs
 
-    def _alloc_runs(self, units: int, align: int) -> Sizes | None:
+    def _alloc_runs(self, units: int, align: int) -> Ints | None:
         runs: list[tuple[int, int]] = []
         while units > 0 and len(runs) < _MAX_RUNS:
             at, got = self._free.take_most(units, align)
@@ -281,9 +278,9 @@ class DiskStore:
         index: DatasetIndex,
         ids: NDArray[np.integer],
         objects: Sequence[Part],
-        nbytes: Sizes,
-        versions: NDArray[np.int64],
-        rooms: dict[int, Sizes],
+        nbytes: Ints,
+        versions: Ints,
+        rooms: dict[int, Ints],
     ) -> None:
         """Write records to their rooms, and only then their entries."""
         out = PieceWriter(self._file, self._scratch.view, self.unit)
@@ -298,7 +295,7 @@ class DiskStore:
             self._journal.append(np.concatenate(entries))
             self._tidy()
 
-    def _entry(self, identity: Identity, serial: int, runs: Sizes) -> Entries:
+    def _entry(self, identity: Identity, serial: int, runs: Ints) -> Entries:
         entries = np.empty(len(runs), ENTRY)
         entries["dataset"], entries["object"] = half(identity.dataset), identity.object
         entries["nbytes"], entries["serial"] = identity.nbytes, serial

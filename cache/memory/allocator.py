@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.fixed_pool import FixedPool
-from creel.cache.memory.free_ranges import FreeRanges, Sizes, must
+from creel.cache.memory.free_ranges import FreeRanges, must
 from creel.cache.memory.paged_pool import PagedPool
 from creel.cache.memory.runs import Runs
 from creel.errors import IllegalEventError
+from creel.policies.arrays import Ints
 
 _PAGE_SHARE = 512  # pages are at most mean / 512: an object wastes half a page, 0.1 %, on average
 _PAGES = (64, 1 << 16)  # smallest (a cache line) and largest page, in bytes
@@ -65,22 +66,22 @@ class ObjectPool(Protocol):
     record: int  # bytes of a room where all have one size, or 0
     page: int  # rooms are multiples of it
 
-    def alloc(self, nbytes: Sizes) -> Sizes:
-        """Places for objects of these sizes; ABSENT where there is no room."""
+    def alloc(self, nbytes: Ints) -> Ints:
+        """Places for objects of these sizes; NOWHERE where there is no room."""
 
-    def rounded(self, nbytes: Sizes) -> Sizes:
+    def rounded(self, nbytes: Ints) -> Ints:
         """Bytes of the rooms for objects of these sizes."""
 
-    def free(self, places: Sizes, nbytes: Sizes) -> int:
+    def free(self, places: Ints, nbytes: Ints) -> int:
         """Free objects of these sizes; bytes of their rooms."""
 
-    def runs(self, places: Sizes) -> Runs:
+    def runs(self, places: Ints) -> Runs:
         """The runs of those objects that are in several."""
 
-    def rooms(self, places: Sizes, nbytes: Sizes) -> tuple[Sizes, Sizes]:
+    def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
         """Starts and sizes of all ranges that these objects take up, in any order."""
 
-    def ranges(self) -> tuple[Sizes, Sizes]:
+    def ranges(self) -> tuple[Ints, Ints]:
         """Starts and sizes of its ranges (-1: up to where the next begins)."""
 
     def clear(self) -> bool:
@@ -89,7 +90,7 @@ class ObjectPool(Protocol):
     def trim(self) -> None:
         """Return unused slabs to the space."""
 
-    def check(self, held: Sizes) -> None:
+    def check(self, held: Ints) -> None:
         """Raise IllegalEventError unless the `held` bytes of all ranges add up."""
 
 
@@ -125,7 +126,6 @@ class Allocator:
 
     @property
     def pools(self) -> int:
-        """Number of pools that share this space."""
         return len(self._pools)
 
     @property

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.runs import pieces
 from creel.cache.memory.shared_words import sealed_memfd
 from creel.errors import MalformedError
+from creel.policies.arrays import Ints
 
 _F_SEAL_SHRINK = 0x2
 _PIECE = 16 << 20  # bytes prefaulted per system call: milliseconds, so that `stop` is noticed soon
@@ -39,7 +40,9 @@ class Arena:
         self._map = mmap.mmap(fd, nbytes)
         os.fchmod(fd, stat.S_IRUSR)
         self.fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-        _advise(self._map, "MADV_HUGEPAGE", "MADV_DONTDUMP")
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTDUMP"):
+            with contextlib.suppress(OSError, AttributeError):  # where this system has it
+                self._map.madvise(getattr(mmap, advice))
         self.view = memoryview(self._map)
         self.array: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self._written = np.zeros((nbytes >> _PAGE_BITS) + 2, np.bool_)  # pages
@@ -72,7 +75,7 @@ class Arena:
         if done:  # an empty write touches no page, not even where it points into one
             self._written[offset >> _PAGE_BITS : -(-(offset + done) >> _PAGE_BITS)] = True
 
-    def written(self, offset: NDArray[np.int64], length: NDArray[np.int64]) -> bool:
+    def written(self, offset: Ints, length: Ints) -> bool:
         """Whether `write` has touched all pages of these (k,) ranges [offset, offset + length).
 
         Such ranges are best written through the mapping, which saves a copy and cannot fail. Takes
@@ -87,7 +90,7 @@ class Arena:
         )
         return bool(self._written[pages].all())
 
-    def parts(self, place: NDArray[np.int64], length: NDArray[np.int64]) -> list[list[memoryview]]:
+    def parts(self, place: Ints, length: Ints) -> list[list[memoryview]]:
         """Writable views of the objects at these places (see `runs`), whose headers are there."""
         found = zip(place.tolist(), length.tolist(), strict=True)
         return [pieces(self.view, at, nbytes) or [] for at, nbytes in found]
@@ -167,13 +170,13 @@ class Rows:
         # (p, 1): one byte in every page of a row, wherever it begins.
         self._pages = np.append(np.arange(0, nbytes, _PAGE), nbytes - 1)[:, None]
 
-    def copy(self, offset: NDArray[np.int64], out: NDArray[np.uint8]) -> bool:
+    def copy(self, offset: Ints, out: NDArray[np.uint8]) -> bool:
         """Copy objects to (n, nbytes) `out`; False, with nothing copied, unless all are rows.
 
         They are not rows where one is absent, or where a dataset has some of other sizes.
 
         Args:
-            offset: (n,) first byte of each in the arena, or ABSENT; n > 0.
+            offset: (n,) first byte of each in the arena, or NOWHERE; n > 0.
         """
         row, rest = np.divmod(offset, self._nbytes)
         if np.count_nonzero(rest) or row.min() < 0:
@@ -181,7 +184,7 @@ class Rows:
         self.copy_rows(row, out)
         return True
 
-    def copy_rows(self, row: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+    def copy_rows(self, row: Ints, out: NDArray[np.uint8]) -> None:
         """Copy (n,) rows of the arena to (n, nbytes) `out`; n > 0."""
         if self._nbytes >= _TOUCHED_NBYTES and len(row) * len(self._pages) <= _TOUCHED_PAGES:
             # Scattered rows cost a page-table walk and a memory latency each, one after the other
@@ -195,13 +198,6 @@ def _release(holder: Arena | ArenaView) -> None:
     with contextlib.suppress(BufferError):  # a view is still in use: it keeps the mapping
         holder.view.release()
         holder._map.close()  # noqa: SLF001  (both classes are of this module)
-
-
-def _advise(mapping: mmap.mmap, *names: str) -> None:
-    """Call madvise where this system supports it."""
-    for name in names:
-        with contextlib.suppress(OSError, AttributeError):
-            mapping.madvise(getattr(mmap, name))
 
 
 def _seals(fd: int) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT, Sizes, must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.cache.memory.runs import Runs
 from creel.errors import IllegalEventError
-from creel.policies.masks import every
+from creel.policies.arrays import Index, Ints, every
 
 if TYPE_CHECKING:
     from creel.cache.memory.allocator import Allocator
@@ -21,10 +20,6 @@ _SLABS = 64  # at least this many slabs in a space, so that several pools can sh
 _MANY = 4096  # places: from here on it is several times as fast to free them in order
 
 _FREE, _USED = 1, 2
-
-
-def _empty() -> Sizes:
-    return np.empty(0, np.int64)
 
 
 class FixedPool:
@@ -39,18 +34,17 @@ class FixedPool:
         self._space = space
         self._slab = max(min(_SLAB_NBYTES, space.nbytes // _SLABS) // record, 1)
         self._state = np.zeros(space.nbytes // record, np.uint8)  # zeroed lazily by the system
-        self._stack = np.empty(0, np.int64)  # free records; the last is allocated first
+        # Free records, of which the last is allocated first. Slabs: first record, ascending;
+        # records; records in use.
+        self._stack, self._first, self._count, self._busy = np.empty((4, 0), np.int64)
         self._top = 0
-        self._first = _empty()  # slabs: first record, ascending; records; records in use
-        self._count = _empty()
-        self._busy = _empty()
 
-    def alloc(self, nbytes: Sizes) -> Sizes:
-        """(k,) offsets for objects of these sizes; ABSENT where there is no room (the last ones).
+    def alloc(self, nbytes: Ints) -> Ints:
+        """(k,) offsets for objects of these sizes; NOWHERE where there is no room (the last ones).
 
-        An object longer than the record is ABSENT, too; a shorter one takes a whole record.
+        An object longer than the record is NOWHERE, too; a shorter one takes a whole record.
         """
-        out = np.full(len(nbytes), ABSENT, np.int64)
+        out = np.full(len(nbytes), NOWHERE, np.int64)
         where = np.flatnonzero(np.asarray(nbytes) <= self.record)
         if self._top < len(where):
             self._grow(len(where) - self._top)
@@ -64,19 +58,19 @@ class FixedPool:
             out[where[:k]] = records * self.record
         return out
 
-    def rounded(self, nbytes: Sizes) -> Sizes:
+    def rounded(self, nbytes: Ints) -> Ints:
         """Return the same sizes: a room is as long as its object."""
         return nbytes
 
-    def runs(self, places: Sizes) -> Runs:  # noqa: ARG002
+    def runs(self, places: Ints) -> Runs:  # noqa: ARG002
         """All records are in one piece."""
         return {}
 
-    def rooms(self, places: Sizes, nbytes: Sizes) -> tuple[Sizes, Sizes]:
+    def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
         """Return the same: each object takes up its own record."""
         return places, nbytes
 
-    def free(self, places: Sizes, nbytes: Sizes) -> int:  # noqa: ARG002  (as in ObjectPool)
+    def free(self, places: Ints, nbytes: Ints) -> int:  # noqa: ARG002  (as in ObjectPool)
         """Free objects; bytes of their records.
 
         Raises:
@@ -100,7 +94,6 @@ class FixedPool:
         return True
 
     def trim(self) -> None:
-        """Return empty slabs to the space."""
         empty = self._busy == 0
         if not empty.any():
             return
@@ -108,20 +101,18 @@ class FixedPool:
         kept = stack[~empty[self._slab_of(stack)]]
         self._stack[: len(kept)] = kept
         self._top = len(kept)
-        for first, count in zip(
-            self._first[empty].tolist(), self._count[empty].tolist(), strict=True
-        ):
+        slabs = self._first[empty].tolist(), self._count[empty].tolist()
+        for first, count in zip(*slabs, strict=True):
             self._state[first : first + count] = 0
             self._space.extents.put(first * self.record, count * self.record)
         self._first, self._count, self._busy = (
             a[~empty] for a in (self._first, self._count, self._busy)
         )
 
-    def ranges(self) -> tuple[Sizes, Sizes]:
-        """(n,) starts and (n,) sizes of all slabs."""
+    def ranges(self) -> tuple[Ints, Ints]:
         return self._first * self.record, self._count * self.record
 
-    def check(self, held: Sizes) -> None:
+    def check(self, held: Ints) -> None:
         """Raise IllegalEventError unless the records of the `held` (n,) bytes of slabs add up."""
         must(int(held.sum()) == int(self._count.sum()) * self.record, "slabs have other sizes")
         must(int(self._busy.sum()) * self.record == self.used, "used bytes do not add up")
@@ -160,7 +151,7 @@ class FixedPool:
         self._state[first : first + count] = _FREE
         self._push(np.arange(first + count - 1, first - 1, -1, dtype=np.int64))
 
-    def _push(self, records: Sizes) -> None:
+    def _push(self, records: Ints) -> None:
         top = self._top + len(records)
         if top > len(self._stack):
             grown = np.empty(max(top, 2 * len(self._stack)), np.int64)
@@ -169,13 +160,13 @@ class FixedPool:
         self._stack[self._top : top] = records
         self._top = top
 
-    def _slab_of(self, records: Sizes) -> NDArray[np.intp]:
+    def _slab_of(self, records: Ints) -> Index:
         return np.searchsorted(self._first, records, side="right") - 1
 
-    def _per_slab(self, records: Sizes) -> NDArray[np.intp]:
+    def _per_slab(self, records: Ints) -> Index:
         return np.bincount(self._slab_of(records), minlength=len(self._first))
 
-    def _check_in_use(self, records: Sizes, rest: Sizes) -> None:
+    def _check_in_use(self, records: Ints, rest: Ints) -> None:
         if not len(records):
             return
         ordered = records if every(records[1:] > records[:-1]) else np.sort(records)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from itertools import islice
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.errors import IllegalEventError
+from creel.policies.arrays import Ints
 
-Sizes: TypeAlias = NDArray[np.int64]
-
-#: The offset of an object without room; equals `shared_words.ABSENT`.
-ABSENT = -1
+#: The place of an object that is not in the arena, or has no room there.
+NOWHERE = -1
 
 _TRIES = 32  # candidates tried one by one before a search settles for less
 
@@ -58,19 +55,19 @@ class FreeRanges:
     def take(self, nbytes: int, align: int) -> int:
         """Start of `nbytes` at a multiple of `align`, from the smallest range that has room.
 
-        Returns ABSENT where there is no room.
+        Returns NOWHERE where there is no room.
         """
         sizes = self._sizes
         i = bisect_left(sizes, nbytes)
         if i == len(sizes):
-            return ABSENT
+            return NOWHERE
         size = sizes[i]
         start = next(reversed(self._starts[size]))
         at = -(-start // align) * align
         if at + nbytes > start + size:
             found = self._search(nbytes, align)
             if found is None:
-                return ABSENT
+                return NOWHERE
             start, size, at = found
         self._cut(start, size, at, nbytes)
         return at
@@ -82,9 +79,8 @@ class FreeRanges:
         """
         sizes = self._sizes
         i = bisect_left(sizes, (limit + 1) * record)
-        candidates = (
-            sizes[i : i + 1] or sizes[: -_TRIES - 1 : -1]
-        )  # a sure fit, or the largest there are
+        # A sure fit, or the largest there are.
+        candidates = sizes[i : i + 1] or sizes[: -_TRIES - 1 : -1]
         for size in candidates:
             start = next(reversed(self._starts[size]))
             first = -(-start // record)
@@ -97,21 +93,21 @@ class FreeRanges:
     def take_most(self, nbytes: int, align: int) -> tuple[int, int]:
         """(start, size): take `nbytes` as `take` does, or else as much as the largest range has.
 
-        (ABSENT, 0) where there is no room at all; both are multiples of `align`, as `nbytes` is.
+        (NOWHERE, 0) where there is no room at all; both are multiples of `align`, as `nbytes` is.
         """
         at = self.take(nbytes, align)
-        if at != ABSENT or not self._sizes:
-            return at, nbytes if at != ABSENT else 0
+        if at != NOWHERE or not self._sizes:
+            return at, nbytes if at != NOWHERE else 0
         size = self._sizes[-1]
         start = next(reversed(self._starts[size]))
         at = -(-start // align) * align
         limit = (start + size - at) // align * align
         if limit <= 0:
-            return ABSENT, 0
+            return NOWHERE, 0
         self._cut(start, size, at, limit)
         return at, limit
 
-    def sorted(self) -> tuple[Sizes, Sizes]:
+    def sorted(self) -> tuple[Ints, Ints]:
         """(n,) starts, ascending, and (n,) sizes of all free ranges."""
         start = np.fromiter(self._size.keys(), np.int64, len(self._size))
         size = np.fromiter(self._size.values(), np.int64, len(self._size))

@@ -7,13 +7,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
+from creel.policies.arrays import Ints
 
 
 class Offsets:
-    """(n,) first byte in the arena of each object, or ABSENT; reads and writes like an array.
+    """(n,) first byte in the arena of each object, or NOWHERE; reads and writes like an array.
 
-    Stored as the record number plus one, with 0 for ABSENT.
+    Stored as the record number plus one, with 0 for NOWHERE.
 
     >>> offset = Offsets(np.zeros(3, np.int32), 10)
     >>> offset[np.array([1])] = np.array([70])
@@ -37,11 +38,11 @@ class Offsets:
         words.flags.writeable = False
         return Offsets(words, self._record)
 
-    def __getitem__(self, ids: NDArray[np.integer] | slice | int) -> NDArray[np.int64]:
-        out: NDArray[np.int64] = np.subtract(self._words[ids], 1, dtype=np.int64)
-        return out if self._record == 1 else np.maximum(out * self._record, ABSENT)
+    def __getitem__(self, ids: NDArray[np.integer] | slice | int) -> Ints:
+        out: Ints = np.subtract(self._words[ids], 1, dtype=np.int64)
+        return out if self._record == 1 else np.maximum(out * self._record, NOWHERE)
 
-    def rows(self, ids: NDArray[np.integer], nbytes: int) -> NDArray[np.int64] | None:
+    def rows(self, ids: NDArray[np.integer], nbytes: int) -> Ints | None:
         """(k > 0,) number of each object's row, where the arena is rows of `nbytes`.
 
         None if an object is absent, or does not begin where a row does.
@@ -50,16 +51,14 @@ class Offsets:
             words = self._words.take(ids)
             if np.count_nonzero(words) != len(words):
                 return None
-            places: NDArray[np.int64] = np.subtract(words, 1, dtype=np.int64)
+            places: Ints = np.subtract(words, 1, dtype=np.int64)
             return places
         row, rest = np.divmod(self[ids], nbytes)
         return None if np.count_nonzero(rest) or row.min() < 0 else row
 
-    def __setitem__(
-        self, ids: NDArray[np.integer] | slice | int, offset: NDArray[np.int64] | int
-    ) -> None:
+    def __setitem__(self, ids: NDArray[np.integer] | slice | int, offset: Ints | int) -> None:
         self._words[ids] = offset // self._record + 1
 
 
 #: Offsets, or an array of them.
-Places: TypeAlias = "Offsets | NDArray[np.int64]"
+Places: TypeAlias = "Offsets | Ints"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT, Sizes, must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.cache.memory.runs import HEADER, Runs, chained
 from creel.errors import IllegalEventError
-from creel.policies.masks import every
+from creel.policies.arrays import Ints, every
 
 if TYPE_CHECKING:
     from creel.cache.memory.allocator import Allocator
@@ -22,7 +22,7 @@ _MAX_RUNS = 1024
 _MANY = 4096
 
 
-def _joined(offsets: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes]:
+def _joined(offsets: Ints, sizes: Ints) -> tuple[Ints, Ints]:
     """Return the ranges, ascending, with touching ones joined."""
     order = offsets.argsort()
     offsets, sizes = offsets[order], sizes[order]
@@ -48,15 +48,15 @@ class PagedPool:
         self._begins = np.zeros((space.nbytes >> self._shift + 3) + 1, np.uint8)
         self._chains: Runs = {}
 
-    def alloc(self, nbytes: Sizes) -> Sizes:
-        """(k,) places for objects of these sizes; ABSENT where there is no room.
+    def alloc(self, nbytes: Ints) -> Ints:
+        """(k,) places for objects of these sizes; NOWHERE where there is no room.
 
         Where there is not enough for all, the first ones are served first, and a large object
         without room does not keep out a small one. Else the largest are: the others fill what these
         leave.
         """
         extents, rooms = self._space.extents, self.rounded(nbytes)
-        out = np.full(len(rooms), ABSENT, np.int64)
+        out = np.full(len(rooms), NOWHERE, np.int64)
         total = int(rooms.sum())
         if extents.nbytes < total:
             self._space.trim(self)
@@ -65,32 +65,32 @@ class PagedPool:
             order = (-rooms).argsort(kind="stable")
         for i, n in zip(order.tolist(), rooms[order].tolist(), strict=True):
             start = extents.take(n, self.page)
-            out[i] = start if start != ABSENT else self._chain(int(nbytes[i]))
-        got = out != ABSENT
+            out[i] = start if start != NOWHERE else self._chain(int(nbytes[i]))
+        got = out != NOWHERE
         at, size = self.rooms(out[got], nbytes[got])
         np.bitwise_or.at(self._begins, *self._bits(at))
         self.used += int(size.sum())
         return out
 
     def _chain(self, nbytes: int) -> int:
-        """The place of an object in several runs, the largest there are; ABSENT without room."""
+        """The place of an object in several runs, the largest there are; NOWHERE without room."""
         extents, found = self._space.extents, list[tuple[int, int]]()
         while nbytes > 0 and extents.nbytes >= nbytes and len(found) < _MAX_RUNS:
             want = -(-(nbytes + HEADER.size) // self.page) * self.page
             at, size = extents.take_most(want, self.page)
-            if at == ABSENT:
+            if at == NOWHERE:
                 break
             found.append((at, size))
             nbytes -= size - HEADER.size
         if nbytes > 0 or not found:
             for at, size in found:
                 extents.put(at, size)
-            return ABSENT
+            return NOWHERE
         place = chained(found[0][0])
         self._chains[place] = np.array(found, np.int64)
         return place
 
-    def free(self, places: Sizes, nbytes: Sizes) -> int:
+    def free(self, places: Ints, nbytes: Ints) -> int:
         """Free objects of these sizes; bytes of their rooms.
 
         Raises:
@@ -98,7 +98,7 @@ class PagedPool:
         """
         at, size = self.rooms(np.asarray(places, np.int64), nbytes)
         self._check_in_use(at)
-        for place in places[places < ABSENT].tolist():
+        for place in places[places < NOWHERE].tolist():
             del self._chains[place]
         np.bitwise_xor.at(self._begins, *self._bits(at))
         total = int(size.sum())
@@ -110,11 +110,10 @@ class PagedPool:
             put(first, n)
         return total
 
-    def runs(self, places: Sizes) -> Runs:
-        """The runs of those objects that are in several."""
-        return {place: self._chains[place] for place in places[places < ABSENT].tolist()}
+    def runs(self, places: Ints) -> Runs:
+        return {place: self._chains[place] for place in places[places < NOWHERE].tolist()}
 
-    def rooms(self, places: Sizes, nbytes: Sizes) -> tuple[Sizes, Sizes]:
+    def rooms(self, places: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
         """(m,) starts and (m,) sizes of all ranges that these objects take up, in any order.
 
         Raises:
@@ -138,26 +137,26 @@ class PagedPool:
     def trim(self) -> None:
         """Do nothing: a page returns to the space with its object."""
 
-    def ranges(self) -> tuple[Sizes, Sizes]:
+    def ranges(self) -> tuple[Ints, Ints]:
         """(n,) starts and (n,) sizes of all runs: -1, up to where the next range begins."""
         bits = np.unpackbits(self._begins, bitorder="little")
         start = bits.nonzero()[0] << self._shift
         return start, np.full(len(start), -1)
 
-    def check(self, held: Sizes) -> None:
+    def check(self, held: Ints) -> None:
         """Raise IllegalEventError unless the sizes `held` (n,) of all runs add up."""
         must(int(held.sum()) == self.used, "used bytes do not add up")
 
-    def rounded(self, nbytes: Sizes) -> Sizes:
+    def rounded(self, nbytes: Ints) -> Ints:
         """(k,) bytes of the rooms for objects of these sizes, in one piece."""
         return -(-np.maximum(nbytes, 1) // self.page) * self.page
 
-    def _bits(self, at: Sizes) -> tuple[Sizes, NDArray[np.uint8]]:
+    def _bits(self, at: Ints) -> tuple[Ints, NDArray[np.uint8]]:
         """(k,) byte of `_begins` and (k,) bit in it, for the pages at these addresses."""
         page = at >> self._shift
         return page >> 3, np.left_shift(1, page & 7).astype(np.uint8)
 
-    def _check_in_use(self, at: Sizes) -> None:
+    def _check_in_use(self, at: Ints) -> None:
         if not len(at):
             return
         ordered = np.sort(at)

@@ -19,15 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Offsets
 from creel.counters import OF_RANKS
+from creel.policies.arrays import Ints
 
 WORDS_NBYTES = 4096
-#: `LocationTable.offset` of an object that is not in the arena.
-ABSENT = -1
 _MAX_RECORDS = 2**31 - 1
 _ALL_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
 
@@ -134,7 +132,7 @@ class SharedWords:
 class LocationTable:
     """Location table: where the objects of one dataset are in the arena.
 
-    `offset` (n,): first byte in the arena, or ABSENT. `length` (n,) int64: bytes, or -1 while
+    `offset` (n,): first byte in the arena, or NOWHERE. `length` (n,) int64: bytes, or -1 while
     unknown. Both are views of the shared memory; the lengths of records, which are all the same,
     take none. An offset may change at any time, except for the objects of a step in [DONE, READY)
     of an open session: those are pinned.
@@ -147,7 +145,7 @@ class LocationTable:
         """
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
         self._map = mmap.mmap(fd, self.nbytes(objects, record), prot=prot)
-        self.length: NDArray[np.int64]
+        self.length: Ints
         if record:
             self.offset = Offsets(np.frombuffer(self._map, np.int32, objects), record)
             self.length = np.broadcast_to(np.int64(record), objects)

@@ -10,7 +10,7 @@ in use, a batch goes into a *one-off* slot, freed with its last tensor: slower, 
 Slots much larger than any recent batch are freed.
 
 The slots of a worker that has ended can serve the next one, if the trainer forks it: a child has
-the same mappings (`SlotReader.spare`).
+the same mappings (`SlotReader.unused`).
 """
 
 from __future__ import annotations
@@ -102,11 +102,7 @@ class SlotWriter:
     """
 
     def __init__(
-        self,
-        *,
-        max_slots: int = 8,
-        max_nbytes: int = 1 << 30,
-        inherited: Sequence[mmap.mmap] = (),
+        self, *, max_slots: int = 8, max_nbytes: int = 1 << 30, inherited: Sequence[mmap.mmap] = ()
     ) -> None:
         """Keep at most `max_slots` slots, of at most `max_nbytes` together.
 
@@ -130,7 +126,6 @@ class SlotWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all kept slots."""
         return sum(slot.nbytes for slot in self._slots.values())
 
     def room(self, nbytes: int) -> tuple[Slot, int]:
@@ -178,7 +173,6 @@ class SlotWriter:
         return None
 
     def abandon(self) -> None:
-        """Discard the current batch."""
         for slot in self._open:
             if slot.once:
                 self._forget(slot)
@@ -305,15 +299,11 @@ class SlotReader:
     """
 
     def __init__(
-        self,
-        *,
-        max_leased: int = 4,
-        inherited: Sequence[mmap.mmap] = (),
-        private: bool = False,
+        self, *, max_leased: int = 4, inherited: Sequence[mmap.mmap] = (), private: bool = False
     ) -> None:
         """Copy batches out once `max_leased` slots are leased.
 
-        inherited: the first slots, from another worker's `spare`. private: what is written into a
+        inherited: the first slots, from another worker's `unused`. private: what is written into a
         lease stays in this process, and is gone with the lease; others may read the slot.
         """
         self.max_leased = max_leased
@@ -327,11 +317,6 @@ class SlotReader:
         self._pid = os.getpid()
         self._self = weakref.ref(self, _readers.discard)
         _readers.add(self._self)
-
-    @property
-    def leased(self) -> int:
-        """Number of slots in use by tensors."""
-        return len(self._live)
 
     @property
     def full(self) -> bool:
@@ -396,7 +381,7 @@ class SlotReader:
             self._maps.pop(slot_id, None)
             self._copies.discard(slot_id)
 
-    def spare(self, nbytes: int) -> list[mmap.mmap]:
+    def unused(self, nbytes: int) -> list[mmap.mmap]:
         """Return slots that nobody uses once the worker has ended, of at most `nbytes` together."""
         found = []
         for slot_id, mapping in list(self._maps.items()):

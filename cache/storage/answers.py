@@ -1,4 +1,4 @@
-"""Shared by remote stores: an answer's size and version tag, and many requests at a time."""
+"""Shared by remote stores: an answer's version tag, and many requests at a time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-
-from creel.cache.storage.stores import StoredFile, too_short, wrong_size
 
 #: Versions requested at a time: each is a round trip of hardly any bytes.
 AT_ONCE = 32
@@ -22,14 +20,6 @@ def copy_over(data: memoryview, buffers: Sequence[memoryview]) -> None:
         target = np.frombuffer(buffer, np.uint8)
         np.copyto(target, np.frombuffer(data[at : at + len(buffer)], np.uint8))
         at += len(buffer)
-
-
-def check_size(stored: StoredFile, size: int, length: int) -> None:
-    """Raise unless a file of `size` bytes can be the listed one."""
-    if stored.whole and size != length:
-        raise wrong_size(stored.uri, length, size)
-    if size < stored.min_nbytes:
-        raise too_short(stored.uri, stored.min_nbytes, size)
 
 
 def of_each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exception]:

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from creel.cache.storage import version
-from creel.cache.storage.answers import SLOWEST_BPS, check_size, copy_over, of_each, tag_of
+from creel.cache.storage.answers import SLOWEST_BPS, copy_over, of_each, tag_of
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores import Filled, Run, StoredFile, too_short
+from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short
 
 T = TypeVar("T")
 
@@ -92,7 +92,6 @@ class ArrowStore:
         return None if info.size is None else int(info.size)
 
     def list(self, root: str) -> Iterator[tuple[str, int]]:
-        """See Store."""
         from pyarrow import fs
 
         base = self._path(root).rstrip("/")

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.storage import version
 from creel.errors import MalformedError
+from creel.policies.arrays import Ints
 
 COPIES = "creel-copies"  # the name of a memfd for them
 #: Copies begin at multiples of this, so that the memory of each can be freed by itself. The first
@@ -35,14 +35,14 @@ class Copies:
             version of the file (see `cache/storage/version.py`).
     """
 
-    def __init__(self, fd: int, entries: NDArray[np.int64]) -> None:
+    def __init__(self, fd: int, entries: Ints) -> None:
         self.fd = fd
         self.entries = entries
         weakref.finalize(self, os.close, fd)
         self._left = np.ones(len(entries), np.bool_)
 
     @staticmethod
-    def parsed(data: bytes, rows: int) -> NDArray[np.int64]:
+    def parsed(data: bytes, rows: int) -> Ints:
         """The entries whose bytes these are, of a manifest with `rows` rows.
 
         Raises:

@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from creel.cache.storage import version
-from creel.cache.storage.answers import AT_ONCE, SLOWEST_BPS, check_size, copy_over, of_each, tag_of
+from creel.cache.storage.answers import AT_ONCE, SLOWEST_BPS, copy_over, of_each, tag_of
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.stores import Filled, Run, StoredFile, too_short, wrong_size
+from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short, wrong_size
 from creel.errors import SourceError
 
 #: HEAD statuses of servers that may still answer GET: no HEAD, or addresses signed for GET alone.

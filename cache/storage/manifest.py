@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.allocator import Lengths
 from creel.cache.storage.copies import Copies
 from creel.errors import ConfigError, MalformedError
+from creel.policies.arrays import Index, Ints, Mask
 
 if TYPE_CHECKING:  # 28 MB resident and 0.2 s, which a daemon without data saves
     import pyarrow as pa
@@ -69,7 +70,7 @@ class Manifest:
         uris: Sequence[str] | pa.Array,
         *,
         root: str = "",
-        lengths: Sequence[int] | NDArray[np.int64] | None = None,
+        lengths: Sequence[int] | Ints | None = None,
     ) -> Manifest:
         """One object per file.
 
@@ -85,9 +86,9 @@ class Manifest:
     def of_runs(
         cls,
         uris: Sequence[str] | pa.Array,
-        offset: NDArray[np.int64],
-        length: NDArray[np.int64],
-        count: NDArray[np.int64],
+        offset: Ints,
+        length: Ints,
+        count: Ints,
         *,
         root: str = "",
     ) -> Manifest:
@@ -113,11 +114,10 @@ class Manifest:
         return cls(pa.concat_tables([p.absolute() for p in parts]).combine_chunks(), "")
 
     def __len__(self) -> int:
-        """Number of objects."""
         return int(self._ends[-1]) if self.table.num_rows else 0
 
     @cached_property
-    def _ends(self) -> NDArray[np.int64]:
+    def _ends(self) -> Ints:
         return np.cumsum(self._column("count"))
 
     @cached_property
@@ -125,7 +125,7 @@ class Manifest:
         """Whether row i is object i."""
         return bool((self.counts == 1).all())
 
-    def _column(self, name: str) -> NDArray[np.int64]:
+    def _column(self, name: str) -> Ints:
         """(rows,) a column of numbers; no copy where it is in one piece, and none by Arrow.
 
         Its own conversions, as `pa.array` does, import pandas where that is installed: 0.25 s.
@@ -146,7 +146,7 @@ class Manifest:
     def _join(self, uri: str) -> str:
         return f"{self.root.rstrip('/')}/{uri}" if self.root else uri
 
-    def rows(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+    def rows(self, ids: NDArray[np.integer]) -> Ints:
         """(k,) row of the table that holds each object."""
         if self._plain:
             return np.asarray(ids, np.int64)
@@ -154,9 +154,7 @@ class Manifest:
             return np.zeros(len(ids), np.int64)
         return np.searchsorted(self._ends, ids, side="right")
 
-    def ranges(
-        self, ids: NDArray[np.integer], rows: NDArray[np.int64] | None = None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def ranges(self, ids: NDArray[np.integer], rows: Ints | None = None) -> tuple[Ints, Ints]:
         """(k,) offset in its file and (k,) length (or UNKNOWN) of each object.
 
         rows: result of `rows(ids)`, if known.
@@ -169,7 +167,7 @@ class Manifest:
         return self.offsets[rows] + (np.asarray(ids) - first) * length, length
 
     @cached_property
-    def file_rows(self) -> NDArray[np.int64]:
+    def file_rows(self) -> Ints:
         """(files + 1,) first row of each file, and the number of rows.
 
         A *file* is a run of rows of one address, numbered from 0. An address that appears again
@@ -185,7 +183,7 @@ class Manifest:
         return np.flatnonzero(begins)
 
     @cached_property
-    def file_bounds(self) -> NDArray[np.int64]:
+    def file_bounds(self) -> Ints:
         """(files + 1,) file f holds the objects from file_bounds[f] up to file_bounds[f + 1]."""
         if self._plain:
             return self.file_rows
@@ -201,7 +199,7 @@ class Manifest:
         return (np.searchsorted(bounds, ids, side="right") - 1).astype(np.int32)
 
     @cached_property
-    def remote(self) -> NDArray[np.bool_]:
+    def remote(self) -> Mask:
         """(files,) whether each file is outside this machine's file systems."""
         n = len(self.file_rows) - 1
         if self.root or not _has_scheme(self._text()[1]):
@@ -226,16 +224,16 @@ class Manifest:
         return [root + name for name in names]
 
     @cached_property
-    def offsets(self) -> NDArray[np.int64]:
+    def offsets(self) -> Ints:
         """(rows,) first byte of each row in its file."""
         return self._column("offset")
 
     @cached_property
-    def _lengths(self) -> NDArray[np.int64]:
+    def _lengths(self) -> Ints:
         return self._column("length")
 
     @cached_property
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> Ints:
         """(rows,) objects of each row."""
         return self._column("count")
 
@@ -244,7 +242,6 @@ class Manifest:
         return self.table.column("uri").combine_chunks()
 
     def uri(self, row: int) -> str:
-        """Full address of a row."""
         return self._join(self._uris[row].as_py())
 
     def location(self, object_id: int) -> tuple[str, int, int]:
@@ -253,7 +250,7 @@ class Manifest:
         offset, length = self.ranges(ids)
         return self.uri(int(self.rows(ids)[0])), int(offset[0]), int(length[0])
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """(n,) bytes of every object, UNKNOWN where not asked for."""
         out = np.empty(len(self), np.int64)
         self.fill_lengths(out)
@@ -264,7 +261,7 @@ class Manifest:
         """Summary of the lengths of all objects; costs per row of the table, not per object."""
         return Lengths.of(self._lengths, self.counts)
 
-    def fill_lengths(self, out: NDArray[np.int64]) -> None:
+    def fill_lengths(self, out: Ints) -> None:
         """Write the bytes of every object to `out` (n,), UNKNOWN where not asked for.
 
         In pieces of about _PIECE objects, which limits memory and the time that the GIL is held.
@@ -299,7 +296,7 @@ class Manifest:
         return (ends[1:] - first).view(np.uint8).data, text[first:last]
 
     @cached_property
-    def _letters(self) -> tuple[NDArray[np.int64], memoryview]:
+    def _letters(self) -> tuple[Ints, memoryview]:
         """(rows + 1,) bounds of each row's uri in a text, and that text; no copy."""
         uris = self._uris
         if not len(uris):
@@ -395,9 +392,7 @@ def _has_scheme(text: memoryview) -> bool:
     return any(b"://" in bytes(text[at : at + step + 2]) for at in range(0, len(text), step))
 
 
-def _like_next(
-    bounds: NDArray[np.int64], text: memoryview, rows: NDArray[np.intp]
-) -> NDArray[np.bool_]:
+def _like_next(bounds: Ints, text: memoryview, rows: Index) -> Mask:
     """(k,) whether the uris of rows[i] and rows[i] + 1 are equal; `bounds`: theirs in `text`.
 
     By hand, because `import pyarrow.compute` costs every daemon 8 MB: equal neighbours of L bytes

@@ -28,13 +28,8 @@ _TRANSIENT = frozenset(
 )  # fmt: skip
 #: Words for transient errors in the AWS SDK behind pyarrow, which gives no errno.
 _TRANSIENT_WORDS = (
-    "SLOW_DOWN",
-    "THROTTL",
-    "TIMEOUT",
-    "NETWORK_CONNECTION",
-    "UNAVAILABLE",
-    "INTERNAL_",
-)
+    "SLOW_DOWN", "THROTTL", "TIMEOUT", "NETWORK_CONNECTION", "UNAVAILABLE", "INTERNAL_",
+)  # fmt: skip
 #: Words for credentials that are wrong, expired or insufficient.
 _DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "INVALID_CLIENT_TOKEN", "SIGNATURE", "EXPIRED")
 _QUIET_S = 60.0  # between two log lines about one storage: a server that is down fails every read

@@ -29,6 +29,7 @@ from creel.cache.storage.remote import open_store
 from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import Filled, LocalStore, Run, Store, StoredFile, TornError
 from creel.errors import SourceError
+from creel.policies.arrays import Floats, Ints, Mask
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
@@ -80,12 +81,10 @@ class Counters:
             self.seconds_sum += seconds
 
     def count_retry(self) -> None:
-        """Count a retry after a transient error."""
         with self._lock:
             self.retries += 1
 
     def count_error(self, error: SourceError) -> None:
-        """Count a read that failed for good."""
         with self._lock:
             self.errors[errno.errorcode.get(error.errno or 0, "other")] += 1
             self.last_error = f"{error.uri}: {error.strerror}"
@@ -94,14 +93,11 @@ class Counters:
         """Return a copy; `seconds` are counts per bucket of SECONDS and one beyond."""
         with self._lock:
             return replace(
-                self,
-                errors=self.errors.copy(),
-                seconds=list(self.seconds),
-                _lock=threading.Lock(),
+                self, errors=self.errors.copy(), seconds=list(self.seconds), _lock=threading.Lock()
             )
 
 
-def parts_in(buffer: memoryview, length: NDArray[np.int64]) -> list[Part]:
+def parts_in(buffer: memoryview, length: Ints) -> list[Part]:
     """Cut a buffer into (k,) objects of these lengths, one after the other."""
     ends = length.cumsum()
     ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
@@ -113,19 +109,36 @@ class Read(NamedTuple):
 
     nbytes: (k,) bytes read; -1 where the object failed (`counters.last_error` has the reason).
     version: (k,) int64 of its file (see `cache/storage/version.py`); UNKNOWN where it failed.
-    asked: (k,) when its storage was asked for that version at the earliest (`time.monotonic`), as a
-        peer says; 0 where it does not know. None: no peer was asked.
+    asked: (k,) when the storage was asked for that version at the earliest (`time.monotonic`); 0
+        where that is not known.
     """
 
-    nbytes: NDArray[np.int64]
-    version: NDArray[np.int64]
-    asked: NDArray[np.float64] | None = None
+    nbytes: Ints
+    version: Ints
+    asked: Floats
+
+    @classmethod
+    def failed(cls, objects: int) -> Read:
+        """The results of a read that failed: of one that begins."""
+        nbytes, unknown = np.full(objects, -1), np.full(objects, version.UNKNOWN)
+        return cls(nbytes, unknown, np.zeros(objects))
+
+    def part(self, part: slice) -> Read:
+        """The results of some of the objects, to be entered."""
+        return Read(self.nbytes[part], self.version[part], self.asked[part])
 
     def enter(self, where: NDArray[np.integer] | slice, found: Read) -> None:
         """Enter the results of the objects at `where`."""
-        self.nbytes[where], self.version[where] = found.nbytes, found.version
-        if self.asked is not None and found.asked is not None:
-            self.asked[where] = found.asked
+        for column, values in zip(self, found, strict=True):
+            column[where] = values
+
+
+class WholeObject(NamedTuple):
+    """An object whose length was unknown; `version` and `asked` as in `Read`."""
+
+    data: bytes
+    version: int
+    asked: float
 
 
 class Source:
@@ -181,7 +194,7 @@ class Source:
         self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
         return data
 
-    def versions(self, files: NDArray[np.integer]) -> NDArray[np.int64]:
+    def versions(self, files: NDArray[np.integer]) -> Ints:
         """Ask the storage for the current version of each file.
 
         Locally by path, so that a replaced file is noticed. Retries after transient errors are
@@ -207,68 +220,52 @@ class Source:
                 retried(self._settings, ask, uris[0], on_retry=self.counters.count_retry)
         return found
 
-    def _ask(
-        self, uris: list[str], which: list[int], found: NDArray[np.int64]
-    ) -> dict[int, Exception]:
+    def _ask(self, uris: list[str], which: list[int], found: Ints) -> dict[int, Exception]:
         """Enter the versions of some addresses; return the errors of those worth a retry."""
-        stores: dict[Store | None, list[int]] = defaultdict(list)
+        stores: dict[Store, list[int]] = defaultdict(list)
         if not self.manifest.remote.any():
             stores[self._local] = which
         else:
             for i in which:
-                stores[self._store_or_none(uris[i])].append(i)
+                with suppress(Exception):  # stores raise what they like: it is MISSING
+                    stores[self._store(uris[i])].append(i)
         failed: dict[int, Exception] = {}
         for store, members in stores.items():
-            if store is None:
-                continue
-            for i, answer in zip(members, self._versions(store, uris, members), strict=True):
+            answers: Sequence[int | Exception]
+            try:
+                answers = store.versions([uris[i] for i in members])
+            except Exception as e:  # noqa: BLE001  likewise
+                answers = [e] * len(members)
+            for i, answer in zip(members, answers, strict=True):
                 if not isinstance(answer, Exception):
                     found[i] = answer
                 elif transient(answer):
                     failed[i] = answer
         return failed
 
-    def _versions(
-        self, store: Store, uris: list[str], members: list[int]
-    ) -> Sequence[int | Exception]:
-        try:
-            return store.versions([uris[i] for i in members])
-        except Exception as e:  # noqa: BLE001  stores raise what they like
-            return [e] * len(members)
+    def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
+        """Each object (for those of unknown length), None where it failed."""
 
-    def _store_or_none(self, uri: str) -> Store | None:
-        try:
-            return self._store(uri)
-        except Exception:  # noqa: BLE001  likewise
-            return None
+        def whole(stored: StoredFile) -> Callable[[Store], tuple[bytes, int]]:
+            return lambda store: store.read(stored, 0, UNKNOWN, versioned=True)
 
-    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
-        """Bytes and version of each object (for those of unknown length), None where it failed."""
-        found: list[tuple[bytes, int] | None] = []
+        found: list[WholeObject | None] = []
         seconds: list[float] = []
         total = 0
         for row in self.manifest.rows(ids).tolist():
-            start = time.perf_counter()
-            stored = self._stored_file(row)
+            start, stored = time.monotonic(), self._stored_file(row)
             try:
-                one = self._whole_of(stored)
+                data, of = self._with_retries(stored, whole(stored))
             except SourceError:
                 found.append(None)
                 continue
-            seconds.append(time.perf_counter() - start)
-            total += len(one[0])
-            found.append(one)
+            seconds.append(time.monotonic() - start)
+            total += len(data)
+            found.append(WholeObject(data, of, start))
         self.counters.count_reads(total, seconds, len(seconds))
         return found
 
-    def _whole_of(self, stored: StoredFile) -> tuple[bytes, int]:
-        return self._with_retries(
-            stored, lambda store: store.read(stored, 0, UNKNOWN, versioned=True)
-        )
-
-    def read_parts(
-        self, ids: NDArray[np.integer], length: NDArray[np.int64], parts: Sequence[Part]
-    ) -> Read:
+    def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object.
 
         Neighbours in one file become one read. An object that is a whole file fails where the
@@ -282,9 +279,10 @@ class Source:
         """
         rows = self.manifest.rows(ids)
         offset = self.manifest.ranges(ids, rows)[0]
+        asked = np.full(len(ids), time.monotonic())
         if len(ids) >= _MANY and (found := self._read_pieces(ids, rows, offset, length, parts)):
-            return Read(length.copy(), np.full(len(ids), found.version, np.int64))
-        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), version.UNKNOWN, np.int64))
+            return Read(length.copy(), np.full(len(ids), found.version), asked)
+        read = Read.failed(len(ids))._replace(asked=asked)
         done = self._read_files(rows, length, parts, read)
         file = self.manifest.file_of(ids[done:])
         for reads in _files(file, offset[done:], length[done:]):
@@ -303,9 +301,9 @@ class Source:
     def _read_pieces(
         self,
         ids: NDArray[np.integer],
-        rows: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        length: NDArray[np.int64],
+        rows: Ints,
+        offset: Ints,
+        length: Ints,
         parts: Sequence[Part],
     ) -> Filled | None:
         """Read scattered pieces of one local file, if they are that, by a fast path.
@@ -335,13 +333,7 @@ class Source:
         self.counters.count_evenly(len(rows), int(length.sum()), seconds, filled.opens)
         return filled
 
-    def _read_files(
-        self,
-        rows: NDArray[np.int64],
-        length: NDArray[np.int64],
-        parts: Sequence[Part],
-        read: Read,
-    ) -> int:
+    def _read_files(self, rows: Ints, length: Ints, parts: Sequence[Part], read: Read) -> int:
         """Read local files of one object each by a fast path; how many of the first are such."""
         whole = self._whole[rows]
         files = len(rows) if whole.all() else int(whole.argmin())
@@ -463,7 +455,7 @@ class Source:
             )
 
 
-def _single(manifest: Manifest) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _single(manifest: Manifest) -> tuple[Mask, Mask]:
     """(rows,) whether its file holds only this row's object; and whether from byte 0 on."""
     rows = manifest.file_rows
     single = np.zeros(manifest.table.num_rows, np.bool_)
@@ -480,9 +472,7 @@ class _Neighbours(NamedTuple):
     members: list[int]
 
 
-def _files(
-    file: NDArray[np.integer], offset: NDArray[np.int64], length: NDArray[np.int64]
-) -> Iterator[list[_Neighbours]]:
+def _files(file: NDArray[np.integer], offset: Ints, length: Ints) -> Iterator[list[_Neighbours]]:
     """Yield the reads of each file.
 
     >>> for reads in _files(np.array([1, 2, 1]), np.array([4, 0, 0]), np.full(3, 4)):

@@ -88,6 +88,14 @@ def wrong_size(uri: str, length: int, size: int) -> SourceError:
     return SourceError(errno.ENODATA, f"has {size} bytes, the manifest says {length}", uri)
 
 
+def check_size(stored: StoredFile, size: int, length: int) -> None:
+    """Raise unless a file of `size` bytes can be the listed one."""
+    if stored.whole and size != length:
+        raise wrong_size(stored.uri, length, size)
+    if size < stored.min_nbytes:
+        raise too_short(stored.uri, stored.min_nbytes, size)
+
+
 # --- local files ------------------------------------------------------------------------------
 
 
@@ -114,16 +122,6 @@ def read_file(path: str) -> bytes:
         os.close(fd)
 
 
-def _read_with_status(path: str) -> tuple[bytes, os.stat_result, os.stat_result]:
-    """Return all bytes of a file, and its status before and after."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        before = os.fstat(fd)
-        return _rest(fd, before.st_size), before, os.fstat(fd)
-    finally:
-        os.close(fd)
-
-
 def _rest(fd: int, size: int) -> bytes:
     """Return what follows in a file that should be `size` bytes."""
     data = os.read(fd, size + 1)
@@ -142,10 +140,13 @@ def _read_unchanged(uri: str) -> tuple[bytes, int]:
         OSError: it cannot be read, or is repeatedly written to.
     """
     for _ in range(_TRIES):
-        now = time.time_ns()
-        data, before, after = _read_with_status(path_of(uri))
-        if not version.torn(before, after):
-            return data, version.of_stat(before, now)
+        now, file = time.time_ns(), _open(path_of(uri))
+        try:
+            data = _rest(file.fd, file.status.st_size)
+            if not version.torn(file.status, os.fstat(file.fd)):
+                return data, version.of_stat(file.status, now)
+        finally:
+            os.close(file.fd)
     raise SourceError(errno.EBUSY, "changed while it was read", uri)
 
 
@@ -159,7 +160,6 @@ class LocalStore:
         self._kept = _OpenFiles(files)
 
     def close(self) -> None:
-        """Close kept descriptors."""
         self._kept.close()
 
     def read(
@@ -171,7 +171,7 @@ class LocalStore:
             return read_file(path_of(stored.uri)), version.UNKNOWN
         now = time.time_ns()
         with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
-            _check_size(stored, file.status.st_size, length)
+            check_size(stored, file.status.st_size, length)
             data = os.pread(file.fd, length, offset)
             while len(data) < length:
                 more = os.pread(file.fd, length - len(data), offset + len(data))
@@ -183,7 +183,7 @@ class LocalStore:
     def fill(self, stored: StoredFile, runs: Sequence[Run]) -> Iterator[Filled]:
         now = time.time_ns()
         with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
-            _check_size(stored, file.status.st_size, runs[0].length)
+            check_size(stored, file.status.st_size, runs[0].length)
             before = file.status
             for run in runs:
                 for _ in range(_TRIES):
@@ -227,7 +227,7 @@ class LocalStore:
         try:
             before = os.fstat(fd)
             if before.st_size != length:
-                _check_size(StoredFile(uri, whole=True), before.st_size, length)
+                check_size(StoredFile(uri, whole=True), before.st_size, length)
             got = _preadv(fd, Run(0, length, buffers))
             if got < length:
                 raise too_short(uri, length, got)
@@ -267,11 +267,6 @@ class LocalStore:
 
 class TornError(OSError):
     """A file changed while it was read: read it again."""
-
-
-def _check_size(stored: StoredFile, size: int, length: int) -> None:
-    if stored.whole and size != length:
-        raise wrong_size(stored.uri, length, size)
 
 
 def _preadv(fd: int, run: Run) -> int:

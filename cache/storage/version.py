@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
+
+from creel.policies.arrays import Ints, Mask
 
 if TYPE_CHECKING:
     import os
@@ -72,10 +73,11 @@ def of_tag(tag: str) -> int:
     >>> of_tag('"abc"') == of_tag('"abc"') != of_tag('"abd"')
     True
     """
-    return _number(tag.encode("utf-8", "surrogateescape"))
+    digest = xxhash.xxh3_64_intdigest(tag.encode("utf-8", "surrogateescape"))
+    return (digest & _POSITIVE) or 1
 
 
-def shared(versions: NDArray[np.int64]) -> NDArray[np.int64]:
+def shared(versions: Ints) -> Ints:
     """(k,) the part of each version that is the same on every node, its other bits zero.
 
     >>> same = np.array([of_tag("a"), UNKNOWN, CHANGING])
@@ -85,9 +87,9 @@ def shared(versions: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(versions > 0, versions & ~_OWN, versions)
 
 
-def differ(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.bool_]:
+def differ(old: Ints, new: Ints) -> Mask:
     """(k,) whether the bytes may differ: where either came from another node, by shared parts."""
-    other: NDArray[np.bool_] = (old != new) | (old == CHANGING)
+    other: Mask = (old != new) | (old == CHANGING)
     foreign = other & (((old & _OWN) == 0) | ((new & _OWN) == 0)) & (old > 0) & (new > 0)
     if np.count_nonzero(foreign):
         other &= ~(foreign & (shared(old) == shared(new)))
@@ -101,7 +103,3 @@ def torn(before: os.stat_result, after: os.stat_result) -> bool:
         or before.st_ctime_ns != after.st_ctime_ns
         or before.st_size != after.st_size
     )
-
-
-def _number(data: bytes) -> int:
-    return (xxhash.xxh3_64_intdigest(data) & _POSITIVE) or 1

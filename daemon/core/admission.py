@@ -11,14 +11,12 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.disk.copies import DiskTier
-from creel.daemon.core.residency import Index, Residency, Sizes
-from creel.policies.eviction.policy import NONE
-from creel.policies.masks import some
+from creel.daemon.core.residency import Residency
+from creel.policies.arrays import NONE, Index, Ints, Mask, some
 
 #: Rounds of eviction for objects that find no room, as what is free is in other pools' slabs.
 _ROUNDS = 4
@@ -50,7 +48,7 @@ class Admission:
         self.residencies: dict[str, Residency] = {}
         self.expected = 0  # bytes in flight whose length is a guess
         #: Offsets and lengths that fetches in flight for a dataset write to; set by `Inflight`.
-        self.busy: Callable[[Residency], tuple[Sizes, Sizes]]
+        self.busy: Callable[[Residency], tuple[Ints, Ints]]
 
     def share(self, residency: Residency) -> float:
         """Bytes that this dataset may claim."""
@@ -73,9 +71,9 @@ class Admission:
         return self.space.free_bytes - self.expected
 
     def place(
-        self, residency: Residency, sizes: Sizes, due: int, urgency: Urgency = Urgency.AHEAD
-    ) -> Sizes:
-        """(k,) places for objects of these sizes; ABSENT (-1) where no room can be made.
+        self, residency: Residency, sizes: Ints, due: int, urgency: Urgency = Urgency.AHEAD
+    ) -> Ints:
+        """(k,) places for objects of these sizes; NOWHERE (-1) where no room can be made.
 
         Evicts what `urgency` allows. `due`: the step that reads them, on the eviction policy's
         clock.
@@ -88,7 +86,9 @@ class Admission:
         for _ in range(_ROUNDS):
             short = int(residency.pool.rounded(sizes[lack]).sum()) - free
             freed = self._make_room(residency, short, due, urgency) if short > 0 else 0
-            fits = lack[self._fits(residency, sizes[lack])]
+            fits = lack
+            if self.expected:  # leave that free for what is in flight, and whose length is a guess
+                fits = lack[residency.pool.rounded(sizes[lack]).cumsum() <= self.free_nbytes]
             out[fits] = residency.pool.alloc(sizes[fits])
             lack = lack[out[lack] == NOWHERE]
             if not len(lack) or (short > 0 and not freed):
@@ -96,13 +96,7 @@ class Admission:
             free = 0  # what there is lies in other pools' slabs
         return out
 
-    def _fits(self, residency: Residency, sizes: Sizes) -> slice | NDArray[np.bool_]:
-        """Which objects leave enough free room for those in flight whose length is a guess."""
-        if not self.expected:
-            return slice(None)
-        return residency.pool.rounded(sizes).cumsum() <= self.free_nbytes
-
-    def _swap(self, residency: Residency, sizes: Sizes, due: int, urgency: Urgency) -> Sizes:
+    def _swap(self, residency: Residency, sizes: Ints, due: int, urgency: Urgency) -> Ints:
         """`place` for equal records: new objects take the places of evicted ones."""
         out = np.full(len(sizes), NOWHERE, np.int64)
         k = min(len(sizes), max(self.free_nbytes, 0) // residency.pool.record)
@@ -112,29 +106,17 @@ class Admission:
         if k < len(sizes) and self._claim(residency, (len(sizes) - k) * residency.pool.record):
             out[k:] = residency.pool.alloc(sizes[k:])
             k = int(np.count_nonzero(out != NOWHERE))
-        while k < len(sizes) and residency.policy is not None:
+        while k < len(sizes):
             ids, why = self._victims(residency, len(sizes) - k, due, urgency)
-            if urgency is Urgency.STALLED and not len(ids) and not self.waits(residency):
-                ids, why = residency.policy.forced_victims(len(sizes) - k, due), "stalled"
             if not len(ids):
                 break
             out[k : k + len(ids)] = residency.vacate(ids, why)
             k += len(ids)
         return out
 
-    def reserve(
-        self, residency: Residency, k: int, due: int, urgency: Urgency = Urgency.AHEAD
-    ) -> int:
-        """How many of k objects of unknown length there is room for, judged by the mean length."""
-        each = residency.guess
-        short = k * each - self.free_nbytes
-        if short > 0:
-            self._make_room(residency, short, due, urgency)
-        return min(k, max(self.free_nbytes, 0) // each)
-
     def room(
-        self, residency: Residency, length: Sizes, due: int, urgency: Urgency = Urgency.AHEAD
-    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        self, residency: Residency, length: Ints, due: int, urgency: Urgency = Urgency.AHEAD
+    ) -> tuple[Ints, Mask]:
         """(k,) offsets (NOWHERE where the length is unknown), and (k,) whether there is no room."""
         unknown = length < 0
         if not some(unknown):
@@ -144,28 +126,16 @@ class Admission:
         offset[~unknown] = self.place(residency, length[~unknown], due, urgency)
         lack = offset == NOWHERE
         where = np.flatnonzero(unknown)
-        lack[where[: self.reserve(residency, len(where), due, urgency)]] = False
+        short = len(where) * residency.guess - self.free_nbytes
+        if short > 0:
+            self._make_room(residency, short, due, urgency)
+        lack[where[: max(self.free_nbytes, 0) // residency.guess]] = False
         return offset, lack
 
     def _make_room(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:
         """Evict about `nbytes`; return the bytes freed."""
         freed = self._claim(residency, nbytes)
-        if freed < nbytes:
-            freed += self._evict(residency, nbytes - freed, due, urgency)
-        if (
-            freed < nbytes
-            and urgency is Urgency.STALLED
-            and residency.policy is not None
-            and not self.waits(residency)
-        ):
-            k = math.ceil((nbytes - freed) / residency.mean)
-            freed += residency.evict(residency.policy.forced_victims(k, due), "stalled")
-        return freed
-
-    def _evict(self, residency: Residency, nbytes: int, due: int, urgency: Urgency) -> int:
-        """Evict what the dataset's own eviction policy allows; return the bytes freed."""
-        freed = 0
-        while freed < nbytes and residency.policy is not None:
+        while freed < nbytes:
             k = math.ceil((nbytes - freed) / residency.mean)
             ids, why = self._victims(residency, k, due, urgency)
             if not len(ids):
@@ -176,28 +146,28 @@ class Admission:
     def _victims(
         self, residency: Residency, k: int, due: int, urgency: Urgency
     ) -> tuple[Index, str]:
-        """Up to k objects that may leave memory, and why; none: no more."""
+        """Up to k objects of the dataset that may leave memory, and why; none: no more."""
         policy = residency.policy
-        if policy is None:
-            return NONE, ""
-        if not self.disk:
-            return policy.victims(k, due), "due_later"
-        sources = [(policy.unneeded, "due_later"), (residency.disk.clean, "on_disk")]
-        if not self.waits(residency):
-            sources.append((policy.victims, "due_later"))  # which are lost
+        sources = [(policy.victims, "due_later")]
+        forced = urgency is Urgency.STALLED
+        if self.disk:
+            waits = self.waits(residency)
+            lost = [] if waits else sources
+            sources = [(policy.unneeded, "due_later"), (residency.disk.clean, "on_disk"), *lost]
+            forced = urgency > Urgency.AHEAD and not waits
+        if forced:
+            sources.append((policy.forced_victims, "stalled"))
         for victims, why in sources:
             ids = victims(k, due)
             if len(ids):
                 return ids, why
-        if not self.waits(residency) and urgency > Urgency.AHEAD:
-            return policy.forced_victims(k, due), "stalled"
         return NONE, ""
 
     def waits(self, residency: Residency) -> bool:
         """Whether to wait until objects are written to disk, so that they may leave memory."""
         if not self.disk or self.disk.slow or residency.disk.hopeless:
             return False
-        replaces = residency.policy is not None and residency.policy.replaces
+        replaces = residency.policy.replaces
         return replaces or residency.disk.storing > 0 or self.disk.free >= residency.mean
 
     def _claim(self, residency: Residency, nbytes: int) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.daemon.core import events
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.checks import Checks
@@ -20,10 +19,10 @@ from creel.daemon.core.disk.spilling import Spilling
 from creel.daemon.core.inflight import Inflight
 from creel.daemon.core.landing import Landing
 from creel.daemon.core.prefetcher import Prefetcher
-from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.residency import Residency
 from creel.daemon.core.sessions import RankStream
 from creel.errors import IllegalEventError, MalformedError
-from creel.policies.cluster.members import EpochMoment, PlanDigest
+from creel.policies.arrays import Index
 from creel.policies.prefetch import Window
 
 #: A reader that waits longer than this for an object or its version reads directly, as one hung
@@ -38,25 +37,28 @@ class Core:
     Args:
         space: the arena's bytes.
         config: how far ahead to work.
+
+    Attributes:
+        plans: what nodes of a cluster tell each other of this node's plans.
+        disk: the node's disk; both are to be read only.
     """
 
     def __init__(self, space: Allocator, *, config: Window | None = None) -> None:
         self._window = config or Window()
         self._admission = Admission(space)
+        self.disk = self._admission.disk
         self._inflight = Inflight(self._admission, self._window)
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
         self._checks = Checks(self._inflight)
         self._residencies = self._admission.residencies
         self._serving = Serving(self._admission, self._inflight, self._emit)
-        self._spilling = Spilling(self._admission.disk, self._residencies, self._admission.part)
+        self._spilling = Spilling(self.disk, self._residencies, self._admission.part)
         self._sessions: dict[int, RankStream] = {}
         self._past: Counter[str] = Counter()  # counters of removed datasets
         self._out: list[events.Action] = []
-        self._plans = ClusterPlans(self._residencies, self._window, self._emit)
-        self._landing = Landing(
-            *(self._admission, self._inflight, self._prefetcher, self._checks, self._spilling),
-            *(self._sessions, self._emit, self._announce),
-        )
+        self.plans = ClusterPlans(self._residencies, self._emit)
+        parts = self._admission, self._inflight, self._prefetcher, self._checks, self._spilling
+        self._landing = Landing(*parts, self._sessions, self._emit, self._announce)
         timed: dict[type, Callable[[Any, float], None]] = {
             events.SessionOpened: self._opened,
             events.Progressed: self._progressed,
@@ -79,10 +81,10 @@ class Core:
             events.Warm: self._warmed,
             events.Dropped: self._dropped,
             events.Unregistered: self._unregistered,
-            events.ClusterChanged: self._plans.changed,
-            events.PlanShared: self._plans.shared,
-            events.PlanDoubted: self._plans.doubted,
-            events.PlanAsked: self._plans.asked,
+            events.ClusterChanged: self.plans.changed,
+            events.PlanShared: self.plans.shared,
+            events.PlanDoubted: self.plans.doubted,
+            events.PlanAsked: self.plans.asked,
             events.PeerServed: self._serving.served,
             events.DiskOpened: self._disk_opened,
             events.FoundOnDisk: self._found,
@@ -118,7 +120,7 @@ class Core:
             boundary = residency.planning_task(self._admission, self._window)
             if boundary is not None:
                 self._out.append(events.PlanRetention(residency.name, boundary))
-            self._plans.ask(residency, now)
+            self.plans.ask(residency, now)
         lacking = [*self._prefetcher.lacking.values(), *self._serving.short.items()]
         if self._spilling.start(lacking, self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
@@ -149,7 +151,7 @@ class Core:
         if e.dataset in self._residencies:
             raise IllegalEventError(f"dataset {e.dataset!r} is registered already")
         columns = e.offset, e.length, e.lengths, self._admission.space, self._emit, e.versions
-        self._residencies[e.dataset] = Residency(e.dataset, *columns, self._admission.disk)
+        self._residencies[e.dataset] = Residency(e.dataset, *columns, self.disk)
 
     def _opened(self, e: events.SessionOpened, now: float) -> None:
         if e.dataset not in self._residencies or e.session in self._sessions:
@@ -196,9 +198,7 @@ class Core:
             s.begin(e.epoch, self._generation())
         s.announce(e.step)
         s.residency.choose_policy()
-        if s.residency.policy is not None:
-            ids, epoch = e.objects.astype(np.intp), e.epoch + s.epoch_shift
-            s.residency.policy.plan_extended(ids, epoch)
+        s.residency.policy.plan_extended(e.objects.astype(np.intp), e.epoch + s.epoch_shift)
         self._set_reaches()
 
     def _truncated(self, s: RankStream, e: events.PlanTruncated) -> None:
@@ -240,7 +240,7 @@ class Core:
 
     def _planned(self, e: events.RetentionPlanned) -> None:
         residency = self._residencies.get(e.dataset)
-        if residency is not None and residency.policy is not None:
+        if residency is not None:
             residency.policy.retention_planned(e.boundary, e.kept)
             residency.disk.changed(len(residency))
 
@@ -273,7 +273,7 @@ class Core:
         self._admission.space.discard(residency.pool)
         self._past.update(residency.counted())
         self._checks.forget(residency)
-        self._plans.forget(e.dataset)
+        self.plans.forget(e.dataset)
         del self._residencies[e.dataset]
 
     def _ticked(self, e: events.Tick, now: float) -> None:
@@ -297,8 +297,7 @@ class Core:
     def _unplanned(self, residency: Residency, unpinned: Index) -> None:
         """Handle the end of a plan or session; `unpinned`: the objects that were pinned for it."""
         residency.choose_policy()
-        if residency.policy is not None:
-            residency.policy.replanned()
+        residency.policy.replanned()
         residency.release(unpinned)
         if orphans := self._inflight.cancel_orphans(residency):
             self._out.append(events.CancelFetches(residency.name, orphans))
@@ -316,7 +315,10 @@ class Core:
             pinned = ids if b <= s.front else ids[: max(s.front - a, 0)]
             residency.unpin(pinned, distinct=uses.distinct(epoch))
             uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
-            self._epoch_began(s, epoch)
+            if epoch != s.epoch:
+                s.epoch = epoch
+                uses.forget(min(x.epoch for x in s.group.sessions.values()))
+                residency.policy.epoch_began(uses, epoch)
             residency.release(ids)
         if s.front < stop:  # read directly before they could be fetched
             s.front = stop
@@ -327,22 +329,12 @@ class Core:
         s.early = tuple(step for step in s.early if step >= done)
         stream.forget(done)
 
-    def _epoch_began(self, s: RankStream, epoch: int) -> None:
-        """Record that a session now reads in `epoch`."""
-        if epoch == s.epoch:
-            return
-        s.epoch = epoch
-        s.group.uses.forget(min(x.epoch for x in s.group.sessions.values()))
-        if s.residency.policy is not None:
-            s.residency.policy.epoch_began(s.group.uses, epoch)
-
     def _set_reaches(self) -> None:
         """Recompute how far each session may read ahead, after sessions or plans changed."""
         for session in self._sessions.values():
             self._prefetcher.set_reach(session, len(self._sessions))
         for residency in self._residencies.values():
-            if residency.policy is not None:
-                residency.policy.resized()
+            residency.policy.resized()
 
     def recover(self, session: int) -> list[events.Action]:
         """Make all tables consistent again after an exception in `handle`.
@@ -385,22 +377,6 @@ class Core:
         )
         return residency.active or residency.warming >= 0 or in_flight
 
-    def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
-        """From when on nodes of a cluster can follow a change of its members; see `EpochMoment`."""
-        return self._plans.moments(cluster)
-
-    def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
-        """The inputs of this node's plans; all nodes of a cluster must have the same."""
-        return self._plans.digests(cluster)
-
-    def homed(self, cluster: str) -> frozenset[str]:
-        """Datasets of which no plan for a cluster alone says where they lie (`ClusterView`)."""
-        return self._plans.homed(cluster)
-
-    def disk_size(self) -> tuple[int, int]:
-        """Bytes of the node's disk, 0 where there is none, and the unit in which it gives them."""
-        return self._admission.disk.nbytes, self._admission.disk.unit
-
     def plans_nbytes(self) -> int:
         """Memory of all plans and of the next uses derived from them, in bytes."""
         streams = sum(s.stream.nbytes for s in self._sessions.values())
@@ -417,8 +393,10 @@ class Core:
             "inflight_objects": self._inflight.objects,
             "inflight_nbytes": self._inflight.nbytes,
         }
-        disk = self._admission.disk
-        on_disk: dict[str, float | str] = {"nbytes": disk.nbytes, "used_nbytes": disk.used}
+        on_disk: dict[str, float | str] = {
+            "nbytes": self.disk.nbytes,
+            "used_nbytes": self.disk.used,
+        }
         return {
             "memory": {"node": node},
             "disk": {"node": on_disk},

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import Runs
 from creel.daemon.core.versions import Versions
+from creel.policies.arrays import Floats, Ids, Ints, Mask
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
-
-Ids: TypeAlias = NDArray[np.int32]
-Sizes: TypeAlias = NDArray[np.int64]
 
 #: The origin of a fetch: the dataset's storage; what the shell holds in private memory since a
 #: fetch of unknown lengths; the node's disk. Other origins are numbers of peers.
@@ -38,13 +32,13 @@ class DatasetAdded(Event, frozen=True):
     """A dataset is registered; `offset` and `length` are columns of its location table.
 
     The core never writes to `offset`, a live view: the shell does, as `Publish` says. All offsets
-    are ABSENT. `length` is the core's to write; `lengths` summarizes it; `versions` has those of
+    are NOWHERE. `length` is the core's to write; `lengths` summarizes it; `versions` has those of
     the files, none known yet.
     """
 
     dataset: str
     offset: Places
-    length: Sizes
+    length: Ints
     lengths: Lengths
     versions: Versions | None = None
 
@@ -70,7 +64,7 @@ class PlanExtended(Event, frozen=True):
     epoch: int
     step: int
     objects: Ids
-    ends: Sizes
+    ends: Ints
     unplanned: bool = False
 
 
@@ -150,23 +144,23 @@ class SessionClosed(Event, frozen=True):
 class Fetched(Event, frozen=True):
     """FetchObjects `fetch` ended: (k,) `nbytes` really read, -1 where the object could not be read.
 
-    Where the action's offset was ABSENT (length unknown) the shell holds the bytes until the
+    Where the action's offset was NOWHERE (length unknown) the shell holds the bytes until the
     actions of this event are done: they may fetch them from HELD. `version` (k,): of the file each
     was read from, as in `cache/storage/version.py`; None where unknown. `asked` (k,): when, at the
     earliest and by this node's clock, this node or a peer asked the storage for it; 0: unknown.
     """
 
     fetch: int
-    nbytes: Sizes
-    version: Sizes | None = None
-    asked: NDArray[np.float64] | None = None
+    nbytes: Ints
+    version: Ints | None = None
+    asked: Floats | None = None
 
 
 class Checked(Event, frozen=True):
     """CheckVersions `check` ended: (k,) `version` of its files as the storage has them now."""
 
     check: int
-    version: Sizes
+    version: Ints
 
 
 class RetentionPlanned(Event, frozen=True):
@@ -207,7 +201,7 @@ class FoundOnDisk(Event, frozen=True):
 
     dataset: str
     ids: Ids
-    nbytes: Sizes
+    nbytes: Ints
 
 
 class Spilled(Event, frozen=True):
@@ -217,7 +211,7 @@ class Spilled(Event, frozen=True):
     """
 
     spill: int
-    stored: NDArray[np.bool_]
+    stored: Mask
     full: bool = False
 
 
@@ -259,15 +253,15 @@ class FetchObjects(Action, frozen=True):
     `origin` is SOURCE, HELD, DISK, or the number of a peer; the latter two may not have them (-1
     bytes).
     `runs` has the runs of those that are in several; their headers are to be written, too. Where
-    offset[i] is ABSENT the length is unknown: read into private memory, report the size. Objects
+    offset[i] is NOWHERE the length is unknown: read into private memory, report the size. Objects
     are in order of urgency; `deadline` (s, monotonic) is when the first is needed.
     """
 
     fetch: int
     dataset: str
     ids: Ids
-    offset: Sizes
-    length: Sizes
+    offset: Ints
+    length: Ints
     deadline: float
     runs: Runs = {}
     origin: int = SOURCE
@@ -286,15 +280,15 @@ class CancelFetches(Action, frozen=True):
 class ServeObjects(Action, frozen=True):
     """Send a peer the objects it asked for; `PeerServed` says when their bytes have left.
 
-    (k,) `place` in the arena, ABSENT where an object is not here; `nbytes`; `version` of its file;
+    (k,) `place` in the arena, NOWHERE where an object is not here; `nbytes`; `version` of its file;
     `age`: for how many seconds at most the storage was not asked for that; inf where unknown.
     """
 
     request: int
-    place: Sizes
-    nbytes: Sizes
-    version: Sizes
-    age: NDArray[np.float64]
+    place: Ints
+    nbytes: Ints
+    version: Ints
+    age: Floats
 
 
 class AskPlan(Action, frozen=True):
@@ -324,9 +318,9 @@ class SpillObjects(Action, frozen=True):
     spill: int
     dataset: str
     ids: Ids
-    place: Sizes
-    nbytes: Sizes
-    version: Sizes
+    place: Ints
+    nbytes: Ints
+    version: Ints
 
 
 class DropFromDisk(Action, frozen=True):
@@ -339,14 +333,14 @@ class DropFromDisk(Action, frozen=True):
 class Publish(Action, frozen=True):
     """Write the places of objects to the location table: table.offset[ids] = offset.
 
-    Where a place is published, the object's bytes are there. Where an object leaves (ABSENT), this
+    Where a place is published, the object's bytes are there. Where an object leaves (NOWHERE), this
     comes before any action that may overwrite its bytes, and after READY of whoever may be reading
     it went back. `ids` may be slice(None): all objects.
     """
 
     dataset: str
     ids: Ids | slice
-    offset: Sizes | int
+    offset: Ints | int
 
 
 class CheckVersions(Action, frozen=True):

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.daemon.core.admission import Admission
 from creel.daemon.core.events import DISK, SOURCE, FetchObjects
-from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
+from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.eviction.policy import ABSENT, FETCHING, SKIPPED
-from creel.policies.masks import every, some
 from creel.policies.prefetch import Window, affordable, portions
 
 #: Share of the objects and bytes in flight that is reserved for stalled readers.
@@ -42,8 +40,8 @@ class InflightFetch:
 
     residency: Residency
     ids: Index
-    offset: Sizes
-    length: Sizes
+    offset: Ints
+    length: Ints
     due: int
     begun: float
     nbytes: int
@@ -53,7 +51,7 @@ class InflightFetch:
     origin: int = SOURCE
     cancelled: bool = False
 
-    def only(self, which: NDArray[np.bool_]) -> InflightFetch:
+    def only(self, which: Mask) -> InflightFetch:
         """Return the same fetch of fewer objects; which: (k,)."""
         room = self.ids[which], self.offset[which], self.length[which]
         return replace(self, ids=room[0], offset=room[1], length=room[2])
@@ -73,7 +71,7 @@ class Inflight:
         self._mark = 0
         admission.busy = self.offsets
 
-    def may_start(self, nbytes: Sizes, *, urgent: bool) -> int:
+    def may_start(self, nbytes: Ints, *, urgent: bool) -> int:
         """How many fetches of these sizes may start now; at least one when nothing is in flight."""
         part = 1.0 if urgent else 1.0 - _SPARED
         most, most_nbytes = self._window.inflight_objects, self._window.inflight_nbytes
@@ -85,7 +83,7 @@ class Inflight:
         full = k < len(nbytes) and min(objects / most, room / most_nbytes) < part * _LANDED
         return 0 if full else k
 
-    def may_start_for_peers(self, nbytes: Sizes) -> int:
+    def may_start_for_peers(self, nbytes: Ints) -> int:
         """How many fetches of these sizes may start for peers now.
 
         They have a share of their own: two nodes whose readers wait for each other both go on.
@@ -98,8 +96,8 @@ class Inflight:
         self,
         residency: Residency,
         ids: Index,
-        offset: Sizes,
-        length: Sizes,
+        offset: Ints,
+        length: Ints,
         due: int,
         now: float,
         deadline: float,
@@ -126,26 +124,15 @@ class Inflight:
             total = int(nbytes[part].sum())
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
-            pending = InflightFetch(
+            self._inflight[self._last] = InflightFetch(
                 *(residency, ids[part], *room, due, now, total, guessed, since, deadline, origin)
             )
-            self._inflight[self._last] = pending
-            self.objects += len(pending.ids)
+            self.objects += len(ids[part])
             self.nbytes += total
             self._admission.expected += guessed
-            out.append(
-                FetchObjects(
-                    *(
-                        self._last,
-                        residency.name,
-                        small[part],
-                        *room,
-                        deadline,
-                        residency.pool.runs(room[0]),
-                        origin,
-                    )
-                )
-            )
+            runs = residency.pool.runs(offset[part])
+            what = residency.name, small[part], *room
+            out.append(FetchObjects(self._last, *what, deadline, runs, origin))
         return out
 
     def land(self, fetch: int, objects: int) -> InflightFetch | None:
@@ -194,10 +181,9 @@ class Inflight:
             known = length >= 0
             offset[known] = residency.pool.alloc(length[known])
             placed = (offset != NOWHERE) | (length < 0)
-            chosen = ids[:fit][placed], offset[placed], length[placed]
-            whole, offset, length = chosen
-            for origin, which in residency.origins(whole, 0):
-                room = whole[which], offset[which], length[which]
+            chosen, offset, length = ids[:fit][placed], offset[placed], length[placed]
+            for origin, which in residency.origins(chosen, 0):
+                room = chosen[which], offset[which], length[which]
                 out += self.start(residency, *room, 0, now, now + _WHENEVER_S, origin)
             if fit < k or not every(placed):
                 if self._admission.expected:  # a guess may hold more room than needed
@@ -227,10 +213,6 @@ class Inflight:
             fetch.cancelled = True
         return frozenset(found)
 
-    def number(self, residency: Residency) -> int:
-        """How many objects of a dataset are in flight."""
-        return sum(len(f.ids) for f in self._all(residency))
-
     def from_disk(self, residency: Residency) -> bool:
         """Whether objects of a dataset are being read from disk."""
         return any(f.origin == DISK for f in self._all(residency))
@@ -244,7 +226,7 @@ class Inflight:
         """(k,) objects of a dataset that are in flight."""
         return np.concatenate([np.empty(0, np.intp), *(f.ids for f in self._all(residency))])
 
-    def offsets(self, residency: Residency) -> tuple[Sizes, Sizes]:
+    def offsets(self, residency: Residency) -> tuple[Ints, Ints]:
         """(k,) offsets and (k,) lengths that fetches of a dataset write to."""
         own = self._all(residency)
         none = np.empty(0, np.int64)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from creel.daemon.core.disk.copies import most_writing, object_nbytes
 from creel.daemon.core.sessions import JobGroup
+from creel.policies.arrays import Ints
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.placement import dataset_nbytes
 from creel.policies.prefetch import Window
@@ -19,7 +20,6 @@ if TYPE_CHECKING:  # circular import
     from creel.daemon.core.admission import Admission
     from creel.daemon.core.residency import Residency
 
-Sizes = NDArray[np.int64]
 
 #: Steps in which a mean length doubles: coarse, so that two nodes rarely get different ones.
 _PARTS = 16
@@ -52,7 +52,7 @@ class PlannedJob:
         pool = self.residency.pool
         return share // pool.record * pool.record if pool.same_size else share
 
-    def capacities(self, view: ClusterView) -> Sizes:
+    def capacities(self, view: ClusterView) -> Ints:
         """(nodes,) bytes of this dataset that memory and disk of each node hold."""
         size = self.agreed_size
         mean = dataset_nbytes(size, len(self.residency)) / max(len(self.residency), 1)
@@ -66,12 +66,12 @@ class PlannedJob:
         return self.residency.nbytes
 
     @property
-    def size(self) -> Sizes:
+    def size(self) -> Ints:
         pool = self.residency.pool
         return np.array([pool.record]) if pool.same_size else self.residency.length
 
     @property
-    def agreed_size(self) -> Sizes:
+    def agreed_size(self) -> Ints:
         residency = self.residency
         if residency.pool.same_size:
             return np.array([residency.pool.record])

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import SOURCE, FetchObjects
 from creel.daemon.core.inflight import FETCHED_AT_ONCE, SCANNED_AT_ONCE, Inflight
-from creel.daemon.core.residency import Index, Residency, Sizes
+from creel.daemon.core.residency import Residency
 from creel.daemon.core.sessions import RankStream
+from creel.policies.arrays import Index, Ints, Mask, some
 from creel.policies.eviction.policy import FAILED, FETCHING, OVERDUE, RESIDENT, SKIPPED
-from creel.policies.masks import some
 from creel.policies.prefetch import Window, lead
 
 #: An event starts fetches until they have this many objects: the event of one that lands goes on.
@@ -34,17 +34,16 @@ class Prefetcher:
     """Advances each session's `front`, a position, and `ready`, a step.
 
     All objects before `front` are pinned, and fetched where absent.
-
-    Args:
-        admission: makes room; inflight: starts the fetches; window: the limits.
     """
 
     def __init__(self, admission: Admission, inflight: Inflight, window: Window) -> None:
         self._admission = admission
         self._inflight = inflight
         self._window = window
-        self.stuck: set[int] = set()  # sessions that wait for room; cleared when some may be free
-        #: Those of them for which no room can be made now: dataset, and `due` of what lacks it.
+        #: Sessions that cannot go on: they wait for room, for other ranks, or for what a peer has
+        #: yet to get. Cleared when that may be over.
+        self.stuck: set[int] = set()
+        #: Those of them that find no room: dataset, and `due` of what lacks it.
         self.lacking: dict[int, tuple[Residency, int]] = {}
 
     def set_reach(self, s: RankStream, sessions: int) -> None:
@@ -55,27 +54,20 @@ class Prefetcher:
         share = min(_PINNED_SHARE * self._admission.space.nbytes / sessions, window.nbytes)
         reach = min(stream.start(min(s.done + steps, end)), s.at + int(share / residency.mean))
         least = s.done + 1
-        if (
-            residency.policy is not None
-            and residency.policy.short_prefetch
-            and self._admission.missing(residency) > 0
-        ):
-            ranks = sum(len(g.sessions) for g in residency.groups)
+        fits, policy = self._admission.missing(residency) == 0, residency.policy
+        ranks = sum(len(g.sessions) for g in residency.groups)
+        if not fits and policy.short_prefetch:
             ahead = max(
                 _AHEAD_SHARE * len(residency),
-                residency.policy.read_ahead_room(self._admission.share(residency) / residency.mean),
+                policy.read_ahead_room(self._admission.share(residency) / residency.mean),
             )
             reach = min(reach, s.at + int(ahead / ranks))
             least = s.done + 2
-        elif (
-            residency.disk.completes(residency.resident) and self._admission.missing(residency) > 0
-        ):
+        elif not fits and residency.disk.completes(residency.resident):
             # The disk is quick, and what is read ahead takes the room of what is read again.
             steps = min(s.done + s.pace.min_ahead, end)
-            ahead = s.at + int(
-                _AHEAD_SHARE * len(residency) / sum(len(g.sessions) for g in residency.groups)
-            )
-            reach = min(reach, max(ahead, stream.start(steps)))
+            ahead_at = s.at + int(_AHEAD_SHARE * len(residency) / ranks)
+            reach = min(reach, max(ahead_at, stream.start(steps)))
         if s.stalling:
             least = max(least, s.ready + 1)
         s.reach = max(reach, stream.start(min(least, end)))
@@ -90,7 +82,7 @@ class Prefetcher:
         """
         residency, stream, rate = s.residency, s.stream, s.residency.source_rate
         step_s = rate.seconds(stream.start(min(s.done + 1, stream.end)) - s.at)
-        landed_s = rate.seconds(self._inflight.number(residency) + FETCHED_AT_ONCE)
+        landed_s = rate.seconds(len(self._inflight.ids(residency)) + FETCHED_AT_ONCE)
         steps = lead(s.pace, step_s, landed_s, self._window)
         stop = stream.start(min(s.done + steps, stream.epoch(s.done)[1]))
         ids = stream.objects(s.checked, stop).astype(np.intp)
@@ -157,9 +149,9 @@ class Prefetcher:
         s.early = tuple((first + complete.nonzero()[0]).tolist())
 
     @staticmethod
-    def _awaited(s: RankStream, ids: Index, state: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    def _awaited(s: RankStream, ids: Index, state: NDArray[np.uint8]) -> Mask:
         """(k,) whether an object, or its file's version, is in flight."""
-        coming: NDArray[np.bool_] = state == FETCHING
+        coming: Mask = state == FETCHING
         if s.since_remote:
             coming |= (state == RESIDENT) & ~s.current(ids)
         return coming
@@ -260,8 +252,7 @@ class Prefetcher:
         """
         residency = s.residency
         starving = urgent and s.starving
-        by_epoch = residency.policy is not None and residency.policy.by_epoch
-        if by_epoch and s.ahead_of_others and not starving:
+        if residency.policy.by_epoch and s.ahead_of_others and not starving:
             self.stuck.add(s.id)
             return 0
         k = self._inflight.may_start(residency.expected(residency.length[ids]), urgent=urgent)
@@ -275,7 +266,8 @@ class Prefetcher:
         if not len(ids):
             return 0
         due = s.policy_step(step)
-        urgency = Urgency.STALLED if starving else _urgency(s, step, urgent=urgent)
+        soon = urgent or residency.disk.hopeless or step - s.done <= s.pace.min_ahead
+        urgency = Urgency.STALLED if starving else Urgency.SOON if soon else Urgency.AHEAD
         ids, offset, settled = self._with_room(s, ids, due, urgency)
         # The queue of a quick source is short. Ordered by deadline, it would wake the reader for
         # every step: small records from the page cache are slower then.
@@ -299,7 +291,7 @@ class Prefetcher:
 
     def _with_room(
         self, s: RankStream, ids: Index, due: int, urgency: Urgency
-    ) -> tuple[Index, Sizes, int]:
+    ) -> tuple[Index, Ints, int]:
         """Make room; those of `ids` that have it, their places, and how many are settled.
 
         The first ones up to one without room are settled. Where a reader has nothing else to read,
@@ -324,8 +316,8 @@ class Prefetcher:
         return ids[~lack], offset[~lack], settled
 
     def _room_again(
-        self, residency: Residency, length: Sizes, due: int, urgency: Urgency
-    ) -> tuple[Sizes, NDArray[np.bool_]]:
+        self, residency: Residency, length: Ints, due: int, urgency: Urgency
+    ) -> tuple[Ints, Mask]:
         """`Admission.room` where the first object had none before; for others once it has.
 
         For the first alone, too, if its length is unknown: its room is a guess, and not taken yet.
@@ -341,9 +333,3 @@ def _order(s: RankStream) -> tuple[bool, float]:
     """Sort key: stalled sessions first, then by the time until the next objects are needed."""
     ahead = s.stream.step_at(s.front) - s.done
     return not s.stalling, ahead * (s.pace.step_s or 1.0)
-
-
-def _urgency(s: RankStream, step: int, *, urgent: bool) -> Urgency:
-    """How urgent the objects of `step` are where no reader is out of other work."""
-    soon = urgent or s.residency.disk.hopeless or step - s.done <= s.pace.min_ahead
-    return Urgency.SOON if soon else Urgency.AHEAD

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths, ObjectPool
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
-from creel.cache.memory.free_ranges import must
+from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.cache.memory.offsets import Places
 from creel.cache.memory.runs import chained
 from creel.daemon.core.cluster.departed import Departed
@@ -23,6 +22,7 @@ from creel.daemon.core.events import DISK, SOURCE, Action, Publish
 from creel.daemon.core.planned_job import PlannedJob, clocks
 from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
+from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes
@@ -36,16 +36,14 @@ from creel.policies.eviction.policy import (
     RESIDENT,
     STORED,
     EvictionPolicy,
+    NoEviction,
 )
-from creel.policies.masks import every, some
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Latency, SourceRate, Window
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.admission import Admission
 
-Index = NDArray[np.intp]
-Sizes = NDArray[np.int64]
 
 ONE = np.int32(1)
 #: Before any length is known: about an ImageNet file.
@@ -72,7 +70,7 @@ class Residency:
         self,
         name: str,
         offset: Places,
-        length: Sizes,
+        length: Ints,
         lengths: Lengths,
         space: Allocator,
         emit: Callable[[Action], None],
@@ -94,7 +92,7 @@ class Residency:
         self.offset = offset
         self.emit = emit
         #: Objects, ascending, that this event publishes, and their places: not in `offset` yet.
-        self.fresh: list[tuple[Index, Sizes]] = []
+        self.fresh: list[tuple[Index, Ints]] = []
         self.length = length
         self.space = space
         self.disk = DiskCopies(self, DiskTier(space.nbytes) if tier is None else tier)
@@ -102,7 +100,7 @@ class Residency:
         self.pins = np.zeros(n, np.int32)
         self.pool: ObjectPool = space.pool(lengths)
         self.groups: list[JobGroup] = []
-        self.policy: EvictionPolicy | None = None
+        self.policy: EvictionPolicy = NoEviction(self.state, self.pins, [])
         self.latency = Latency()
         self.source_rate = SourceRate()
         self.served: dict[int, Index] = {}  # request of a peer -> objects pinned for it
@@ -122,7 +120,7 @@ class Residency:
     def __len__(self) -> int:
         return len(self.offset)
 
-    def expected(self, length: Sizes) -> Sizes:
+    def expected(self, length: Ints) -> Ints:
         """Return the lengths with a guess in place of unknown ones."""
         strange = length < 0
         return np.where(strange, self.guess, length) if some(strange) else length
@@ -166,16 +164,13 @@ class Residency:
 
     def release(self, ids: Index) -> None:
         """Tell the eviction policy which of `ids` are resident and unpinned; see `released`."""
-        if self.policy is None and self.disk.column is None:
-            return
         unpinned = (self.pins[ids] == 0) & (self.state[ids] == RESIDENT)
         if some(unpinned):
             ids = ids if every(unpinned) else ids[unpinned]
             self.disk.released(ids)
-            if self.policy is not None:
-                self.policy.released(ids)
+            self.policy.released(ids)
 
-    def set_lengths(self, ids: Index, nbytes: Sizes) -> None:
+    def set_lengths(self, ids: Index, nbytes: Ints) -> None:
         new = self.length[ids] < 0
         self._known += int(new.sum())
         self._known_nbytes += int(nbytes[new].sum())
@@ -210,7 +205,7 @@ class Residency:
         nbytes = self.length[ids]
         self.departed.add(requests, self.vacate(ids, "changed"), nbytes)
 
-    def found_on_disk(self, ids: Index, nbytes: Sizes) -> None:
+    def found_on_disk(self, ids: Index, nbytes: Ints) -> None:
         """Enter objects that are on disk; those of another length than the manifest's are not."""
         if self.pool.same_size:
             good = nbytes == self.pool.record
@@ -226,11 +221,11 @@ class Residency:
         found = [a + np.flatnonzero(self.state[a:b] == RESIDENT) for a, b in bounds]
         return np.concatenate([np.empty(0, np.intp), *found])
 
-    def give_back(self, ids: Index, place: Sizes) -> int:
+    def give_back(self, ids: Index, place: Ints) -> int:
         """Free these places; bytes of their rooms."""
         return self.pool.free(place, self.length[ids])
 
-    def places(self, ids: Index) -> Sizes:
+    def places(self, ids: Index) -> Ints:
         """(k,) places of residents, also of those that this event publishes."""
         place = self.offset[ids]
         for fresh, where in self.fresh:
@@ -242,7 +237,7 @@ class Residency:
         """Evict objects (distinct, resident, unpinned); return the bytes freed."""
         return self.give_back(ids, self.vacate(ids, why)) if len(ids) else 0
 
-    def vacate(self, ids: Index, why: str) -> Sizes:
+    def vacate(self, ids: Index, why: str) -> Ints:
         """Evict objects, but keep their places allocated; (k,) places for others."""
         place = self.places(ids)
         self.emit(Publish(self.name, ids.astype(np.int32), NOWHERE))
@@ -260,7 +255,7 @@ class Residency:
             self.emit(Publish(self.name, slice(None), NOWHERE))
             self.evicted["dropped"] += self.resident
 
-    def landed(self, ids: Index, place: Sizes) -> bool:
+    def landed(self, ids: Index, place: Ints) -> bool:
         """Make objects (ascending) that arrived resident; return whether some are unpinned."""
         if len(ids):
             self.emit(Publish(self.name, ids.astype(np.int32), place))
@@ -290,7 +285,7 @@ class Residency:
             "used_nbytes": self.pool.used,
             "disk_objects": self.disk.objects,
             "disk_used_nbytes": self.disk.nbytes,
-            "policy": "none" if self.policy is None else self.policy.name,
+            "policy": self.policy.name,
             "fetch_latency_s": self.latency.seconds,
             **self.counted(),
         }
@@ -304,14 +299,14 @@ class Residency:
         self.state[ids] = FAILED
         self.counts["failed"] += len(ids)
 
-    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
+    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
         """(k,) whether the peer to fetch each object from for `epoch` will have it only later."""
-        later = None if self.policy is None else self.policy.awaited(ids, epoch, clock)
+        later = self.policy.awaited(ids, epoch, clock)
         return later & (self.disk.state[ids] != STORED) if later is not None else None
 
     def origins(self, ids: Index, epoch: int) -> list[tuple[int, slice | Index]]:
         """Where to fetch objects (k,) for their read in `epoch`: (origin, which of them) each."""
-        holder = None if self.policy is None else self.policy.holders(ids, epoch)
+        holder = self.policy.holders(ids, epoch)
         if self.disk.objects:
             stored = self.disk.state[ids] == STORED
             holder = np.where(stored, DISK, SOURCE if holder is None else holder)
@@ -323,7 +318,7 @@ class Residency:
         """(k,) residents that are not pinned."""
         return np.flatnonzero((self.state == RESIDENT) & (self.pins == 0))
 
-    def evict_region(self, nbytes: int, busy: Sizes) -> int:
+    def evict_region(self, nbytes: int, busy: Ints) -> int:
         """Evict a stretch of the space, for another dataset or a large object; bytes freed.
 
         Args:
@@ -339,7 +334,7 @@ class Residency:
         stuck = np.bincount(place[self.pins[ids] > 0], minlength=places)
         stuck += np.bincount(self._regions(busy, nbytes)[0], minlength=places)
         held = np.bincount(place, minlength=places)
-        wanted = np.bincount(place[self._wanted(ids)], minlength=places)
+        wanted = np.bincount(place[self.policy.wanted(ids)], minlength=places)
         score = np.where((held == 0) | (stuck > 0), np.inf, wanted)
         best = int(score.argmin())
         if not np.isfinite(score[best]):
@@ -349,17 +344,13 @@ class Residency:
         inside = ids[(place == best) & (self.pins[ids] == 0)]
         return self.evict(inside, "other_dataset")
 
-    def _regions(self, offset: Sizes, nbytes: int) -> tuple[Index, int]:
+    def _regions(self, offset: Ints, nbytes: int) -> tuple[Index, int]:
         if self.pool.same_size:
             starts = self.pool.ranges()[0]
             return starts.searchsorted(offset, side="right") - 1, len(starts)
         size = max(nbytes, min(self.space.nbytes // _REGION_SHARE, _REGION_NBYTES), 1)
         first = np.where(offset < NOWHERE, chained(offset), offset)
         return first // size, self.space.nbytes // size + 1
-
-    def _wanted(self, ids: Index) -> NDArray[np.bool_]:
-        """(k,) whether each is read again in the current epoch."""
-        return np.zeros(len(ids), np.bool_) if self.policy is None else self.policy.wanted(ids)
 
     # --- jobs ----------------------------------------------------------------------------------
 
@@ -396,7 +387,7 @@ class Residency:
         groups = [g for g in self.groups if g.planned()]
         if not groups:
             if not self.groups:
-                self.policy = None
+                self.policy = NoEviction(self.state, self.pins, [])
             return
         first = next(iter(groups[0].sessions.values()))
         homes = self._homes(groups)
@@ -409,7 +400,7 @@ class Residency:
             deals=groups[0].deals,
             homes=homes,
             together=homes is not None and self.nbytes <= homes.nbytes,
-            homed=self._homed(groups),
+            by_hash=self._by_hash(groups),
             dealt=_dealt(groups),
         )
         self.policy = choose(self.policy, readers, self.state, self.pins)
@@ -418,17 +409,17 @@ class Residency:
     def _homes(self, groups: list[JobGroup]) -> Homes | None:
         """Where to ask peers, if no plan for all nodes says who holds what."""
         views = [g.deals.view for g in groups if g.deals.view is not None]
-        if not views or not (len(groups) > 1 or groups[0].deals.followed or self._homed(groups)):
+        if not views or not (len(groups) > 1 or groups[0].deals.followed or self._by_hash(groups)):
             return None
         if self._seen is None or self._seen[0] != views:
             self._seen = views, Homes(views)
         return self._seen[1]
 
-    def _homed(self, groups: list[JobGroup]) -> bool:
+    def _by_hash(self, groups: list[JobGroup]) -> bool:
         """Whether some node reads it for two jobs that have different nodes."""
-        return any(g.deals.view is not None and self.name in g.deals.view.homed for g in groups)
+        return any(g.deals.view is not None and self.name in g.deals.view.by_hash for g in groups)
 
-    def on_other_nodes(self, cluster: str) -> bool:
+    def shared_with_others(self, cluster: str) -> bool:
         """Whether a job of this cluster reads it here, and so does one that has other nodes."""
         sets = {g.deals.view.cluster: set(g.deals.view.named) for g in self.groups if g.deals.view}
         mine = sets.get(cluster)
@@ -437,14 +428,14 @@ class Residency:
 
     def planning_task(self, admission: Admission, window: Window) -> PlanningTask | None:
         """Return what retention should plan outside the loop, if the policy wants a plan."""
-        if self.policy is None or not self.groups:
+        if not self.groups:
             return None
         return self.policy.planning_task(PlannedJob(self, self.groups[0], admission, window))
 
     @property
-    def among_nodes(self) -> ClusterEviction | None:
+    def cluster_policy(self) -> ClusterEviction | None:
         """The policy, if it is one that the nodes of a cluster follow together."""
-        return None if self.policy is None else self.policy.among_nodes
+        return self.policy if isinstance(self.policy, ClusterEviction) else None
 
     def rebuild(self, in_flight: Index, storing: Index) -> None:
         """Rebuild pins, states, eviction policy and next uses.
@@ -458,7 +449,7 @@ class Residency:
         self.pins[:] = self._held(storing)
         for group in self.groups:
             group.replan()
-        self.policy = None
+        self.policy = NoEviction(self.state, self.pins, [])
         self.choose_policy()
 
     def _held(self, storing: Index) -> NDArray[np.int32]:
@@ -503,7 +494,7 @@ def _dealt(groups: list[JobGroup]) -> list[DealtJob] | None:
     return [DealtJob(g.uses, g.deals, g.clock) for g in groups]
 
 
-def _listed(length: Sizes, lengths: Lengths) -> NDArray[np.bool_] | None:
+def _listed(length: Ints, lengths: Lengths) -> Mask | None:
     if lengths.known == lengths.objects:
         return None
     return length >= 0 if lengths.known else np.broadcast_to(np.False_, len(length))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Index, Mask
 from creel.policies.cluster.boundary import Deals
 from creel.policies.next_use import NextUses
 from creel.policies.prefetch import Pace, SessionPlan
@@ -15,7 +16,6 @@ from creel.policies.prefetch import Pace, SessionPlan
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
-Index = NDArray[np.intp]
 
 #: What a read found: a resident, a fetch in flight for another session, nothing.
 COUNTED = ("hits", "joined", "misses")
@@ -48,7 +48,7 @@ class JobGroup:
         return any(s.stream.end > s.done for s in self.sessions.values())
 
     def step_s(self) -> float:
-        """Seconds per step of the slowest rank; 0 when unknown."""
+        """Floats per step of the slowest rank; 0 when unknown."""
         return max((s.pace.step_s for s in self.sessions.values()), default=0.0)
 
     def once(self) -> bool:
@@ -178,7 +178,7 @@ class RankStream:
         step = max(self.stream.until(self.begun), self.done)
         return min(self.front, self.stream.start(step))
 
-    def current(self, ids: Index) -> NDArray[np.bool_]:
+    def current(self, ids: Index) -> Mask:
         """(k,) whether the version held of each object is known to be good for this session."""
         return self.residency.versions.current(ids, self.since, self.since_remote)
 
@@ -196,7 +196,6 @@ class RankStream:
         return unpinned
 
     def truncate(self, step: int) -> None:
-        """Void the plan from `step` on."""
         self.stream.truncate(step)
         self._deadline = 0.0
 
@@ -220,9 +219,7 @@ class RankStream:
 
     def policy_step(self, step: int) -> int:
         """Convert a step to the eviction policy's clock."""
-        step += self.shift
-        policy = self.residency.policy
-        return step if policy is None else policy.at(self.group.uses, step)
+        return self.residency.policy.at(self.group.uses, step + self.shift)
 
     def order(self, epoch: int) -> list[NDArray[np.int32]]:
         """The unread part of `epoch`'s order, in pieces."""

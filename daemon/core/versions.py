@@ -20,10 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.storage.version import CHANGING, UNKNOWN, differ, shared
-from creel.policies.masks import unique
+from creel.policies.arrays import Floats, Index, Ints, Mask, unique
 
 Files = NDArray[np.int32]
-Index = NDArray[np.intp]
 
 
 class Versions:
@@ -37,10 +36,7 @@ class Versions:
     """
 
     def __init__(
-        self,
-        objects: int,
-        bounds: NDArray[np.int64] | None = None,
-        remote: NDArray[np.bool_] | None = None,
+        self, objects: int, bounds: Ints | None = None, remote: Mask | None = None
     ) -> None:
         if bounds is not None and len(bounds) == objects + 1 and (np.diff(bounds) == 1).all():
             bounds = None
@@ -50,7 +46,7 @@ class Versions:
         self.version = np.zeros(files, np.int64)  # of the residents
         self.seen = np.zeros(files, np.int32)  # generation of the latest answer
         self.asked = np.zeros(files, np.int32)  # generation of the latest check
-        # Seconds: the storage gave `version` when asked then or later; 0: unknown. None: all local.
+        # Floats: the storage gave `version` when asked then or later; 0: unknown. None: all local.
         self._since = None if self._remote is None else np.zeros(files)
 
     def files(self, ids: Index) -> Index:
@@ -71,7 +67,7 @@ class Versions:
             return file, file + 1
         return int(self._bounds[file]), int(self._bounds[file + 1])
 
-    def current(self, ids: Index, since: int, since_remote: int) -> NDArray[np.bool_]:
+    def current(self, ids: Index, since: int, since_remote: int) -> Mask:
         """(k,) whether what is held of each object is good for these generations."""
         return self._reached(self.seen, self.files(ids), since, since_remote)
 
@@ -85,14 +81,12 @@ class Versions:
 
     def _reached(
         self, column: NDArray[np.int32], files: Index, since: int, since_remote: int
-    ) -> NDArray[np.bool_]:
+    ) -> Mask:
         if self._remote is None or since == since_remote:
             return column[files] >= since
         return column[files] >= np.where(self._remote[files], since_remote, since)
 
-    def answered(
-        self, files: Files, version: NDArray[np.int64], generation: int, asked: float = 0.0
-    ) -> Files:
+    def answered(self, files: Files, version: Ints, generation: int, asked: float = 0.0) -> Files:
         """Enter the versions (k,) that the storage gave for distinct `files` in `generation`.
 
         Args:
@@ -111,13 +105,7 @@ class Versions:
         out: Files = files[changed]
         return out
 
-    def read(
-        self,
-        ids: Index,
-        version: NDArray[np.int64] | None,
-        generation: int,
-        asked: NDArray[np.float64] | None = None,
-    ) -> tuple[NDArray[np.bool_], Files]:
+    def read(self, ids: Index, version: Ints, generation: int, asked: Floats) -> tuple[Mask, Files]:
         """Enter the versions (k,) of objects `ids` that were read in `generation`.
 
         Args:
@@ -127,16 +115,13 @@ class Versions:
             (k,) whether each is of an older version than is known now, and so of no use; (m,)
             files whose other residents are all out of date.
         """
-        if version is None:
-            version = np.zeros(len(ids), np.int64)
         files = self.files(ids)
         old = self.version[files]
         other = differ(old, version) | (version == CHANGING)
         late = other & (self.seen[files] > generation)
-        good, found = (
-            (files, version) if not np.count_nonzero(late) else (files[~late], version[~late])
-        )
-        begun = 0.0 if asked is None else asked[~late]
+        good, found, begun = files, version, asked
+        if np.count_nonzero(late):
+            good, found, begun = files[~late], version[~late], asked[~late]
         if np.count_nonzero(other) and self._bounds is not None:
             self._date(good, np.ones(len(good), np.bool_), begun)
             return late, self._replaced(good, found, generation)
@@ -145,24 +130,18 @@ class Versions:
         self.seen[good] = np.maximum(self.seen[good], generation)
         return late, np.empty(0, np.int32)
 
-    def _date(
-        self, files: Index | Files, other: NDArray[np.bool_], asked: NDArray[np.float64] | float
-    ) -> None:
+    def _date(self, files: Index | Files, other: Mask, asked: Floats | float) -> None:
         """Enter when versions of files (k,) were asked for; `other`: not the ones known before."""
         if self._since is not None:
             self._since[files] = np.where(other, asked, np.maximum(self._since[files], asked))
 
-    def since(self, ids: Index) -> NDArray[np.float64]:
+    def since(self, ids: Index) -> Floats:
         """(k,) when the version of each object's file was last asked for; 0: unknown, or local."""
         return np.zeros(len(ids)) if self._since is None else self._since[self.files(ids)]
 
     def received(
-        self,
-        ids: Index,
-        version: NDArray[np.int64],
-        asked: NDArray[np.float64] | None = None,
-        opened: Iterable[tuple[float, int]] = (),
-    ) -> NDArray[np.bool_]:
+        self, ids: Index, version: Ints, asked: Floats, opened: Iterable[tuple[float, int]]
+    ) -> Mask:
         """Enter the versions (k,) of objects `ids` that a peer sent, read at any time before.
 
         What nobody here has asked for since is current only once a check finds the same version, or
@@ -178,8 +157,8 @@ class Versions:
         files = self.files(ids)
         fresh = (self.seen[files] == 0) & (self.version[files] == UNKNOWN)
         self.version[files[fresh]] = shared(version[fresh])
-        late: NDArray[np.bool_] = differ(self.version[files], version) | (version == CHANGING)
-        if asked is not None and self._remote is not None and self._since is not None:
+        late: Mask = differ(self.version[files], version) | (version == CHANGING)
+        if self._remote is not None and self._since is not None:
             good = ~late & self._remote[files] & (version > 0)
             files, asked = files[good], asked[good]
             self._since[files] = np.maximum(self._since[files], asked)
@@ -188,7 +167,7 @@ class Versions:
                 self.seen[new] = np.maximum(self.seen[new], generation)
         return late
 
-    def _replaced(self, files: Index, version: NDArray[np.int64], generation: int) -> Files:
+    def _replaced(self, files: Index, version: Ints, generation: int) -> Files:
         """Handle reads of files whose version differs from the known one, or that keep changing."""
         which, first, at = np.unique(files, return_index=True, return_inverse=True)
         new = version[first]

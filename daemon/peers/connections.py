@@ -8,12 +8,11 @@ import select
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy.typing import NDArray
 
 from creel.daemon.peers import sealing, wire
-from creel.daemon.peers.wire import Ids
 from creel.errors import MalformedError
 from creel.messages import Message
 
@@ -26,48 +25,6 @@ _QUEUED_NBYTES = 32 << 20
 _QUEUED_REQUESTS = 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """Node `peer` of `cluster` asks for objects, which it can await for `wait_s` seconds.
-
-    `number` is the server's own; ids are (k,), 0 or more, and may be unknown here, as the dataset.
-    """
-
-    number: int
-    cluster: str
-    peer: str
-    dataset: str
-    ids: Ids
-    wait_s: float
-
-
-class PlanWanted(NamedTuple):
-    """A peer asks where objects of a dataset lie in the epoch of this order."""
-
-    number: int
-    cluster: str
-    dataset: str
-    seed: int
-
-
-class ServerStatus(NamedTuple):
-    """What a server is busy with.
-
-    Args:
-        peers: that are connected; connections: all; unauthenticated: those without proof so far.
-        blocked: connections that take no more bytes.
-        answers: that wait for others of their connection.
-        unread: connections with requests that the peer has no credit for.
-    """
-
-    peers: int
-    connections: int
-    unauthenticated: int
-    blocked: int
-    answers: int
-    unread: int
-
-
 class Traffic:
     """Bytes of frames to and from peers by what they are for, beside the payload.
 
@@ -78,7 +35,6 @@ class Traffic:
         self.nbytes = dict.fromkeys(("handshakes", "requests", "plans", "heartbeats"), 0)
 
     def count(self, message: Message, nbytes: int) -> None:
-        """Count a frame that came or went."""
         self.nbytes[_PURPOSE[type(message)]] += nbytes
 
 
@@ -111,7 +67,6 @@ class Request:
     number: int
     connection: PeerConnection
     call: int  # its number in the connection
-    objects: int
     deadline: float
     nbytes: int = 0
     arrays: Sequence[NDArray[Any]] = ()  # of the answer's frame
@@ -130,9 +85,8 @@ class PeerConnection:
     socket: socket.socket
     since: float
     inbox: bytearray = field(default_factory=bytearray)
-    greeting: wire.Greeting | None = None
     key: bytes = b""
-    session: wire.PeerSession | None = None
+    session: wire.PeerSession | None = None  # set once the peer has said who it is
     sealer: sealing.Sealer | None = None  # None: payload travels as it is
     account: Account | None = None  # set once the peer proved that it has the key
     asked: set[int] = field(default_factory=set)  # requests that are not served yet
@@ -145,7 +99,7 @@ class PeerConnection:
     @property
     def expected(self) -> wire.Kind:
         """What the other side may send now."""
-        if self.greeting is None:
+        if self.session is None:
             return wire.Greeting
         return wire.Proof if self.account is None else wire.CLIENT_SAYS
 
@@ -169,7 +123,7 @@ class PeerConnection:
         Raises:
             MalformedError: of another protocol, or with an impossible key.
         """
-        self.greeting, self.key = greeting, key
+        self.key = key
         agreement = sealing.KeyAgreement() if encrypt else None
         public = agreement.public if agreement is not None else b""
         challenge = wire.Challenge(name, secrets.token_bytes(wire.NONCE_NBYTES), public)

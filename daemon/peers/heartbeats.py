@@ -36,9 +36,7 @@ class Heartbeats:
     """
 
     def __init__(
-        self,
-        on_beat: Callable[[str, wire.PeerBeat], None],
-        refused: Callable[[str, int], None],
+        self, on_beat: Callable[[str, wire.PeerBeat], None], refused: Callable[[str, int], None]
     ) -> None:
         self._on_beat = on_beat
         self._refused = refused

@@ -86,7 +86,6 @@ class PeerLink:
             raise MalformedError(f"node {peer!r} has another key")
 
     def ask(self, number: int, dataset: str, ids: NDArray[np.integer], wait_s: float) -> None:
-        """Send a request."""
         request = wire.PeerRequest(number, dataset, wait_s)
         self.socket.sendall(wire.pack(request, [ids.astype("<i4")], self._session.requests))
 

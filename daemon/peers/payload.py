@@ -5,20 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import pieces as pieces_of
-from creel.cache.memory.shared_words import ABSENT
 from creel.daemon.peers import wire
-from creel.daemon.peers.wire import LATER, NOT_HERE, Numbers
+from creel.daemon.peers.wire import LATER, NOT_HERE
+from creel.policies.arrays import Ints
 
 
-def payload(arena: Arena, place: Numbers, nbytes: Numbers) -> tuple[Numbers, list[memoryview]]:
+def payload(arena: Arena, place: Ints, nbytes: Ints) -> tuple[Ints, list[memoryview]]:
     """What an answer says of the objects, and their bytes; neighbours in the arena are joined."""
-    nbytes = np.where((place == ABSENT) | (nbytes < 0), NOT_HERE, nbytes)
+    nbytes = np.where((place == NOWHERE) | (nbytes < 0), NOT_HERE, nbytes)
     total = np.maximum(nbytes, 0).cumsum()
     later = (total > wire.ANSWER_NBYTES) & (nbytes >= 0)
     later[(nbytes >= 0).argmax()] = False  # the first that is here
     nbytes[later] = LATER
-    if (place < ABSENT).any():
+    if (place < NOWHERE).any():
         return nbytes, _in_runs(arena, place, nbytes)
     here = np.flatnonzero(nbytes > 0)
     if not len(here):
@@ -33,7 +34,7 @@ def payload(arena: Arena, place: Numbers, nbytes: Numbers) -> tuple[Numbers, lis
     return nbytes, [arena.view[a:b] for a, b in ranges]
 
 
-def _in_runs(arena: Arena, place: Numbers, nbytes: Numbers) -> list[memoryview]:
+def _in_runs(arena: Arena, place: Ints, nbytes: Ints) -> list[memoryview]:
     """The bytes of objects of which some are in several runs; `nbytes` loses those in none."""
     found: list[memoryview] = []
     for i, (at, size) in enumerate(zip(place.tolist(), nbytes.tolist(), strict=True)):

@@ -18,12 +18,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.storage.source import Counters, Part, Read
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.source import Counters, Part, Read, WholeObject
 from creel.daemon.peers import wire
 from creel.daemon.peers.link import PeerLink
-from creel.daemon.peers.wire import LATER, Credentials, Numbers, Seconds
+from creel.daemon.peers.wire import LATER, Credentials
 from creel.errors import MalformedError, ProtocolError, SourceError
+from creel.policies.arrays import Index, Ints
 
 log = logging.getLogger("creel.peers")
 
@@ -39,8 +39,8 @@ _CLOCK_RATES = 1.001
 _LOST_S = 0.5
 _LOST_MAX_S = 4.0
 
-#: Called with nbytes, versions and `Read.asked` of objects (by position), whose payload follows.
-_Take: TypeAlias = Callable[["PeerLink", NDArray[np.intp], Numbers, Numbers, Seconds], None]
+#: Called with the answer about objects (by position), whose payload follows.
+_Take: TypeAlias = Callable[["PeerLink", Index, Read], None]
 
 
 class PeerSource:
@@ -90,12 +90,7 @@ class PeerSource:
                 link.shut()
         self._close_idle()
 
-    def read_parts(
-        self,
-        ids: NDArray[np.integer],
-        length: Numbers,
-        parts: Sequence[Part],
-    ) -> Read:
+    def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object.
 
         Args:
@@ -107,19 +102,11 @@ class PeerSource:
             nbytes: as the peer has it. Where that is not `length`, nothing was read; -1: the peer
                 does not have it, or is lost.
         """
-        none = np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64)
-        read = Read(*none, since := np.zeros(len(ids)))
-        wanted = length.tolist()
+        read, wanted = Read.failed(len(ids)), length.tolist()
 
-        def take(
-            link: PeerLink,
-            where: NDArray[np.intp],
-            nbytes: Numbers,
-            version: Numbers,
-            asked: Seconds,
-        ) -> None:
+        def take(link: PeerLink, where: Index, found: Read) -> None:
             into: list[memoryview] = []
-            for i, size in zip(where.tolist(), nbytes.tolist(), strict=True):
+            for i, size in zip(where.tolist(), found.nbytes.tolist(), strict=True):
                 if size == wanted[i]:
                     if size:
                         into += parts[i]
@@ -128,40 +115,27 @@ class PeerSource:
                     into = []
                     link.drain(size)
             link.fill(into)
-            read.nbytes[where], read.version[where], since[where] = nbytes, version, asked
+            read.enter(where, found)
 
         self._read(ids, length, take)
         return read
 
-    def read_whole(
-        self, ids: NDArray[np.integer], since: Seconds | None = None
-    ) -> list[tuple[bytes, int] | None]:
-        """Bytes and version of each object (for those of unknown length), None where it failed.
+    def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
+        """Each object (for those of unknown length), None where it failed."""
+        whole: list[WholeObject | None] = [None] * len(ids)
 
-        since: (k,) takes when the storage was asked for each, as `Read.asked`.
-        """
-        found: list[tuple[bytes, int] | None] = [None] * len(ids)
-
-        def take(
-            link: PeerLink,
-            where: NDArray[np.intp],
-            nbytes: Numbers,
-            version: Numbers,
-            asked: Seconds,
-        ) -> None:
-            columns = where.tolist(), nbytes.tolist(), version.tolist()
-            for i, size, of in zip(*columns, strict=True):
+        def take(link: PeerLink, where: Index, found: Read) -> None:
+            columns = (column.tolist() for column in found)
+            for i, size, version, asked in zip(where.tolist(), *columns, strict=True):
                 if size >= 0:
-                    found[i] = link.whole(size), of
-            if since is not None:
-                since[where] = asked
+                    whole[i] = WholeObject(link.whole(size), version, asked)
 
         self._read(ids, np.full(len(ids), _GUESS_NBYTES), take)
-        return found
+        return whole
 
     # --- connections --------------------------------------------------------------------------
 
-    def _read(self, ids: NDArray[np.integer], length: Numbers, take: _Take) -> None:
+    def _read(self, ids: NDArray[np.integer], length: Ints, take: _Take) -> None:
         """Ask for all objects, and once more where a connection that was kept proves dead."""
         left = _requests(length)
         for _ in range(2):
@@ -183,14 +157,10 @@ class PeerSource:
                     self._put_back(link, keep=not left)
 
     def _exchange(
-        self,
-        link: PeerLink,
-        ids: NDArray[np.integer],
-        left: deque[NDArray[np.intp]],
-        take: _Take,
+        self, link: PeerLink, ids: NDArray[np.integer], left: deque[Index], take: _Take
     ) -> None:
         """Empty `left`, of requests; what was not answered stays in it."""
-        asked: dict[int, tuple[NDArray[np.intp], float]] = {}  # and when
+        asked: dict[int, tuple[Index, float]] = {}  # and when
         try:
             while left or asked:
                 while left and len(asked) < _WINDOW:
@@ -207,7 +177,7 @@ class PeerSource:
                 now = nbytes != LATER
                 # The peer took the age after this was sent: it asked the storage no earlier.
                 since = np.where(np.isfinite(age), sent - age * _CLOCK_RATES, 0.0)
-                take(link, where[now], nbytes[now], version[now], since[now])
+                take(link, where[now], Read(nbytes[now], version[now], since[now]))
                 if not now.all():
                     left.append(where[~now])
                 del asked[number]
@@ -269,7 +239,7 @@ class PeerSource:
         self._close_idle()
 
 
-def _requests(length: Numbers) -> deque[NDArray[np.intp]]:
+def _requests(length: Ints) -> deque[Index]:
     """Cut objects, by position, into requests of about _REQUEST_NBYTES.
 
     >>> _requests(np.array([1 << 20, 1 << 20, 1 << 20]))

@@ -24,24 +24,27 @@ from functools import partial
 from typing import Any
 
 from creel.cache.memory.arena import Arena
+from creel.daemon.core.events import (
+    Event,
+    PeerAsked,
+    PeerServed,
+    PlanAsked,
+    ServeObjects,
+    SharePlan,
+)
 from creel.daemon.listener import Listener
 from creel.daemon.peers import wire
 from creel.daemon.peers.connections import (
     Account,
-    Asked,
     PeerConnection,
-    PlanWanted,
     Request,
-    ServerStatus,
     Traffic,
     send_whole,
     watch,
 )
 from creel.daemon.peers.payload import payload
-from creel.daemon.peers.wire import Ids, Numbers, Seconds
 from creel.errors import MalformedError
 from creel.messages import Message
-from creel.policies.cluster.agreement import SharedPlan
 
 log = logging.getLogger("creel.peers")
 
@@ -65,12 +68,11 @@ class PeerServer:
         host, port: where to listen; port 0: any. `address` has what it became.
         name: of this node.
         arena: what is served; closed only after this.
-        asked: called with each request; it is to lead to one `serve` of its number.
-        served: called once for each `serve`: its places are not read from any more.
-        plan_wanted: called with each such request; it is to lead to one `serve_plan`.
+        post: called with each `PeerAsked`, which is to lead to one `serve`, each `PlanAsked`, which
+            is to lead to one `serve_plan`, and a `PeerServed` for each `serve`.
         on_beat: called with the cluster and the beat of each node that asks whether this one is
             there; `say` has the answer.
-            All are called in the server's thread and must neither wait nor raise.
+            Both are called in the server's thread and must neither wait nor raise.
         encrypt: whether payload leaves encrypted alone.
 
     Raises:
@@ -83,21 +85,16 @@ class PeerServer:
         port: int,
         name: str,
         arena: Arena,
-        asked: Callable[[Asked], None],
-        served: Callable[[int], None],
-        plan_wanted: Callable[[PlanWanted], None] = lambda wanted: None,  # noqa: ARG005
-        on_beat: Callable[[str, wire.PeerBeat], None] = lambda cluster, beat: None,  # noqa: ARG005
+        post: Callable[[Event], None],
+        on_beat: Callable[[str, wire.PeerBeat], None],
         *,
         encrypt: bool = False,
     ) -> None:
         self.nbytes = 0  # payload sent
         self.traffic = Traffic()
-        self.refused = 0  # unauthenticated connections that ended so
         self._name = name
         self._arena = arena
-        self._asked = asked
-        self._served = served
-        self._plan_wanted = plan_wanted
+        self._post = post
         self._on_beat = on_beat
         self._encrypt = encrypt
         self._beats: dict[str, wire.PeerBeat] = {}
@@ -125,18 +122,6 @@ class PeerServer:
 
     # --- for the loop -------------------------------------------------------------------------
 
-    @property
-    def status(self) -> ServerStatus:
-        """What it is busy with; from any thread, as a glance."""
-        open_now = list(self._connections.values())
-        return ServerStatus(
-            len(self._accounts),
-            *(len(open_now), len(self._unauthenticated)),
-            sum(c.blocked_since > 0 for c in open_now),
-            sum(len(c.answers) for c in open_now),
-            sum(len(c.inbox) > 0 for c in open_now),
-        )
-
     def admit(self, cluster: str, key: bytes, name: str = "") -> None:
         """Serve the nodes of a cluster; another key than before ends their connections.
 
@@ -151,26 +136,24 @@ class PeerServer:
         """Serve a cluster no longer and end its connections."""
         self._order(partial(self._set_key, cluster, b""))
 
-    def serve(
-        self, number: int, place: Numbers, nbytes: Numbers, version: Numbers, age: Seconds
-    ) -> None:
-        """Answer a request, with one element for each of its ids.
+    def serve(self, answer: ServeObjects) -> None:
+        """Answer a `PeerAsked`, with one element for each of its ids.
 
-        What is sent must stay where it is until `served`, which follows in any case. Objects whose
-        place is ABSENT are not here. After `close` nothing happens.
+        What is sent must stay where it is until `PeerServed`, which follows in any case. After
+        `close` nothing happens.
         """
-        self._order(partial(self._serve, number, place, nbytes, version, age))
+        self._order(partial(self._serve, answer))
 
-    def serve_plan(self, number: int, plan: SharedPlan | None) -> None:
-        """Answer a `PlanWanted`."""
-        self._order(partial(self._serve_plan, number, plan))
+    def serve_plan(self, answer: SharePlan) -> None:
+        """Answer a `PlanAsked`."""
+        self._order(partial(self._serve_plan, answer))
 
     def say(self, cluster: str, beat: wire.PeerBeat) -> None:
         """Answer the beats of a cluster's nodes with this one, which has the whole log."""
         self._order(partial(self._beats.__setitem__, cluster, beat))
 
     def close(self) -> None:
-        """End all connections; everything that was being served is `served` before this returns.
+        """End all connections; all that was being served is `PeerServed` before this returns.
 
         Nothing is called and nothing read from the arena afterwards.
         """
@@ -262,7 +245,7 @@ class PeerServer:
             self._beats.pop(cluster, None)
             self._names.pop(cluster, None)
         for c in list(self._connections.values()):
-            if c.greeting is not None and c.greeting.cluster == cluster and c.key != key:
+            if c.session is not None and c.session.greeting.cluster == cluster and c.key != key:
                 self._end(c)
 
     def _end(self, connection: PeerConnection) -> None:
@@ -270,7 +253,7 @@ class PeerServer:
         if fd < 0:
             return
         del self._connections[fd]
-        self.refused += self._unauthenticated.pop(fd, None) is not None
+        self._unauthenticated.pop(fd, None)
         self._sendable.discard(connection)
         with contextlib.suppress(OSError):
             self._epoll.unregister(fd)
@@ -282,13 +265,14 @@ class PeerServer:
         for number in connection.asked:
             del self._requests[number]
         account = connection.account
-        if account is not None and connection.greeting is not None:
+        if account is not None and connection.session is not None:
             account.requests -= len(connection.asked)
             account.connections.discard(connection)
             if account.connections:
                 self._resume(account)
             else:
-                del self._accounts[connection.greeting.cluster, connection.greeting.name]
+                greeting = connection.session.greeting
+                del self._accounts[greeting.cluster, greeting.name]
 
     # --- one connection -----------------------------------------------------------------------
 
@@ -350,32 +334,32 @@ class PeerServer:
         elif isinstance(message, wire.Proof):
             self._admit(connection, message)
         elif isinstance(message, wire.PeerRequest):
-            self._ask(connection, message, wire.requested(message, arrays), now)
+            ids, wait_s = wire.requested(message, arrays), min(message.wait_s, _LONGEST_WAIT_S)
+            number = self._received(connection, message.number, now + wait_s)
+            self._post(PeerAsked(number, message.dataset, ids, wait_s))
         elif isinstance(message, wire.PlanRequest):
-            number = self._received(connection, message.number, 0, now)
-            assert connection.greeting is not None  # noqa: S101
-            cluster = connection.greeting.cluster
-            self._plan_wanted(PlanWanted(number, cluster, message.dataset, message.seed))
+            number = self._received(connection, message.number, now)
+            self._post(PlanAsked(number, message.dataset, message.seed))
         elif isinstance(message, wire.PeerBeat):
             self._beat(connection, message)
 
     def _beat(self, connection: PeerConnection, beat: wire.PeerBeat) -> None:
         """Answer at once: a connection with beats carries nothing else."""
-        assert connection.greeting is not None  # noqa: S101
         assert connection.session is not None  # noqa: S101
-        mine = self._beats.get(connection.greeting.cluster)
+        greeting = connection.session.greeting
+        mine = self._beats.get(greeting.cluster)
         if mine is None or connection.answers or connection.current:
             raise MalformedError("a beat where none belongs")
-        if beat.member.node != connection.greeting.name:
+        if beat.member.node != greeting.name:
             raise MalformedError("a beat of another node")
         answer = wire.shortened(mine, beat.latest)
         self._say_at_once(connection, answer, connection.session.answers)
-        self._on_beat(connection.greeting.cluster, beat)
+        self._on_beat(greeting.cluster, beat)
 
     def _admit(self, connection: PeerConnection, proof: wire.Proof) -> None:
-        greeting, session = connection.greeting, connection.session
-        assert greeting is not None  # noqa: S101
+        session = connection.session
         assert session is not None  # noqa: S101
+        greeting = session.greeting
         if not session.proves("client", proof):
             raise MalformedError(f"no proof that {greeting.name!r} is of {greeting.cluster!r}")
         del self._unauthenticated[connection.socket.fileno()]
@@ -391,25 +375,13 @@ class PeerServer:
         self.traffic.count(message, len(frame))
         send_whole(connection.socket, frame)
 
-    def _ask(
-        self, connection: PeerConnection, message: wire.PeerRequest, ids: Ids, now: float
-    ) -> None:
-        assert connection.account is not None  # noqa: S101
-        assert connection.greeting is not None  # noqa: S101
-        wait_s = min(message.wait_s, _LONGEST_WAIT_S)
-        number = self._received(connection, message.number, len(ids), now + wait_s)
-        who = connection.greeting.cluster, connection.greeting.name
-        self._asked(Asked(number, *who, message.dataset, ids, wait_s))
-
-    def _received(
-        self, connection: PeerConnection, call: int, objects: int, deadline: float
-    ) -> int:
+    def _received(self, connection: PeerConnection, call: int, deadline: float) -> int:
         """Note a request that is to be answered; its number."""
         assert connection.account is not None  # noqa: S101
         if self._encrypt and connection.sealer is None:
             raise MalformedError("it does not encrypt payload")
         self._number += 1
-        request = Request(self._number, connection, call, objects, deadline)
+        request = Request(self._number, connection, call, deadline)
         self._requests[self._number] = request
         connection.asked.add(self._number)
         connection.account.requests += 1
@@ -417,20 +389,17 @@ class PeerServer:
 
     # --- answers ------------------------------------------------------------------------------
 
-    def _serve(
-        self, number: int, place: Numbers, nbytes: Numbers, version: Numbers, age: Seconds
-    ) -> None:
-        request = self._take(number)
+    def _serve(self, answer: ServeObjects) -> None:
+        request = self._take(answer.request)
         if request is None:
-            self._served(number)
+            self._post(PeerServed(answer.request))
         else:
-            rest = place, nbytes, version, age
-            self._guarded(request.connection, self._prepare, request, *rest)
+            self._guarded(request.connection, self._prepare, request, answer)
 
-    def _serve_plan(self, number: int, plan: SharedPlan | None) -> None:
-        request = self._take(number)
+    def _serve_plan(self, answer: SharePlan) -> None:
+        request = self._take(answer.request)
         if request is not None:
-            request.answer, columns = wire.plan_answer(request.call, plan)
+            request.answer, columns = wire.plan_answer(request.call, answer.plan)
             request.left = [memoryview(column) for column in columns]
 
     def _take(self, number: int) -> Request | None:
@@ -445,22 +414,13 @@ class PeerServer:
             self._sendable.add(connection)
         return request
 
-    def _prepare(
-        self,
-        request: Request,
-        place: Numbers,
-        nbytes: Numbers,
-        version: Numbers,
-        age: Seconds,
-    ) -> None:
-        connection = request.connection
-        assert connection.account is not None  # noqa: S101
-        if not len(place) == len(nbytes) == len(version) == len(age) == request.objects:
-            raise ValueError(f"request {request.number} has {request.objects} objects")
-        nbytes, request.left = payload(self._arena, place, nbytes)
-        request.arrays = wire.about(nbytes, version, age)
+    def _prepare(self, request: Request, answer: ServeObjects) -> None:
+        account = request.connection.account
+        assert account is not None  # noqa: S101
+        nbytes, request.left = payload(self._arena, answer.place, answer.nbytes)
+        request.arrays = wire.about(nbytes, answer.version, answer.age)
         request.nbytes = sum(map(len, request.left))
-        connection.account.nbytes += request.nbytes
+        account.nbytes += request.nbytes
 
     def _send(self, connection: PeerConnection, now: float) -> None:
         """Send one quantum of the most urgent answer."""
@@ -485,4 +445,4 @@ class PeerServer:
         if account is not None:
             account.nbytes -= request.nbytes
             account.requests -= 1
-        self._served(request.number)
+        self._post(PeerServed(request.number))

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from creel.errors import MalformedError
 from creel.messages import Member, Message, encode
+from creel.policies.arrays import Floats, Ids, Ints
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.members import Change, ChangeId, PlanDigest, packed, unpacked
 from creel.policies.cluster.placement import EPOCH, nobody, node_type
@@ -67,10 +68,6 @@ MAX_BUFFERS = 1024
 #: Bytes of the body, of the arrays, and the MAC.
 HEADER = struct.Struct(f"<II{_MAC_NBYTES}s")
 _COUNTED = struct.Struct("<QII")
-
-Ids = NDArray[np.int32]
-Numbers = NDArray[np.int64]
-Seconds = NDArray[np.float64]
 
 
 class Credentials(NamedTuple):
@@ -140,8 +137,8 @@ class PeerBeat(Message, frozen=True):
     """The node of this number is there; the answer is the other's beat, of the same cluster.
 
     `latest` is the last change of members that it knows; `log`, those up to it, is empty where the
-    receiver is known to know them. `plans`: the inputs of its plans; `homed`: datasets without one,
-    as some node reads them for a job on other nodes, too.
+    receiver is known to know them. `plans`: the inputs of its plans; `by_hash`: datasets without
+    one, as some node reads them for a job on other nodes, too.
     """
 
     node: int
@@ -149,7 +146,7 @@ class PeerBeat(Message, frozen=True):
     latest: ChangeId
     log: tuple[Change, ...] = ()
     plans: tuple[PlanDigest, ...] = ()
-    homed: tuple[str, ...] = ()
+    by_hash: tuple[str, ...] = ()
 
 
 class PlanRequest(Message, frozen=True):
@@ -208,6 +205,7 @@ class PeerSession:
             raise MalformedError(f"a nonce has {NONCE_NBYTES} bytes")
         if not {len(greeting.public), len(challenge.public)} <= {0, KEY_NBYTES}:
             raise MalformedError(f"a public key has {KEY_NBYTES} bytes")
+        self.greeting = greeting
         self._key = key
         self._said = encode(greeting) + encode(challenge)
         self.requests = Seal(self._mac("requests"))
@@ -349,7 +347,7 @@ def requested(request: PeerRequest, arrays: bytes) -> Ids:
     return ids
 
 
-def about(nbytes: Numbers, version: Numbers, age: Seconds) -> list[NDArray[Any]]:
+def about(nbytes: Ints, version: Ints, age: Floats) -> list[NDArray[Any]]:
     """The arrays of an answer; age: in seconds, or inf.
 
     >>> arrays = about(np.array([5, 5]), np.array([7, 7]), np.array([1.2, np.inf]))
@@ -360,7 +358,7 @@ def about(nbytes: Numbers, version: Numbers, age: Seconds) -> list[NDArray[Any]]
     return [nbytes.astype("<i8"), version.astype("<i8"), ms.astype("<u4")]
 
 
-def answered(arrays: bytes, objects: int) -> tuple[Numbers, Numbers, Seconds]:
+def answered(arrays: bytes, objects: int) -> tuple[Ints, Ints, Floats]:
     """(k,) nbytes, (k,) versions and (k,) ages of an answer about this many objects.
 
     Raises:

@@ -18,7 +18,7 @@ class Notify:
         address = os.environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
-        #: Seconds between two WATCHDOG=1, half of what systemd allows; 0 without a watchdog.
+        #: Floats between two WATCHDOG=1, half of what systemd allows; 0 without a watchdog.
         self.watchdog_s = _watchdog_s(os.environ) if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -34,7 +34,6 @@ class Notify:
             return
 
     def ready(self, status: str) -> None:
-        """The service can be used."""
         self("READY=1", f"STATUS={status}", f"MAINPID={os.getpid()}")
 
     def reloading(self) -> None:

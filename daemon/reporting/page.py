@@ -75,7 +75,6 @@ class PageServer(ThreadingHTTPServer):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving."""
         self.shutdown()
         self.server_close()
         while self._open:
@@ -95,7 +94,6 @@ class PageServer(ThreadingHTTPServer):
         TCPServer.server_bind(self)
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection."""
         try:
             return super().get_request()
         except OSError:
@@ -103,14 +101,12 @@ class PageServer(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread."""
         while len(self._open) >= _MAX_CONNECTIONS:
             self._end_oldest()
         self._open[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
         self._open.pop(request, None)
         super().shutdown_request(request)
 

@@ -46,32 +46,30 @@ def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     An object that was in flight for another session when it was requested counts as a hit: it
     costs no read.
     """
-    past = core.get("past", {}).get("datasets")
+    past = core["past"]["datasets"]
     datasets = [*core["datasets"].values(), *([past] if past else [])]
     evictions: Counter[str] = Counter()
     for one in datasets:
-        evicted = {
-            k.removeprefix("evicted_"): int(n) for k, n in one.items() if k[:8] == "evicted_"
-        }
-        evictions.update(evicted)
+        evicted = {k: int(n) for k, n in one.items() if k.startswith("evicted_")}
+        evictions.update({k.removeprefix("evicted_"): n for k, n in evicted.items()})
     hits = sum(int(d["hits"] + d["joined"]) for d in datasets)
     misses = sum(int(d["misses"]) for d in datasets)
     out: dict[str, dict[str, Any]] = {
         "memory": {"hits": hits, "misses": misses, "evictions": dict(evictions)}
     }
-    disk = core.get("disk", {}).get("node", {})
+    disk = core["disk"]["node"]
     found, missed, spilled = (
         sum(int(d[name]) for d in datasets) for name in ("disk_reads", "disk_misses", "spilled")
     )
-    if found + missed + spilled + int(disk.get("nbytes", 0)):
+    if found + missed + spilled + int(disk["nbytes"]):
         out["disk"] = {
             "hits": found,
             "misses": missed,
             "evictions": {},
             "spilled": spilled,
             "spilled_nbytes": sum(int(d["spilled_nbytes"]) for d in datasets),
-            "used_nbytes": int(disk.get("used_nbytes", 0)),
-            "budget_nbytes": int(disk.get("nbytes", 0)),
+            "used_nbytes": int(disk["used_nbytes"]),
+            "budget_nbytes": int(disk["nbytes"]),
         }
     sent, refused = (sum(int(d[name]) for d in datasets) for name in ("peer_reads", "peer_misses"))
     if sent + refused:
@@ -160,7 +158,6 @@ def _add(sums: dict[tuple[str, int], dict[str, int]], one: SessionRecord) -> Non
 
 
 def stats(node: Node) -> dict[str, Any]:
-    """Return the answer to `stats`."""
     core = node.core.snapshot()
     pids = node.pids()
     sessions = [

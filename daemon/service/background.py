@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
-
-from creel.errors import CreelError
-
-T = TypeVar("T")
-
-log = logging.getLogger("creel.node")
 
 
 class BackgroundThread:
@@ -28,7 +19,6 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
 
     def put(self, work: Callable[[], None]) -> None:
-        """Queue work, in order."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             try:
@@ -38,28 +28,6 @@ class BackgroundThread:
                 return
             self._thread = thread
         self._queue.put(work)
-
-    def attempt(
-        self,
-        work: Callable[[], T],
-        then: Callable[[T], None],
-        refuse: Callable[[str], None],
-        call_soon: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """Queue work, whose result `then` gets on the loop; where it fails, `refuse` hears why."""
-
-        def attempt() -> None:
-            try:
-                done = work()
-            except CreelError as e:
-                call_soon(partial(refuse, str(e)))
-            except Exception:
-                log.exception("a manifest could not be read")
-                call_soon(partial(refuse, "the manifest cannot be read"))
-            else:
-                call_soon(partial(then, done))
-
-        self.put(attempt)
 
     def close(self, wait_s: float = 1.0) -> bool:
         """End after the queued work; waits for at most `wait_s`. Returns whether it has ended."""

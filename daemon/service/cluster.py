@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.daemon.core.cluster.members import Members, Patience
 from creel.daemon.core.events import SOURCE
 from creel.messages import Join, Member
+from creel.policies.arrays import Ints, Mask
 from creel.policies.cluster.boundary import ClusterView
 from creel.policies.cluster.members import PlanDigest, authority, latest
 
 #: Datasets that are told in a beat, which has room for some 200.
-_MAX_HOMED = 64
+_MAX_BY_HASH = 64
 
 
 class Cluster:
@@ -70,10 +70,10 @@ class Cluster:
             self._resize()
         return self.view
 
-    def _capacity(self) -> NDArray[np.int64]:
+    def _capacity(self) -> Ints:
         return np.array([max(one.arena_nbytes, 1) for one in self.joined])
 
-    def _disks(self) -> NDArray[np.int64]:
+    def _disks(self) -> Ints:
         sizes = [(one.disk_nbytes, one.disk_unit) for one in self.joined]
         return np.clip(np.array(sizes, np.int64), [0, 1], [1 << 56, 1 << 20])
 
@@ -100,12 +100,12 @@ class Cluster:
         self._resize()
         return True
 
-    def home(self, datasets: frozenset[str]) -> bool:
+    def place_by_hash(self, datasets: frozenset[str]) -> bool:
         """No plan of this cluster is about these from now on; return whether that is news."""
-        homed = self.view.homed | datasets
-        if homed == self.view.homed or len(homed) > _MAX_HOMED:
+        by_hash = self.view.by_hash | datasets
+        if by_hash == self.view.by_hash or len(by_hash) > _MAX_BY_HASH:
             return False
-        self.view = replace(self.view, homed=homed)
+        self.view = replace(self.view, by_hash=by_hash)
         return True
 
     def _resize(self) -> None:
@@ -125,7 +125,7 @@ class Cluster:
             return None
         return self.origins[first if there[first] else int(there.argmax())]
 
-    def names(self, members: NDArray[np.bool_]) -> str:
+    def names(self, members: Mask) -> str:
         """Of these nodes, for people."""
         return ", ".join(self.joined[i].host for i in np.flatnonzero(members))
 

@@ -9,24 +9,21 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from creel.cache.memory.arena import Arena
+from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     SOURCE,
     AskPlan,
     ClusterChanged,
     Event,
-    PeerAsked,
-    PeerServed,
-    PlanAsked,
     PlanDoubted,
     PlanShared,
     ServeObjects,
     SharePlan,
 )
 from creel.daemon.peers import sealing, wire
-from creel.daemon.peers.connections import Asked, PlanWanted
 from creel.daemon.peers.link import ask_plan
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
@@ -36,7 +33,7 @@ from creel.errors import MalformedError, UnavailableError
 from creel.messages import Join, Member
 from creel.policies.cluster.agreement import SharedPlan
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.members import EpochMoment, PlanDigest, authority, differing, latest
+from creel.policies.cluster.members import authority, differing, latest
 from creel.settings import ClusterSettings
 
 if TYPE_CHECKING:
@@ -51,41 +48,33 @@ _MAX_RANKS = 1 << 16
 _DISK_PARTS = 16
 
 
-class DaemonHooks(NamedTuple):
-    """What clusters need of the rest of the daemon.
-
-    Args:
-        handle: gives an event to the core.
-        call_soon: runs a function on the loop thread, from any thread.
-        unreachable: ends all fetches from a peer, which is not asked any more.
-        moments: when plans of a cluster could change (`Core.moments`).
-        digests: what they take for granted (`Core.digests`).
-        disk: how large the disk tier is (`Core.disk_size`).
-        homed: datasets of which they say nothing (`Core.homed`).
-    """
-
-    handle: Callable[[Event], bool]
-    call_soon: Callable[[Callable[[], None]], None]
-    unreachable: Callable[[int], None]
-    moments: Callable[[str], tuple[EpochMoment, ...]]
-    digests: Callable[[str], tuple[PlanDigest, ...]]
-    disk: Callable[[], tuple[int, int]]
-    homed: Callable[[str], frozenset[str]]
-
-
 class ClusterService:
     """All clusters of a daemon. Used by the loop thread alone.
 
     Args:
         arena: what peers are served from.
         settings: after what silence a node counts as lost, and whether payload is encrypted.
+        core: is asked for its plans and for the size of the disk.
+        handle: gives an event to the core.
+        call_soon: runs a function on the loop thread, from any thread.
+        unreachable: ends all fetches from a peer, which is not asked any more.
     """
 
-    def __init__(self, arena: Arena, daemon: DaemonHooks, settings: ClusterSettings) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        settings: ClusterSettings,
+        core: Core,
+        *,
+        handle: Callable[[Event], bool],
+        call_soon: Callable[[Callable[[], None]], None],
+        unreachable: Callable[[int], None],
+    ) -> None:
         self.node = secrets.token_hex(16)
         self._born = time.time()
         self._arena = arena
-        self._daemon = daemon
+        self._core = core
+        self._handle, self._call_soon, self._unreachable = handle, call_soon, unreachable
         self._lost_s, self._encrypt = settings.lost_s, settings.encrypt
         self._server: PeerServer | None = None
         self._beats: Heartbeats | None = None
@@ -109,16 +98,12 @@ class ClusterService:
         if self._encrypt and (why := sealing.why_not()):
             raise UnavailableError(why)
         if self._server is None:
-            self._disk = self._daemon.disk()
+            self._disk = self._core.disk.nbytes, self._core.disk.unit
             try:
                 self._server = PeerServer(
                     *(address, port, self.node, self._arena),
-                    asked=self._on_loop(self._asked),
-                    served=self._on_loop(self._served),
-                    plan_wanted=self._on_loop(self._plan_wanted),
-                    on_beat=lambda name, beat: self._daemon.call_soon(
-                        partial(self._on_beat, name, beat, answer=False)
-                    ),
+                    post=self._on_loop(self._handle),
+                    on_beat=self._on_loop(partial(self._on_beat, answer=False)),
                     encrypt=self._encrypt,
                 )
             except (OSError, RuntimeError) as e:
@@ -140,30 +125,17 @@ class ClusterService:
             return {}
         return {"payload": self._server.nbytes, **self._server.traffic.nbytes}
 
-    def _on_loop(self, call: Callable[..., None]) -> Callable[..., None]:
-        return lambda *args: self._daemon.call_soon(partial(call, *args))
-
-    def _asked(self, asked: Asked) -> None:
-        if asked.cluster in self._clusters:
-            self._daemon.handle(PeerAsked(asked.number, asked.dataset, asked.ids, asked.wait_s))
-
-    def _served(self, request: int) -> None:
-        self._daemon.handle(PeerServed(request))
-
-    def _plan_wanted(self, wanted: PlanWanted) -> None:
-        if wanted.cluster in self._clusters:
-            self._daemon.handle(PlanAsked(wanted.number, wanted.dataset, wanted.seed))
+    def _on_loop(self, call: Callable[..., Any]) -> Callable[..., None]:
+        """What has the loop thread make a call."""
+        return lambda *args: self._call_soon(partial(call, *args))
 
     def serve(self, action: ServeObjects) -> None:
-        """Send a peer what it asked for."""
         if self._server is not None:
-            columns = action.place, action.nbytes, action.version, action.age
-            self._server.serve(action.request, *columns)
+            self._server.serve(action)
 
     def share_plan(self, action: SharePlan) -> None:
-        """Send a peer what it has missed."""
         if self._server is not None:
-            self._server.serve_plan(action.request, action.plan)
+            self._server.serve_plan(action)
 
     # --- joining ------------------------------------------------------------------------------
 
@@ -212,12 +184,8 @@ class ClusterService:
         if self._beats is None:
             from creel.daemon.peers.heartbeats import Heartbeats  # asyncio takes 16 ms
 
-            self._beats = Heartbeats(
-                lambda name, beat: self._daemon.call_soon(
-                    partial(self._on_beat, name, beat, answer=True)
-                ),
-                self._on_loop(self._refused),
-            )
+            on_beat = self._on_loop(partial(self._on_beat, answer=True))
+            self._beats = Heartbeats(on_beat, self._on_loop(self._refused))
         self._update_beats(cluster, now=False)
         for node, one in enumerate(request.members):
             if node != cluster.me:
@@ -245,10 +213,10 @@ class ClusterService:
             self._server.expel(cluster.name)
         if self._beats is not None:
             self._beats.forget(cluster.name)
-        self._daemon.handle(ClusterChanged(cluster.name, None))
+        self._handle(ClusterChanged(cluster.name, None))
         for number in cluster.origins:
             if number != SOURCE:
-                self._daemon.unreachable(number)
+                self._unreachable(number)
                 del self._peers[number]
 
     # --- members ------------------------------------------------------------------------------
@@ -264,20 +232,20 @@ class ClusterService:
         for cluster in self._clusters.values():
             due = cluster.members.due(now)
             if due is not None:
-                change = cluster.members.change(due, self._daemon.moments(cluster.name))
+                change = cluster.members.change(due, self._core.plans.moments(cluster.name))
                 log.warning("plans now count on %s of the nodes", cluster.names(due))
                 log.debug("change %s at %s", change.id, change.moments)
                 self._update_beats(cluster, now=True)
-            plans = self._daemon.digests(cluster.name)
+            plans = self._core.plans.digests(cluster.name)
             if plans != cluster.plans:
                 cluster.plans = plans
                 self._update_beats(cluster, now=False)
-            self._home(cluster, self._daemon.homed(cluster.name))
+            self._place_by_hash(cluster, self._core.plans.by_hash(cluster.name))
             self._update_view(cluster, now)
 
     def _tell_disk_size(self) -> None:
         """Tell all nodes where the disk has another size now: it was lost, or is full earlier."""
-        nbytes, unit = self._daemon.disk()
+        nbytes, unit = self._core.disk.nbytes, self._core.disk.unit
         known_nbytes = self._disk[0]
         if abs(nbytes - known_nbytes) * _DISK_PARTS <= known_nbytes:
             return
@@ -289,12 +257,12 @@ class ClusterService:
     def _resize(self, cluster: Cluster, node: int, nbytes: int, unit: int) -> None:
         """A node's disk has this size now: all plan with it from their next plan on."""
         if cluster.resized(node, nbytes, unit):
-            self._daemon.handle(ClusterChanged(cluster.name, cluster.view))
+            self._handle(ClusterChanged(cluster.name, cluster.view))
 
-    def _home(self, cluster: Cluster, datasets: frozenset[str]) -> None:
+    def _place_by_hash(self, cluster: Cluster, datasets: frozenset[str]) -> None:
         """A node reads these datasets for a job on other nodes, too: all nodes are to know that."""
-        if cluster.home(datasets):
-            self._daemon.handle(ClusterChanged(cluster.name, cluster.view))
+        if cluster.place_by_hash(datasets):
+            self._handle(ClusterChanged(cluster.name, cluster.view))
             self._update_beats(cluster, now=True)
 
     def _update_view(self, cluster: Cluster, now: float) -> None:
@@ -302,10 +270,10 @@ class ClusterService:
         before, view = cluster.view, cluster.seen(now)
         if view is before:
             return
-        self._daemon.handle(ClusterChanged(cluster.name, view))
+        self._handle(ClusterChanged(cluster.name, view))
         for number in set(before.origin.tolist()) - set(view.origin.tolist()):
             log.warning("node %s is not reached", self._peers[number][0].host)
-            self._daemon.unreachable(number)
+            self._unreachable(number)
 
     def _update_beats(self, cluster: Cluster, *, now: bool) -> None:
         """Put what this node knows of the cluster's changes into the beats that it sends."""
@@ -314,7 +282,7 @@ class ClusterService:
         members = cluster.members
         member = cluster.joined[cluster.me]
         known = latest(members.log), members.log, cluster.plans
-        beat = wire.PeerBeat(cluster.me, member, *known, tuple(sorted(cluster.view.homed)))
+        beat = wire.PeerBeat(cluster.me, member, *known, tuple(sorted(cluster.view.by_hash)))
         self._server.say(cluster.name, beat)
         self._beats.say(beat, cluster.name, now=now)
 
@@ -331,11 +299,11 @@ class ClusterService:
             self._resize(cluster, beat.node, beat.member.disk_nbytes, beat.member.disk_unit)
         if cluster.members.learn(beat.log):
             self._update_beats(cluster, now=False)
-        self._home(cluster, frozenset(beat.homed))
+        self._place_by_hash(cluster, frozenset(beat.by_hash))
         self._update_view(cluster, now)
         right = beat.node == authority(cluster.members.log)
         for plan in differing(cluster.plans, beat.plans, authority=right):
-            self._daemon.handle(PlanDoubted(plan.dataset, plan.seed))
+            self._handle(PlanDoubted(plan.dataset, plan.seed))
             cluster.plans = ()  # until the next tick
 
     def _refused(self, name: str, node: int) -> None:
@@ -358,7 +326,7 @@ class ClusterService:
         number, now = cluster.origins[node], time.monotonic()
         cluster.replaced(node, member, self._new_origin(member, who), now)
         self._update_view(cluster, now)
-        self._daemon.unreachable(number)
+        self._unreachable(number)
         del self._peers[number]
         if self._beats is not None:
             self._beats.watch(node, member, who, cluster.members.patience.beat_s)
@@ -383,7 +351,7 @@ class ClusterService:
         def ask() -> None:
             address = member.host, member.port
             plan = ask_plan(address, member.node, who, action.dataset, action.seed)
-            self._daemon.call_soon(partial(self._plan_came, action.dataset, plan))
+            self._call_soon(partial(self._plan_came, action.dataset, plan))
 
         try:
             threading.Thread(target=ask, name="creel-ask-plan", daemon=True).start()
@@ -393,7 +361,7 @@ class ClusterService:
     def _plan_came(self, dataset: str, plan: SharedPlan | None) -> None:
         self._asking.discard(dataset)
         if plan is not None:
-            self._daemon.handle(PlanShared(dataset, plan))
+            self._handle(PlanShared(dataset, plan))
 
     def close(self) -> None:
         """End all connections; nothing is read from the arena afterwards."""

@@ -32,7 +32,6 @@ def answer(node: Node, ask: Command) -> dict[str, Any]:
 
 
 def status_and_stats(node: Node) -> dict[str, Any]:
-    """Return status and stats together."""
     return {**_status(node), **stats.stats(node)}
 
 
@@ -90,10 +89,7 @@ _COMMANDS: dict[str, Callable[[Node, Args], dict[str, Any]]] = {
     "status": lambda node, _: _status(node),
     "stats": lambda node, _: stats.stats(node),
     "datasets": lambda node, _: {"datasets": stats.datasets(node)},
-    "config": lambda node, _: {
-        "settings": node.config.flat(),
-        "effective": node.effective.flat(),
-    },
+    "config": lambda node, _: {"settings": node.config.flat(), "effective": node.effective.flat()},
     "warm": lambda node, args: _submit(node, Warm, args),
     "drop": lambda node, args: _submit(node, Dropped, args),
     "bad_samples": _bad_samples,

@@ -150,7 +150,6 @@ class ControlSocket:
             self._listener.socket.close()
 
     def close(self) -> None:
-        """Close all connections."""
         self.stop_listening()
         self.keep_alive.close()
         for connection in list(self._connections.values()):
@@ -275,17 +274,13 @@ class ControlSocket:
             self._by_token[connection.token] = connection
         connection.role = hello.role
         if hello.role == "service":
-            self._make_way()
+            if not self._node.embedded:
+                raise UnavailableError("this daemon is a service, too")
+            self._node.stop(False)  # frees the address at once; it ends with its last client
         if fds:
             self.keep_alive.take(fds.pop())
         welcome, arena = self._node.welcome(connection.token)
         self._send(connection, Answer(welcome, (arena,)))
-
-    def _make_way(self) -> None:
-        """Free the address for a service; an embedded daemon then ends with its last client."""
-        if not self._node.embedded:
-            raise UnavailableError("this daemon is a service, too")
-        self._node.stop(False)
 
     def _close(self, connection: _Connection, request: Close) -> None:
         with contextlib.suppress(UnavailableError):  # a session may have ended by itself

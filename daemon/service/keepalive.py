@@ -32,14 +32,12 @@ class KeepAlive:
             os.close(fd)
 
     def ended(self, fd: int) -> None:
-        """Remove the process of this pidfd, which ended."""
         del self._pids[fd]
         with suppress(OSError, ValueError):
             self._epoll.unregister(fd)
         os.close(fd)
 
     def close(self) -> None:
-        """Forget all processes."""
         for fd in list(self._pids):
             self.ended(fd)
 

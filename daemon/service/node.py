@@ -30,12 +30,12 @@ from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.reporting import stats
 from creel.daemon.reporting.bad_samples import BadSamples
 from creel.daemon.service.background import BackgroundThread
-from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
+from creel.daemon.service.cluster_service import ClusterService
 from creel.daemon.service.quota import Quota
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord, tables_nbytes
 from creel.daemon.service.storage.disk import Disk, DiskSource
 from creel.daemon.service.storage.fetcher import Fetcher
-from creel.errors import UnavailableError
+from creel.errors import CreelError, UnavailableError
 from creel.messages import (
     PROTOCOL,
     Deal,
@@ -119,10 +119,12 @@ class Node:
             self._other_source,
             threads=config.fetch.threads,
         )
-        core = self.core
-        hooks = self.handle_event, call_soon, self.fetcher.remove_peer
-        daemon = DaemonHooks(*hooks, core.moments, core.digests, core.disk_size, core.homed)
-        self.clusters = ClusterService(self.arena, daemon, config.cluster)
+        self.clusters = ClusterService(
+            *(self.arena, config.cluster, self.core),
+            handle=self.handle_event,
+            call_soon=call_soon,
+            unreachable=self.fetcher.remove_peer,
+        )
         self.quota = Quota(self.arena.nbytes, self.registry, self.core, self._forget)
         self._beaten = self.started
         self._sound = True  # whether what the core says of the arena can be relied on
@@ -258,7 +260,6 @@ class Node:
         return moved is not None
 
     def tick(self) -> None:
-        """Handle the passing of time."""
         self.fetcher.tick()
         self.handle_event(events.Tick())
 
@@ -321,10 +322,17 @@ class Node:
     ) -> None:
         """Run `work` in the background, then `then` on its result here; or refuse."""
 
-        def refuse(why: str) -> None:
-            reply(Answer(Refused(why)))
+        def attempt() -> None:
+            try:
+                call = partial(then, work())
+            except CreelError as e:
+                call = partial(reply, Answer(Refused(str(e))))
+            except Exception:
+                log.exception("a manifest could not be read")
+                call = partial(reply, Answer(Refused("the manifest cannot be read")))
+            self._call_soon(call)
 
-        self._background.attempt(work, then, refuse, self._call_soon)
+        self._background.put(attempt)
 
     def _prepare(self, manifest: Manifest) -> DatasetRecord:
         """Do all work proportional to the number of objects; in the background."""
@@ -417,14 +425,14 @@ class Node:
             room: number of further datasets that must fit within `daemon.max_datasets`.
         """
         limits_ = self.config.daemon
-        spare = self.registry.spare(
+        expired = self.registry.expired(
             time.monotonic(),
             limits_.idle_s,
             limits_.max_idle_datasets,
             tables_limit=self.quota.limit,
             room=room,
         )
-        for dataset in spare:
+        for dataset in expired:
             self._forget(dataset)
 
     def _forget(self, dataset: DatasetRecord) -> None:
@@ -475,7 +483,6 @@ class Node:
         self.handle_event(events.EpochFollowed(session.id, view))
 
     def truncated(self, session: SessionRecord, step: int) -> None:
-        """Truncate a session's plan."""
         session.truncate(step)
         self.handle_event(events.PlanTruncated(session.id, step))
         session.acknowledge()
@@ -487,7 +494,6 @@ class Node:
         self._progressed(session)
 
     def close(self) -> None:
-        """Stop all threads and close everything."""
         self._prefault.stop()
         self.fetcher.close()
         self._prefault.join(1.0)

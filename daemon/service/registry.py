@@ -104,7 +104,6 @@ class DatasetRecord:
             self.used_at = time.monotonic()
 
     def close(self) -> None:
-        """Close source, table and descriptor."""
         self.source.close()
         self.table.close()
         os.close(self.table_fd)
@@ -249,7 +248,6 @@ class Registry:
             )
 
     def add(self, dataset: DatasetRecord) -> None:
-        """Add a dataset."""
         self.datasets[dataset.key] = dataset
 
     def idle(self) -> list[DatasetRecord]:
@@ -258,7 +256,7 @@ class Registry:
         idle = [d for d in self.datasets.values() if not d.claims and d.key not in used]
         return sorted(idle, key=lambda d: d.used_at)
 
-    def spare(
+    def expired(
         self, now: float, linger_s: float, max_idle: int, *, tables_limit: int, room: int = 0
     ) -> list[DatasetRecord]:
         """Idle datasets to remove: unused for `linger_s`, or beyond `max_idle` of them.
@@ -280,7 +278,6 @@ class Registry:
         ]
 
     def forget(self, dataset: DatasetRecord) -> None:
-        """Remove a dataset and free its memory."""
         del self.datasets[dataset.key]
         self.past_errors.update(dataset.source.counters.snapshot().errors)
         dataset.close()
@@ -323,7 +320,6 @@ class Registry:
         return session
 
     def of(self, token: str) -> list[SessionRecord]:
-        """Return all sessions of the owner of `token`."""
         return [s for s in self.sessions.values() if s.token == token]
 
     def client_left(self, token: str) -> None:
@@ -332,7 +328,6 @@ class Registry:
             dataset.unclaim(token)
 
     def remove(self, session: SessionRecord) -> None:
-        """Remove a session."""
         del self.sessions[session.id]
         session.dataset.used_at = time.monotonic()
         session.close()
@@ -349,7 +344,6 @@ class Registry:
             session.words[STATE] = DRAINING
 
     def close(self) -> None:
-        """Close everything."""
         for session in list(self.sessions.values()):
             self.remove(session)
         for dataset in self.datasets.values():

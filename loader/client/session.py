@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from creel import messages
 from creel.cache.memory import runs
 from creel.cache.memory.arena import Rows
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import (
-    ABSENT,
     DONE,
     HEARTBEAT,
     KNOWN,
@@ -227,7 +227,7 @@ class Session:
         """Whether more than half of the dataset's objects are in the arena, judged by some."""
         offset = self.table.offset
         some = offset[:: len(offset) // _LOOKED_AT + 1]
-        return 2 * int(np.count_nonzero(some != ABSENT)) > len(some)
+        return 2 * int(np.count_nonzero(some != NOWHERE)) > len(some)
 
     def nbytes(self, ids: NDArray[np.integer]) -> int:
         """Return the total bytes of these (k,) objects; unknown lengths count as 0."""
@@ -287,7 +287,7 @@ class Session:
 
         Valid while their step is in [DONE, READY).
         """
-        ids = ids[self.table.offset[ids] != ABSENT]
+        ids = ids[self.table.offset[ids] != NOWHERE]
         if not len(ids):
             return {}
         columns = ids, self.table.offset[ids], self.table.length[ids]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from creel.cache.memory.shared_words import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
@@ -178,7 +178,7 @@ class BatchReader(StepReader):
         if self._warned:
             return
         self._warned = True
-        absent = ids[session.table.offset[ids] == ABSENT]
+        absent = ids[session.table.offset[ids] == NOWHERE]
         what = "it"
         if len(absent) and self._binding is not None:
             what = public(self._binding.manifest.location(int(absent[0]))[0])

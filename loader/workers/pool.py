@@ -389,7 +389,7 @@ class WorkerPool:
     def _spare(self, member: WorkerProcess) -> list[mmap.mmap]:
         if not self._forks or not may_keep() or member.process.is_alive():
             return []
-        return member.inbox.spare(_SPARE_NBYTES // self._workers)
+        return member.inbox.unused(_SPARE_NBYTES // self._workers)
 
 
 def _process_state(pid: int | None) -> str:

@@ -11,8 +11,8 @@ import zlib
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from creel.policies.arrays import Mask
 from creel.policies.cluster import placement
 from creel.policies.cluster.boundary import ClusterView, Deals
 from creel.policies.cluster.members import (
@@ -44,7 +44,7 @@ class SharedPlan:
 
     seed: int
     known: ChangeId
-    members: NDArray[np.bool_]
+    members: Mask
     holder: Nodes | None
     planned: Nodes | None
 
@@ -150,7 +150,7 @@ class Agreement:
         part = max(clock - first, 0) * placement.EPOCH // max(end - first, 1)
         return EpochMoment(dataset, orders[epoch].seed, part)
 
-    def due(self, epoch: int, view: ClusterView) -> tuple[NDArray[np.bool_], ChangeId, int] | None:
+    def due(self, epoch: int, view: ClusterView) -> tuple[Mask, ChangeId, int] | None:
         """The next change to plan for: members, its name, and the clock from which they count.
 
         Where it cannot be followed, this node is astray.

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ids, Ints, Mask, unique
 from creel.policies.cluster import placement
 from creel.policies.cluster.job_order import JobOrder
 from creel.policies.cluster.members import Change, ChangeId
 from creel.policies.cluster.placement import dataset_nbytes, nobody
 from creel.policies.eviction.policy import RESIDENT, STORED
-from creel.policies.eviction.selection import Ids, Nodes
-from creel.policies.masks import unique
+from creel.policies.eviction.selection import Nodes
 
 #: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
 PARTS = 256
@@ -34,19 +34,19 @@ class ClusterView:
         cluster: its name.
         log: the latest changes of its members.
         names: of the nodes, the same in all clusters that a node belongs to; (): they have none.
-        homed: datasets that some node also reads for a job on other nodes: no plan for this cluster
-            alone says what lies where.
+        by_hash: datasets that some node also reads for a job on other nodes: their objects' homes
+            (`homes`) say what lies where, no plan for this cluster alone.
     """
 
     me: int
-    nodes: NDArray[np.int64]
-    capacity: NDArray[np.int64]
-    origin: NDArray[np.int64]
-    disk: NDArray[np.int64]
+    nodes: Ints
+    capacity: Ints
+    origin: Ints
+    disk: Ints
     cluster: str = ""
     log: tuple[Change, ...] = ()
     names: tuple[str, ...] = ()
-    homed: frozenset[str] = frozenset()
+    by_hash: frozenset[str] = frozenset()
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -78,7 +78,6 @@ class Deals:
     dataset: str = ""
 
     def forget(self, epoch: int) -> None:
-        """Forget epochs before `epoch`."""
         self.orders = {e: order for e, order in self.orders.items() if e >= epoch}
 
     def known(self, epoch: int) -> bool:
@@ -126,7 +125,7 @@ class Placed(NamedTuple):
     surplus: list[Ids]
     unread: Ids
 
-    def part(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+    def part(self, ids: NDArray[np.integer]) -> Ints:
         """(k,) the part of this epoch in which its holder gets each object; -1: it has it."""
         if not len(self.coming):
             return np.full(len(ids), -1)
@@ -159,12 +158,12 @@ class ClusterBoundary:
     orders: list[JobOrder]
     holder: Nodes | None
     copies: Ids
-    size: NDArray[np.int64]
-    capacity: NDArray[np.int64]
+    size: Ints
+    capacity: Ints
     state: NDArray[np.uint8]
     stored: NDArray[np.uint8] | None
     lead: float
-    members: NDArray[np.bool_]
+    members: Mask
     known: ChangeId
     clock: int = 0
     planned: Nodes | None = None
@@ -228,7 +227,7 @@ class ClusterBoundary:
         return placement.Uses(without(uses.owner, self.members), uses.when)
 
 
-def without(holder: Nodes, members: NDArray[np.bool_]) -> Nodes:
+def without(holder: Nodes, members: Mask) -> Nodes:
     """`holder`, with nobody in place of nodes that are no members.
 
     >>> without(np.array([0, 1, 255], np.uint8), np.array([True, False])).tolist()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ids, Index, Ints, Mask, joined
 from creel.policies.cluster import placement
 from creel.policies.cluster.agreement import Agreement, SharedPlan
 from creel.policies.cluster.boundary import (
@@ -25,10 +26,8 @@ from creel.policies.cluster.boundary import (
 )
 from creel.policies.cluster.members import EpochMoment, PlanDigest
 from creel.policies.cluster.placement import dataset_nbytes, nobody
-from creel.policies.eviction.candidates import Index
 from creel.policies.eviction.planned import LISTED, PlannedEviction, PlanningContext
-from creel.policies.eviction.policy import joined
-from creel.policies.eviction.selection import Ids, Nodes
+from creel.policies.eviction.selection import Nodes
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
@@ -66,7 +65,7 @@ class ClusterEviction(PlannedEviction):
         self.deals = deals
         self._holder: Nodes | None = None  # when this epoch began
         self._copies = _NO_IDS  # of this node, then
-        self._spare = _NO_IDS  # those planned, which yield to anything else
+        self._second_copies = _NO_IDS  # those planned, which yield to anything else
         self._next: Placed | None = None  # when this epoch ends
         # When the next one ends: planned ahead, as what its first steps read may not leave before.
         self._later: tuple[ClusterBoundary, Placed] | None = None
@@ -111,11 +110,6 @@ class ClusterEviction(PlannedEviction):
         return self._agreement.moment(self.epoch, self.uses.span(self.epoch), clock, step_s)
 
     # --- the plan --------------------------------------------------------------------------------
-
-    @property
-    def among_nodes(self) -> ClusterEviction:
-        """This policy."""
-        return self
 
     def planning_task(self, context: PlanningContext) -> PlanningTask | None:
         """Return what to plan now, if anything: once for each epoch and each change."""
@@ -162,9 +156,7 @@ class ClusterEviction(PlannedEviction):
         counted = self._agreement.members, self._agreement.since
         return ClusterBoundary(epoch, view, orders, *columns, lead, *counted)
 
-    def _in_use(
-        self, view: ClusterView, step_nbytes: int, capacity: NDArray[np.int64], whole: int
-    ) -> NDArray[np.int64]:
+    def _in_use(self, view: ClusterView, step_nbytes: int, capacity: Ints, whole: int) -> Ints:
         """(nodes,) bytes to leave to steps in use, where the memories hold more than all objects.
 
         A node that is full of what stays would have to give up some of that for each step.
@@ -176,11 +168,10 @@ class ClusterEviction(PlannedEviction):
         beyond = max(int(capacity[members].sum()) - whole, 0) // max(int(members.sum()), 1)
         ranks = np.bincount(view.nodes, minlength=len(capacity))
         peak = _STEPS_IN_USE * step_nbytes * ranks + capacity // _PEAK_PART
-        in_use: NDArray[np.int64] = np.minimum(peak, beyond)
+        in_use: Ints = np.minimum(peak, beyond)
         return in_use
 
     def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
-        """Take a plan, if it is that of the latest task."""
         if task is not self._asking or not isinstance(plan, Placed):
             return
         asked, self._asking = self._asking, None
@@ -194,21 +185,20 @@ class ClusterEviction(PlannedEviction):
 
     def _follow(self, placed: Placed) -> None:
         """Keep what this plan says over the end of this epoch."""
-        self._marks[self._spare] &= ~_COPY
-        self._next, self._surplus, self._spare = placed, list(placed.surplus), placed.copies
-        self._marks[self._spare] |= _COPY
+        self._marks[self._second_copies] &= ~_COPY
+        self._next, self._surplus, self._second_copies = placed, list(placed.surplus), placed.copies
+        self._marks[self._second_copies] |= _COPY
 
     @property
     def _planned(self) -> bool:
         return self._next is not None
 
-    def _staying(self, ids: Index) -> NDArray[np.bool_]:
+    def _staying(self, ids: Index) -> Mask:
         assert self._next is not None  # noqa: S101  `_planned`
-        staying: NDArray[np.bool_] = self._next.holder[ids] == self._next.me
+        staying: Mask = self._next.holder[ids] == self._next.me
         return staying | self._marked(ids, _COPY)
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
-        """The first object of `epoch` was read."""
         if uses is not self.uses or epoch <= self.epoch:
             return
         placed = self._next if epoch == self.epoch + 1 else None
@@ -221,7 +211,7 @@ class ClusterEviction(PlannedEviction):
         self._asking = self._next = self._later = self._agreement.given = None
         self._holder = None if placed is None else placed.holder
         self._copies = _NO_IDS if placed is None else placed.copies
-        self._spare = _NO_IDS
+        self._second_copies = _NO_IDS
         sent = np.empty(0, np.bool_) if placed is None else self._marked(placed.lent, _SENT_EARLY)
         self._marks &= LISTED
         if placed is not None:
@@ -240,8 +230,11 @@ class ClusterEviction(PlannedEviction):
         if len(found) >= k:
             return found
         more, left = [found], k - len(found)
-        while len(self._spare) and left > 0:
-            ids, self._spare = self._spare[-left:].astype(np.intp), self._spare[:-left]
+        while len(self._second_copies) and left > 0:
+            ids, self._second_copies = (
+                self._second_copies[-left:].astype(np.intp),
+                self._second_copies[:-left],
+            )
             self._marks[ids] &= ~_COPY
             ids = ids[self._leaving(ids) & ~self._listed(ids) & ~self.wanted(ids)]
             more.append(ids)
@@ -259,17 +252,16 @@ class ClusterEviction(PlannedEviction):
             return own
         return joined([own, self._farthest(ids[asked], k - len(own), step)])
 
-    def wanted(self, ids: Index) -> NDArray[np.bool_]:
+    def wanted(self, ids: Index) -> Mask:
         """(k,) whether the current epoch reads each again, here or on a peer."""
         return super().wanted(ids) | self._marked(ids, _LENT)
 
     def sent(self, ids: Index) -> None:
-        """Objects were sent to the peer that reads them."""
         lent = self._marked(ids, _LENT)
         self._marks[ids[~lent]] |= _SENT_EARLY
         self._marks[ids[lent]] &= ~_LENT
 
-    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:
+    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:
         """(k,) whether each object, to be read in `epoch`, is yet to come to the peer it is from.
 
         Its reader in this epoch is that peer, and the ranks go in step; None: none is awaited.
@@ -285,7 +277,7 @@ class ClusterEviction(PlannedEviction):
         part = (clock - first) * PARTS // max(end - first, 1)
         return self._next.part(ids) > part
 
-    def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:
+    def holders(self, ids: Index, epoch: int) -> Ints | None:
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no plan."""
         holder = None if self._agreement.astray else self._holder
         if epoch == self.epoch + 1:

@@ -21,9 +21,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Index, Ints, Mask, joined
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.eviction.candidates import Index
-from creel.policies.eviction.policy import RESIDENT, STORED, joined
+from creel.policies.eviction.policy import RESIDENT, STORED
 from creel.policies.eviction.recent import MostRecentFirst, ReleaseLog
 from creel.policies.next_use import NEVER, NextUses
 
@@ -81,25 +81,25 @@ class Homes:
         self.share = float((self._origin == SOURCE).mean())
         self.nbytes = sum(sizes.values())
 
-    def mine(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+    def mine(self, ids: NDArray[np.integer]) -> Mask:
         """(k,) whether this node is home of each object."""
-        mine: NDArray[np.bool_] = self.origins(ids) == SOURCE
+        mine: Mask = self.origins(ids) == SOURCE
         return mine
 
-    def asked(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+    def asked(self, ids: NDArray[np.integer]) -> Mask:
         """(k,) whether peers of some job ask this node for each object."""
         return self._asked[_bucket(ids)]
 
-    def passed_on(self, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+    def relayed(self, ids: NDArray[np.integer]) -> Mask:
         """(k,) whether peers of one job ask for it here, where a peer of another is its home."""
         return self.asked(ids) & ~self.mine(ids)
 
-    def origins(self, ids: NDArray[np.integer]) -> NDArray[np.int64]:
+    def origins(self, ids: NDArray[np.integer]) -> Ints:
         """(k,) the peer to ask for each object; -1: it is to be read from the source."""
         return self._origin[_bucket(ids)]
 
 
-def _bucket(ids: NDArray[np.integer]) -> NDArray[np.intp]:
+def _bucket(ids: NDArray[np.integer]) -> Index:
     return ((ids.astype(np.uint64) * _GOLDEN) >> _SHIFT).astype(np.intp)
 
 
@@ -129,11 +129,7 @@ class HomesEviction(MostRecentFirst):
     reads_for_peers = True
 
     def __init__(
-        self,
-        state: NDArray[np.uint8],
-        pins: NDArray[np.int32],
-        uses: list[NextUses],
-        homes: Homes,
+        self, state: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses], homes: Homes
     ) -> None:
         super().__init__(state, pins, uses)
         self.homes: Homes = homes
@@ -146,12 +142,6 @@ class HomesEviction(MostRecentFirst):
     def read_ahead_room(self, room: float) -> float:
         """What is not needed for objects at home here, and in any case a small part."""
         return max(room - _UNEVEN * self.homes.share * len(self._state), room / _AHEAD_PART)
-
-    def rehome(self, homes: Homes | None) -> None:
-        """Nodes left or came back."""
-        if homes is None or homes is self.homes:
-            return
-        self.homes, self.stale = homes, True
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
         super().epoch_began(uses, epoch)
@@ -195,7 +185,7 @@ class HomesEviction(MostRecentFirst):
         self._excess.remove(loose[:k])
         self._excess.add(loose[k:])
 
-    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+    def keeps(self, ids: Index) -> Mask:
         """(k,) whether each is worth a place on this node's disk: what it is home of."""
         return self.homes.mine(ids)
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Index, Ints, Mask, joined
 from creel.policies.cluster.boundary import ClusterBoundary, Deals, Placed
 from creel.policies.cluster.homes import FOR_PEERS, Homes
 from creel.policies.cluster.job_order import JobOrder
-from creel.policies.eviction.candidates import Index, Sorted
+from creel.policies.eviction.candidates import Sorted
 from creel.policies.eviction.farthest import FarthestNextUse, soonest
-from creel.policies.eviction.policy import joined
 from creel.policies.eviction.recent import ReleaseLog
 from creel.policies.eviction.retention import EpochBoundary, Kept
 from creel.policies.next_use import NEVER, NextUses
@@ -76,7 +76,7 @@ class FirstReads(NamedTuple):
     unit: int
     after: NDArray[np.uint16]
 
-    def steps(self, ids: Index) -> NDArray[np.int64]:
+    def steps(self, ids: Index) -> Ints:
         """(k,) the first step that reads each object, NEVER where none does."""
         after = self.after[ids]
         return np.where(after == _UNREAD, NEVER, self.base + self.unit * after.astype(np.int64))
@@ -135,7 +135,7 @@ class MergedUses:
         self.done: list[int] = []  # steps of each job
         self._read = np.zeros(objects, np.int32)  # reads before this common time are over
 
-    def due(self, ids: Index) -> NDArray[np.int64]:
+    def due(self, ids: Index) -> Ints:
         """(k,) common time of the next read; far away where none is known."""
         read, times = self._read[ids], []
         for epochs, (a, b), done in zip(self.jobs, self.clocks, self.done, strict=True):
@@ -194,11 +194,6 @@ class HomesFarthest(FarthestNextUse):
         """A small part."""
         return room / _AHEAD_PART
 
-    def rehome(self, homes: Homes | None) -> None:
-        """Nodes left or came back."""
-        if homes is not None and homes is not self.homes:
-            self.homes, self.stale = homes, True
-
     # --- the jobs' orders ------------------------------------------------------------------------
 
     def planning_task(self, context: PlanningContext) -> JobsTask | None:  # noqa: ARG002
@@ -225,7 +220,6 @@ class HomesFarthest(FarthestNextUse):
         self.stale = True
 
     def epoch_began(self, uses: NextUses, epoch: int) -> None:
-        """A job has begun an epoch."""
         for job, known in zip(self._jobs, self._known, strict=True):
             if job.uses is uses:
                 job.deals.forget(epoch)
@@ -234,7 +228,6 @@ class HomesFarthest(FarthestNextUse):
         self.stale = True
 
     def replanned(self) -> None:
-        """Plans were rebuilt, or a job ended."""
         super().replanned()
         self._merged.forget()
         self._known = [{} for _ in self._jobs]
@@ -254,14 +247,13 @@ class HomesFarthest(FarthestNextUse):
     def _sorted(self, objects: int) -> Sorted:
         return Sorted(objects, partial(MergedUses.due, self._merged))
 
-    def due(self, ids: Index) -> NDArray[np.int64]:
+    def due(self, ids: Index) -> Ints:
         """(k,) common time of each object's next use."""
         if self.stale:
             self.relist()
         return self._merged.due(ids)
 
     def sent(self, ids: Index) -> None:
-        """Objects were sent to the peer that reads them."""
         if not self.stale:
             self._merged.was_read(ids)
 
@@ -270,7 +262,7 @@ class HomesFarthest(FarthestNextUse):
         self._pool.add(ids[mine])
         self._guests.add(ids[~mine])
 
-    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+    def keeps(self, ids: Index) -> Mask:
         """(k,) whether each is worth a place on this node's disk: what it is home of."""
         return self.homes.mine(ids)
 

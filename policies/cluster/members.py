@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+
+from creel.policies.arrays import Mask
 
 #: Changes that are kept and sent: who has missed more takes a plan from another node.
 MAX_CHANGES = 8
@@ -67,7 +68,7 @@ class Change(NamedTuple):
         return next((m for m in self.moments if m.dataset == dataset), None)
 
 
-def packed(members: NDArray[np.bool_]) -> bytes:
+def packed(members: Mask) -> bytes:
     """(nodes,) members as bits.
 
     >>> unpacked(packed(np.array([True, False, True])), 3).tolist()
@@ -76,7 +77,7 @@ def packed(members: NDArray[np.bool_]) -> bytes:
     return np.packbits(members).tobytes()
 
 
-def unpacked(members: bytes, nodes: int) -> NDArray[np.bool_]:
+def unpacked(members: bytes, nodes: int) -> Mask:
     """(nodes,) what `packed` was given; nodes beyond the bits are no members."""
     bits = np.frombuffer(members.ljust(-(-nodes // 8), b"\0"), np.uint8)
     return np.unpackbits(bits, count=nodes).astype(np.bool_)

@@ -22,12 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ids, Index, Ints, Mask
 from creel.policies.eviction.selection import (
     LEAD,
     PIECE,
     Candidates,
-    Ids,
-    Ints,
     Nodes,
     Piece,
     Tally,
@@ -172,14 +171,14 @@ def next_holders(
 
 def replicas(
     node: int,
-    held: NDArray[np.bool_],
+    held: Mask,
     holder: Nodes,
     planned: Nodes,
     now: Uses,
     owners: Sequence[Nodes],
     size: Ints,
     capacity: int,
-) -> NDArray[np.bool_]:
+) -> Mask:
     """Return (n,) whether this node keeps a second copy of each object when this epoch ends.
 
     Each node plans its own: what the plan for all leaves free is filled with what it has read or
@@ -282,9 +281,9 @@ class _Sites:
         """(k,) bytes of objects."""
         return _nbytes(ids, self.size)
 
-    def unread(self, ids: Ids | slice) -> NDArray[np.bool_]:
+    def unread(self, ids: Ids | slice) -> Mask:
         """(k,) whether this epoch is yet to read each."""
-        unread: NDArray[np.bool_] = self.now.owner[ids] != self.nobody
+        unread: Mask = self.now.owner[ids] != self.nobody
         return unread & (self.now.when[ids] >= self.clock)
 
     def best(self, copied: int) -> tuple[Nodes, NDArray[np.uint8]]:
@@ -324,7 +323,7 @@ class _Sites:
         at = owner[missing].astype(np.int64) * tally.width + stretch[missing]
         tally.miss(at, nbytes[missing])
 
-    def stretch(self, ids: Ids, tally: Tally) -> NDArray[np.int64]:
+    def stretch(self, ids: Ids, tally: Tally) -> Ints:
         """(k,) stretch of what is left of this epoch that reads each of these."""
         when = self.now.when[ids].astype(np.int64) - self.clock
         return 1 + np.maximum(when, 0) * tally.stretches // (EPOCH - self.clock)
@@ -341,7 +340,7 @@ def _sort_in(
     """Node, priority and stretch of all objects that could stay."""
     could = np.flatnonzero(where[piece.ids] != site.nobody)
     ids, early = piece.ids[could], piece.early[could]
-    priorities: NDArray[np.int64] | int = tally.priorities - 1
+    priorities: Ints | int = tally.priorities - 1
     if piece.read:
         priorities = np.where(early, LEAD, priority[ids]).astype(np.int64)
     stretch = np.where(site.unread(ids), site.stretch(ids, tally), 0)
@@ -430,7 +429,7 @@ def _to_any(ids: Ids, where: Nodes, site: _Sites, surplus: Ints, room: Ints) -> 
     where[ids] = node
 
 
-def _first_bytes(group: NDArray[np.integer], nbytes: Ints, limit: Ints) -> NDArray[np.intp]:
+def _first_bytes(group: NDArray[np.integer], nbytes: Ints, limit: Ints) -> Index:
     """Indices of the first members of each group that together have up to `limit` bytes."""
     order = group.argsort(kind="stable")
     total = nbytes[order].cumsum()
@@ -438,5 +437,5 @@ def _first_bytes(group: NDArray[np.integer], nbytes: Ints, limit: Ints) -> NDArr
     first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(group)])
     lengths = np.diff(np.append(first, len(group)))
     total -= np.repeat((total - nbytes[order])[first], lengths)
-    fits: NDArray[np.intp] = order[total <= limit[group]]
+    fits: Index = order[total <= limit[group]]
     return fits

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction.selection import Ids
+from creel.policies.arrays import Ids
 
 #: Samples that are exchanged at once, in whole steps.
 _PIECE = 1 << 20

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Floats, Ints
 from creel.policies.cluster import placement
 from creel.policies.cluster.remap import Exchange
 from creel.policies.eviction.selection import Nodes
 
 #: Nodes whose second copies are followed; the others are taken to be like them.
 _FOLLOWED = 8
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -230,10 +230,10 @@ class _StepSamples:
     """Samples by step: (steps, ranks) or (steps, nodes)."""
 
     job: Scenario
-    local: NDArray[np.int64]  # by rank
-    remote: NDArray[np.int64]  # by rank
-    missed: NDArray[np.int64]  # by rank
-    served: NDArray[np.int64]  # by node that sends
+    local: Ints  # by rank
+    remote: Ints  # by rank
+    missed: Ints  # by rank
+    served: Ints  # by node that sends
 
     @classmethod
     def of(cls, job: Scenario, holder: Nodes, owner: Nodes, nobody: int) -> _StepSamples:
@@ -271,5 +271,5 @@ class _StepSamples:
         return float(done[-1])
 
 
-def _time(amount: NDArray[np.int64] | Floats, speed: float) -> Floats:
+def _time(amount: Ints | Floats, speed: float) -> Floats:
     return amount / speed if speed else np.zeros(amount.shape)

@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-Index = NDArray[np.intp]
-
-_EMPTY = np.empty(0, np.intp)
+from creel.policies.arrays import NONE, Index, Ints, joined
 
 
 class Sorted:
@@ -22,32 +19,30 @@ class Sorted:
     An object added again under another key leaves its old entry behind, which no longer counts.
 
     >>> pool = Sorted(3, lambda ids: np.array([5, 9, 7])[ids])
-    >>> pool.add(np.arange(3)).tolist()
-    []
+    >>> pool.add(np.arange(3))
     >>> pool.take(2).tolist()
     [1, 2]
     """
 
-    def __init__(self, objects: int, key: Callable[[Index], NDArray[np.int64]]) -> None:
+    def __init__(self, objects: int, key: Callable[[Index], Ints]) -> None:
         """key: (k,) ids to (k,) keys >= 0; may change for an object between its entries."""
         self._key = key
         self._listed = np.full(objects, -1, np.int64)  # the key of the valid entry
-        self._runs: list[tuple[NDArray[np.int64], Index]] = []  # keys ascending, ids
+        self._runs: list[tuple[Ints, Index]] = []  # keys ascending, ids
 
-    def add(self, ids: Index) -> Index:
-        """Add candidates (each once); returns none, as all have a place."""
+    def add(self, ids: Index) -> None:
+        """Add candidates (each once)."""
         keys = self._key(ids)
         new = self._listed[ids] != keys
         keys, ids = keys[new], ids[new]
         if not len(ids):
-            return _EMPTY
+            return
         self._listed[ids] = keys
         order = keys.argsort()
         run = keys[order], ids[order]
         while self._runs and len(self._runs[-1][0]) <= 2 * len(run[0]):
             run = self._merged(self._runs.pop(), run)
         self._runs.append(run)
-        return _EMPTY
 
     def take(self, k: int, above: int = -1) -> Index:
         """Remove and return up to k candidates, largest key first, only keys > `above`."""
@@ -59,7 +54,7 @@ class Sorted:
             k -= len(ids)
             if not more:
                 break
-        return np.concatenate(out) if out else _EMPTY
+        return joined(out)
 
     def _distinct(self, ids: Index) -> Index:
         """Remove and return distinct ids; a key that came back may have two valid entries."""
@@ -69,10 +64,10 @@ class Sorted:
         self._listed[ids] = -1
         return ids
 
-    def _pop(self, k: int, above: int) -> tuple[NDArray[np.int64], Index, bool]:
+    def _pop(self, k: int, above: int) -> tuple[Ints, Index, bool]:
         """Remove the k entries with the largest keys > above; and whether there may be more."""
         if not self._runs:
-            return np.empty(0, np.int64), _EMPTY, False
+            return np.empty(0, np.int64), NONE, False
         heads = [(keys[-k:], ids[-k:]) for keys, ids in self._runs]
         keys = np.concatenate([h[0] for h in heads])
         ids = np.concatenate([h[1] for h in heads])
@@ -87,9 +82,7 @@ class Sorted:
         ]
         return keys[best], ids[best], len(best) == k
 
-    def _merged(
-        self, a: tuple[NDArray[np.int64], Index], b: tuple[NDArray[np.int64], Index]
-    ) -> tuple[NDArray[np.int64], Index]:
+    def _merged(self, a: tuple[Ints, Index], b: tuple[Ints, Index]) -> tuple[Ints, Index]:
         keys, ids = np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
         counts = self._listed[ids] == keys
         keys, ids = keys[counts], ids[counts]

@@ -30,9 +30,7 @@ from creel.policies.cluster.homes import Homes, HomesEviction
 from creel.policies.cluster.jobs import DealtJob, HomesFarthest
 from creel.policies.eviction.farthest import FarthestNextUse
 from creel.policies.eviction.planned import PlannedEviction
-from creel.policies.eviction.policy import (
-    EvictionPolicy,
-)
+from creel.policies.eviction.policy import EvictionPolicy
 from creel.policies.eviction.recent import MostRecentFirst
 from creel.policies.next_use import NextUses
 
@@ -49,7 +47,7 @@ class Readers:
         epoch: the epoch that the first job reads in.
         deals: what is known of the first job on other nodes.
         homes: where to ask, if the nodes serve each other without a plan for all; together: their
-            memories hold all objects; homed: some job has other nodes than another one.
+            memories hold all objects; by_hash: some job has other nodes than another one.
         dealt: how each job deals its epochs to all ranks; None: some job's deals are not known.
     """
 
@@ -61,20 +59,17 @@ class Readers:
     deals: Deals
     homes: Homes | None = None
     together: bool = False
-    homed: bool = False
+    by_hash: bool = False
     dealt: list[DealtJob] | None = None
 
 
 def choose(
-    present: EvictionPolicy | None,
-    readers: Readers,
-    state: NDArray[np.uint8],
-    pins: NDArray[np.int32],
+    present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
     """Return the eviction policy that suits the readers: the present one where it still does."""
     uses, homes = readers.uses, readers.homes
     dealt = readers.dealt if len(uses) > 1 else None
-    at_home = readers.unplanned or readers.together or (readers.homed and dealt is None)
+    at_home = readers.unplanned or readers.together or (readers.by_hash and dealt is None)
     at_home |= len(uses) == 1 and readers.once
     if homes is not None and at_home:
         if not isinstance(present, HomesEviction):
@@ -85,15 +80,12 @@ def choose(
             present = HomesFarthest(state, pins, dealt, readers.clock, homes)
     else:
         present = _alone(present, readers, state, pins)
-    present.rehome(homes)
+    present.set_homes(homes)
     return present
 
 
 def _alone(
-    present: EvictionPolicy | None,
-    readers: Readers,
-    state: NDArray[np.uint8],
-    pins: NDArray[np.int32],
+    present: EvictionPolicy, readers: Readers, state: NDArray[np.uint8], pins: NDArray[np.int32]
 ) -> EvictionPolicy:
     """`choose` where no other node keeps anything for this one, or where that is planned."""
     uses = readers.uses

@@ -12,9 +12,9 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction.candidates import Index, Sorted
-from creel.policies.eviction.policy import EvictionPolicy, joined
-from creel.policies.masks import unique
+from creel.policies.arrays import Floats, Index, Ints, joined, unique
+from creel.policies.eviction.candidates import Sorted
+from creel.policies.eviction.policy import EvictionPolicy
 from creel.policies.next_use import NEVER, NextUses
 
 #: All residents are sorted again after plans for this part of the dataset (1/n).
@@ -63,7 +63,7 @@ class FarthestNextUse(EvictionPolicy):
         self._pool = self._sorted(len(self._state))
         self._list(self._unpinned())
 
-    def due(self, ids: Index) -> NDArray[np.int64]:
+    def due(self, ids: Index) -> Ints:
         """(k,) common time of each object's next use."""
         if self.stale:
             self.relist()
@@ -103,9 +103,7 @@ class FarthestNextUse(EvictionPolicy):
         return joined(out)
 
 
-def _next_uses(
-    jobs: list[NextUses], lines: list[tuple[float, float, float]], ids: Index
-) -> NDArray[np.int64]:
+def _next_uses(jobs: list[NextUses], lines: list[tuple[float, float, float]], ids: Index) -> Ints:
     """(k,) common time of each object's next use; `lines`: (a, b, time of unknown uses) per job."""
     times = []
     for uses, (a, b, beyond) in zip(jobs, lines, strict=True):
@@ -114,7 +112,7 @@ def _next_uses(
     return soonest(times, len(ids), 2**62)
 
 
-def soonest(times: Iterable[NDArray[np.float64]], objects: int, latest: int) -> NDArray[np.int64]:
+def soonest(times: Iterable[Floats], objects: int, latest: int) -> Ints:
     """(k,) the first of several times of each of `objects` objects, from 0 to `latest`.
 
     >>> soonest([np.array([3.0, -1.0, 7.5]), np.array([4.0, 2.0, np.inf])], 3, 5).tolist()
@@ -123,5 +121,5 @@ def soonest(times: Iterable[NDArray[np.float64]], objects: int, latest: int) -> 
     out = np.full(objects, np.inf)
     for one in times:
         np.minimum(out, one, out=out)
-    keys: NDArray[np.int64] = np.clip(out, 0, latest).astype(np.int64)
+    keys: Ints = np.clip(out, 0, latest).astype(np.int64)
     return keys

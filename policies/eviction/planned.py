@@ -1,6 +1,6 @@
 """Eviction for epochs that read each object at most once, following a retention plan. Pure.
 
-`retention.plan` plans an epoch's end outside the loop, between `planning_task` and
+`EpochBoundary.plan` plans an epoch's end outside the loop, between `planning_task` and
 `retention_planned`. Until then whatever was read may leave, and what the epoch has yet to read
 stays (law L1): that alone reaches the bound on reads; the plan adds an even pace, and epochs that
 begin with hits.
@@ -14,18 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction.candidates import Index
-from creel.policies.eviction.policy import (
-    NONE,
-    NOT_STORED,
-    RESIDENT,
-    SKIPPED,
-    EvictionPolicy,
-    joined,
-)
+from creel.policies.arrays import NONE, Ids, Index, Ints, Mask, every, joined, unique
+from creel.policies.eviction.policy import NOT_STORED, RESIDENT, SKIPPED, EvictionPolicy
 from creel.policies.eviction.retention import EpochBoundary, Kept
-from creel.policies.eviction.selection import Ids
-from creel.policies.masks import every, unique
 from creel.policies.next_use import NextUses
 
 if TYPE_CHECKING:  # circular import
@@ -64,7 +55,7 @@ class PlanningContext(Protocol):
     def capacity(self) -> int:
         """Bytes of memory, and of disk, that the dataset may claim."""
 
-    def capacities(self, view: ClusterView) -> NDArray[np.int64]:
+    def capacities(self, view: ClusterView) -> Ints:
         """(nodes,) bytes of memory and disk of each node of a cluster that the dataset may claim.
 
         All nodes get the same.
@@ -75,11 +66,11 @@ class PlanningContext(Protocol):
         """Bytes of all its objects, unknown lengths guessed."""
 
     @property
-    def size(self) -> NDArray[np.int64]:
+    def size(self) -> Ints:
         """As `EpochBoundary.size`."""
 
     @property
-    def agreed_size(self) -> NDArray[np.int64]:
+    def agreed_size(self) -> Ints:
         """(n,) bytes of each object as every node knows them, or (1,) where some are unknown."""
 
     @property
@@ -102,16 +93,12 @@ class PlannedEviction(EvictionPolicy):
     replaces = True
 
     def __init__(
-        self,
-        state: NDArray[np.uint8],
-        pins: NDArray[np.int32],
-        uses: NextUses,
-        epoch: int = 0,
+        self, state: NDArray[np.uint8], pins: NDArray[np.int32], uses: NextUses, epoch: int = 0
     ) -> None:
         super().__init__(state, pins, [uses])
         self.uses = uses
         self.epoch = epoch  # the latest in which anything was read
-        self._stays: NDArray[np.bool_] | None = None  # the plan of this epoch's end
+        self._stays: Mask | None = None  # the plan of this epoch's end
         self._marks = np.zeros(len(state), np.uint8)
         self._going: list[Ids] = []  # the latest last
         self._surplus: list[Ids] = []  # held when the plan was made, and not needed
@@ -177,7 +164,6 @@ class PlannedEviction(EvictionPolicy):
         return int(_WAIT_PART * (context.clock - first) >= end - first)
 
     def retention_planned(self, task: PlanningTask, plan: RetentionPlan) -> None:
-        """Take a plan, if it is that of the latest task."""
         if task is not self._pending or not isinstance(plan, Kept):
             return
         again, self._released_since = self._released_since, []
@@ -188,9 +174,9 @@ class PlannedEviction(EvictionPolicy):
         for ids in again:
             self.released(ids[self._leaving(ids)])
 
-    def _gone(self, ids: Index) -> NDArray[np.bool_]:
+    def _gone(self, ids: Index) -> Mask:
         """(k,) whether each is neither in memory nor on disk."""
-        gone: NDArray[np.bool_] = self._state[ids] <= SKIPPED
+        gone: Mask = self._state[ids] <= SKIPPED
         if self.stored is not None:
             gone &= self.stored[ids] == NOT_STORED
         return gone
@@ -231,11 +217,11 @@ class PlannedEviction(EvictionPolicy):
             self._marks[ids] |= LISTED
             self._going.append(ids.astype(np.int32))
 
-    def _listed(self, ids: Index) -> NDArray[np.bool_]:
+    def _listed(self, ids: Index) -> Mask:
         return self._marked(ids, LISTED)
 
-    def _marked(self, ids: Index | Ids, mark: np.uint8) -> NDArray[np.bool_]:
-        marked: NDArray[np.bool_] = (self._marks[ids] & mark) > 0
+    def _marked(self, ids: Index | Ids, mark: np.uint8) -> Mask:
+        marked: Mask = (self._marks[ids] & mark) > 0
         return marked
 
     def _unlist(self, ids: Index) -> None:
@@ -246,7 +232,7 @@ class PlannedEviction(EvictionPolicy):
         """Whether it is known what stays over the end of this epoch."""
         return self._stays is not None
 
-    def _staying(self, ids: Index) -> NDArray[np.bool_]:
+    def _staying(self, ids: Index) -> Mask:
         """(k,) whether each object stays, where that is planned."""
         assert self._stays is not None  # noqa: S101  `_planned`
         return self._stays[ids]
@@ -255,11 +241,11 @@ class PlannedEviction(EvictionPolicy):
     def _limit(self) -> int:
         return self.uses.start(self.epoch + 1)
 
-    def wanted(self, ids: Index) -> NDArray[np.bool_]:
-        wanted: NDArray[np.bool_] = self.uses.due[ids] < self._limit
+    def wanted(self, ids: Index) -> Mask:
+        wanted: Mask = self.uses.due[ids] < self._limit
         return wanted
 
-    def dispensable(self, ids: Index) -> NDArray[np.bool_]:
+    def dispensable(self, ids: Index) -> Mask:
         """(k,) whether each may leave as well as any other that may."""
         unwanted = ~self.wanted(ids)
         if self._planned:
@@ -270,7 +256,7 @@ class PlannedEviction(EvictionPolicy):
         """All that may leave, once there is a plan."""
         return self.victims(k, step) if self._planned or self._all_fits else NONE
 
-    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+    def keeps(self, ids: Index) -> Mask:
         """(k,) whether each is worth a place on disk; all are while nothing is planned."""
         if not self._planned:
             return super().keeps(ids)

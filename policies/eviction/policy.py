@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction.candidates import Index
+from creel.policies.arrays import NONE, Index, Ints, Mask
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
-    from creel.policies.cluster.eviction import ClusterEviction
     from creel.policies.cluster.homes import Homes
     from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
     from creel.policies.eviction.planned import PlanningContext
@@ -23,14 +22,6 @@ ABSENT, SKIPPED, FAILED, FETCHING, RESIDENT, OVERDUE = range(6)
 # Whether an object is on local disk, too: no, being written, yes.
 NOT_STORED, STORING, STORED = range(3)
 
-NONE = np.empty(0, np.intp)
-
-
-def joined(parts: list[Index]) -> Index:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else NONE
-
 
 class EvictionPolicy:
     """Interface of all eviction policies to the core, with defaults and the last resort.
@@ -41,7 +32,7 @@ class EvictionPolicy:
     """
 
     #: Name in `creel stats`.
-    name = "none"
+    name: str
     #: Whether each object fetched far ahead takes the room of one that is read again, so that
     #: reading ahead must stay short.
     short_prefetch = False
@@ -55,6 +46,8 @@ class EvictionPolicy:
     reads_for_peers = False
     #: Where to ask for objects of which no plan says who holds them; None: at the source.
     homes: Homes | None = None
+    #: Whether plans or homes have changed, so that what may leave is to be looked at anew.
+    stale = False
     #: (n,) whether each object is on disk, as above; a live view. None: there is no disk.
     stored: NDArray[np.uint8] | None = None
 
@@ -65,16 +58,10 @@ class EvictionPolicy:
         self._pins = pins
         self.all_uses = uses
 
-    @property
-    def among_nodes(self) -> ClusterEviction | None:
-        """The policy itself, if it follows a plan that all nodes of a cluster make alike."""
-        return None
-
     # --- what happens ----------------------------------------------------------------------------
 
     def released(self, ids: Index) -> None:
         """Residents are no longer pinned (an object may come twice)."""
-        raise NotImplementedError
 
     def plan_extended(self, ids: Index, epoch: int) -> None:
         """A job's plan continues with these reads of `epoch`."""
@@ -95,15 +82,16 @@ class EvictionPolicy:
         """Least number of objects that may be read ahead, of a memory with room for `room`."""
         return 0.0
 
-    def rehome(self, homes: Homes | None) -> None:
-        """Peers are to be asked, or none any more."""
-        self.homes = homes
+    def set_homes(self, homes: Homes | None) -> None:
+        """Peers are to be asked, others than before, or none any more."""
+        if homes is not self.homes:
+            self.homes, self.stale = homes, True
 
-    def holders(self, ids: Index, epoch: int) -> NDArray[np.int64] | None:  # noqa: ARG002
+    def holders(self, ids: Index, epoch: int) -> Ints | None:  # noqa: ARG002
         """(k,) the peer that holds each object for its read in `epoch`, -1 none; None: no peers."""
         return None if self.homes is None else self.homes.origins(ids)
 
-    def awaited(self, ids: Index, epoch: int, clock: int) -> NDArray[np.bool_] | None:  # noqa: ARG002
+    def awaited(self, ids: Index, epoch: int, clock: int) -> Mask | None:  # noqa: ARG002
         """(k,) whether the peer that holds each object then will have it only later; None: none."""
         return None
 
@@ -120,7 +108,7 @@ class EvictionPolicy:
         """Up to k distinct objects that nobody keeps: they leave before what is on disk, too."""
         return NONE
 
-    def keeps(self, ids: Index) -> NDArray[np.bool_]:
+    def keeps(self, ids: Index) -> Mask:
         """(k,) whether each is worth a place on disk."""
         return np.ones(len(ids), np.bool_)
 
@@ -142,11 +130,11 @@ class EvictionPolicy:
             ids, due = ids[best], due[best]
         return ids[due > step] if len(self.all_uses) == 1 else ids
 
-    def wanted(self, ids: Index) -> NDArray[np.bool_]:
+    def wanted(self, ids: Index) -> Mask:
         """(k,) whether the current epoch reads each again, as far as known."""
         return np.zeros(len(ids), np.bool_)
 
-    def due(self, ids: Index) -> NDArray[np.int64]:
+    def due(self, ids: Index) -> Ints:
         """(k,) time of each object's next use on the policy's clock, NEVER where none is known."""
         due = np.full(len(ids), NEVER, np.int64)
         for uses in self.all_uses:
@@ -160,6 +148,22 @@ class EvictionPolicy:
     def _unpinned(self) -> Index:
         return np.flatnonzero((self._state == RESIDENT) & (self._pins == 0))
 
-    def _leaving(self, ids: Index) -> NDArray[np.bool_]:
-        may: NDArray[np.bool_] = (self._state[ids] == RESIDENT) & (self._pins[ids] == 0)
+    def _leaving(self, ids: Index) -> Mask:
+        may: Mask = (self._state[ids] == RESIDENT) & (self._pins[ids] == 0)
         return may
+
+
+class NoEviction(EvictionPolicy):
+    """For a dataset without readers: all that is held stays, until another dataset needs room."""
+
+    name = "none"
+
+    def victims(self, k: int, step: int) -> Index:  # noqa: ARG002
+        return NONE
+
+    def forced_victims(self, k: int, step: int) -> Index:  # noqa: ARG002
+        return NONE
+
+    def due(self, ids: Index) -> Ints:
+        """Zeros: nothing leaves memory because it is due late."""
+        return np.zeros(len(ids), np.int64)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.policies.eviction.candidates import Index
-from creel.policies.eviction.policy import RESIDENT, EvictionPolicy, joined
-from creel.policies.masks import unique
+from creel.policies.arrays import Index, Mask, joined, unique
+from creel.policies.eviction.policy import RESIDENT, EvictionPolicy
 from creel.policies.next_use import NextUses
 
 _PIECE = 256  # least number of entries processed together, as most may be invalid
@@ -49,10 +48,10 @@ class ReleaseLog:
     def all(self) -> Index:
         """(k,) what is in the log, the latest last."""
         ids = self._log[: self._end].astype(np.intp)
-        valid: NDArray[np.bool_] = self._at[ids] == np.arange(self._end)
+        valid: Mask = self._at[ids] == np.arange(self._end)
         return ids[valid]
 
-    def take(self, k: int, leaving: Callable[[Index], NDArray[np.bool_]]) -> Index:
+    def take(self, k: int, leaving: Callable[[Index], Mask]) -> Index:
         """Remove and return up to k objects, the latest first; those not `leaving` are removed."""
         out = []
         while k > 0 and self._end:

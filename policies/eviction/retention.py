@@ -25,17 +25,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.policies.arrays import Ids, Ints, Mask
 from creel.policies.eviction.policy import FETCHING, RESIDENT, STORED
-from creel.policies.eviction.selection import (
-    LEAD,
-    Candidates,
-    Ids,
-    Ints,
-    Piece,
-    Tally,
-    in_order,
-    select,
-)
+from creel.policies.eviction.selection import LEAD, Candidates, Piece, Tally, in_order, select
 
 #: Priorities of objects, the best to keep first: what the next epoch begins with (LEAD, 0), what
 #: else it reads, and what it does not read.
@@ -47,6 +39,13 @@ class StepsOf(Protocol):
     """(n,) steps by object, such as `next_use.Steps`."""
 
     def __getitem__(self, ids: NDArray[np.integer], /) -> NDArray[np.int32]: ...
+
+
+class Kept(NamedTuple):
+    """The plan: (n,) whether each object stays; and those held and read already that need not."""
+
+    stays: Mask
+    surplus: list[Ids]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +70,12 @@ class EpochBoundary:
     state: NDArray[np.uint8]
     clock: int
     end: int
-    size: NDArray[np.int64]
+    size: Ints
     guess: int
     page: int
     capacity: int
     lead: float
     stored: NDArray[np.uint8] | None = None
-
-    def plan(self) -> Kept:
-        return plan(self)
 
     def nbytes(self, ids: Ids) -> Ints:
         """(k,) bytes of room that these objects take up."""
@@ -89,53 +85,44 @@ class EpochBoundary:
         size = np.where(size < 0, self.guess, np.maximum(size, 1))
         return -(-size // self.page) * self.page
 
+    def plan(self) -> Kept:
+        """Return which objects stay when the epoch ends.
 
-class Kept(NamedTuple):
-    """The plan: (n,) whether each object stays; and those held and read already that need not."""
+        >>> due, state = np.array([0, 1, 2, 3], np.int32), np.zeros(4, np.uint8)
+        >>> order = np.array([3, 2, 1, 0], np.int32)
+        >>> size = np.array([10])
+        >>> sizes = size, 10, 1
+        >>> end = EpochBoundary([[order]], due, state, 0, 4, *sizes, capacity=20, lead=0.5)
+        >>> end.plan().stays.tolist()
+        [False, False, True, True]
+        """
+        objects = len(self.state)
+        whole = int(self.size[0]) if len(self.size) == 1 else 0
+        tally = Tally(objects, nodes=1, priorities=_PRIORITIES, whole=whole)
+        pieces = in_order(self.orders, objects, self.lead)
+        parts = [part for part in (self._sort_in(p, tally) for p in pieces) if len(part.ids)]
+        keeper = np.full(objects, _NOBODY, np.uint8)
+        select(parts, tally, np.array([self.capacity]), self.lead, self.nbytes, keeper)
+        stays = keeper != _NOBODY
+        read = [part.ids[part.cell % tally.width == 0] for part in parts]
+        return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
 
-    stays: NDArray[np.bool_]
-    surplus: list[Ids]
-
-
-def plan(boundary: EpochBoundary) -> Kept:
-    """Return which objects stay when the epoch ends.
-
-    >>> due, state = np.array([0, 1, 2, 3], np.int32), np.zeros(4, np.uint8)
-    >>> order = np.array([3, 2, 1, 0], np.int32)
-    >>> size = np.array([10])
-    >>> boundary = EpochBoundary([[order]], due, state, 0, 4, size, 10, 1, capacity=20, lead=0.5)
-    >>> plan(boundary).stays.tolist()
-    [False, False, True, True]
-    """
-    objects = len(boundary.state)
-    whole = int(boundary.size[0]) if len(boundary.size) == 1 else 0
-    tally = Tally(objects, nodes=1, priorities=_PRIORITIES, whole=whole)
-    pieces = in_order(boundary.orders, objects, boundary.lead)
-    parts = [part for part in (_sort_in(boundary, p, tally) for p in pieces) if len(part.ids)]
-    keeper = np.full(objects, _NOBODY, np.uint8)
-    capacity = np.array([boundary.capacity])
-    select(parts, tally, capacity, boundary.lead, boundary.nbytes, keeper)
-    stays = keeper != _NOBODY
-    read = [part.ids[part.cell % tally.width == 0] for part in parts]
-    return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
-
-
-def _sort_in(boundary: EpochBoundary, piece: Piece, tally: Tally) -> Candidates:
-    """Priority and stretch of all objects that could stay: those held, and those yet to be read."""
-    due, state = boundary.due[piece.ids], boundary.state[piece.ids]
-    unread = due < boundary.end
-    held = (state == RESIDENT) | (state == FETCHING)
-    if boundary.stored is not None:
-        held |= boundary.stored[piece.ids] == STORED
-    could = np.flatnonzero(unread | held)
-    ids, due, unread, held = piece.ids[could], due[could], unread[could], held[could]
-    when = np.maximum(due, boundary.clock).astype(np.int64) - boundary.clock
-    when = 1 + when * tally.stretches // max(boundary.end - boundary.clock, 1)
-    stretch = np.where(unread, np.minimum(when, tally.stretches), 0)
-    priority = np.where(piece.early[could], LEAD, _EVEN if piece.read else _REST)
-    cell = priority * tally.width + stretch
-    nbytes = boundary.nbytes(ids)
-    tally.add(cell, nbytes)
-    tally.leave(stretch[held & unread], nbytes[held & unread])
-    tally.miss(stretch[~held], nbytes[~held])
-    return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)
+    def _sort_in(self, piece: Piece, tally: Tally) -> Candidates:
+        """Priority and stretch of what could stay: what is held, and what is yet to be read."""
+        due, state = self.due[piece.ids], self.state[piece.ids]
+        unread = due < self.end
+        held = (state == RESIDENT) | (state == FETCHING)
+        if self.stored is not None:
+            held |= self.stored[piece.ids] == STORED
+        could = np.flatnonzero(unread | held)
+        ids, due, unread, held = piece.ids[could], due[could], unread[could], held[could]
+        when = np.maximum(due, self.clock).astype(np.int64) - self.clock
+        when = 1 + when * tally.stretches // max(self.end - self.clock, 1)
+        stretch = np.where(unread, np.minimum(when, tally.stretches), 0)
+        priority = np.where(piece.early[could], LEAD, _EVEN if piece.read else _REST)
+        cell = priority * tally.width + stretch
+        nbytes = self.nbytes(ids)
+        tally.add(cell, nbytes)
+        tally.leave(stretch[held & unread], nbytes[held & unread])
+        tally.miss(stretch[~held], nbytes[~held])
+        return Candidates(ids, cell.astype(np.int32), piece.block[could], piece.read)

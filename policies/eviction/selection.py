@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int32]
-Ints = NDArray[np.int64]
+from creel.policies.arrays import Ids, Index, Ints, Mask
+
 #: (n,) node of each object, uint8 or uint16; the largest number of that type is nobody.
 Nodes = NDArray[np.uint8] | NDArray[np.uint16]
 
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     """
 
     ids: Ids
-    early: NDArray[np.bool_]
+    early: Mask
     block: NDArray[np.int32]
     read: bool
 
@@ -91,7 +91,6 @@ class Tally:
         self._number = self.nbytes if whole else np.zeros_like(self.nbytes)
 
     def add(self, cell: NDArray[np.integer], nbytes: Ints) -> None:
-        """Count candidates."""
         np.add.at(self.nbytes, cell, nbytes)
         if not self.whole:
             np.add.at(self._number, cell, 1)
@@ -300,7 +299,7 @@ class _Choice:
         number = tally.counts()[some]
         self._left, self._due = int(number.sum()), int((rate[some] * number).sum())
 
-    def of(self, part: Candidates) -> NDArray[np.intp]:
+    def of(self, part: Candidates) -> Index:
         """Indices of the candidates of this part that stay."""
         if not len(part.ids):
             return np.empty(0, np.intp)
@@ -326,7 +325,7 @@ class _Choice:
         return np.flatnonzero(chosen)
 
 
-def _evened(rate: Ints, block: NDArray[np.int32], lead: NDArray[np.bool_], mean: int) -> Ints:
+def _evened(rate: Ints, block: NDArray[np.int32], lead: Mask, mean: int) -> Ints:
     """Rates of which each block's sum is `mean` for each object that is not of the lead.
 
     The priorities that stay in part are adapted first; where these do not suffice, all.
@@ -361,11 +360,7 @@ def _sums(at: NDArray[np.integer], values: Ints, length: int) -> Ints:
 
 
 def _exchange(
-    chosen: NDArray[np.bool_],
-    node: NDArray[np.int32],
-    block: NDArray[np.int32],
-    partly: NDArray[np.bool_],
-    behind: Ints,
+    chosen: Mask, node: NDArray[np.int32], block: NDArray[np.int32], partly: Mask, behind: Ints
 ) -> None:
     """Let objects of two nodes change places within their block, until no node has too many.
 
@@ -393,12 +388,12 @@ def _exchange(
         np.add.at(behind, node[won], _ONE)
 
 
-def _first(ascending: NDArray[np.int32]) -> NDArray[np.bool_]:
+def _first(ascending: NDArray[np.int32]) -> Mask:
     """(k,) whether each is the first of its number."""
     return np.append(True, ascending[1:] != ascending[:-1])[: len(ascending)]
 
 
-def _times_before(numbers: NDArray[np.int32]) -> NDArray[np.intp]:
+def _times_before(numbers: NDArray[np.int32]) -> Index:
     """(k,) how often each number came before.
 
     >>> _times_before(np.array([3, 1, 3, 3], np.int32)).tolist()

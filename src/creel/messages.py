@@ -287,7 +287,7 @@ class Command(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Step `step` is ready: its objects are resident, or failed (then their offset is ABSENT)."""
+    """Step `step` is ready: its objects are resident, or failed (then their offset is NOWHERE)."""
 
     call: int
     session: int

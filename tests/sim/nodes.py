@@ -197,7 +197,7 @@ class Nodes:
 
     def _compare(self) -> None:
         """Each node sees what the others take for granted, as heartbeats tell it."""
-        plans = [core.digests(_CLUSTER) for core in self.cores]
+        plans = [core.plans.digests(_CLUSTER) for core in self.cores]
         for node in self.alive:
             first = authority(self.members[node].log)
             for other in self.alive:
@@ -213,7 +213,7 @@ class Nodes:
         for node in self.alive:
             due = self.members[node].due(self._now)
             if due is not None:
-                moments = self.cores[node].moments(_CLUSTER)
+                moments = self.cores[node].plans.moments(_CLUSTER)
                 self.members[node].change(due, moments)
                 for other in self.alive:
                     self.members[other].learn(self.members[node].log)

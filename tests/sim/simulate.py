@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from creel.cache.memory.allocator import Allocator, Lengths
 from creel.daemon.core import events
 from creel.daemon.core.core import Core
+from creel.policies.arrays import Ids, Ints
 from creel.policies.prefetch import Window
-
-Ids = NDArray[np.int32]
 
 
 class Started(NamedTuple):
@@ -40,7 +39,7 @@ class CoreNode:
 
     def __init__(
         self,
-        lengths: events.Sizes,
+        lengths: Ints,
         capacity: int,
         ranks: range,
         world: int,
@@ -52,7 +51,7 @@ class CoreNode:
         self._ready = dict.fromkeys(ranks, 0)
         self._failed = dict.fromkeys(ranks, 0)
         self._steps = dict.fromkeys(ranks, 0)
-        self._fetches: dict[int, events.Sizes] = {}
+        self._fetches: dict[int, Ints] = {}
         self._plans: list[events.PlanRetention] = []
         self._answers: list[events.Event] = []  # of the disk
         self.disk_reads = self.spilled = 0
@@ -65,7 +64,7 @@ class CoreNode:
             self._feed(events.SessionOpened(rank, "data", job, rank, world), 0.0)
 
     def extend(
-        self, rank: int, epoch: int, objects: events.Ids, ends: NDArray[np.int64], now: float
+        self, rank: int, epoch: int, objects: Ids, ends: NDArray[np.int64], now: float
     ) -> list[Started]:
         """Append steps to a rank's plan."""
         step = self._steps[rank]

@@ -41,7 +41,7 @@ class JobSets(Nodes):
 
     Attributes:
         following: jobs that tell no node how all ranks read.
-        homed: what the nodes of each job have heard in beats.
+        by_hash: what the nodes of each job have heard in beats.
     """
 
     def __init__(self, sets: list[list[int]], memory: float, disk: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class JobSets(Nodes):
         self.tick = 0
         self.began = [0] * len(sets)  # the tick at which each job began
         self.following: set[int] = set()
-        self.homed: list[frozenset[str]] = [frozenset() for _ in sets]
+        self.by_hash: list[frozenset[str]] = [frozenset() for _ in sets]
         nodes = len({node for one in sets for node in one})
         super().__init__(nodes, JobOrder(SAMPLES, 1, SAMPLES, BATCH, 0), memory * nodes, disk=disk)
 
@@ -73,8 +73,8 @@ class JobSets(Nodes):
         origin[me] = SOURCE
         disks = np.array([(self._disks[one], 1) for one in nodes], np.int64)
         capacity = np.full(count, self.capacity)
-        names, homed = tuple(f"n{one}" for one in nodes), self.homed[job]
-        rest = disks, f"c{job}", (), names, homed
+        names, by_hash = tuple(f"n{one}" for one in nodes), self.by_hash[job]
+        rest = disks, f"c{job}", (), names, by_hash
         return ClusterView(me, np.arange(count), capacity, origin, *rest)
 
     def go(self, ticks: int) -> Counter[str]:
@@ -123,15 +123,17 @@ class JobSets(Nodes):
         """Each node hears what the others of each of its clusters say of their plans."""
         for job in self.running:
             nodes = self.sets[job]
-            plans = {node: self.cores[node].digests(f"c{job}") for node in nodes}
+            plans = {node: self.cores[node].plans.digests(f"c{job}") for node in nodes}
             for node in nodes:
                 for other in nodes:
                     authority = other == nodes[0]
                     for plan in differing(plans[node], plans[other], authority=authority):
                         self._feed(node, PlanDoubted(plan.dataset, plan.seed))
-            homed = self.homed[job].union(*(self.cores[node].homed(f"c{job}") for node in nodes))
-            if homed != self.homed[job]:
-                self.homed[job] = homed
+            by_hash = self.by_hash[job].union(
+                *(self.cores[node].plans.by_hash(f"c{job}") for node in nodes)
+            )
+            if by_hash != self.by_hash[job]:
+                self.by_hash[job] = by_hash
                 for node in nodes:
                     self._feed(node, ClusterChanged(f"c{job}", self.view_of(job, node)))
         self._settle()
@@ -222,12 +224,12 @@ def test_a_job_that_begins_or_ends_costs_the_other_at_most_one_epoch() -> None:
     nodes = JobSets(SETS["one in common"], 0.65)
     nodes.start(0)
     nodes.go(2 * EPOCH)
-    assert nodes.homed[0] == frozenset()
+    assert nodes.by_hash[0] == frozenset()
     nodes.start(1)
     assert nodes.go(2 * EPOCH)["source"] <= SAMPLES
     nodes.end(1)
     assert nodes.go(2 * EPOCH)["source"] <= 0.15 * SAMPLES
-    assert nodes.homed[0] == {"d"}
+    assert nodes.by_hash[0] == {"d"}
 
 
 def test_jobs_on_the_same_nodes_go_by_what_both_of_them_read() -> None:
@@ -236,7 +238,7 @@ def test_jobs_on_the_same_nodes_go_by_what_both_of_them_read() -> None:
     nodes.hear(0)  # the second job has not found its nodes yet
     nodes.beat()
     nodes.go(EPOCH // 4)
-    assert nodes.homed == [frozenset()] * 2
+    assert nodes.by_hash == [frozenset()] * 2
     assert all(core.snapshot()["datasets"]["d"]["policy"] == "homes-far" for core in nodes.cores)
 
 
@@ -257,7 +259,7 @@ def test_whoever_is_asked_ranks_above_who_asks(seed: int) -> None:
         asked[node] = np.where(homes.mine(ids), node, homes.origins(ids))
         assert 0 < homes.share < 1
         if len(views) == 1:
-            assert not homes.passed_on(ids).any()
+            assert not homes.relayed(ids).any()
     at = np.arange(len(ids))
     for node in asked:
         home = np.full(len(ids), node)

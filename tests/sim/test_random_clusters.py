@@ -7,7 +7,7 @@ import pytest
 from nodes import Nodes
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.events import (
     Action,
     EpochDealt,
@@ -142,7 +142,7 @@ class Anything(Nodes):
         if isinstance(action, SetReady):
             self.ready_of[node, action.session] = action.ready
         elif isinstance(action, Publish) and isinstance(action.offset, int):
-            assert action.offset == ABSENT
+            assert action.offset == NOWHERE
             left = np.arange(self.order.samples)[action.ids]
             for job in self.jobs:
                 held = (

@@ -15,9 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import chained, headers
-from creel.cache.memory.shared_words import ABSENT
-from creel.daemon.peers.connections import Asked
+from creel.daemon.core.events import Event, PeerAsked, PeerServed, ServeObjects
+from creel.daemon.peers.connections import PeerConnection
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.server import PeerServer
@@ -44,16 +45,16 @@ class Node:
     ) -> None:
         self.objects = objects
         self.arena = Arena.create(ARENA_NBYTES)
-        self.place = np.full(len(objects), ABSENT, np.int64)
+        self.place = np.full(len(objects), NOWHERE, np.int64)
         self.nbytes = np.full(len(objects), -1, np.int64)
         self._store(runs=runs)
-        self.asked: list[Asked] = []
+        self.asked: list[PeerAsked] = []
         self.answered = Counter[int]()
         self.served = Counter[int]()
-        self.held: list[Asked] | None = None  # requests, where the test answers them itself
-        self._queue: SimpleQueue[Asked | None] = SimpleQueue()
+        self.held: list[PeerAsked] | None = None  # requests, where the test answers them itself
+        self._queue: SimpleQueue[PeerAsked | None] = SimpleQueue()
         self.server = PeerServer(
-            *("127.0.0.1", port, "node", self.arena, self._queue.put, self._count_served),
+            *("127.0.0.1", port, "node", self.arena, self._take, lambda cluster, beat: None),  # noqa: ARG005
             encrypt=encrypt,
         )
         self.credentials = WHO._replace(encrypt=encrypt)
@@ -85,8 +86,11 @@ class Node:
         self.place[i] = chained(at + half)
         return at + 2 * half
 
-    def _count_served(self, number: int) -> None:
-        self.served[number] += 1
+    def _take(self, event: Event) -> None:
+        if isinstance(event, PeerServed):
+            self.served[event.request] += 1
+        elif isinstance(event, PeerAsked):
+            self._queue.put(event)
 
     def _answer(self) -> None:
         while (asked := self._queue.get()) is not None:
@@ -96,11 +100,17 @@ class Node:
             else:
                 self.held.append(asked)
 
-    def answer(self, asked: Asked) -> None:
+    def answer(self, asked: PeerAsked) -> None:
         ids = asked.ids
-        self.answered[asked.number] += 1
+        self.answered[asked.request] += 1
         version, age = ids.astype(np.int64) + 7, np.where(ids % 2, ids / 4, np.inf)
-        self.server.serve(asked.number, self.place[ids], self.nbytes[ids], version, age)
+        columns = self.place[ids], self.nbytes[ids], version, age
+        self.server.serve(ServeObjects(asked.request, *columns))
+
+    @property
+    def connections(self) -> list[PeerConnection]:
+        """Those that are open, as a glance."""
+        return list(self.server._connections.values())
 
     def source(self, **kwargs: float) -> PeerSource:
         who = self.credentials
@@ -156,7 +166,6 @@ def check_read(source: PeerSource, objects: list[bytes | None], ids: NDArray[np.
             assert data is None or b"".join(part) == data
         here = read.nbytes >= 0
         assert (read.version[here] == ids[here] + 7).all()
-        assert read.asked is not None
         ages = time.monotonic() - read.asked[here]
         assert ((ages >= ids[here] / 4) & (ages < ids[here] / 4 + 60))[ids[here] % 2 == 1].all()
         assert (read.asked[here][ids[here] % 2 == 0] == 0).all()
@@ -231,7 +240,7 @@ class Proxy:
 
 def blocked(node: Node) -> Callable[[], bool]:
     """Whether the server has a connection that takes no more bytes."""
-    return lambda: node.server.status.blocked > 0
+    return lambda: any(one.blocked_since for one in node.connections)
 
 
 def large(node: Node, link: PeerLink, *, times: int = 1) -> None:

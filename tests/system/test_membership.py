@@ -9,7 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 
+from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.arena import Arena
+from creel.daemon.core.cluster.plans import ClusterPlans
+from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     SOURCE,
     AskPlan,
@@ -21,7 +24,7 @@ from creel.daemon.core.events import (
 )
 from creel.daemon.peers.link import PeerLink
 from creel.daemon.peers.wire import Credentials
-from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
+from creel.daemon.service.cluster_service import ClusterService
 from creel.messages import Join, Member
 from creel.policies.cluster.members import BEGINNING, EpochMoment, PlanDigest
 from creel.settings import ClusterSettings
@@ -31,6 +34,26 @@ pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
 KEY = bytes(range(32))
 
 
+class Plans(ClusterPlans):
+    """What a core would say of its plans; a test sets it."""
+
+    now: tuple[EpochMoment, ...] = ()
+    inputs: tuple[PlanDigest, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
+
+    def moments(self, cluster: str) -> tuple[EpochMoment, ...]:
+        assert cluster == "c"
+        return self.now
+
+    def digests(self, cluster: str) -> tuple[PlanDigest, ...]:
+        assert cluster == "c"
+        return self.inputs
+
+    def by_hash(self, cluster: str) -> frozenset[str]:
+        assert cluster == "c"
+        return self.elsewhere
+
+
 class Peer:
     """A daemon as far as clusters are concerned; `settle` is its loop."""
 
@@ -38,27 +61,21 @@ class Peer:
         self.arena = Arena.create(1 << 16)
         self.events: list[Event] = []
         self.ended: list[int] = []
-        self.moments: tuple[EpochMoment, ...] = ()
-        self.digests: tuple[PlanDigest, ...] = ()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.disk = 0, 1
-        self.homed: frozenset[str] = frozenset()
-        about = self._moments, self._digests, lambda: self.disk, lambda _: self.homed
-        hooks = DaemonHooks(self._handle, self._calls.put, self.ended.append, *about)
-        self.clusters = ClusterService(self.arena, hooks, ClusterSettings(lost_s=3.0))
+        core = Core(Allocator(self.arena.nbytes))
+        core.plans = self.plans = Plans({}, lambda action: None)  # noqa: ARG005
+        self.disk = core.disk
+        self.clusters = ClusterService(
+            *(self.arena, ClusterSettings(lost_s=3.0), core),
+            handle=self._handle,
+            call_soon=self._calls.put,
+            unreachable=self.ended.append,
+        )
         self.member = self.clusters.host("127.0.0.1")
 
     def _handle(self, event: Event) -> bool:
         self.events.append(event)
         return True
-
-    def _moments(self, cluster: str) -> tuple[EpochMoment, ...]:
-        assert cluster == "c"
-        return self.moments
-
-    def _digests(self, cluster: str) -> tuple[PlanDigest, ...]:
-        assert cluster == "c"
-        return self.digests
 
     def settle(self) -> None:
         while not self._calls.empty():
@@ -120,7 +137,7 @@ def within(limit_s: float, peers: list[Peer], condition: Callable[[], bool]) -> 
 def test_a_daemon_that_ends_is_not_asked_and_soon_not_counted_on(stack: ExitStack) -> None:
     *left, last = joined(stack, 3)
     for peer in left:
-        peer.moments = (EpochMoment("d", 7, 1234),)
+        peer.plans.now = (EpochMoment("d", 7, 1234),)
     within(5, [*left, last], lambda: all(peer.there() == [True] * 3 for peer in left))
     last.close()
     within(2, left, lambda: all(peer.there() == [True, True, False] for peer in left))
@@ -128,7 +145,7 @@ def test_a_daemon_that_ends_is_not_asked_and_soon_not_counted_on(stack: ExitStac
     within(5, left, lambda: all(peer.members() == [True, True, False] for peer in left))
     logs = [peer.clusters.view("c").log for peer in left]  # type: ignore[union-attr]
     assert logs[0] == logs[1]
-    assert logs[0][-1].moments == left[0].moments
+    assert logs[0][-1].moments == left[0].plans.now
     changed = [event for event in left[1].events if isinstance(event, ClusterChanged)]
     assert changed[-1].view is left[1].clusters.view("c")
 
@@ -136,8 +153,8 @@ def test_a_daemon_that_ends_is_not_asked_and_soon_not_counted_on(stack: ExitStac
 def test_all_nodes_plan_with_the_disk_that_each_has_now(stack: ExitStack) -> None:
     peers = joined(stack, 3)
     for nbytes in (1 << 30, 0):  # it is found, and lost again
-        peers[1].disk = nbytes, 512
-        within(5, peers, lambda: all(disks(peer)[1:2] == [peers[1].disk[0]] for peer in peers))
+        peers[1].disk.nbytes, peers[1].disk.unit = nbytes, 512
+        within(5, peers, lambda: all(disks(peer)[1:2] == [peers[1].disk.nbytes] for peer in peers))
         for peer in peers:
             assert disks(peer) == [0, nbytes, 0]
             changed = [event for event in peer.events if isinstance(event, ClusterChanged)]
@@ -192,7 +209,7 @@ def test_who_takes_something_else_for_granted_is_told(stack: ExitStack) -> None:
     peers = joined(stack, 2)
     for node, peer in enumerate(peers):
         same = PlanDigest("d", 7, BEGINNING, 5)
-        peer.digests = same, PlanDigest("e", 7, BEGINNING, 5 + node)
+        peer.plans.inputs = same, PlanDigest("e", 7, BEGINNING, 5 + node)
 
     def doubts() -> list[list[tuple[str, int]]]:
         events = [[e for e in p.events if isinstance(e, PlanDoubted)] for p in peers]
@@ -207,22 +224,22 @@ def test_all_nodes_hear_of_a_dataset_that_one_of_them_reads_for_a_job_on_others(
     """And do not forget it: neither when that job ends, nor when a daemon is restarted."""
     peers = joined(stack, 3)
     members = [peer.member for peer in peers]
-    peers[1].homed = frozenset({"d"})
-    within(2, peers, lambda: all(homed(peer) == {"d"} for peer in peers))
+    peers[1].plans.elsewhere = frozenset({"d"})
+    within(2, peers, lambda: all(by_hash(peer) == {"d"} for peer in peers))
     for peer in peers:
         changed = [event for event in peer.events if isinstance(event, ClusterChanged)]
         assert changed[-1].view is peer.clusters.view("c")
     peers[1].close()
     peers[1] = started(stack)
     enter(peers[1], [members[0], peers[1].member, members[2]])
-    within(5, peers, lambda: homed(peers[1]) == {"d"})
+    within(5, peers, lambda: by_hash(peers[1]) == {"d"})
     assert len({peer.clusters.view("c").names for peer in peers}) == 1  # type: ignore[union-attr]
 
 
-def homed(peer: Peer) -> frozenset[str]:
+def by_hash(peer: Peer) -> frozenset[str]:
     view = peer.clusters.view("c")
     assert view is not None
-    return view.homed
+    return view.by_hash
 
 
 def test_a_stranger_is_no_member(stack: ExitStack) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from peer_node import WHO, Node, Proxy, check_read, data_of, large, node_of, source_of
 
+from creel.daemon.core.events import ServeObjects
 from creel.daemon.peers import connections, link, peer_source
 from creel.daemon.peers.peer_source import PeerSource
 from kit import until
@@ -107,7 +108,7 @@ def test_a_reader_that_leaves_while_it_is_sent_to_is_served(stack: ExitStack) ->
     assert sum(node.served.values()) == 0
     link.socket.close()
     until(lambda: sum(node.served.values()) == 3, what="served")
-    until(lambda: node.server.status.peers == 0, what="no peer")
+    until(lambda: not node.server._accounts, what="no peer")
 
 
 def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
@@ -118,7 +119,8 @@ def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
     until(lambda: sum(node.answered.values()) == 3, what="answers")
     node.server.close()
     assert node.served == node.answered
-    node.server.serve(1, node.place, node.nbytes, node.nbytes, node.nbytes / 1)  # nothing happens
+    columns = node.place, node.nbytes, node.nbytes, node.nbytes / 1
+    node.server.serve(ServeObjects(1, *columns))  # nothing happens
     assert node.served == node.answered
 
 
@@ -129,7 +131,7 @@ def test_a_request_whose_reader_left_is_served_nevertheless(stack: ExitStack) ->
     link.ask(1, "data", np.zeros(1, np.int32), 10.0)
     until(lambda: bool(node.held), what="a request")
     link.socket.close()
-    until(lambda: not node.server.status.connections, what="no connection")
+    until(lambda: not node.connections, what="no connection")
     node.answer(node.held[0])
     until(lambda: sum(node.served.values()) == 1, what="served")
 

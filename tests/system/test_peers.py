@@ -85,10 +85,10 @@ def test_objects_of_unknown_length_come_whole(
     monkeypatch.setattr(wire, "ANSWER_NBYTES", 1 << 20)
     objects = [*data_of(700_000, 0, 700_000, 3_000_000, 5), None]
     source = source_of(stack, node_of(stack, objects))
-    asked = np.zeros(6)
-    found = source.read_whole(np.arange(6, dtype=np.int32), asked)
-    assert (asked > 0).tolist() == [False, True] * 3
-    assert found == [data if data is None else (data, i + 7) for i, data in enumerate(objects)]
+    found = source.read_whole(np.arange(6, dtype=np.int32))
+    assert [one and one.data for one in found] == objects
+    assert [one.version for one in found if one] == [7, 8, 9, 10, 11]
+    assert [one.asked > 0 for one in found if one] == [False, True, False, True, False]
 
 
 def test_threads_read_at_once(stack: ExitStack) -> None:
@@ -111,7 +111,7 @@ def test_threads_read_at_once(stack: ExitStack) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert {asked.peer for asked in node.asked} == {"reader"}
+    assert set(node.server._accounts) == {("cluster", "reader")}
 
 
 def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
@@ -123,7 +123,7 @@ def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
     for number, wait_s in (1, 9.0), (2, 3.0), (3, 6.0):
         link.ask(number, "data", np.ones(1, np.int32), wait_s)
     until(lambda: sum(node.answered.values()) == 4, what="answers")
-    until(lambda: node.server.status.answers == 3, what="answers that wait")
+    until(lambda: sum(len(one.answers) for one in node.connections) == 3, what="waiting answers")
     order = []
     for _ in range(4):
         number, arrays = link.answer(soon())
@@ -149,7 +149,7 @@ def test_a_peer_without_credit_waits(
         link.ask(number, "data", np.ones(1, np.int32), 10.0)
     if node.held is not None:
         until(lambda: len(node.asked) == 2, what="two requests")
-    until(lambda: node.server.status.unread == 1, what="requests that wait")
+    until(lambda: any(one.inbox for one in node.connections), what="requests that wait")
     assert len(node.asked) <= 2
     held, node.held = node.held, None
     for asked in held or []:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from creel.cache.memory.shared_words import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.loader.binding.bind import Binding, bind
@@ -19,7 +19,7 @@ from creel.loader.reading.lease import Lease
 
 class Table:
     def __init__(self, n: int) -> None:
-        self.offset: NDArray[np.int64] = np.full(n, ABSENT, np.int64)
+        self.offset: NDArray[np.int64] = np.full(n, NOWHERE, np.int64)
 
 
 class Arena:
@@ -47,7 +47,7 @@ class Arena:
         found = Taken(self.taken)
         for i in ids.tolist():
             at = int(self.table.offset[i])
-            if at != ABSENT:
+            if at != NOWHERE:
                 found[i] = [self.memory[at : at + self.lengths[i]]]
         return found
 

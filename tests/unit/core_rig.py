@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import HEADER, Runs, headers, pieces
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
@@ -179,7 +179,7 @@ class Rig:
         for i, x in enumerate(fetch.ids.tolist()):
             if x in self.bad[name]:
                 out[i] = -1
-            elif fetch.offset[i] == ABSENT:
+            elif fetch.offset[i] == NOWHERE:
                 self.landed[x] = int(out[i])
             else:
                 self.runs |= fetch.runs
@@ -325,28 +325,28 @@ class Rig:
         """Each action by itself keeps the law: nobody may be reading what leaves."""
         offset = self.offset[action.dataset]
         if isinstance(action.offset, int):
-            assert action.offset == ABSENT
+            assert action.offset == NOWHERE
             before = offset[action.ids]
-            assert (before != ABSENT).all() or isinstance(action.ids, slice), "left twice"
+            assert (before != NOWHERE).all() or isinstance(action.ids, slice), "left twice"
             gone = set(range(len(offset)) if isinstance(action.ids, slice) else action.ids.tolist())
             for reader in self.readers.values():
                 if reader.dataset == action.dataset:
                     steps = [reader.objects[k] for k in reader.may_read()]
                     assert gone.isdisjoint(x for step in steps for x in step), "READY is ahead"
         else:
-            assert (offset[action.ids] == ABSENT).all(), "published twice"
+            assert (offset[action.ids] == NOWHERE).all(), "published twice"
         offset[action.ids] = action.offset
 
     def unpublished(self, fetch: FetchObjects) -> None:
         """No fetch is begun into bytes that the table says are another's."""
         taken = []
         for name, offset in self.offset.items():
-            for x in np.flatnonzero(offset != ABSENT).tolist():
+            for x in np.flatnonzero(offset != NOWHERE).tolist():
                 taken += self.ranges(int(offset[x]), int(self.length[name][x]))
         starts, nbytes = np.array(taken, np.int64).reshape(-1, 2).T
         runs = self.runs | fetch.runs
         for place, n in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
-            if place != ABSENT:
+            if place != NOWHERE:
                 for start, size in [[place, n]] if place >= 0 else runs[place].tolist():
                     assert not ((starts < start + size) & (start < starts + nbytes)).any()
 
@@ -363,7 +363,7 @@ class Rig:
             assert reader.done <= reader.ready
             for step, x in ((s, x) for s in reader.may_read() for x in reader.objects[s]):
                 at = int(self.offset[reader.dataset][x])
-                if at != ABSENT:
+                if at != NOWHERE:
                     ranges = self.ranges(at, int(self.length[reader.dataset][x]))
                     assert all(self.bytes[a] == (reader.dataset, x, n) for a, n in ranges)
                     seen[number, step, x] = at
@@ -383,7 +383,7 @@ class Rig:
 
 
 def absent(rig: Rig, name: str, ids: range | list[int]) -> bool:
-    return bool((rig.offset[name][list(ids)] == ABSENT).all())
+    return bool((rig.offset[name][list(ids)] == NOWHERE).all())
 
 
 class Chaos:
@@ -525,7 +525,7 @@ class Bytes(Rig):
 
     def put(self, place: int, name: str, x: int, nbytes: int) -> None:
         arena, data = self.arena.data, self.content(name, x, nbytes)
-        for start, header in headers(self.runs[place], nbytes) if place < ABSENT else []:
+        for start, header in headers(self.runs[place], nbytes) if place < NOWHERE else []:
             arena[start : start + HEADER.size] = header
             self.linked += 1
         for piece in pieces(arena, place, nbytes) or []:
@@ -535,7 +535,7 @@ class Bytes(Rig):
     def look(self) -> None:
         """Whoever nobody has pinned may leave, but is never seen with another's bytes either."""
         for name, offset in self.offset.items():
-            for x in np.flatnonzero(offset != ABSENT).tolist():
+            for x in np.flatnonzero(offset != NOWHERE).tolist():
                 at, n = int(offset[x]), int(self.length[name][x])
                 assert n == self.size[name][x]
                 found = pieces(self.arena.data, at, n)
@@ -545,7 +545,7 @@ class Bytes(Rig):
             for number, reader in self.readers.items()
             for step in range(reader.done, reader.ready)
             for x in reader.objects[step]
-            if self.offset[reader.dataset][x] != ABSENT
+            if self.offset[reader.dataset][x] != NOWHERE
         }
         assert all(self.seen.get(key, at) == at for key, at in seen.items()), "moved when pinned"
         self.seen = seen

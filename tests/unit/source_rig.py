@@ -26,7 +26,7 @@ def read_into(source: Source, ids: list[int]) -> tuple[NDArray[np.int64], list[b
 
 def whole(source: Source, *ids: int) -> list[bytes | None]:
     """The bytes that `read_whole` gives."""
-    return [None if one is None else one[0] for one in source.read_whole(np.array(ids))]
+    return [one and one.data for one in source.read_whole(np.array(ids))]
 
 
 def folder(path: Path, sizes: list[int], seed: int = 0) -> tuple[Manifest, list[bytes]]:

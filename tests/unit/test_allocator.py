@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths, page_size
 from creel.cache.memory.fixed_pool import FixedPool
-from creel.cache.memory.free_ranges import ABSENT, FreeRanges
+from creel.cache.memory.free_ranges import NOWHERE, FreeRanges
 from creel.cache.memory.paged_pool import PagedPool
 from creel.cache.memory.runs import HEADER, chained, headers, pieces
 from creel.errors import IllegalEventError
@@ -41,7 +41,7 @@ def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
     assert isinstance(pool, FixedPool)
     n = 400_000 // record
     got = pool.alloc(np.full(n + 5, record))
-    assert (got[n:] == ABSENT).all()
+    assert (got[n:] == NOWHERE).all()
     assert sorted(got[:n].tolist()) == [i * record for i in range(n)]
     assert space.free_bytes == 400_000 - n * record
     space.check()
@@ -50,14 +50,14 @@ def test_a_fixed_pool_fills_the_space_to_the_last_record(record: int) -> None:
 def test_a_record_larger_than_the_space_finds_no_room() -> None:
     space = Allocator(1000)
     pool = space.pool(Lengths.of(np.full(3, 1001)))
-    assert pool.alloc(np.full(3, 1001)).tolist() == [ABSENT] * 3
+    assert pool.alloc(np.full(3, 1001)).tolist() == [NOWHERE] * 3
     space.check()
 
 
 def test_in_a_fixed_pool_a_longer_object_finds_no_room_and_a_shorter_takes_a_record() -> None:
     space = Allocator(1000)
     pool = space.pool(Lengths.of(np.full(3, 100)))
-    assert pool.alloc(sizes(100, 101, 40, 100)).tolist() == [0, ABSENT, 100, 200]
+    assert pool.alloc(sizes(100, 101, 40, 100)).tolist() == [0, NOWHERE, 100, 200]
     assert pool.used == 300
 
 
@@ -90,11 +90,11 @@ def test_an_empty_slab_goes_to_another_pool() -> None:
     first, second = space.pool(Lengths.of(np.full(2, 1000))), space.pool(Lengths.of(sizes(5, 6)))
     third = space.pool(Lengths.of(np.full(2, 777)))
     everything = first.alloc(np.full(1000, 1000))
-    assert second.alloc(sizes(5))[0] == ABSENT
-    assert third.alloc(sizes(777))[0] == ABSENT
+    assert second.alloc(sizes(5))[0] == NOWHERE
+    assert third.alloc(sizes(777))[0] == NOWHERE
     first.free(everything[:500], np.full(500, 1000))
-    assert second.alloc(sizes(5))[0] != ABSENT
-    assert (third.alloc(np.full(500, 777)) != ABSENT).all()
+    assert second.alloc(sizes(5))[0] != NOWHERE
+    assert (third.alloc(np.full(500, 777)) != NOWHERE).all()
     space.check()
 
 
@@ -129,8 +129,8 @@ def test_a_large_object_without_room_does_not_keep_out_a_small_one() -> None:
     space = Allocator(10_000)
     pool = space.pool(Lengths.of(sizes(1000, 9000)))
     got = pool.alloc(sizes(5000, 9000, 1000))
-    assert got[1] == ABSENT
-    assert (got[[0, 2]] != ABSENT).all()
+    assert got[1] == NOWHERE
+    assert (got[[0, 2]] != NOWHERE).all()
 
 
 def test_freed_neighbours_become_one() -> None:
@@ -187,7 +187,7 @@ def test_random_use_by_three_pools_never_gives_a_byte_to_two(seed: int) -> None:
         want = makes[i](int(rng.integers(0, 40)))
         got = pools[i].alloc(want)
         for place, n in zip(got.tolist(), want.tolist(), strict=True):
-            if place != ABSENT:
+            if place != NOWHERE:
                 for at, k in zip(*pools[i].rooms(sizes(place), sizes(n)), strict=True):
                     assert (owner[at : at + k] == -1).all()
                     owner[at : at + k] = i
@@ -229,7 +229,7 @@ class Memory:
         places = self.pool.alloc(sizes(*map(len, contents)))
         runs = self.pool.runs(places)
         for place, data in zip(places.tolist(), contents, strict=True):
-            if place == ABSENT:
+            if place == NOWHERE:
                 continue
             self.held[place] = data
             for start, header in headers(runs[place], len(data)) if place in runs else []:
@@ -237,7 +237,7 @@ class Memory:
             left = data
             for piece in pieces(arena, place, len(data)) or []:
                 piece[:], left = left[: len(piece)], left[len(piece) :]
-        return bool((places != ABSENT).all())
+        return bool((places != NOWHERE).all())
 
     def drop(self, places: list[int]) -> None:
         nbytes = sizes(*(len(self.held.pop(place)) for place in places))
@@ -258,7 +258,7 @@ def test_in_however_many_runs_every_object_keeps_its_bytes(seed: int) -> None:
         memory.add([rng.bytes(int(n)) for n in rng.choice(lengths, rng.integers(1, 12))])
         memory.drop(rng.choice(list(memory.held), len(memory.held) // 16, replace=False).tolist())
         memory.check()
-    assert any(place < ABSENT for place in memory.held)
+    assert any(place < NOWHERE for place in memory.held)
     memory.drop(list(memory.held))
     assert memory.space.extents.sorted()[1].max() == 100_000
 
@@ -293,7 +293,7 @@ def test_a_place_of_runs_is_given_back_once() -> None:
     memory.add([b"x" * 64] * 100)
     memory.drop(list(memory.held)[:4:2])
     memory.add([b"y" * 90])
-    (place,) = (p for p in memory.held if p < ABSENT)
+    (place,) = (p for p in memory.held if p < NOWHERE)
     for wrong in ([place, place], [place, place - 64]):
         with pytest.raises(IllegalEventError):
             memory.pool.free(sizes(*wrong), sizes(90, 90))
@@ -342,12 +342,12 @@ def test_all_memory_stays_usable_under_churn_of_image_sizes_in_few_runs(seed: in
     for turn in range(24 * n // batch):
         new = rng.choice(lengths, batch)
         got = pool.alloc(new)
-        while (got == ABSENT).any():  # one after the other leaves, until all have room
+        while (got == NOWHERE).any():  # one after the other leaves, until all have room
             gone = int(rng.integers(len(places)))
             pool.free(places[gone : gone + 1], held[gone : gone + 1])
             places, held = np.delete(places, gone), np.delete(held, gone)
-            if pool.rounded(new[got == ABSENT]).sum() <= space.free_bytes:
-                got[got == ABSENT] = pool.alloc(new[got == ABSENT])
+            if pool.rounded(new[got == NOWHERE]).sum() <= space.free_bytes:
+                got[got == NOWHERE] = pool.alloc(new[got == NOWHERE])
         places, held = np.append(places, got), np.append(held, new)
         if turn > n // batch:
             shares.append(held.sum() / space.nbytes)
@@ -367,7 +367,7 @@ def test_extents_find_an_aligned_fit_where_one_exists() -> None:
     extents.put(256 + 64, 64)
     assert extents.take(64, 64) == 320
     assert extents.take(37, 64) == 64
-    assert extents.take(37, 64) == ABSENT
+    assert extents.take(37, 64) == NOWHERE
     extents.check()
 
 

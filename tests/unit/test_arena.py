@@ -13,8 +13,9 @@ import pytest
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.arena import Arena, ArenaView
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.offsets import Offsets
-from creel.cache.memory.shared_words import ABSENT, LocationTable, sealed_memfd
+from creel.cache.memory.shared_words import LocationTable, sealed_memfd
 from creel.errors import MalformedError
 from kit import descriptors
 
@@ -27,15 +28,15 @@ def arena() -> Iterator[Arena]:
 
 @pytest.mark.parametrize("record", [0, 1, 64, 3000])
 def test_a_table_is_what_an_array_of_offsets_would_be(record: int) -> None:
-    """A new one says ABSENT of all; of records it takes 4 bytes each, and says all lengths."""
+    """A new one says NOWHERE of all; of records it takes 4 bytes each, and says all lengths."""
     rng = np.random.default_rng(record)
-    n, array = 500, np.full(500, ABSENT)
+    n, array = 500, np.full(500, NOWHERE)
     fd = sealed_memfd("table", LocationTable.nbytes(n, record))
     ours, theirs = LocationTable(fd, n, record, write=True), LocationTable(fd, n, record)
     for _ in range(50):
         ids = rng.integers(0, n, 40)
         at = rng.integers(0, (1 << 41) // max(record, 1024), len(ids)) * max(record, 1)
-        at[rng.random(len(ids)) < 0.3] = ABSENT
+        at[rng.random(len(ids)) < 0.3] = NOWHERE
         ours.offset[ids] = array[ids] = at
         some = rng.integers(0, n, 60)
         assert (theirs.offset[some] == array[some]).all()
@@ -175,7 +176,7 @@ def test_what_was_written_is_known_by_page() -> None:
 def test_row_numbers_are_offsets_divided_by_the_rows_size(record: int) -> None:
     rng = np.random.default_rng(record)
     offset = Offsets(np.zeros(100, np.int64), record)
-    plain = np.full(100, ABSENT)
+    plain = np.full(100, NOWHERE)
     placed = rng.permutation(100)[:60]
     plain[placed] = 24 * record * rng.permutation(60)
     offset[placed] = plain[placed]
@@ -185,5 +186,5 @@ def test_row_numbers_are_offsets_divided_by_the_rows_size(record: int) -> None:
         assert (rows is None) == bool((plain[ids] % nbytes).any())
         if rows is not None:
             assert rows.tolist() == (plain[ids] // nbytes).tolist()
-    absent = np.flatnonzero(plain == ABSENT)[:1].astype(np.int32)
+    absent = np.flatnonzero(plain == NOWHERE)[:1].astype(np.int32)
     assert offset.rows(np.append(ids, absent), record) is None

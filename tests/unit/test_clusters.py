@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from creel.cache.memory.allocator import Allocator
 from creel.cache.memory.arena import Arena
+from creel.daemon.core.core import Core
 from creel.daemon.core.events import SOURCE, ClusterChanged, Event
 from creel.daemon.peers import sealing
-from creel.daemon.service.cluster_service import ClusterService, DaemonHooks
+from creel.daemon.service.cluster_service import ClusterService
 from creel.errors import CreelError
 from creel.messages import Join, Member
 from creel.settings import ClusterSettings
@@ -25,24 +27,22 @@ def never(call: Callable[[], None]) -> None:
     assert callable(call)
 
 
-def nothing(cluster: str) -> tuple[()]:
-    """No dataset of this cluster is planned."""
-    assert cluster
-    return ()
+def handled(event: Event) -> bool:
+    EVENTS.append(event)
+    return True
 
 
-HOOKS = nothing, nothing, lambda: (0, 1), lambda _: frozenset[str]()
+def service(arena: Arena, settings: ClusterSettings) -> ClusterService:
+    core = Core(Allocator(arena.nbytes))
+    return ClusterService(
+        *(arena, settings, core), handle=handled, call_soon=never, unreachable=ENDED.append
+    )
 
 
 @pytest.fixture
 def clusters() -> Iterator[ClusterService]:
-    def handled(event: Event) -> bool:
-        EVENTS.append(event)
-        return True
-
     with Arena.create(1 << 20) as arena:
-        hooks = DaemonHooks(handled, never, ENDED.append, *HOOKS)
-        one = ClusterService(arena, hooks, ClusterSettings())
+        one = service(arena, ClusterSettings())
         yield one
         one.close()
     EVENTS.clear()
@@ -138,9 +138,8 @@ def test_without_the_library_nobody_joins_a_cluster_that_encrypts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sealing, "find_spec", lambda _: None)
-    hooks = DaemonHooks(lambda _: True, never, ENDED.append, *HOOKS)
     with Arena.create(1 << 20) as arena:
-        secret = ClusterService(arena, hooks, ClusterSettings(encrypt=True))
+        secret = service(arena, ClusterSettings(encrypt=True))
         with pytest.raises(CreelError, match="cryptography"):
             secret.host("127.0.0.1")
         secret.close()

@@ -25,15 +25,15 @@ def test_no_more_threads_than_are_of_use(
     speed = Concurrency(CORES)
     for _ in range(2000):
         speed.measured(10, seconds, cpu, user)
-    assert min(speed.spare(waiting=1 << 20, began=[], now=0.0), 32) == most
+    assert min(speed.more_threads(waiting=1 << 20, began=[], now=0.0), 32) == most
     if most <= CORES:
-        assert speed.spare(waiting=1 << 20, began=[9.9] * most, now=10.0) <= 0
+        assert speed.more_threads(waiting=1 << 20, began=[9.9] * most, now=10.0) <= 0
 
 
 def test_threads_that_hang_are_replaced() -> None:
     speed = Concurrency(CORES)
-    assert speed.spare(waiting=100, began=[9.9], now=10.0) <= 0
-    assert speed.spare(waiting=100, began=[5.0], now=10.0) == 1
+    assert speed.more_threads(waiting=100, began=[9.9], now=10.0) <= 0
+    assert speed.more_threads(waiting=100, began=[5.0], now=10.0) == 1
 
 
 def test_far_reads_have_their_threads_though_as_many_are_quick() -> None:
@@ -41,4 +41,4 @@ def test_far_reads_have_their_threads_though_as_many_are_quick() -> None:
     speed = Concurrency(CORES)
     for far in np.random.default_rng(1).permutation([True, False] * 1000).tolist():
         speed.measured(1, *((0.0053, 0.0003, 0.0002) if far else (0.0001, 0.0001, 0.0001)))
-    assert speed.spare(waiting=1 << 20, began=[], now=0.0) >= 3
+    assert speed.more_threads(waiting=1 << 20, began=[], now=0.0) >= 3

@@ -10,7 +10,7 @@ from core_rig import Rig, absent
 
 from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.fixed_pool import FixedPool
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.events import (
     DatasetAdded,
     Dropped,
@@ -401,8 +401,8 @@ def test_objects_without_room_in_one_piece_are_in_several_and_all_memory_is_used
             rig.progress(1, step, step + 1)
             rig.settle()
     offset = rig.offset["d"]
-    assert (offset < ABSENT).any()
-    assert sizes[offset != ABSENT].sum() > 0.98 * (sizes.sum() // 2)
+    assert (offset < NOWHERE).any()
+    assert sizes[offset != NOWHERE].sum() > 0.98 * (sizes.sum() // 2)
 
 
 def test_an_unregistered_dataset_leaves_nothing_behind_but_what_it_counted() -> None:

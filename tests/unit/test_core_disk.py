@@ -10,7 +10,7 @@ from core_rig import Chaos, Rig
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
 from creel.daemon.core.disk.search import Walk
 from creel.daemon.core.events import (
@@ -290,7 +290,7 @@ def test_a_disk_takes_one_byte_per_object_in_the_core() -> None:
     n, taken = 1_000_000, []
     for nbytes in (0, 1 << 30):
         length = np.broadcast_to(np.int64(1000), n)
-        columns = np.full(n, ABSENT), length, Lengths.of(length[:1], np.array([n]))
+        columns = np.full(n, NOWHERE), length, Lengths.of(length[:1], np.array([n]))
         versions = Versions(n, np.array([0, n]))
         tracemalloc.start()
         core = Core(Allocator(1 << 20))

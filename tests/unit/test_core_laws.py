@@ -10,7 +10,7 @@ import pytest
 from core_rig import Bytes, Chaos, Images, Rig, absent
 
 from creel.cache.memory.allocator import Allocator, Lengths
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     HELD,
@@ -233,7 +233,7 @@ def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> 
     n, batch = 200_000, 250
     rng = np.random.default_rng(0)
     length = np.full(n, 1000) if alike else rng.integers(500, 1500, n)
-    offset, lengths = np.full(n, ABSENT), Lengths.of(length)
+    offset, lengths = np.full(n, NOWHERE), Lengths.of(length)
     one_file = Versions(n, np.array([0, n]))
     ends = np.arange(batch, n + 1, batch)
     plans = [rng.permutation(n).astype(np.int32) for _ in range(2)]

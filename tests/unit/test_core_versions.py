@@ -9,7 +9,7 @@ import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     HELD,
@@ -105,7 +105,7 @@ class Changing(Rig):
         ]
         self.runs |= fetch.runs
         for place, nbytes in zip(fetch.offset.tolist(), fetch.length.tolist(), strict=True):
-            for a, k in self.ranges(place, nbytes) if place != ABSENT else []:
+            for a, k in self.ranges(place, nbytes) if place != NOWHERE else []:
                 assert not any(a < end and b < a + k for b, end in read)
 
     def land(self, number: int) -> list[Action]:
@@ -446,13 +446,13 @@ def test_versions_of_files_that_hold_many_objects() -> None:
     versions = Versions(6, np.array([0, 2, 6]))
     ids = np.array([1, 2, 5])
     assert versions.files(ids).tolist() == [0, 1, 1]
-    late, changed = versions.read(ids, np.array([7, 8, 8]), 1)
+    late, changed = versions.read(ids, np.array([7, 8, 8]), 1, np.zeros(3))
     assert not late.any()
     assert changed.tolist() == [0, 1], "whatever else is held of them is of an unknown version"
     assert versions.unasked(ids, 1, 1).tolist() == []
     assert versions.unasked(ids, 2, 2).tolist() == [0, 1]
     two = np.array([0, 1], np.int32)
     assert versions.answered(two, np.array([7, 9]), 2).tolist() == [1]
-    late, changed = versions.read(ids, np.array([7, 8, 9]), 1)
+    late, changed = versions.read(ids, np.array([7, 8, 9]), 1, np.zeros(3))
     assert late.tolist() == [False, True, False]
     assert changed.tolist() == []

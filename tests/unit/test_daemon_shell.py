@@ -22,7 +22,7 @@ import zmq
 
 from creel.cache.memory import shared_words
 from creel.cache.memory.arena import Arena
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import Runs, chained, pieces
 from creel.cache.memory.shared_words import (
     HEARTBEAT,
@@ -74,7 +74,7 @@ class Shell:
 
     def read(self) -> Fetched:
         """Read all of them, to private memory."""
-        nowhere = np.full(len(self.ids), ABSENT)
+        nowhere = np.full(len(self.ids), NOWHERE)
         self.fetcher.submit(FetchObjects(7, "d", self.ids, nowhere, nowhere, 0.0))
         event: Fetched = self.done.get(timeout=20)
         assert event.nbytes.tolist() == self.length.tolist()
@@ -311,7 +311,7 @@ def test_parts_of_a_fetch_are_as_long_as_is_known_when_they_begin() -> None:
             self.parts.append(len(ids))
             for part in parts:
                 part[0][:] = b"x" * len(part[0])
-            return Read(length.copy(), np.ones(len(ids), np.int64))
+            return Read(length.copy(), np.ones(len(ids), np.int64), np.zeros(len(ids)))
 
         def close(self) -> None:
             pass
@@ -338,7 +338,7 @@ def test_of_a_cancelled_fetch_only_what_a_thread_has_begun_is_read() -> None:
         def read_parts(self, ids: Any, length: Any, parts: Any) -> Any:  # noqa: ARG002
             begun.set()
             assert goes_on.wait(60)
-            return Read(length.copy(), np.ones(len(ids), np.int64))
+            return Read(length.copy(), np.ones(len(ids), np.int64), np.zeros(len(ids)))
 
         def close(self) -> None:
             pass
@@ -398,8 +398,7 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
     """The arena is asked which pages were written to; a table of them is for small objects."""
 
     source = mock.Mock()
-    failed = np.full(201, -1, np.int64)
-    source.read_parts = lambda ids, *_: Read(failed[: len(ids)], failed[: len(ids)])
+    source.read_parts = lambda ids, *_: Read.failed(len(ids))
     length = np.append(np.full(200, 4096), 1 << 28)
     with Arena.create(1 << 29) as arena:
         fetcher = Fetcher(arena, lambda _: None, no_peers)
@@ -497,7 +496,7 @@ def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
 
 
 def test_each_shared_word_has_a_number_of_its_own() -> None:
-    sizes = {"ABSENT", "WORDS_NBYTES", "EARLY_STEPS", "FAILED"}  # FAILED is a counter's
+    sizes = {"NOWHERE", "WORDS_NBYTES", "EARLY_STEPS", "FAILED"}  # FAILED is a counter's
     constants = {k: v for k, v in vars(shared_words).items() if k.isupper() and isinstance(v, int)}
     numbers = [v for k, v in constants.items() if k not in sizes]
     assert len(numbers) > 8

@@ -362,7 +362,9 @@ def test_a_missing_folder_is_no_disk(tmp_path: Path) -> None:
 
 def test_what_must_stay_free_limits_the_store(tmp_path: Path) -> None:
     stats = os.statvfs(tmp_path)
-    store = DiskStore(str(tmp_path), 64 * MIB, spare=stats.f_bavail * stats.f_frsize + (1 << 40))
+    store = DiskStore(
+        str(tmp_path), 64 * MIB, keep_free=stats.f_bavail * stats.f_frsize + (1 << 40)
+    )
     assert store.nbytes == 0
     store.attach("a", 1)
     assert put(store, "a", {0: b"no"}) == [False]

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from creel.policies.eviction.policy import RESIDENT
-from creel.policies.eviction.retention import EpochBoundary, plan
+from creel.policies.eviction.retention import EpochBoundary
 
 Order = NDArray[np.int32]
 
@@ -61,7 +61,7 @@ def test_total_what_stays_fills_the_memory_exactly(f: float, seed: int) -> None:
     epochs = Epochs(seed, n=1000 + 617 * seed)
     capacity = int(f * epochs.n) * EACH + EACH // 2
     for epoch in range(3):
-        epochs.held = plan(epochs.boundary(epoch, capacity)).stays
+        epochs.held = epochs.boundary(epoch, capacity).plan().stays
         assert epochs.held.sum() == capacity // EACH
 
 
@@ -71,7 +71,7 @@ def test_total_in_bytes_where_sizes_differ(f: float) -> None:
     size = epochs.rng.lognormal(11, 0.7, epochs.n).astype(np.int64) + 1
     capacity = int(f * size.sum())
     for epoch in range(3):
-        epochs.held = plan(epochs.boundary(epoch, capacity, size=size)).stays
+        epochs.held = epochs.boundary(epoch, capacity, size=size).plan().stays
         assert capacity - size.max() <= size[epochs.held].sum() <= capacity
 
 
@@ -79,7 +79,7 @@ def test_total_in_bytes_where_sizes_differ(f: float) -> None:
 def test_lead_what_the_next_epoch_begins_with_stays(f: float) -> None:
     epochs = Epochs(seed=1, n=6000)
     for epoch in range(3):
-        epochs.held = plan(epochs.boundary(epoch, int(f * 6000) * EACH, lead=0.03)).stays
+        epochs.held = epochs.boundary(epoch, int(f * 6000) * EACH, lead=0.03).plan().stays
         assert epochs.held[epochs.orders[epoch + 1][:180]].all()
 
 
@@ -92,7 +92,7 @@ def test_outflow_each_stretch_of_the_next_epoch_and_each_rank_holds_its_share(
     n = 24_000
     epochs = Epochs(seed=2, n=n, ranks=ranks)
     for epoch in range(3):
-        epochs.held = plan(epochs.boundary(epoch, int(f * n) * EACH, lead=0.01)).stays
+        epochs.held = epochs.boundary(epoch, int(f * n) * EACH, lead=0.01).plan().stays
     order = epochs.held[epochs.orders[3]][n // 20 :]
     share = (f - 0.01) / 0.99
     rank = np.arange(n // 20, n) % ranks
@@ -114,7 +114,7 @@ def test_inflow_leaves_room_for_all_that_is_read_ahead(f: float, sigma: float) -
     capacity = int(f * size.sum())
     for epoch in range(3):
         told = size if sigma else None
-        stays = plan(epochs.boundary(epoch, capacity, size=told, lead=lead)).stays
+        stays = epochs.boundary(epoch, capacity, size=told, lead=lead).plan().stays
         order = epochs.orders[epoch]
         nbytes = size[order]
         yet = np.where(epochs.held[order], nbytes, 0)[::-1].cumsum()[::-1]  # held, to be read
@@ -135,7 +135,7 @@ def test_a_plan_made_late_begins_with_what_is_really_held() -> None:
     boundary = EpochBoundary(
         boundary.orders, due, boundary.state, 125, 250, boundary.size, EACH, 1, 2000 * EACH, 0.02
     )
-    stays, surplus = plan(boundary)
+    stays, surplus = boundary.plan()
     read = epochs.due(0) < 125
     assert stays.sum() == 2000
     assert not (stays & read & ~held).any()
@@ -145,13 +145,13 @@ def test_a_plan_made_late_begins_with_what_is_really_held() -> None:
 
 def test_an_order_nobody_knows_is_no_reason_to_keep_less() -> None:
     epochs = Epochs(seed=6, n=3000)
-    assert plan(epochs.boundary(0, 1500 * EACH, known=False)).stays.sum() == 1500
+    assert epochs.boundary(0, 1500 * EACH, known=False).plan().stays.sum() == 1500
 
 
 def test_what_the_next_epoch_does_not_read_leaves_first() -> None:
     epochs = Epochs(seed=7, n=3000)
     epochs.orders[1] = epochs.orders[1][:1000]
-    stays = plan(epochs.boundary(0, 1200 * EACH)).stays
+    stays = epochs.boundary(0, 1200 * EACH).plan().stays
     assert stays[epochs.orders[1]].sum() > 950
     assert stays.sum() == 1200
 
@@ -160,7 +160,7 @@ def test_two_nodes_that_know_the_same_plan_the_same() -> None:
     """Law L5: nothing but the orders and what is held decides."""
     one, two = Epochs(seed=9, n=5000), Epochs(seed=9, n=5000)
     assert (
-        plan(one.boundary(0, 2500 * EACH)).stays == plan(two.boundary(0, 2500 * EACH)).stays
+        one.boundary(0, 2500 * EACH).plan().stays == two.boundary(0, 2500 * EACH).plan().stays
     ).all()
 
 
@@ -169,4 +169,4 @@ def test_an_empty_dataset_has_an_empty_plan() -> None:
     boundary = EpochBoundary(
         [[none]], none, np.empty(0, np.uint8), 0, 1, np.array([1]), 1, 1, 10, 0.1
     )
-    assert len(plan(boundary).stays) == 0
+    assert len(boundary.plan().stays) == 0

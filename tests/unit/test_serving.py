@@ -7,7 +7,7 @@ import pytest
 from core_rig import Rig
 from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN, of_tag, shared
 from creel.daemon.core.events import (
     SOURCE,
@@ -87,12 +87,12 @@ def test_what_is_here_is_sent_and_stays_until_it_has_left() -> None:
     assert answer.place[0] == node.offset["d"][0]
     node.progress(1, done=2, wanted=4)
     node.land_all()
-    assert node.offset["d"][0] != ABSENT, "it left while it was being sent"
+    assert node.offset["d"][0] != NOWHERE, "it left while it was being sent"
     node.feed(PeerServed(0))
     node.progress(1, done=4)
     node.extend(1, 1, [[1, 2]])
     node.land_all()
-    assert node.offset["d"][0] == ABSENT
+    assert node.offset["d"][0] == NOWHERE
 
 
 @pytest.mark.parametrize("sizes", [[100] * 3, [100, 90, 120]])
@@ -112,7 +112,7 @@ def test_what_has_changed_keeps_its_room_until_it_has_left(sizes: list[int]) -> 
         assert room not in node.offset["d"], "what comes next is sent in its place"
         node.feed(PeerServed(served))
     node.land_all()
-    assert (node.offset["d"] != ABSENT).all()
+    assert (node.offset["d"] != NOWHERE).all()
 
 
 def test_a_dataset_that_is_unknown_and_a_request_that_ended_twice_are_no_harm() -> None:
@@ -166,7 +166,7 @@ def test_a_disk_that_is_too_slow_costs_the_peer_what_it_has_waited() -> None:
     node.feed(Tick())
     assert node.answers[0].nbytes.tolist() == [100, -1]
     node.land_all()
-    assert node.offset["d"][1] != ABSENT
+    assert node.offset["d"][1] != NOWHERE
 
 
 def test_what_the_disk_has_lost_is_read_from_the_source_and_sent() -> None:
@@ -261,7 +261,7 @@ def test_what_a_peer_does_not_have_is_read_from_the_source_into_the_same_room(
 ) -> None:
     node = Member()
     asked = node.answer(nbytes, version)
-    assert (node.offset["d"][asked.ids] == ABSENT).all()
+    assert (node.offset["d"][asked.ids] == NOWHERE).all()
     again = [f for f in node.fetches.values() if f.origin == SOURCE]
     found = {int(x): int(at) for f in again for x, at in zip(f.ids, f.offset, strict=True)}
     assert found == {int(x): int(at) for x, at in zip(asked.ids, asked.offset, strict=True)}
@@ -280,7 +280,7 @@ def test_a_peers_copy_that_comes_after_its_reader_has_given_up_is_dropped() -> N
     node.feed(Tick())
     assert node.readers[1].ready > step
     node.answer(100, OLD)
-    assert (node.offset["d"][asked.ids] == ABSENT).all()
+    assert (node.offset["d"][asked.ids] == NOWHERE).all()
 
 
 def test_after_the_cluster_has_ended_everything_comes_from_the_source() -> None:
@@ -294,16 +294,16 @@ def test_after_the_cluster_has_ended_everything_comes_from_the_source() -> None:
 
 
 def test_another_version_than_the_one_known_here_is_of_no_use() -> None:
-    versions, first = Versions(2), np.array([0])
-    versions.read(first, np.array([OLD]), 1)
-    assert versions.received(first, np.array([NEW])).tolist() == [True]
-    assert versions.received(first, np.array([OLD])).tolist() == [False]
-    assert versions.received(first, shared(np.array([OLD]))).tolist() == [False]
+    versions, first, never = Versions(2), np.array([0]), np.zeros(1)
+    versions.read(first, np.array([OLD]), 1, never)
+    assert versions.received(first, np.array([NEW]), never, []).tolist() == [True]
+    assert versions.received(first, np.array([OLD]), never, []).tolist() == [False]
+    assert versions.received(first, shared(np.array([OLD])), never, []).tolist() == [False]
 
 
 def test_a_peers_version_counts_once_a_check_here_has_found_the_same() -> None:
     versions, ids = Versions(2), np.array([0, 1])
-    assert not versions.received(ids, np.array([OLD, OLD])).any()
+    assert not versions.received(ids, np.array([OLD, OLD]), np.zeros(2), []).any()
     assert not versions.current(ids, 1, 1).any()
     changed = versions.answered(ids.astype(np.int32), np.array([OLD, NEW]), 1)
     assert changed.tolist() == [1]

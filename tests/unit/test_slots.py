@@ -80,7 +80,7 @@ def test_what_cannot_be_mapped_is_copied_once(
     again = send(writer, reader, b"y" * MB)
     assert again.id != slot.id
     assert reader.view(again.id)[:MB] == b"y" * MB
-    assert reader.leased == 0
+    assert not reader._live
     writer.close()
 
 
@@ -114,11 +114,11 @@ def test_all_views_of_a_tensor_keep_the_lease(writer: SlotWriter, reader: SlotRe
     while holders:
         gc.collect()
         assert reader.returned() == []
-        assert reader.leased == 1
+        assert len(reader._live) == 1
         holders.pop()
     gc.collect()
     assert reader.returned() == [slot.id]
-    assert reader.leased == 0
+    assert not reader._live
 
 
 def test_arrays_over_a_lease_keep_it_although_numpy_collapses_bases(
@@ -194,7 +194,7 @@ def test_another_writer_goes_on_with_the_slots_that_nobody_uses() -> None:
     held, first, second = (send(writer, reader, bytes([c]) * MB) for c in b"abc")
     buffer = reader.lease(held.id)
     writer.close()
-    spare = reader.spare(16 * MB)
+    spare = reader.unused(16 * MB)
     reader.close()
     assert len(spare) == 2
     heir, after = SlotWriter(inherited=spare), SlotReader(inherited=spare)
@@ -218,18 +218,18 @@ def test_spare_slots_are_bounded_and_never_those_a_fork_or_a_shortage_touched(
 ) -> None:
     for c in b"abc":
         send(writer, reader, bytes([c]) * MB)
-    assert [len(mapping) for mapping in reader.spare(2 * MB)] == [MB, MB]
+    assert [len(mapping) for mapping in reader.unused(2 * MB)] == [MB, MB]
     buffer = reader.lease(0)
     reader.mark_shared()
     del buffer
-    assert len(reader.spare(16 * MB)) == 2
+    assert len(reader.unused(16 * MB)) == 2
     with monkeypatch.context() as none:
         none.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.EMFILE, "none left")))
         fd = os.memfd_create("other")
         os.ftruncate(fd, MB)
         reader.adopt(9, fd, MB)
         os.close(fd)
-    assert len(reader.spare(16 * MB)) == 2
+    assert len(reader.unused(16 * MB)) == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from core_rig import Rig
 
-from creel.cache.memory.free_ranges import ABSENT
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.daemon.core.events import (
     Action,
     Checked,
@@ -177,10 +177,10 @@ def state_of_object(rig: One) -> str:
     ready = any(r.ready > r.done for n, r in rig.readers.items() if n != 3)
     if rig.fetch() != 99:
         return "overdue" if ready else "in flight"
-    if rig.offset["d"][0] == ABSENT:
+    if rig.offset["d"][0] == NOWHERE:
         return "failed" if ready else "absent"
     rig.feed(Dropped("d"))
-    return "pinned" if rig.offset["d"][0] != ABSENT else "kept"
+    return "pinned" if rig.offset["d"][0] != NOWHERE else "kept"
 
 
 def test_the_table_of_objects_has_all_states_and_events() -> None:

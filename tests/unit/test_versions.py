@@ -228,7 +228,10 @@ def test_objects_of_unknown_length_have_versions(tmp_path: Path) -> None:
         Manifest.of_files(["0", "1", "2"], root=str(tmp_path)), _QUICK
     ).read_whole(np.arange(3))
     told = source.versions(np.arange(2, dtype=np.int32)).tolist()
-    assert (first, second, third) == ((b"abc", told[0]), (b"", told[1]), None)
+    assert [one and one[:2] for one in (first, second, third)] == [
+        *((b"abc", told[0]), (b"", told[1])),
+        None,
+    ]
 
 
 def test_storage_that_coughs_is_asked_again(
@@ -302,7 +305,7 @@ def test_a_copy_that_may_be_torn_is_read_again(
     path = next(tmp_path.iterdir())
     written(path, times)
     if kind == "whole":
-        ((data, told),) = (x for x in source.read_whole(np.zeros(1, np.int32)) if x is not None)
+        ((data, told, _),) = (x for x in source.read_whole(np.zeros(1, np.int32)) if x is not None)
         got = [data]
     else:
         ids = {"file": (0,), "pieces": (*range(0, 20, 2),), "neighbours": (0, 1, 2)}[kind]
@@ -344,7 +347,9 @@ def test_an_http_server_tells_versions_by_its_tags(tmp_path: Path) -> None:
         assert told[2] == MISSING
         assert (read(source, 0, 1)[0].version == told[:2]).all()
         assert (read(pieces, 0, 1)[0].version == told[0]).all()
-        assert source.read_whole(np.array([1])) == [(b"abcdefghij", told[1])]
+        (got,) = source.read_whole(np.array([1]))
+        assert got is not None
+        assert got[:2] == (b"abcdefghij", told[1])
         stats = server.stats()
         assert (stats["heads"], stats["gets"]) == (2, 4)
         settle(tmp_path / "1")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import ObjectPool
-
-Sizes = NDArray[np.int64]
+from creel.policies.arrays import Ints
 
 
 class Departed:
@@ -15,9 +13,9 @@ class Departed:
 
     def __init__(self, pool: ObjectPool) -> None:
         self._pool = pool
-        self._rooms: list[tuple[set[int], Sizes, Sizes]] = []
+        self._rooms: list[tuple[set[int], Ints, Ints]] = []
 
-    def add(self, requests: set[int], place: Sizes, nbytes: Sizes) -> None:
+    def add(self, requests: set[int], place: Ints, nbytes: Ints) -> None:
         """These rooms are free once these requests of peers have been answered."""
         self._rooms.append((requests, place, nbytes))
 
@@ -29,7 +27,7 @@ class Departed:
                 self._pool.free(place, nbytes)
         self._rooms = [room for room in self._rooms if room[0]]
 
-    def rooms(self) -> tuple[Sizes, Sizes]:
+    def rooms(self) -> tuple[Ints, Ints]:
         """(k,) places and (k,) lengths."""
         none = np.empty(0, np.int64)
         place = np.concatenate([none, *(place for _, place, _ in self._rooms)])

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from creel.policies.arrays import Mask
 from creel.policies.cluster.members import (
     MAX_CHANGES,
     Change,
@@ -75,13 +75,13 @@ class Members:
         self._heard[node] = now
         self._anew[node] = True
 
-    def reachable(self, now: float) -> NDArray[np.bool_]:
+    def reachable(self, now: float) -> Mask:
         """(nodes,) whom to ask for objects: who was heard of lately, and this node."""
-        found: NDArray[np.bool_] = now - self._heard < self.patience.suspect_s
+        found: Mask = now - self._heard < self.patience.suspect_s
         found[self._me] = True
         return found
 
-    def members(self) -> NDArray[np.bool_]:
+    def members(self) -> Mask:
         """(nodes,) whom plans count on."""
         nodes = len(self._heard)
         return unpacked(self.log[-1].members, nodes) if self.log else np.ones(nodes, np.bool_)
@@ -92,7 +92,7 @@ class Members:
         self._noted()
         return self.log is not before
 
-    def due(self, now: float) -> NDArray[np.bool_] | None:
+    def due(self, now: float) -> Mask | None:
         """(nodes,) whom plans should count on; None: on whom they do, or others say so."""
         wanted = now - self._heard < self.patience.lost_s
         wanted[self._me] = True
@@ -105,7 +105,7 @@ class Members:
         first = np.flatnonzero(there & members) if (there & members).any() else there.nonzero()[0]
         return wanted if int(first[0]) == self._me else None
 
-    def change(self, members: NDArray[np.bool_], moments: tuple[EpochMoment, ...]) -> Change:
+    def change(self, members: Mask, moments: tuple[EpochMoment, ...]) -> Change:
         """Write that plans count on these members from these moments on."""
         change = Change(latest(self.log).number + 1, self._me, packed(members), moments)
         self.log = (*self.log, change)[-MAX_CHANGES:]

@@ -8,28 +8,18 @@ from creel.daemon.core import events
 from creel.daemon.core.residency import Residency
 from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.members import EpochMoment, PlanDigest
-from creel.policies.prefetch import Window
 
 #: Pause before a peer is asked again for what this node has missed, in seconds.
 _ASK_AGAIN_S = 1.0
 
 
 class ClusterPlans:
-    """The plans that this node has in common with others.
-
-    Args:
-        residencies: all datasets, a live view.
-        emit: takes the next action.
-    """
+    """The plans that this node has in common with others."""
 
     def __init__(
-        self,
-        residencies: Mapping[str, Residency],
-        window: Window,
-        emit: Callable[[events.Action], None],
+        self, residencies: Mapping[str, Residency], emit: Callable[[events.Action], None]
     ) -> None:
         self._residencies = residencies
-        self._window = window
         self._emit = emit
         self._ask_again: dict[str, float] = {}  # by dataset: when, in seconds
 
@@ -57,7 +47,7 @@ class ClusterPlans:
 
     def ask(self, residency: Residency, now: float) -> None:
         """Ask peers about the epoch, once a second, where what it began with was missed."""
-        policy = residency.among_nodes
+        policy = residency.cluster_policy
         if policy is None or now < self._ask_again.get(residency.name, 0.0):
             return
         seed, view = policy.lacks, policy.deals.view
@@ -82,18 +72,19 @@ class ClusterPlans:
         found = (policy.digest for _, policy in self._within(cluster))
         return tuple(digest for digest in found if digest is not None)
 
-    def homed(self, cluster: str) -> frozenset[str]:
+    def by_hash(self, cluster: str) -> frozenset[str]:
         """Datasets that this node reads for a job of this cluster and for one on other nodes."""
-        found = (r.name for r in self._residencies.values() if r.on_other_nodes(cluster))
+        found = (r.name for r in self._residencies.values() if r.shared_with_others(cluster))
         return frozenset(found)
 
     def _within(self, cluster: str) -> Iterator[tuple[Residency, ClusterEviction]]:
         """The datasets that are planned in this cluster."""
         for residency in self._residencies.values():
-            view = None if residency.among_nodes is None else residency.among_nodes.deals.view
-            if residency.among_nodes is not None and view is not None and view.cluster == cluster:
-                yield residency, residency.among_nodes
+            policy = residency.cluster_policy
+            view = None if policy is None else policy.deals.view
+            if policy is not None and view is not None and view.cluster == cluster:
+                yield residency, policy
 
     def _policy(self, dataset: str) -> ClusterEviction | None:
         residency = self._residencies.get(dataset)
-        return None if residency is None else residency.among_nodes
+        return None if residency is None else residency.cluster_policy

@@ -13,18 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from creel.cache.memory.free_ranges import ABSENT as NOWHERE
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.version import CHANGING, UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.events import DISK, Action, PeerAsked, PeerServed, ServeObjects
 from creel.daemon.core.inflight import Inflight
-from creel.daemon.core.residency import Index, Residency
+from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
+from creel.policies.arrays import Index, Mask, every
 from creel.policies.cluster.homes import FOR_PEERS
 from creel.policies.eviction.policy import FETCHING, RESIDENT, SKIPPED, STORED
-from creel.policies.masks import every
 from creel.policies.prefetch import affordable
 
 #: Requests that are looked at in each event, 32 MiB at most: 255 peers may have a thousand waiting.
@@ -47,10 +46,6 @@ class _PeerWait:
 
 class Serving:
     """All requests of peers that are being answered.
-
-    Args:
-        admission, inflight: the core's, for what is read from disk.
-        emit: takes the next action.
 
     Attributes:
         short: datasets of which an object on disk finds no room in memory, with `due` as in
@@ -105,7 +100,7 @@ class Serving:
         """
         residency = request.residency
         policy = residency.policy
-        if policy is None or policy.homes is None or not policy.reads_for_peers:
+        if policy.homes is None or not policy.reads_for_peers:
             return False
         ids = np.unique(ids)
         absent = ids[(residency.state[ids] <= SKIPPED) & (residency.disk.state[ids] != STORED)]
@@ -124,7 +119,7 @@ class Serving:
         coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
             from_peer = np.isin(coming, self._inflight.from_peers(residency))
-            coming = coming[~from_peer | policy.homes.passed_on(coming)]
+            coming = coming[~from_peer | policy.homes.relayed(coming)]
         self._pin(request, coming)
         request.awaited = int(coming[0]) if len(coming) else 0
         return len(coming) > 0
@@ -220,7 +215,7 @@ class Serving:
         """Send what is here; what is not stays unpinned."""
         residency, ids = request.residency, request.ids
         pinned = residency.served[request.number]
-        here: NDArray[np.bool_] = residency.state[pinned] == RESIDENT
+        here: Mask = residency.state[pinned] == RESIDENT
         residency.unpin(pinned[~here])
         found = residency.served[request.number] = pinned[here]
         answer = _nothing(request.number, len(ids))
@@ -244,8 +239,7 @@ class Serving:
         self._nbytes -= request.nbytes
         ids = residency.served.pop(e.request)
         residency.unpin(ids)
-        if residency.policy is not None:
-            residency.policy.sent(ids)
+        residency.policy.sent(ids)
         residency.release(ids)
         residency.departed.answered(e.request)
 

@@ -13,24 +13,14 @@ from creel.cache.disk.records import room_nbytes
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.disk.search import Predicate, Walk
 from creel.daemon.core.events import DropFromDisk
+from creel.policies.arrays import NONE, Index, Ints, Mask, unique
 from creel.policies.cluster.homes import FOR_PEERS
-from creel.policies.eviction.policy import (
-    FETCHING,
-    NONE,
-    NOT_STORED,
-    OVERDUE,
-    RESIDENT,
-    STORED,
-    STORING,
-)
-from creel.policies.masks import unique
+from creel.policies.eviction.policy import FETCHING, NOT_STORED, OVERDUE, RESIDENT, STORED, STORING
 from creel.policies.prefetch import affordable
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
-Index = NDArray[np.intp]
-Sizes = NDArray[np.int64]
 
 #: Most bytes being written, as a share of the memory, and in all: they cannot leave meanwhile.
 _WRITING_SHARE, _WRITING_NBYTES = 1 / 16, 64 << 20
@@ -59,7 +49,7 @@ class DiskTier:
     def free(self) -> int:
         return self.nbytes - self.used
 
-    def rooms(self, nbytes: Sizes) -> Sizes:
+    def rooms(self, nbytes: Ints) -> Ints:
         """(k,) bytes that objects of these sizes take up."""
         return room_nbytes(nbytes, self.unit)
 
@@ -174,19 +164,14 @@ class DiskCopies:
         """
         residency = self._residency
 
-        def matches(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (residency.state[at] == RESIDENT) & (
-                self.state[at] == STORED
-            )
+        def matches(at: Index | slice) -> Mask:
+            found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == STORED)
             found &= residency.pins[at] == 0
             return found
 
-        return self._clean.take(k, matches, self._due, None if step == FOR_PEERS else step)
-
-    def _due(self, ids: Index) -> NDArray[np.int64]:
-        """(k,) each object's next use, on the policy's clock."""
-        policy = self._residency.policy
-        return np.zeros(len(ids), np.int64) if policy is None else policy.due(ids)
+        return self._clean.take(
+            k, matches, self._residency.policy.due, None if step == FOR_PEERS else step
+        )
 
     def released(self, ids: Index) -> None:
         """Residents are no longer pinned."""
@@ -202,13 +187,12 @@ class DiskCopies:
 
     def next_released(self, nbytes: int, room: int) -> Index:
         """Objects to write while the disk has `room`, `nbytes` at most: those read first."""
-        policy = self._residency.policy
         while self._loose:
             ids = self._loose.popleft()
             self._waiting -= len(ids)
             ids = unique(ids[self._writable(ids)])
-            if policy is not None and len(ids):
-                ids = ids[policy.keeps(ids)]
+            if len(ids):
+                ids = ids[self._residency.policy.keeps(ids)]
             k = self._fitting(ids, nbytes, room)
             if k < len(ids):
                 self._loose.appendleft(ids[k:])
@@ -222,21 +206,18 @@ class DiskCopies:
 
         Only what is due after `step`, as `clean` asks for: nothing else makes room for that step.
         """
-        policy = self._residency.policy
-        ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._due, step)
-        if policy is not None and len(ids):
-            ids = ids[policy.keeps(ids)]
+        ids = self._dirty.take(BATCH_OBJECTS, self._writable, self._residency.policy.due, step)
+        if len(ids):
+            ids = ids[self._residency.policy.keeps(ids)]
         return ids[: self._fitting(ids, nbytes, 1 << 62)]
 
-    def _writable(self, at: Index | slice) -> NDArray[np.bool_]:
+    def _writable(self, at: Index | slice) -> Mask:
         """(k,) whether each is resident, may leave, is not on disk, and its version is known.
 
         What a storage without versions gave would be served after a restart whatever became of it.
         """
         residency = self._residency
-        found: NDArray[np.bool_] = (residency.state[at] == RESIDENT) & (
-            self.state[at] == NOT_STORED
-        )
+        found: Mask = (residency.state[at] == RESIDENT) & (self.state[at] == NOT_STORED)
         found &= residency.pins[at] == 0
         ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(residency)))
         where = np.flatnonzero(found)
@@ -255,33 +236,31 @@ class DiskCopies:
 
     def make_room(self, nbytes: int) -> None:
         """Remove what nobody keeps, then what memory holds and is due soonest, from the disk."""
-        residency, policy = self._residency, self._residency.policy
-        if policy is None or not policy.replaces:
+        residency = self._residency
+        if not residency.policy.replaces:
             return
 
-        def twice(at: Index | slice) -> NDArray[np.bool_]:
-            found: NDArray[np.bool_] = (self.state[at] == STORED) & (
-                residency.state[at] == RESIDENT
-            )
+        def twice(at: Index | slice) -> Mask:
+            found: Mask = (self.state[at] == STORED) & (residency.state[at] == RESIDENT)
             return found
 
         freed = self.drop_idle(nbytes)
-        self._leave(nbytes - freed, self._twice, twice, lambda ids: -self._due(ids))
+        self._leave(nbytes - freed, self._twice, twice, lambda ids: -residency.policy.due(ids))
 
     def drop_idle(self, nbytes: int) -> int:
         """Remove up to about `nbytes` that nobody keeps from the disk; bytes freed."""
         policy = self._residency.policy
-        if policy is None or not policy.replaces:
+        if not policy.replaces:
             return 0
 
-        def idle(at: Index | slice) -> NDArray[np.bool_]:
+        def idle(at: Index | slice) -> Mask:
             found = self._settled(at)
             ids = at if not isinstance(at, slice) else np.arange(*at.indices(len(self._residency)))
             where = np.flatnonzero(found)
             found[where] = ~policy.keeps(ids[where])
             return found
 
-        return self._leave(nbytes, self._idle, idle, self._due)
+        return self._leave(nbytes, self._idle, idle, self._residency.policy.due)
 
     def unwritten(self) -> tuple[Index, Index]:
         """Residents that are not on disk, and may be: those kept, and the others; due next first.
@@ -291,33 +270,29 @@ class DiskCopies:
         residency = self._residency
         ids = np.flatnonzero((residency.state == RESIDENT) & (self.state == NOT_STORED))
         ids = ids[residency.versions.version[residency.versions.files(ids)] > 0]
-        ids = ids[self._due(ids).argsort(kind="stable")]
-        if residency.policy is None:
-            return ids, NONE
+        ids = ids[residency.policy.due(ids).argsort(kind="stable")]
         kept = residency.policy.keeps(ids)
         return ids[kept], ids[~kept]
 
     def give(self, nbytes: int) -> None:
         """Remove about `nbytes` from the disk for another dataset: what is due last."""
-        self._leave(nbytes, self._any, self._settled, self._due)
+        self._leave(nbytes, self._any, self._settled, self._residency.policy.due)
 
-    def _settled(self, at: Index | slice) -> NDArray[np.bool_]:
+    def _settled(self, at: Index | slice) -> Mask:
         """(k,) whether each is on disk, and not being read from there."""
         state = self._residency.state[at]
         coming = (state == FETCHING) | (state == OVERDUE)
-        found: NDArray[np.bool_] = (self.state[at] == STORED) & ~coming
+        found: Mask = (self.state[at] == STORED) & ~coming
         return found
 
     def _leave(
-        self, nbytes: int, walk: Walk, matches: Predicate, due: Callable[[Index], NDArray[np.int64]]
+        self, nbytes: int, walk: Walk, matches: Predicate, due: Callable[[Index], Ints]
     ) -> int:
         """Remove objects of a kind from the disk; bytes freed."""
         if nbytes <= 0:
             return 0
-        before, room = (
-            self._tier.free,
-            int(self._tier.rooms(np.array([int(self._residency.mean)]))[0]),
-        )
+        before = self._tier.free
+        room = int(self._tier.rooms(np.array([int(self._residency.mean)]))[0])
         self.lost(walk.take(-(-nbytes // max(room, 1)) + 1, matches, due))
         return self._tier.free - before
 

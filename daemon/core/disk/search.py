@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from creel.policies.eviction.policy import NONE, joined
-
-Index = NDArray[np.intp]
+from creel.policies.arrays import NONE, Index, Ints, Mask, joined
 
 #: Objects looked at together in search of some kind of object, and how often in one call.
 _SCANNED_AT_ONCE, _MAX_SCANS = 1 << 16, 4
@@ -19,7 +16,7 @@ _BEST_PART, _BEST = 4, 64
 _CHANGES = 256
 
 #: (k,) or a slice -> (k,) whether each object is of some kind.
-Predicate = Callable[[Index | slice], NDArray[np.bool_]]
+Predicate = Callable[[Index | slice], Mask]
 
 
 class Walk:
@@ -36,11 +33,7 @@ class Walk:
         self._found = NONE
 
     def take(
-        self,
-        k: int,
-        matches: Predicate,
-        due: Callable[[Index], NDArray[np.int64]],
-        above: int | None = None,
+        self, k: int, matches: Predicate, due: Callable[[Index], Ints], above: int | None = None
     ) -> Index:
         """Up to k distinct objects that are of this kind now; only those due after `above`."""
         out = []
@@ -59,7 +52,7 @@ class Walk:
             found = found[np.sort(np.unique(found, return_index=True)[1])]
         return found
 
-    def _look(self, matches: Predicate, due: Callable[[Index], NDArray[np.int64]]) -> bool:
+    def _look(self, matches: Predicate, due: Callable[[Index], Ints]) -> bool:
         """Look into the next chunk; False where it is known that there is none in any."""
         if self._empty * _SCANNED_AT_ONCE >= self._objects:
             if self.changes < min(_CHANGES, 1 + self._objects // 1024):

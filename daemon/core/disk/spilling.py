@@ -18,18 +18,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.free_ranges import must
 from creel.daemon.core.disk.copies import BATCH_NBYTES, BATCH_OBJECTS, DiskTier
 from creel.daemon.core.events import DropFromDisk, Spilled, SpillObjects
-from creel.policies.eviction.policy import NONE, NOT_STORED, STORING, joined
+from creel.policies.arrays import NONE, Index, joined
+from creel.policies.eviction.policy import NOT_STORED, STORING
 from creel.policies.prefetch import affordable
 
 if TYPE_CHECKING:  # circular import
     from creel.daemon.core.residency import Residency
 
-Index = NDArray[np.intp]
 
 #: Nobody waits for a disk that takes longer for a batch, in seconds: 16 MB/s.
 _SLOW_S = 0.25
@@ -56,10 +55,7 @@ class Spilling:
     """
 
     def __init__(
-        self,
-        tier: DiskTier,
-        residencies: dict[str, Residency],
-        part: Callable[[Residency], float],
+        self, tier: DiskTier, residencies: dict[str, Residency], part: Callable[[Residency], float]
     ) -> None:
         self._tier = tier
         self._part = part
@@ -87,9 +83,7 @@ class Spilling:
             residency.disk.opened()
 
     def start(
-        self,
-        lacking: Iterable[tuple[Residency, int]],
-        reading: Callable[[Residency], bool],
+        self, lacking: Iterable[tuple[Residency, int]], reading: Callable[[Residency], bool]
     ) -> bool:
         """Begin to write what should be.
 
@@ -147,7 +141,7 @@ class Spilling:
         if len(ids):
             self._write(residency, ids)
             return True
-        return residency.policy is not None and residency.policy.replaces and reading(residency)
+        return residency.policy.replaces and reading(residency)
 
     def _make_room(self, residency: Residency, nbytes: int) -> None:
         """Free about `nbytes` on disk.
@@ -250,7 +244,7 @@ class Spilling:
         residency.counts["spilled"] += int(np.count_nonzero(stored))
         residency.counts["spilled_nbytes"] += int(residency.length[ids[stored]].sum())
         ids = ids[residency.pins[ids] == 0]
-        if residency.policy is not None and len(ids):
+        if len(ids):
             residency.policy.released(ids)
 
     def ids(self, residency: Residency) -> Index:

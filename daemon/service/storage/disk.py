@@ -19,24 +19,23 @@ from numpy.typing import NDArray
 from creel.cache.disk.store import DiskStore
 from creel.cache.disk.traces import drop_traces
 from creel.cache.memory.arena import Arena
-from creel.cache.storage.source import Part, Read
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.source import Part, Read, WholeObject
 from creel.config import disk_budget
 from creel.daemon.core.events import (
     Action,
     DiskOpened,
     DropFromDisk,
     FoundOnDisk,
-    Sizes,
     Spilled,
     SpillObjects,
 )
 from creel.daemon.service.background import BackgroundThread
 from creel.errors import ConfigError
+from creel.policies.arrays import Ints
 from creel.settings import DiskSettings
 
-#: The daemon's end is put off for so long, in seconds, to write what is in memory alone: Slurm
-#: kills 30 s after SIGTERM, systemd after 90.
+#: The daemon's end is put off for so long, in seconds, to write what is in memory alone. Slurm
+#: kills 30 s after SIGTERM, systemd 20 s after it (deploy/creeld.service).
 _LAST_S = 5.0
 #: A disk that has not written 64 MiB by then is of no use.
 _WAIT_S = 10.0
@@ -54,10 +53,7 @@ class Disk:
     """
 
     def __init__(
-        self,
-        settings: DiskSettings,
-        arena: Arena,
-        post: Callable[[DiskOpened | Spilled], None],
+        self, settings: DiskSettings, arena: Arena, post: Callable[[DiskOpened | Spilled], None]
     ) -> None:
         self._settings = settings
         self._arena = arena
@@ -104,7 +100,7 @@ class Disk:
         """What there is of a dataset that was added just now."""
         return self._found.pop(dataset, None)
 
-    def detach(self, dataset: str, length: Sizes) -> None:
+    def detach(self, dataset: str, length: Ints) -> None:
         """A dataset is removed, or was not added after all; what is on disk stays there.
 
         length: (n,) bytes of each object.
@@ -123,7 +119,6 @@ class Disk:
             self._order(partial(self._store.drop, action.dataset, action.ids))
 
     def forget(self, dataset: str) -> None:
-        """Remove all of a dataset for good."""
         if self._store is not None:
             self._order(partial(self._store.forget, dataset))
             self._order(partial(self._drop_traces, dataset))
@@ -195,7 +190,7 @@ class Disk:
             self._post(DiskOpened(0, self._store.unit))
 
 
-def _copied(length: Sizes) -> Sizes:
+def _copied(length: Ints) -> Ints:
     """The same lengths, when the table is gone; all of one length take no memory."""
     if len(length) and length.strides == (0,):
         return np.broadcast_to(length[:1].copy(), len(length))
@@ -212,9 +207,9 @@ class DiskSource:
         self._store = store
         self._dataset = dataset
 
-    def read_parts(self, ids: NDArray[np.integer], length: Sizes, parts: Sequence[Part]) -> Read:
+    def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object."""
-        read = Read(np.full(len(ids), -1, np.int64), np.full(len(ids), UNKNOWN, np.int64))
+        read = Read.failed(len(ids))
         wanted = zip(ids.tolist(), length.tolist(), parts, strict=True)
         for i, (object_id, nbytes, part) in enumerate(wanted):
             found = self._store and self._store.read(self._dataset, object_id, nbytes, part)
@@ -222,7 +217,7 @@ class DiskSource:
                 read.nbytes[i], read.version[i] = found
         return read
 
-    def read_whole(self, ids: NDArray[np.integer]) -> list[tuple[bytes, int] | None]:
+    def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
         """None for each: of what is on disk the length is known."""
         return [None] * len(ids)
 

@@ -11,11 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from creel.cache.storage.source import Source
-from creel.cache.storage.version import UNKNOWN
+from creel.cache.storage.source import Read, Source, WholeObject
 from creel.daemon.core.events import CheckVersions, FetchObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource
@@ -26,21 +22,22 @@ Readable: TypeAlias = Source | PeerSource | DiskSource
 
 _CORES = len(os.sched_getaffinity(0))
 
-#: By object id: bytes in private memory, and the version of the file they are from.
-Held: TypeAlias = dict[int, tuple[bytes, int]]
+#: By object id: what is in private memory.
+Held: TypeAlias = dict[int, WholeObject]
 
 
 @dataclass(eq=False)
 class FetchJob:
-    """A fetch or a check in flight; each part fills in its own slice."""
+    """A fetch or a check in flight; each part fills in its own slice of `read`."""
 
     action: FetchObjects | CheckVersions
-    nbytes: NDArray[np.int64]
-    version: NDArray[np.int64]
-    asked: NDArray[np.float64]
-    left: int  # objects of unfinished parts
+    objects: int  # or files
     held: Held = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.read = Read.failed(self.objects)
+        self.left = self.objects  # of unfinished parts
 
     @property
     def fetch(self) -> FetchObjects:
@@ -55,39 +52,21 @@ class FetchJob:
             return self.left == 0
 
 
-def new_job(action: FetchObjects | CheckVersions, size: int) -> FetchJob:
-    nbytes, version = np.full(size, -1, np.int64), np.full(size, UNKNOWN, np.int64)
-    return FetchJob(action, nbytes, version, np.zeros(size), size)
-
-
 def _user_s() -> float:
     """CPU seconds of this thread in user mode."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
-
-
-class FreeThreads:
-    """The number of threads that may still be started."""
-
-    def __init__(self, threads: int) -> None:
-        self._free = threads
-        self._lock = threading.Lock()
-
-    def take(self) -> bool:
-        with self._lock:
-            if self._free <= 0:
-                return False
-            self._free -= 1
-            return True
-
-    def give(self, threads: int) -> None:
-        with self._lock:
-            self._free += max(threads, 0)
 
 
 class FetchQueue:
     """The queue and the threads of one source.
 
     `Concurrency` decides how many threads work; each takes one part at a time.
+
+    Args:
+        owned: whether the source is closed with the queue.
+        run: reads a part; returns of how many objects that tells the speed.
+        limit: most threads.
+        free_threads: has a permit for each thread that all queues may start beside their first.
     """
 
     def __init__(
@@ -96,11 +75,10 @@ class FetchQueue:
         source: Readable,
         run: Callable[[FetchJob, slice], int],
         limit: int,
-        free_threads: FreeThreads,
+        free_threads: threading.Semaphore,
         *,
         owned: bool = False,
     ) -> None:
-        """owned: whether the source is closed with the queue."""
         self.source = source
         self._owned = owned
         self.threads: list[threading.Thread] = []
@@ -108,19 +86,17 @@ class FetchQueue:
         self._run = run
         self._limit = limit
         self._free_threads = free_threads
-        self._heap: list[
-            tuple[float, int, FetchJob, int]
-        ] = []  # the last: first object not yet taken
+        #: Deadline, order of coming, job, and the first object of it that no thread has taken.
+        self._heap: list[tuple[float, int, FetchJob, int]] = []
         self._waiting = 0  # objects in the heap
         self._count = 0
         self._idle = 0
         self._began: dict[int, float] = {}  # by thread, while it reads
         self._closed = False
         self._ready = threading.Condition()
-        self._speed = Concurrency(_CORES)
+        self.speed = Concurrency(_CORES)
 
     def put(self, deadline: float, job: FetchJob) -> None:
-        """Queue a job."""
         with self._ready:
             heapq.heappush(self._heap, (deadline, self._count, job, 0))
             self._count += 1
@@ -151,10 +127,12 @@ class FetchQueue:
         """
         with self._ready:
             self._closed = True
-            queued = [(job, len(job.nbytes) - start) for _, _, job, start in self._heap]
+            queued = [(job, job.objects - start) for _, _, job, start in self._heap]
             self._heap.clear()
             self._waiting = 0
             self._ready.notify_all()
+            for _ in self.threads[1:]:
+                self._free_threads.release()
         if self._owned:
             self.source.close()
         return queued
@@ -166,35 +144,30 @@ class FetchQueue:
             if gone:
                 self._heap = [entry for entry in self._heap if entry not in gone]
                 heapq.heapify(self._heap)
-            dropped = [(job, len(job.nbytes) - start) for _, _, job, start in gone]
+            dropped = [(job, job.objects - start) for _, _, job, start in gone]
             self._waiting -= sum(objects for _, objects in dropped)
         return dropped
 
-    @property
-    def object_ns(self) -> int:
-        """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
-        return self._speed.object_ns
-
-    def _spare(self) -> int:
-        """How many more threads should be reading now."""
+    def _more_threads(self) -> int:
         began = self._began.values()
-        return self._speed.spare(waiting=self._waiting, began=began, now=time.monotonic())
+        return self.speed.more_threads(waiting=self._waiting, began=began, now=time.monotonic())
 
     def _grow(self) -> None:
         """Wake or start threads for queued objects; the lock is held."""
-        spare = self._spare()
-        if spare <= 0:
+        more = self._more_threads()
+        if more <= 0:
             return
-        self._ready.notify(spare)
-        for _ in range(min(spare - self._idle, self._limit - len(self.threads))):
-            if self.threads and not self._free_threads.take():
+        self._ready.notify(more)
+        for _ in range(min(more - self._idle, self._limit - len(self.threads))):
+            if self.threads and not self._free_threads.acquire(blocking=False):
                 return
             name = f"creel-fetch-{self._name[:8]}-{len(self.threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # a limit of the system: use the threads there are until `tick`
-                self._free_threads.give(min(len(self.threads), 1))
+                if self.threads:
+                    self._free_threads.release()
                 return
             self.threads.append(thread)
 
@@ -206,12 +179,12 @@ class FetchQueue:
             objects = self._run(job, part)
             cpu, user = time.thread_time() - cpu, _user_s() - user
             if objects:  # a lost update between threads does no harm
-                self._speed.measured(objects, time.perf_counter() - start, cpu, user)
+                self.speed.measured(objects, time.perf_counter() - start, cpu, user)
 
     def _take(self, me: int) -> tuple[FetchJob, slice] | None:
         with self._ready:
             self._began.pop(me, None)
-            while self._spare() <= 0:
+            while self._more_threads() <= 0:
                 if self._closed:
                     return None
                 self._idle += 1
@@ -223,8 +196,8 @@ class FetchQueue:
     def _part(self) -> tuple[FetchJob, slice]:
         """Take the next part of the most urgent job, as large as the measured speed suggests."""
         deadline, count, job, start = self._heap[0]
-        stop = min(start + self._speed.part_objects, len(job.nbytes))
-        if stop < len(job.nbytes):
+        stop = min(start + self.speed.part_objects, job.objects)
+        if stop < job.objects:
             heapq.heapreplace(self._heap, (deadline, count, job, stop))
         else:
             heapq.heappop(self._heap)

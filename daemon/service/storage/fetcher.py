@@ -21,12 +21,11 @@ from functools import partial
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from creel.cache.memory.arena import Arena
+from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import HEADER, Runs, headers
-from creel.cache.memory.shared_words import ABSENT
-from creel.cache.storage.source import Read, Source, parts_in
+from creel.cache.storage.source import Read, Source, WholeObject, parts_in
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     DISK,
@@ -37,18 +36,11 @@ from creel.daemon.core.events import (
     CheckVersions,
     Fetched,
     FetchObjects,
-    Ids,
 )
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource
-from creel.daemon.service.storage.fetch_queue import (
-    FetchJob,
-    FetchQueue,
-    FreeThreads,
-    Held,
-    Readable,
-    new_job,
-)
+from creel.daemon.service.storage.fetch_queue import FetchJob, FetchQueue, Held, Readable
+from creel.policies.arrays import Ids, Index, Ints
 
 log = logging.getLogger("creel.fetch")
 
@@ -87,7 +79,7 @@ class Fetcher:
         self._arena = arena
         self._scratch = _ReadBuffer()
         self._post = post
-        self._free_threads = FreeThreads(threads)
+        self._free_threads = threading.Semaphore(threads)
         self._threads = threads
         self._other = other
         self._queues: dict[str, FetchQueue] = {}
@@ -112,7 +104,6 @@ class Fetcher:
         queues = [self._queues.pop(dataset), self._checks.pop(dataset)]
         for queue in queues + [self._other_queues.pop(key) for key in more]:
             queue.close()
-            self._free_threads.give(len(queue.threads) - 1)
 
     def remove_peer(self, origin: int) -> None:
         """End the queues towards a peer: what they have not read fails, and `origin` is free.
@@ -120,19 +111,17 @@ class Fetcher:
         Also what their threads wait for fails at once, or within the deadline to connect (2 s).
         """
         for key in [key for key in self._other_queues if key[1] == origin]:
-            queue = self._other_queues.pop(key)
-            for job, objects in queue.close():
+            for job, objects in self._other_queues.pop(key).close():
                 self._part_done(job, objects)
-            self._free_threads.give(len(queue.threads) - 1)
 
     def object_ns(self, dataset: str) -> int:
         """Recent best time a thread takes for one object of a dataset, in ns; 0: not known yet."""
-        return self._queues[dataset].object_ns
+        return self._queues[dataset].speed.object_ns
 
     def submit(self, fetch: FetchObjects) -> None:
         """Start a fetch; `Fetched` is always posted at its end."""
         self.pending += 1
-        job = new_job(fetch, len(fetch.ids))
+        job = FetchJob(fetch, len(fetch.ids))
         if fetch.origin == HELD:
             self._held[fetch.fetch] = {i: self._landed.pop(i) for i in fetch.ids.tolist()}
         if job.left:
@@ -164,7 +153,7 @@ class Fetcher:
     def check(self, check: CheckVersions) -> None:
         """Start a check of versions; `Checked` is always posted at its end."""
         self.pending += 1
-        self._checks[check.dataset].put(check.deadline, new_job(check, len(check.files)))
+        self._checks[check.dataset].put(check.deadline, FetchJob(check, len(check.files)))
 
     @contextmanager
     def landing(self, event: Fetched | Checked) -> Iterator[None]:
@@ -181,7 +170,7 @@ class Fetcher:
 
     def held_nbytes(self) -> int:
         """Bytes in private memory that are not copied to the arena yet."""
-        return sum(len(data) for held in list(self._held.values()) for data, _ in held.values())
+        return sum(len(data) for held in list(self._held.values()) for data, *_ in held.values())
 
     def _all(self) -> list[FetchQueue]:
         return [*self._queues.values(), *self._checks.values(), *self._other_queues.values()]
@@ -228,12 +217,12 @@ class Fetcher:
         assert isinstance(job.action, CheckVersions)  # noqa: S101
         files: int = part.stop - part.start
         try:
-            job.version[part] = source.versions(job.action.files[part])
+            job.read.version[part] = source.versions(job.action.files[part])
         except Exception:  # our bug: all count as changed and are fetched again
             log.exception("a check failed")
-            job.version[part] = CHANGING
+            job.read.version[part] = CHANGING
         if job.part_done(files):
-            self._post(Checked(job.action.check, job.version))
+            self._post(Checked(job.action.check, job.read.version))
         return files
 
     def _no_memory(self, error: OSError) -> None:
@@ -249,16 +238,14 @@ class Fetcher:
         self._held.pop(fetch.fetch, None)
         if job.held:
             self._held[fetch.fetch] = job.held
-        self._post(Fetched(fetch.fetch, job.nbytes, job.version, job.asked))
+        self._post(Fetched(fetch.fetch, *job.read))
 
     def _read(self, source: Readable, job: FetchJob, part: slice) -> int:
         """Read one part; return for how many objects the source was not asked."""
         fetch = job.fetch
         ids, offset, lengths = fetch.ids[part], fetch.offset[part], fetch.length[part]
-        read = Read(job.nbytes[part], job.version[part], job.asked[part])
-        if isinstance(source, Source):
-            job.asked[part] = time.monotonic()
-        known = offset != ABSENT
+        read = job.read.part(part)
+        known = offset != NOWHERE
         if fetch.runs:
             self._link(offset, lengths, fetch.runs)
         if known.all():
@@ -267,44 +254,37 @@ class Fetcher:
         read.enter(known, self._fill(source, ids[known], offset[known], lengths[known]))
         strange = np.flatnonzero(~known)
         whole = _copied(source, ids[strange])
-        absent = [i for i, found in enumerate(whole) if found is None]
-        rest, asked = ids[strange[absent]], np.zeros(len(absent))
-        if isinstance(source, PeerSource):
-            came = source.read_whole(rest, asked)
-            job.asked[part][strange[absent]] = asked
-        else:
-            came = source.read_whole(rest)
-        for i, found in zip(absent, came, strict=True):
+        lacking = [i for i, found in enumerate(whole) if found is None]
+        came = source.read_whole(ids[strange[lacking]])
+        for i, found in zip(lacking, came, strict=True):
             whole[i] = found
         for i, found in zip(strange.tolist(), whole, strict=True):
             if found is not None:
-                read.nbytes[i], read.version[i] = len(found[0]), found[1]
+                read.nbytes[i], read.version[i] = len(found.data), found.version
+                read.asked[i] = found.asked
                 job.held[int(ids[i])] = found
-        return len(whole) - len(absent)
+        return len(whole) - len(lacking)
 
     def _copy(self, job: FetchJob, part: slice) -> None:
         """Copy held objects to their places."""
         fetch, held = job.fetch, self._held[job.fetch.fetch]
         found = [held[object_id] for object_id in fetch.ids[part].tolist()]
-        data, offset = [one for one, _ in found], fetch.offset[part]
-        nbytes, version = job.nbytes[part], job.version[part]
+        data, offset = [one.data for one in found], fetch.offset[part]
+        nbytes, version, _ = job.read.part(part)
         for first, last in _neighbours(data, offset):
             # one system call for many small objects
             joined = data[first] if last == first + 1 else b"".join(data[first:last])
             self._write(int(offset[first]), memoryview(joined), fetch.runs)
             nbytes[first:last] = fetch.length[part][first:last]
-            version[first:last] = [of for _, of in found[first:last]]
+            version[first:last] = [one.version for one in found[first:last]]
 
-    def _fill(
-        self, source: Readable, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
-    ) -> Read:
+    def _fill(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
         """Read objects to their places, directly or through a buffer.
 
         All small ones go the same way, so that neighbours are one read.
         """
-        none = np.full(len(ids), -1, np.int64), np.zeros(len(ids), np.int64)
-        read = Read(*none, np.zeros(len(ids)) if isinstance(source, PeerSource) else None)
-        straight = (length > _LARGE_NBYTES) | (offset < ABSENT)
+        read = Read.failed(len(ids))
+        straight = (length > _LARGE_NBYTES) | (offset < NOWHERE)
         straight |= self._arena.written(offset[~straight], length[~straight])
         where = np.flatnonzero(straight)
         if len(where):
@@ -315,9 +295,9 @@ class Fetcher:
             read.enter(where, found)
         return read
 
-    def _link(self, place: NDArray[np.int64], length: NDArray[np.int64], runs: Runs) -> None:
+    def _link(self, place: Ints, length: Ints, runs: Runs) -> None:
         """Write the headers of objects in several runs."""
-        for i in (place < ABSENT).nonzero()[0].tolist():
+        for i in (place < NOWHERE).nonzero()[0].tolist():
             for start, header in headers(runs[int(place[i])], int(length[i])):
                 self._arena.write(start, memoryview(header))
 
@@ -331,22 +311,14 @@ class Fetcher:
             self._arena.write(start, memoryview(header + data[:held]))
             data = data[held:]
 
-    def _fill_buffered(
-        self, source: Readable, ids: Ids, offset: NDArray[np.int64], length: NDArray[np.int64]
-    ) -> Read:
+    def _fill_buffered(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
         ends = length.cumsum()
         scratch = self._scratch.view(int(ends[-1]))
         read = source.read_parts(ids, length, parts_in(scratch, length))
         self._put(scratch, ends - length, offset, np.where(read.nbytes < 0, 0, length))
         return read
 
-    def _put(
-        self,
-        scratch: memoryview,
-        begins: NDArray[np.int64],
-        offset: NDArray[np.int64],
-        length: NDArray[np.int64],
-    ) -> None:
+    def _put(self, scratch: memoryview, begins: Ints, offset: Ints, length: Ints) -> None:
         """Write objects from the buffer to their places; objects adjacent in both in one go."""
         ends = begins + length
         joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
@@ -357,30 +329,30 @@ class Fetcher:
             self._arena.write(to, scratch[begin:end])
 
 
-def _copied(source: Readable, ids: Ids) -> list[tuple[bytes, int] | None]:
-    """Bytes and version of those of (k,) objects of which a client has given copies."""
-    copies = source.copies if isinstance(source, Source) else None
-    if copies is None or not isinstance(source, Source):
+def _copied(source: Readable, ids: Ids) -> list[WholeObject | None]:
+    """Those of (k,) objects of which a client has given copies; the others are None."""
+    if not isinstance(source, Source) or source.copies is None:
         return [None] * len(ids)
-    rows = source.manifest.rows(ids)
+    rows, asked = source.manifest.rows(ids), time.monotonic()
     places = zip(rows.tolist(), source.manifest.addresses(rows), strict=True)
-    return [copies.take(row, path, time.time_ns()) for row, path in places]
+    found = (source.copies.take(row, path, time.time_ns()) for row, path in places)
+    return [None if one is None else WholeObject(*one, asked) for one in found]
 
 
-def _neighbours(data: list[bytes], offset: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _neighbours(data: list[bytes], offset: Ints) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of adjacent objects, up to _JOINED_NBYTES at a time.
 
     >>> list(_neighbours([b"ab", b"c", b"d"], np.array([4, 6, 9])))
     [(0, 2), (2, 3)]
     """
     ends = offset + np.array([len(d) for d in data])
-    separate = (offset[1:] != ends[:-1]) | (offset[1:] < ABSENT) | (offset[:-1] < ABSENT)
+    separate = (offset[1:] != ends[:-1]) | (offset[1:] < NOWHERE) | (offset[:-1] < NOWHERE)
     separate |= np.diff((ends - ends[0]) // _JOINED_NBYTES) != 0
     cuts = [0, *(np.flatnonzero(separate) + 1).tolist(), len(data)]
     yield from pairwise(cuts)
 
 
-def _portions(where: NDArray[np.intp], length: NDArray[np.int64]) -> list[NDArray[np.intp]]:
+def _portions(where: Index, length: Ints) -> list[Index]:
     """Split `where` into stretches of about _SCRATCH_NBYTES."""
     if not len(where):
         return []

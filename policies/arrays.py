@@ -1,21 +1,39 @@
-"""Fast versions of numpy functions that take several times as long."""
+"""Types of arrays; and faster ways of what numpy functions do. Pure."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+#: Numbers of objects: as numpy takes them for an index, and as plans and messages have them.
+Index: TypeAlias = NDArray[np.intp]
+Ids: TypeAlias = NDArray[np.int32]
+#: Bytes, places, versions or steps.
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+Mask: TypeAlias = NDArray[np.bool_]
+
 Item = TypeVar("Item", bound=np.generic)
 
+NONE: Index = np.empty(0, np.intp)
 
-def some(mask: NDArray[np.bool_]) -> bool:
+
+def joined(parts: Sequence[Index]) -> Index:
+    """The parts one after the other, without a copy of a single one."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else NONE
+
+
+def some(mask: Mask) -> bool:
     """Like mask.any(): 0.2 us instead of 0.9 at 256 entries (numpy 2.4, 2-core AMD EPYC)."""
     return bool(np.count_nonzero(mask))
 
 
-def every(mask: NDArray[np.bool_]) -> bool:
+def every(mask: Mask) -> bool:
     """Like mask.all().
 
     >>> every(np.array([True, True])), some(np.array([False, False]))
