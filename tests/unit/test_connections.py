@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,15 +36,15 @@ def test_a_daemon_that_stays_stopped_costs_ever_fewer_attempts(attempts: list[fl
     config = Config()
     for _ in range(1000):
         assert connections.client_of(config) is None
-    pauses = [b - a for a, b in zip(attempts, attempts[1:], strict=False)]
+    pauses = [b - a for a, b in pairwise(attempts)]
     assert len(attempts) <= 6
-    assert all(b >= 1.8 * a for a, b in zip(pauses, pauses[1:], strict=False))
+    assert all(b >= 1.8 * a for a, b in pairwise(pauses))
 
 
 def test_a_daemon_that_did_not_answer_is_not_asked_again_at_once(attempts: list[float]) -> None:
     hung = SimpleNamespace(alive=False, hung=True, close=lambda: None)
     config = Config()
-    connections._clients[config.daemon.name] = hung  # type: ignore[assignment]  # noqa: SLF001
+    connections._clients[config.daemon.name] = hung  # type: ignore[assignment]
     for _ in range(10):
         assert connections.client_of(config) is None
     assert not attempts
