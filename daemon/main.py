@@ -27,6 +27,7 @@ import numpy as np
 import zmq
 
 from creel.addresses import first_address, second_address, taken
+from creel.cache.memory.address_space import leave_address_space
 from creel.config import Config, from_flat
 from creel.daemon.reporting.logs import set_up_logging
 from creel.daemon.reporting.notify import Notify
@@ -397,6 +398,7 @@ def _write(fd: int, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `creeld` command."""
+    leave_address_space()
     parser = argparse.ArgumentParser(
         prog="creeld", description="The daemon that keeps training fed; see `creel run`."
     )

@@ -5,3 +5,7 @@ make the batches, with `workers` or without. `binding` says which objects a data
 `reading` is where their bytes come from (`observer`), also those of a plain `open` below
 `creel.wrap` (`intercept`). `client` has the connection, `cluster` who else runs this job.
 """
+
+from creel.cache.memory.address_space import leave_address_space
+
+leave_address_space()  # before anything here allocates

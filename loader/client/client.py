@@ -69,6 +69,7 @@ class Client:
         self.request_address = welcome.request_address
         self._control_socket = control_socket
         self._pid = os.getpid()
+        self.hung = False  # it did not answer in time
         self._lost = False
         #: Whether this process has closed it.
         self.closed = False
@@ -323,6 +324,7 @@ class Client:
                 return exchange(self._control_socket, request, kind, fds)
             except (OSError, MalformedError) as e:
                 self._lost = True  # a late reply would be taken for the next request's
+                self.hung = isinstance(e, TimeoutError)
                 raise DaemonLostError(f"the daemon did not answer: {e}") from e
             except UnavailableError:  # a proper reply
                 raise

@@ -24,6 +24,7 @@ _log = logging.getLogger("creel.loader")
 #: Seconds between a failure to reach or start a daemon and the next attempt.
 RETRY_S = 30.0
 _not_before: dict[str, float] = {}
+_pauses: dict[str, float] = {}  # seconds after the last failure
 _clients: dict[str, Client] = {}
 _starts: dict[str, DaemonStart] = {}
 _seen_starting: dict[str, float] = {}  # when another process was first seen to start a daemon
@@ -33,7 +34,8 @@ _lock = threading.Lock()
 def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
     """Return this process's connection to the daemon of that name, reconnecting after a loss.
 
-    Returns None if there is no daemon, and for `RETRY_S` after a failure.
+    Returns None if there is no daemon, and for `RETRY_S` after a failure, twice as long after each
+    further one: a daemon that is stopped holds up each attempt for 10 s.
 
     Args:
         trainer_pid: see `Client.connect`.
@@ -44,14 +46,22 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
         if time.monotonic() < _not_before.get(name, 0.0):
             return None
         if client is None or not client.alive:
+            hung = client is not None and client.hung  # waiting for it once more would be in vain
             if client is not None:
-                _log.warning("the creel daemon has ended: connecting to another, or starting one")
+                if not hung:
+                    _log.warning(
+                        "the creel daemon has ended: connecting to another, or starting one"
+                    )
                 disconnect(name)
             start = _starts.pop(name, None)
-            client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
+            client = None
+            if not hung:
+                client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
             if client is None:
-                _not_before[name] = time.monotonic() + RETRY_S
+                pause_s = _pauses[name] = 2 * _pauses.get(name, RETRY_S / 2)
+                _not_before[name] = time.monotonic() + pause_s
             else:
+                _pauses.pop(name, None)
                 _clients[name] = client
         return client
 
@@ -111,6 +121,7 @@ def _forget_inherited() -> None:
     _lock = threading.Lock()
     _clients.clear()
     _not_before.clear()
+    _pauses.clear()
     _seen_starting.clear()
     while _starts:
         _starts.popitem()[1].close(wait=False)

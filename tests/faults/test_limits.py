@@ -5,6 +5,8 @@ Each case runs in a process of its own, which sets the limit to what it has by t
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -148,3 +150,31 @@ assert may_map(100 << 20) and not may_map(160 << 20)
 def test_the_cache_leaves_address_space_for_batches() -> None:
     """Mapped, it took what torch's own allocations needed then: they raised, creel's or not."""
     assert Program(_LITTLE_ROOM).communicate() == ("", "")
+
+
+_RESERVED = """
+import os, resource, sys
+from pathlib import Path
+
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.RLIM_INFINITY))
+import torch
+
+def taken(): return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+before = taken()
+import creel
+
+paths = sorted(Path(sys.argv[1]).iterdir())
+loader = creel.DataLoader(creel.FileDataset(paths, nbytes=True), 8, creel=False)
+for _ in range(2):
+    list(loader)
+assert taken() - before < 600 << 20, (taken() - before) >> 20
+"""
+
+
+@pytest.mark.slow
+def test_libraries_reserve_no_address_space_that_batches_may_need(root: Path) -> None:
+    """Arrow's allocator took 1 GiB, and 16 threads that ask for sizes 1 GiB more."""
+    run = [sys.executable, "-c", _RESERVED, str(root)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -415,3 +415,24 @@ def test_a_worker_uses_what_a_batch_freed_for_the_next() -> None:
         )
     )
     assert told[-1] - told[4] < 64 * 15  # there are 24 pages in a sample, 64 in a batch
+
+
+def test_a_ctrl_c_while_workers_end_keeps_none_of_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each left the slots of its pool behind, for as long as the process lived."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = descriptors()
+    for _ in range(3):
+        loader = creel.DataLoader(torch.arange(64.0), 4, num_workers=2, creel=False)  # type: ignore[arg-type, var-annotated]
+        iterator = iter(loader)
+        next(iterator)
+        with monkeypatch.context() as patched:
+            patched.setattr("multiprocessing.process.BaseProcess.join", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                list(iterator)
+        del iterator, loader
+    assert not [what for _, what in descriptors() - before if "creel-" in what]
