@@ -21,8 +21,8 @@ from creel.loader.client.embed import (
 
 _log = logging.getLogger("creel.loader")
 
-#: Seconds between a failure to reach or start a daemon and the next attempt.
-RETRY_S = 30.0
+#: Seconds between a failure to reach or start a daemon and the next attempt: at first, and at most.
+RETRY_S, MAX_RETRY_S = 30.0, 600.0
 _not_before: dict[str, float] = {}
 _pauses: dict[str, float] = {}  # seconds after the last failure
 _clients: dict[str, Client] = {}
@@ -35,7 +35,7 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
     """Return this process's connection to the daemon of that name, reconnecting after a loss.
 
     Returns None if there is no daemon, and for `RETRY_S` after a failure, twice as long after each
-    further one: a daemon that is stopped holds up each attempt for 10 s.
+    further one up to `MAX_RETRY_S`: a daemon that is stopped holds up each attempt for 10 s.
 
     Args:
         trainer_pid: see `Client.connect`.
@@ -58,7 +58,7 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
             if not hung:
                 client = connect_or_start(config, trainer_pid=trainer_pid, start=start)
             if client is None:
-                pause_s = _pauses[name] = 2 * _pauses.get(name, RETRY_S / 2)
+                pause_s = _pauses[name] = min(2 * _pauses.get(name, RETRY_S / 2), MAX_RETRY_S)
                 _not_before[name] = time.monotonic() + pause_s
             else:
                 _pauses.pop(name, None)
