@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 from contextlib import suppress
 
 _M_ARENA_MAX = -8  # malloc.h of glibc
@@ -17,6 +16,10 @@ def leave_address_space() -> None:
     allocates (mallopt(3)). Both take less where there is less, and leave none for others: batches
     could not be allocated that torch has room for.
     """
+    try:
+        import resource
+    except ImportError:  # on Windows, where this module is imported, too
+        return
     if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
         return
     with suppress(OSError, AttributeError):  # another C library

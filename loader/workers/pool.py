@@ -365,6 +365,7 @@ class WorkerPool:
         if self.closed or os.getpid() != self.pid:
             return ()
         self.closed = True
+        _pools.discard(self)  # before a Ctrl-C can end this
         if self._followers is not None:
             self._followers.close()
         self.void(self.tag + 1)
@@ -380,7 +381,6 @@ class WorkerPool:
             for member in self.members:
                 member.process.join(max(deadline - time.monotonic(), 0.0))
             deadline = time.monotonic() + 1
-        _pools.discard(self)
         spare = [self._spare(member) for member in self.members]
         for member in self.members:
             member.inbox.close()
