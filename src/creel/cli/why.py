@@ -17,9 +17,9 @@ _MANY = 0.02
 
 _BY_CAUSE = {
     "decode": (
-        "your dataset[i] itself (decoding, transforms): more workers or processors, or less work for"
-        " a sample would help; a cache has nothing to add, unless creel.wrap(dataset) finds files"
-        " that it opens past creel"
+        "your dataset[i] itself (decoding, transforms): more workers or processors, or less work"
+        " for a sample would help; a cache has nothing to add, unless creel.wrap(dataset) finds"
+        " files that it opens past creel"
     ),
     "collate": "collation, making batches of samples: less of it, or more workers would help",
     "sampler": "your sampler, drawing the order: a quicker one would help",
