@@ -29,8 +29,9 @@ import numpy as np
 from measure import Round, measured, median, report
 
 from creel.cache.memory.arena import Arena
+from creel.daemon.peers.connections import Asked
 from creel.daemon.peers.peer_source import PeerSource
-from creel.daemon.peers.server import Asked, PeerServer
+from creel.daemon.peers.server import PeerServer
 from creel.daemon.peers.wire import MAX_BUFFERS, Credentials, cut
 
 KEY = bytes(range(32))
@@ -91,7 +92,8 @@ def answer(
 ) -> None:
     while (request := asked.get()) is not None:
         at = place[request.ids]
-        server.serve(request.number, at, np.full(len(at), nbytes), np.ones(len(at), np.int64))
+        ones, ages = np.ones(len(at), np.int64), np.zeros(len(at))
+        server.serve(request.number, at, ones * nbytes, ones, ages)
 
 
 def accept_raw(
