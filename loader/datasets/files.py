@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from stat import S_ISREG
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,7 @@ from creel.loader.datasets.base import (
     Raw,
     Sample,
     check_callable,
+    each,
     position,
     strings,
 )
@@ -28,7 +30,6 @@ from creel.loader.reading.listing import files_below, glob_pattern
 from creel.loader.reading.storage import (
     absolute,
     escape,
-    in_threads,
     is_folder,
     nbytes_of,
     scheme_of,
@@ -130,7 +131,7 @@ class FileDataset(WholeFiles, Labelled):
         self, given: Sequence[int] | bool, known: list[int] | None
     ) -> NDArray[np.int64] | None:
         if given is True:
-            given = known or in_threads(nbytes_of, self.paths)
+            given = known or each(_size_of, self.paths)
         if given is False:
             return None if known is None else np.array(known, np.int64)
         sizes = np.asarray(given)
@@ -151,6 +152,15 @@ class FileDataset(WholeFiles, Labelled):
         if size <= 0 or (self.labels is not None and self.labels.kind is None):
             return None
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
+
+
+def _size_of(address: str) -> int:
+    """`nbytes_of`, at a tenth of the cost for a local file."""
+    try:
+        status = os.stat(address)  # noqa: PTH116  as one call a file
+    except OSError:
+        return nbytes_of(address)
+    return status.st_size if S_ISREG(status.st_mode) else nbytes_of(address)
 
 
 def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:

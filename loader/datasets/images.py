@@ -20,6 +20,7 @@ from creel.loader.datasets.base import (
     Sample,
     addresses,
     check_callable,
+    each,
     position,
     strings,
 )
@@ -30,7 +31,6 @@ from creel.loader.reading.storage import (
     Listing,
     absolute,
     escape,
-    in_threads,
     scheme_of,
     unescape,
     walk,
@@ -269,7 +269,7 @@ class ImageFolder(WholeFiles):
         if self._listed is not None:
             return [self._listed.get(name, Listing([])) for name in classes]
         root = self._shown
-        return in_threads(walk, [os.path.join(root, name) for name in classes])  # noqa: PTH118
+        return each(walk, [os.path.join(root, name) for name in classes])  # noqa: PTH118
 
 
 def _subfolders(directory: str) -> list[str]:

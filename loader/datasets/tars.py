@@ -22,13 +22,14 @@ from creel.loader.datasets.base import (
     Indices,
     Sample,
     check_callable,
+    each,
     position,
     positions,
     strings,
 )
 from creel.loader.datasets.tarindex import members
 from creel.loader.reading.listing import braces
-from creel.loader.reading.storage import absolute, in_threads, nbytes_of, scheme_of, several
+from creel.loader.reading.storage import absolute, nbytes_of, scheme_of, several
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
@@ -187,7 +188,7 @@ def _table(shards: list[str], path: Path | None) -> pa.Table:
 
 def _make(shards: list[str]) -> pa.Table:
     return pa.concat_tables(
-        in_threads(lambda ns: _make_one(*ns), list(enumerate(shards)))
+        each(lambda ns: _make_one(*ns), list(enumerate(shards)))
     ).combine_chunks()
 
 
@@ -264,7 +265,7 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
 def _stamp(shards: list[str]) -> bytes:
     """A digest of the shards' names, sizes and local modification times."""
     digest = xxhash.xxh3_128()
-    for shard, size in zip(shards, in_threads(nbytes_of, shards), strict=True):
+    for shard, size in zip(shards, each(nbytes_of, shards), strict=True):
         changed = 0 if scheme_of(shard) else Path(shard).stat().st_mtime_ns
         digest.update(f"{shard}\0{size}\0{changed}\n".encode())
     return digest.hexdigest().encode()
