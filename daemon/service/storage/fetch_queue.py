@@ -223,7 +223,7 @@ class FetchQueue:
     def _part(self) -> tuple[FetchJob, slice]:
         """Take the next part of the most urgent job, as large as the measured speed suggests."""
         deadline, count, job, start = self._heap[0]
-        stop = min(start + self._speed.part_objects, len(job.nbytes))
+        stop = min(start + self._speed.part_objects(self._waiting), len(job.nbytes))
         if stop < len(job.nbytes):
             heapq.heapreplace(self._heap, (deadline, count, job, stop))
         else:
