@@ -87,6 +87,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests
+	$(BIN)/mypy benchmarks examples
 
 check: lint
 	$(PYTEST) -q tests/unit tests/test_layout.py

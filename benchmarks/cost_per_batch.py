@@ -92,7 +92,7 @@ def simplejpeg(data: bytes) -> torch.Tensor:
 class Workload:
     """The same data as torch's dataset and as creel's, and the loader's arguments."""
 
-    theirs: Dataset[Any]
+    theirs: MappedRecords | Files
     ours: Dataset[Any]
     batch: int
     collate: Callable[[list[Any]], Any] | None = None
@@ -196,9 +196,8 @@ def memcpy(work: Workload) -> Callable[[Round], None] | None:
     first = work.theirs[0]
     if work.collate is not None or not isinstance(first, torch.Tensor) or first.dim() != 1:
         return None
-    rows = np.random.default_rng(0).integers(
-        0, 256, (min(len(work.theirs), 2048), len(first)), np.uint8
-    )
+    count = min(len(work.theirs), 2048)
+    rows = np.random.default_rng(0).integers(0, 256, (count, len(first)), dtype="uint8")
     out = np.zeros((work.batch, len(first)), np.uint8)
     ids = np.random.default_rng(1).integers(0, len(rows), (200, work.batch))
 

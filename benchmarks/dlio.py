@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 from measure import median, report
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+from testbed.slowfs import SlowFS
 
 EPOCHS = 5
 
@@ -98,8 +98,8 @@ def run_dlio(way: str) -> None:
     stand_in("tensorflow")
     tracer = {"dft_fn": Untraced, "dftracer": Untraced(), "DFTRACER_ENABLE": False}
     stand_in("dftracer", "dftracer.logger", **tracer)
-    from dlio_benchmark import main  # type: ignore[import-not-found]
-    from dlio_benchmark.data_loader import torch_data_loader  # type: ignore[import-not-found]
+    from dlio_benchmark import main
+    from dlio_benchmark.data_loader import torch_data_loader
 
     if way == "creel.wrap":
         import creel
@@ -170,7 +170,7 @@ def row(name: str, ranks: int, o: argparse.Namespace) -> dict[str, object]:
                 os.environ["CREEL_SOCKET"] = f"dlio-{os.getpid()}-{time.monotonic_ns()}"
                 out = Path(folder, f"{WAYS.index(way)}-{i}")
                 slow = {"bandwidth": o.bandwidth, "open_latency": o.open_latency}
-                with SlowFS(str(data), str(mount), **slow) as fs:
+                with SlowFS(str(data), str(mount), **slow) as fs:  # type: ignore[no-untyped-call]
                     where = data if way == CACHED else mount
                     dlio(way, settings(load, where, o.workers), out, generate=False, ranks=ranks)
                     opens[way] = fs.totals()["opens"]
@@ -224,8 +224,8 @@ def main() -> None:
     for ranks in o.ranks:
         rows = [row(name, ranks, o) for name in o.workloads]
         ratios = [name for name, value in rows[0].items() if isinstance(value, float)]
-        means = {r: round(geometric_mean([one[r] for one in rows]), 2) for r in ratios}  # type: ignore[misc]
-        report([*rows, dict.fromkeys(rows[0], "") | {"workload": "geometric mean"} | means])
+        means = {r: round(geometric_mean([float(str(one[r])) for one in rows]), 2) for r in ratios}
+        report([*rows, {**dict.fromkeys(rows[0], ""), "workload": "geometric mean", **means}])
 
 
 if __name__ == "__main__":

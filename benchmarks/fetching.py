@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from measure import Comparison, Round, measured, report
@@ -27,7 +28,7 @@ import creel
 from creel.cache.memory.arena import Arena
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.daemon.core.events import FetchObjects
+from creel.daemon.core.events import Checked, Fetched, FetchObjects
 from creel.daemon.service.storage.fetcher import Fetcher
 
 AT_ONCE = 64
@@ -41,6 +42,10 @@ def steps(count: int) -> Iterator[np.ndarray[tuple[int], np.dtype[np.int32]]]:
         yield np.sort(order[start : start + AT_ONCE])
 
 
+def _no_other(*origin_and_dataset: object) -> NoReturn:
+    raise AssertionError(origin_and_dataset)
+
+
 class Filling:
     """An arena that is filled, by one thread."""
 
@@ -52,7 +57,7 @@ class Filling:
     @contextmanager
     def fetcher(self) -> Iterator[Fetcher]:
         arena = Arena.create(self.count * self.nbytes)
-        fetcher = Fetcher(arena, self._answer, threads=1)
+        fetcher = Fetcher(arena, self._answer, _no_other, threads=1)
         fetcher.add(NAME, self.source)
         try:
             yield fetcher
@@ -61,8 +66,9 @@ class Filling:
             fetcher.join(10)
             arena.close()
 
-    def _answer(self, event: object) -> None:
-        short = np.flatnonzero(event.nbytes != self.nbytes)  # type: ignore[attr-defined]
+    def _answer(self, event: Fetched | Checked) -> None:
+        assert isinstance(event, Fetched)
+        short = np.flatnonzero(event.nbytes != self.nbytes)
         if len(short):
             raise RuntimeError(f"{len(short)} objects were not read")
         self.answered.release()

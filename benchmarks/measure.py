@@ -15,7 +15,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +121,7 @@ class Comparison:
     name: str
     rounds: dict[str, list[Round]] = field(default_factory=dict)
 
-    def run(self, ways: dict[str, Callable[[Round], None]], rounds: int) -> Comparison:
+    def run(self, ways: Mapping[str, Callable[[Round], None]], rounds: int) -> Comparison:
         """Run every way once unmeasured, then `rounds` times in turn."""
         for way in ways.values():
             way(Round())

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 import creel
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+from testbed.slowfs import SlowFS
 
 SIDE = 224  # pixels; a png of noise has 150 KB, as the array
 
@@ -124,7 +124,7 @@ def rows(kind: str, workers: int, o: argparse.Namespace) -> list[dict[str, objec
         total = fill(data, dataset)
         for _ in range(o.rounds):
             for way, make in WAYS.items():
-                with SlowFS(str(data), mount, **slow) as fs, daemon_with(2 * total):
+                with SlowFS(str(data), mount, **slow) as fs, daemon_with(2 * total):  # type: ignore[no-untyped-call]
                     torch.manual_seed(0)
                     loader = make(dataset, batch_size=o.batch, shuffle=True, num_workers=workers)
                     found[way].append(epochs(loader, fs, o.epochs))

@@ -24,7 +24,7 @@ from source_reads import daemon_with
 import creel
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+from testbed.slowfs import SlowFS
 
 
 def epochs(loader: creel.DataLoader[torch.Tensor], step_s: float, n: int) -> Iterator[float]:
@@ -48,11 +48,11 @@ def one(folder: Path, f: float, o: argparse.Namespace) -> dict[str, object]:
     """The law's loop and the loop that never waits, one after the other."""
     data, mount = str(folder / "data"), str(folder / "mount")
     total = o.files * o.nbytes
-    with SlowFS(data, mount) as fs, daemon_with(2 * total):
+    with SlowFS(data, mount) as fs, daemon_with(2 * total):  # type: ignore[no-untyped-call]
         free = median(list(epochs(loader_of(fs.mountpoint, o), o.step, 3))[1:])
     rate = o.headroom * (1 - f) * o.batch * o.nbytes / o.step
     reads = []
-    with SlowFS(data, mount, bandwidth=rate) as fs, daemon_with(int(f * total)):
+    with SlowFS(data, mount, bandwidth=rate) as fs, daemon_with(int(f * total)):  # type: ignore[no-untyped-call]
         taken = []
         for seconds in epochs(loader_of(fs.mountpoint, o), o.step, 1 + o.epochs):
             taken.append(seconds)

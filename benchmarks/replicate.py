@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     os.environ["CREEL_SOCKET"] = f"replicate-{os.getpid()}"
-    rows = []
+    rows: list[dict[str, object]] = []
     for kind in (Images, Tensors):
         for way in ("torch", "creel", "replicate"):
             rounds = [

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from creel.policies.cluster.simulate import Scenario, replay
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from testbed import cluster as hosts  # type: ignore[import-untyped]
+from testbed import cluster as hosts
 from testbed import jobs
 
 #: Of the jobs that lose a node: seconds of a step, and the epoch in the middle of which they do.

@@ -26,15 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from measure import report
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 import creel
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+from testbed.slowfs import SlowFS
 
 NBYTES = 4096
 
@@ -117,7 +118,7 @@ def ranks_opens(fs: SlowFS, n: int, ranks: int, epochs: int, batch: int) -> list
     """Opens of each epoch of a job of several ranks on this node."""
     with tempfile.TemporaryDirectory() as place:
         args = fs.mountpoint, n, ranks, epochs, batch, place
-        mp.spawn(rank_opens, args, ranks)  # type: ignore[no-untyped-call]
+        spawn(rank_opens, args, ranks)  # type: ignore[no-untyped-call]
         return [int(line) for line in Path(place, "opens").read_text().split()]
 
 
@@ -125,7 +126,7 @@ def rank_opens(
     rank: int, mount: str, n: int, ranks: int, epochs: int, batch: int, place: str
 ) -> None:
     """One rank of `ranks_opens`; rank 0 writes the opens of each epoch to the file `opens`."""
-    store = dist.FileStore(f"{place}/store", ranks)
+    store = FileStore(f"{place}/store", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     data = dataset(mount, n)
     sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank, seed=7)
@@ -147,7 +148,7 @@ def one(
 ) -> dict[str, object]:
     """Read `epochs` epochs at capacity f; opens and reads of each, and what theory demands."""
     with (
-        SlowFS(str(folder / "data"), str(folder / "mount")) as fs,
+        SlowFS(str(folder / "data"), str(folder / "mount")) as fs,  # type: ignore[no-untyped-call]
         daemon_with(int(f * n * NBYTES)),
     ):
         data = dataset(fs.mountpoint, n)

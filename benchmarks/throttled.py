@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from measure import median, report
@@ -37,9 +38,14 @@ def child(way: str, mount: str, epochs: int, batch: int, nbytes: int) -> None:
 
     paths = sorted(str(p) for p in Path(mount).iterdir() if p.suffix == ".bin")
     torch.manual_seed(0)
-    kwargs = {"batch_size": batch, "shuffle": True, "num_workers": 2, "persistent_workers": True}
+    kwargs: dict[str, Any] = {
+        "batch_size": batch,
+        "shuffle": True,
+        "num_workers": 2,
+        "persistent_workers": True,
+    }
     if way == "torch":
-        loader = DataLoader(Files(paths, tensor_of), **kwargs)  # type: ignore[arg-type]
+        loader = DataLoader(Files(paths, tensor_of), **kwargs)
     else:
         data = creel.FileDataset(paths, nbytes=[nbytes] * len(paths))
         loader = creel.DataLoader(data, **kwargs)
@@ -112,7 +118,7 @@ def main() -> None:
     if o.child:
         child(o.child, o.mount, o.epochs, o.batch, o.nbytes)
         return
-    from testbed.slowfs import SlowFS  # type: ignore[import-untyped]
+    from testbed.slowfs import SlowFS
 
     total = o.files * o.nbytes
     rows: list[dict[str, object]] = []
@@ -126,7 +132,7 @@ def main() -> None:
             row: dict[str, object] = {}
             for way in ("torch", "creel"):
                 options = {"bandwidth": o.bandwidth, "page_cache": way == "torch"}
-                with SlowFS(str(folder / "data"), str(folder / "mount"), **options) as fs:
+                with SlowFS(str(folder / "data"), str(folder / "mount"), **options) as fs:  # type: ignore[no-untyped-call]
                     seconds = run(way, fs.mountpoint, o, total)
                     row[f"{way}_s"] = round(median(seconds), 2)
                     row[f"{way}_read_MB"] = round(fs.totals()["bytes"] / 1e6)

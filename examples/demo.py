@@ -115,7 +115,7 @@ def train(
                 output = model(images)
                 loss = nn.functional.cross_entropy(output, labels)
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 loss_sum += loss.item() * len(labels)
                 right += int((output.argmax(1) == labels).sum())

@@ -49,7 +49,7 @@ def main() -> None:
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             total += loss.item() * len(labels)
         print(f"epoch {epoch + 1}: loss {total / len(data):.4f}")

@@ -74,7 +74,7 @@ def main() -> None:
             read.update(images.numpy())
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         dist.barrier()
         if dist.get_rank() == 0:

@@ -13,6 +13,9 @@ from collections.abc import Iterable
 
 #: Shorter parts lose time to hand-over (about 30 us each), longer ones are spread unevenly.
 PART_S = 0.002
+#: A part takes up to this where so much waits that all useful threads get one: at each hand-over
+#: threads wait for the interpreter (1 KB files off a cold local disk come 1.2 times as fast).
+LONG_PART_S = 0.01
 _PART_OBJECTS = 256
 _FIRST_GUESS_S = 0.001  # per object, before any measurement
 _FIRST_CPU_S = 0.0001
@@ -33,7 +36,7 @@ class Concurrency:
     >>> far = Concurrency(cores=2)
     >>> for _ in range(100):
     ...     far.measured(objects=1, seconds=0.1, cpu=0.001, user=0.001)
-    >>> far.part_objects, far.more_threads(waiting=50, began=[], now=0.0)
+    >>> far.part_objects(waiting=50), far.more_threads(waiting=50, began=[], now=0.0)
     (1, 50)
     """
 
@@ -52,10 +55,18 @@ class Concurrency:
         """Recent time of an undisturbed thread per object, in ns; 0 before any was read."""
         return int(self._min_s * 1e9)
 
+    def part_objects(self, waiting: int) -> int:
+        """How many objects to take of `waiting`: some that take PART_S, more where many wait."""
+        most = min(LONG_PART_S / self._object_s, waiting / self._useful)
+        return int(min(max(PART_S / self._object_s, most, 1), _PART_OBJECTS))
+
     @property
-    def part_objects(self) -> int:
-        """Number of objects that take about PART_S."""
-        return int(min(max(PART_S / self._object_s, 1), _PART_OBJECTS))
+    def _useful(self) -> int:
+        """How many threads should be reading where enough is to be read."""
+        # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
+        at_once = self._total_s / self._user_s - _TICK_ERROR
+        waits = int(_WAIT_FILLED_PART * self._wait_s / self._cpu_s)
+        return max(waits, min(int(at_once), self._cores), 1)
 
     def more_threads(self, *, waiting: int, began: Iterable[float], now: float) -> int:
         """How many more threads should be reading now.
@@ -65,12 +76,7 @@ class Concurrency:
             began: when each reading thread began its part; `now`: the same clock, in seconds.
         """
         busy = sum(start > now - _MAX_READING_S for start in began)
-        # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
-        at_once = self._total_s / self._user_s - _TICK_ERROR
-        useful = max(
-            int(_WAIT_FILLED_PART * self._wait_s / self._cpu_s), min(int(at_once), self._cores)
-        )
-        return min(-(-waiting // self.part_objects), max(useful, 1) - busy)
+        return min(-(-waiting // self.part_objects(waiting)), self._useful - busy)
 
     def measured(self, objects: int, seconds: float, cpu: float, user: float) -> None:
         """Enter a part's wall time and CPU time (in all, and in user mode), in seconds."""

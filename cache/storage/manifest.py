@@ -130,7 +130,7 @@ class Manifest:
 
         Its own conversions, as `pa.array` does, import pandas where that is installed: 0.25 s.
         """
-        column = self.table.column(name).combine_chunks()
+        column = self._one_piece(name)
         if not len(column):
             return np.zeros(0, np.int64)
         first, last = column.offset, column.offset + len(column)
@@ -239,7 +239,12 @@ class Manifest:
 
     @cached_property
     def _uris(self) -> pa.Array:
-        return self.table.column("uri").combine_chunks()
+        return self._one_piece("uri")
+
+    def _one_piece(self, name: str) -> pa.Array:
+        """A column as one array; `combine_chunks` of a column copies it also where it is one."""
+        column = self.table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
     def uri(self, row: int) -> str:
         return self._join(self._uris[row].as_py())

@@ -27,7 +27,15 @@ from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
 from creel.cache.storage.remote import open_store
 from creel.cache.storage.retry import retried, source_error, transient
-from creel.cache.storage.stores import Filled, LocalStore, Run, Store, StoredFile, TornError
+from creel.cache.storage.stores import (
+    Filled,
+    LocalStore,
+    Run,
+    Store,
+    StoredFile,
+    TornError,
+    read_unchanged,
+)
 from creel.errors import SourceError
 from creel.policies.arrays import Floats, Ints, Mask
 from creel.settings import FetchSettings
@@ -245,17 +253,14 @@ class Source:
 
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
         """Each object (for those of unknown length), None where it failed."""
-
-        def whole(stored: StoredFile) -> Callable[[Store], tuple[bytes, int]]:
-            return lambda store: store.read(stored, 0, UNKNOWN, versioned=True)
-
         found: list[WholeObject | None] = []
         seconds: list[float] = []
         total = 0
-        for row in self.manifest.rows(ids).tolist():
-            start, stored = time.monotonic(), self._stored_file(row)
+        rows = self.manifest.rows(ids)
+        for row, uri in zip(rows.tolist(), self.manifest.addresses(rows), strict=True):
+            start = time.monotonic()
             try:
-                data, of = self._with_retries(stored, whole(stored))
+                data, of = self._whole_of(row, uri, start)
             except SourceError:
                 found.append(None)
                 continue
@@ -264,6 +269,20 @@ class Source:
             found.append(WholeObject(data, of, start))
         self.counters.count_reads(total, seconds, len(seconds))
         return found
+
+    def _whole_of(self, row: int, uri: str, began: float) -> tuple[bytes, int]:
+        """Bytes and version of a file; of a local one at once, if one attempt suffices."""
+        error = None
+        if not is_remote(uri):
+            try:
+                self._check_path(uri)
+                return read_unchanged(uri)
+            except Exception as e:  # noqa: BLE001  as `_fill`
+                error = e
+        stored = self._stored_file(row)
+        return self._with_retries(
+            stored, lambda store: store.read(stored, 0, UNKNOWN, versioned=True), error, began
+        )
 
     def read_parts(self, ids: NDArray[np.integer], length: Ints, parts: Sequence[Part]) -> Read:
         """Fill each of `parts` with an object.

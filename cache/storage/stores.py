@@ -133,7 +133,7 @@ def _rest(fd: int, size: int) -> bytes:
     return b"".join(parts)
 
 
-def _read_unchanged(uri: str) -> tuple[bytes, int]:
+def read_unchanged(uri: str) -> tuple[bytes, int]:
     """All bytes of a file and their version.
 
     Raises:
@@ -166,7 +166,7 @@ class LocalStore:
         self, stored: StoredFile, offset: int, length: int, *, versioned: bool = False
     ) -> tuple[bytes, int]:
         if length == UNKNOWN and versioned:
-            return _read_unchanged(stored.uri)
+            return read_unchanged(stored.uri)
         if length == UNKNOWN:
             return read_file(path_of(stored.uri)), version.UNKNOWN
         now = time.time_ns()

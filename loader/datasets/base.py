@@ -20,13 +20,17 @@ from creel.cache.storage.retry import public
 from creel.cache.storage.source import Source
 from creel.errors import ConfigError, SourceError
 from creel.loader.reading.observer import take
-from creel.loader.reading.storage import absolute, settings
+from creel.loader.reading.storage import absolute, in_threads, settings
+from creel.loader.reading.this_thread import thread_use
 
-T = TypeVar("T")
+#: `each` goes on in several threads once so many jobs slept, and one in so many.
+_SLEEPS = 4
 #: A sample is whatever the user's transform returns.
 Sample: TypeAlias = Any
 Ids: TypeAlias = NDArray[np.int32]
 Indices: TypeAlias = NDArray[np.int64]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def position(index: SupportsIndex, size: int) -> int:
@@ -228,6 +232,22 @@ def check_callable(**given: object) -> None:
     for name, value in given.items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name} is a function of one argument, not {value!r}")
+
+
+def each(job: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """[job(item) for item in items]: in this thread, and from then on in several where it sleeps.
+
+    Threads that only wait for the interpreter's lock are slower than one: to list 1.3 million local
+    files on 2 cores took 5 s and 7.5 s of a processor, not 2.
+    """
+    done: list[R] = []
+    began = thread_use().sleeps
+    for item in items:
+        done.append(job(item))
+        slept = thread_use().sleeps - began
+        if slept >= _SLEEPS and slept * _SLEEPS >= len(done):
+            break
+    return done + in_threads(job, items[len(done) :])
 
 
 # --- columns of a dataset ---------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""FileDataset: each file is one sample."""
+"""FileDataset: each file is one sample. And what all datasets of whole files share."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from stat import S_ISREG
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +16,13 @@ from creel.cache.storage.retry import public
 from creel.cache.storage.stores import read_file
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets.base import (
+    CreelDataset,
     Labelled,
     Names,
     Raw,
     Sample,
     check_callable,
+    each,
     position,
     strings,
 )
@@ -27,7 +30,6 @@ from creel.loader.reading.listing import files_below, glob_pattern
 from creel.loader.reading.storage import (
     absolute,
     escape,
-    in_threads,
     is_folder,
     nbytes_of,
     scheme_of,
@@ -37,7 +39,42 @@ from creel.loader.reading.storage import (
 Paths = Sequence[str | os.PathLike[str]]
 
 
-class FileDataset(Labelled):
+class WholeFiles(CreelDataset):
+    """Object i is the i-th file of those named below a root; without one, names are addresses."""
+
+    whole_files = True
+    _root: str
+    _names: pa.Array
+    _nbytes: NDArray[np.int64] | None  # their sizes, as far as known
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def address(self, object_id: int) -> str:
+        """See the base; without a manifest, which each worker would have to make."""
+        return self._prefix + str(self._names[object_id].as_py())
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._root.rstrip('/')}/" if self._root else ""
+
+    def _read_direct(self, object_id: int) -> bytes:
+        """Read a local file with few system calls; remote files and failures as in the base."""
+        path = self.address(object_id)
+        if "://" not in path:
+            try:
+                data = read_file(path)
+            except (OSError, ValueError):
+                return super()._read_direct(object_id)
+            if self._nbytes is None or self._nbytes[object_id] in {len(data), UNKNOWN}:
+                return data
+        return super()._read_direct(object_id)
+
+    def _build_manifest(self) -> Manifest:
+        return Manifest.of_files(self._names, root=self._root, lengths=self._nbytes)
+
+
+class FileDataset(WholeFiles, Labelled):
     """Each file is one sample: its bytes as a 1-D uint8 tensor, or what `decode` returns for them.
 
     Args:
@@ -56,8 +93,6 @@ class FileDataset(Labelled):
         NotFoundError: a missing root, or no file below it that matches.
     """
 
-    whole_files = True
-
     def __init__(
         self,
         paths: Paths | str | os.PathLike[str],
@@ -72,7 +107,6 @@ class FileDataset(Labelled):
             self._root, self._names, known = _below(absolute(paths), glob)
         else:
             self._root, self._names, known = "", _each(paths), None
-        self._prefix = f"{self._root.rstrip('/')}/" if self._root else ""
         check_callable(decode=decode, transform=transform)
         self.decode = decode
         self.transform = transform
@@ -86,9 +120,6 @@ class FileDataset(Labelled):
         """Address of every sample's file; made at each access."""
         return Names(self._prefix, self._names)
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     def __getitem__(self, index: int) -> Sample:
         i = position(index, len(self))
         sample = self._tensor(i) if self.decode is None else self.decoded(i, self.decode)
@@ -96,30 +127,11 @@ class FileDataset(Labelled):
             sample = self.transform(sample)
         return sample if self.labels is None else (sample, self.labels[i])
 
-    def address(self, object_id: int) -> str:
-        """See the base; without a manifest, which each worker would have to make."""
-        return self._prefix + str(self._names[object_id].as_py())
-
-    def _read_direct(self, object_id: int) -> bytes:
-        """Read a local file with few system calls; remote files and failures as in the base."""
-        path = self.address(object_id)
-        if "://" not in path:
-            try:
-                data = read_file(path)
-            except (OSError, ValueError):
-                return super()._read_direct(object_id)
-            if self._nbytes is None or self._nbytes[object_id] in {len(data), UNKNOWN}:
-                return data
-        return super()._read_direct(object_id)
-
-    def _build_manifest(self) -> Manifest:
-        return Manifest.of_files(self._names, root=self._root, lengths=self._nbytes)
-
     def _sizes(
         self, given: Sequence[int] | bool, known: list[int] | None
     ) -> NDArray[np.int64] | None:
         if given is True:
-            given = known or in_threads(nbytes_of, self.paths)
+            given = known or each(_size_of, self.paths)
         if given is False:
             return None if known is None else np.array(known, np.int64)
         sizes = np.asarray(given)
@@ -140,6 +152,15 @@ class FileDataset(Labelled):
         if size <= 0 or (self.labels is not None and self.labels.kind is None):
             return None
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
+
+
+def _size_of(address: str) -> int:
+    """`nbytes_of`, at a tenth of the cost for a local file."""
+    try:
+        status = os.stat(address)  # noqa: PTH116  as one call a file
+    except OSError:
+        return nbytes_of(address)
+    return status.st_size if S_ISREG(status.st_mode) else nbytes_of(address)
 
 
 def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:

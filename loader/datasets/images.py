@@ -12,26 +12,26 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from creel.cache.storage.manifest import UNKNOWN, Manifest
+from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.retry import public
 from creel.errors import ConfigError, NotFoundError
 from creel.loader.datasets.base import (
-    CreelDataset,
     LazySequence,
     Names,
     Sample,
     addresses,
     check_callable,
+    each,
     position,
     strings,
 )
+from creel.loader.datasets.files import WholeFiles
 from creel.loader.reading.listing import files_below, load_index, write_index
 from creel.loader.reading.opened import read as read_address
 from creel.loader.reading.storage import (
     Listing,
     absolute,
     escape,
-    in_threads,
     scheme_of,
     unescape,
     walk,
@@ -81,7 +81,7 @@ class Samples(LazySequence[tuple[str, int]]):
         return f"<{len(self)} (path, label) pairs; list(...) for a list>"
 
 
-class ImageFolder(CreelDataset):
+class ImageFolder(WholeFiles):
     """Images in one folder per class: samples, order and errors as torchvision's.
 
     Args:
@@ -102,10 +102,9 @@ class ImageFolder(CreelDataset):
         ConfigError: both `loader` and `decode`, or something that cannot be called.
     """
 
-    volatile = (*CreelDataset.volatile, "_targets", "_imgs")
+    volatile = (*WholeFiles.volatile, "_targets", "_imgs")
     _targets: list[int] | None = None
     _imgs: Sequence[tuple[str, int]] | None = None
-    whole_files = True
 
     def __init__(
         self,
@@ -129,13 +128,13 @@ class ImageFolder(CreelDataset):
         self.decode = decode_image if decode is None else decode
         check_callable(decode=decode, loader=loader, is_valid_file=is_valid_file)
         self.extensions = IMG_EXTENSIONS if is_valid_file is None else None
-        self._base = absolute(root)
-        self._shown = self._base if scheme_of(os.fspath(root)) else os.fspath(self.root)
+        self._root = absolute(root)
+        self._shown = self._root if scheme_of(os.fspath(root)) else os.fspath(self.root)
         listed = None
         if index is not None:
             listed = load_index(absolute(index))
-        elif scheme_of(self._base):
-            listed = files_below(self._base)
+        elif scheme_of(self._root):
+            listed = files_below(self._root)
         self._listed = _by_class(listed) if listed is not None else None
         self.classes, self.class_to_idx = self.find_classes(self._shown)
         valid = is_valid_file or (lambda path: path.lower().endswith(IMG_EXTENSIONS))
@@ -144,7 +143,7 @@ class ImageFolder(CreelDataset):
 
     def save_index(self, path: str | os.PathLike[str]) -> None:
         """Write an index of all samples (.arrow or .json), to be placed in the root."""
-        names = [unescape(self._base, name) for name in self._names.to_pylist()]
+        names = [unescape(self._root, name) for name in self._names.to_pylist()]
         write_index(Path(path), names, self._nbytes)
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
@@ -172,7 +171,7 @@ class ImageFolder(CreelDataset):
             names = addresses([path for path, _ in samples])
         except (TypeError, ValueError) as e:
             raise ConfigError("samples is a sequence of (path, number of the class)") from e
-        self._base = self._shown = ""
+        self._root = self._shown = ""
         self._names, self._labels, self._nbytes = names, labels, None
         self._manifest = self._opened = None
 
@@ -195,9 +194,6 @@ class ImageFolder(CreelDataset):
     @targets.setter
     def targets(self, targets: list[int]) -> None:
         self._targets = targets
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def __getitem__(self, index: int) -> tuple[Sample, Sample]:
         """(image, label), each after its transform."""
@@ -226,9 +222,6 @@ class ImageFolder(CreelDataset):
         """Whether creel reads the files, not the user's `loader`."""
         return self.loader is pil_loader
 
-    def _build_manifest(self) -> Manifest:
-        return Manifest.of_files(self._names, root=self._base, lengths=self._nbytes)
-
     def _collect(
         self, valid: Callable[[str], bool], allow_empty: bool
     ) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.int64] | None]:
@@ -245,7 +238,7 @@ class ImageFolder(CreelDataset):
             if not keep:
                 empty.append(name)
             inner = [f"{name}/{found.names[i]}" for i in keep]
-            names.append(strings([escape(self._base, n) for n in inner]))
+            names.append(strings([escape(self._root, n) for n in inner]))
             labels.append(np.full(len(keep), self.class_to_idx[name], np.int64))
             sizes += (
                 [UNKNOWN] * len(keep) if found.nbytes is None else [found.nbytes[i] for i in keep]
@@ -262,7 +255,7 @@ class ImageFolder(CreelDataset):
         if self._listed is not None:
             return [self._listed.get(name, Listing([])) for name in classes]
         root = self._shown
-        return in_threads(walk, [os.path.join(root, name) for name in classes])  # noqa: PTH118
+        return each(walk, [os.path.join(root, name) for name in classes])  # noqa: PTH118
 
 
 def _subfolders(directory: str) -> list[str]:

@@ -24,13 +24,13 @@ from creel.loader.datasets.base import (
     Raw,
     Sample,
     check_callable,
+    each,
     position,
 )
 from creel.loader.datasets.batches import cast, numbers, rows_of, unstacked
 from creel.loader.reading.observer import take_rows
 from creel.loader.reading.storage import (
     absolute,
-    in_threads,
     nbytes_of,
     read_range,
     scheme_of,
@@ -113,12 +113,12 @@ class RecordDataset(Labelled):
         wanted = None if dtype is None else torch_dtype(dtype)
         want = None if shape is None else _shape(shape)
         _check_offset(offset)
-        headers = in_threads(lambda p: _npy(p) if p.endswith(".npy") else None, paths)
+        headers = each(lambda p: _npy(p) if p.endswith(".npy") else None, paths)
         both = list(zip(paths, headers, strict=True))
         self.dtype = _same(paths, [_dtype_of(p, h, wanted) for p, h in both])
         self.shape = _same(paths, [_shape_of(p, h, want) for p, h in both])
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
-        self._runs = in_threads(lambda ph: _range_of(*ph, offset, self.nbytes), both)
+        self._runs = each(lambda ph: _range_of(*ph, offset, self.nbytes), both)
         self._ends = np.cumsum([run.count for run in self._runs])
         self._size = int(self._ends[-1])
         if not self._size:

@@ -22,13 +22,14 @@ from creel.loader.datasets.base import (
     Indices,
     Sample,
     check_callable,
+    each,
     position,
     positions,
     strings,
 )
 from creel.loader.datasets.tarindex import members
 from creel.loader.reading.listing import braces
-from creel.loader.reading.storage import absolute, in_threads, nbytes_of, scheme_of, several
+from creel.loader.reading.storage import absolute, nbytes_of, scheme_of, several
 
 #: "dir/0001.seg.png" is the key "dir/0001" and the extension "seg.png", as in WebDataset.
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)
@@ -174,7 +175,7 @@ def _table(shards: list[str], path: Path | None) -> pa.Table:
     stamp = b"" if path is None else _stamp(shards)
     if path is not None and (found := _load(path, stamp)) is not None:
         return found
-    tables = in_threads(lambda shard: _members_of(*shard), list(enumerate(shards)))
+    tables = each(lambda shard: _members_of(*shard), list(enumerate(shards)))
     made = pa.concat_tables(tables).combine_chunks()
     if path is not None:
         _save(path, made.replace_schema_metadata({_STAMP: stamp}))
@@ -254,7 +255,7 @@ def _index_path(index: str | os.PathLike[str], shards: list[str]) -> Path:
 def _stamp(shards: list[str]) -> bytes:
     """A digest of the shards' names, sizes and local modification times."""
     digest = xxhash.xxh3_128()
-    for shard, size in zip(shards, in_threads(nbytes_of, shards), strict=True):
+    for shard, size in zip(shards, each(nbytes_of, shards), strict=True):
         changed = 0 if scheme_of(shard) else Path(shard).stat().st_mtime_ns
         digest.update(f"{shard}\0{size}\0{changed}\n".encode())
     return digest.hexdigest().encode()

@@ -42,3 +42,13 @@ def test_far_reads_have_their_threads_though_as_many_are_quick() -> None:
     for far in np.random.default_rng(1).permutation([True, False] * 1000).tolist():
         speed.measured(1, *((0.0053, 0.0003, 0.0002) if far else (0.0001, 0.0001, 0.0001)))
     assert speed.more_threads(waiting=1 << 20, began=[], now=0.0) >= 3
+
+
+def test_parts_are_long_only_where_every_thread_gets_one() -> None:
+    speed = Concurrency(CORES)
+    for _ in range(2000):
+        speed.measured(1, 0.001, 0.0001, 0.0001)  # 6 threads are of use
+    assert speed.part_objects(waiting=1 << 20) == 10
+    assert speed.more_threads(waiting=1 << 20, began=[], now=0.0) == 6
+    assert speed.part_objects(waiting=12) == 2
+    assert speed.more_threads(waiting=12, began=[], now=0.0) == 6

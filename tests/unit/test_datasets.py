@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 from glob import glob as globbed
 from pathlib import Path
@@ -21,11 +23,25 @@ from creel.loader.datasets import (
     TarDataset,
     Transformed,
 )
+from creel.loader.datasets.base import each
 from creel.loader.reading import storage
 from kit import forget_stores
 from testbed.same import check_in_torch, same
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def test_storage_is_asked_in_several_threads_only_where_one_would_sleep() -> None:
+    def ask(asleep: bool) -> int:
+        if asleep:
+            time.sleep(0.002)
+        return threading.get_ident()
+
+    quick, slow = each(ask, [False] * 500), each(ask, [True] * 50)
+    assert set(quick) == {threading.get_ident()}
+    assert len(slow) == 50
+    assert len(set(slow[8:])) > 1
+    assert threading.get_ident() not in slow[8:]
 
 
 # --- ImageFolder ------------------------------------------------------------------------------

@@ -71,6 +71,16 @@ def test_an_image_folder_is_torchvisions(photos: Path) -> None:
         assert pixels(ours[i]) == pixels(theirs[i])
 
 
+def test_a_local_image_is_read_without_a_table_of_all(photos: Path) -> None:
+    """A worker that reads past the daemon would make one in each epoch."""
+    data = ImageFolder(photos, decode=bytes)
+    path, label = data.samples[3]
+    assert data[3] == (Path(path).read_bytes(), label)
+    assert data._manifest is None
+    data.samples = [(path, 7)]
+    assert data[0] == (Path(path).read_bytes(), 7)
+
+
 @pytest.mark.parametrize("form", ["{}", "{}/", "{}//", "relative", "~/photos"])
 def test_paths_are_shown_as_torchvision_shows_them(
     photos: Path, form: str, monkeypatch: pytest.MonkeyPatch

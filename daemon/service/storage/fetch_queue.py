@@ -196,7 +196,7 @@ class FetchQueue:
     def _part(self) -> tuple[FetchJob, slice]:
         """Take the next part of the most urgent job, as large as the measured speed suggests."""
         deadline, count, job, start = self._heap[0]
-        stop = min(start + self.speed.part_objects, job.objects)
+        stop = min(start + self.speed.part_objects(self._waiting), job.objects)
         if stop < job.objects:
             heapq.heapreplace(self._heap, (deadline, count, job, stop))
         else:

@@ -251,7 +251,8 @@ class Fetcher:
         if known.all():
             read.enter(slice(None), self._fill(source, ids, offset, lengths))
             return 0
-        read.enter(known, self._fill(source, ids[known], offset[known], lengths[known]))
+        if known.any():
+            read.enter(known, self._fill(source, ids[known], offset[known], lengths[known]))
         strange = np.flatnonzero(~known)
         whole = _copied(source, ids[strange])
         lacking = [i for i, found in enumerate(whole) if found is None]
