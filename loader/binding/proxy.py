@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from creel.loader.datasets.base import Sample, fetch_many
 
 if TYPE_CHECKING:
+    from creel.config import Config
     from creel.loader.binding.access_trace import AccessTrace
     from creel.loader.binding.wrapped_reads import WrappedReads
 
@@ -69,6 +70,12 @@ def trace_of(dataset: object) -> AccessTrace | None:
         return None
     reads: WrappedReads = object.__getattribute__(dataset, "_reads")
     return reads.trace()
+
+
+def configure(dataset: Wrapped, config: Config, origins: dict[str, str]) -> None:
+    """Have a proxy go by the settings of the loader that reads it; `origins`: see `Config.load`."""
+    reads: WrappedReads = object.__getattribute__(dataset, "_reads")
+    reads.config = config, origins
 
 
 def recorded(dataset: Wrapped) -> bool:

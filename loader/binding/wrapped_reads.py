@@ -209,14 +209,16 @@ class WrappedReads:
         *,
         whole: bool = False,
         joint: bool = False,
+        config: tuple[Config, dict[str, str]] | None = None,
     ) -> None:
         """`shared`: the journal, and the copies, of the process that spawned this one.
 
-        `whole`: see `creel.wrap`. `joint`: other ranks share the journal, too.
+        `whole`: see `creel.wrap`. `joint`: other ranks share the journal, too. `config`: settings
+        and where each comes from; None: those of the process, at the first read.
         """
         self._dataset = dataset
         self._whole = whole
-        self._config: tuple[Config, dict[str, str]] | None = None
+        self.config = config
         self._shared = [handle.detach() for handle in shared]
         self._joint = joint
         self._forget_binding()
@@ -248,7 +250,8 @@ class WrappedReads:
         self.prepare()
         recorder = self._recorder
         fds = () if recorder is None else recorder.fds
-        made = partial(made, joint=recorder is not None and recorder.joint)
+        joint = recorder is not None and recorder.joint
+        made = partial(made, joint=joint, config=self.config)
         return made, (self._dataset, [multiprocessing.reduction.DupFd(fd) for fd in fds])
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
@@ -460,14 +463,14 @@ class WrappedReads:
         trainer = multiprocessing.parent_process() if get_worker_info() is not None else None
         trainer_pid = trainer.pid if trainer is not None else None
         client = client_of(self._settings(), trainer_pid=trainer_pid or 0)
-        if client is not None and trainer is None and self._config is not None:
-            warn_of_unmet(client, *self._config)
+        if client is not None and trainer is None and self.config is not None:
+            warn_of_unmet(client, *self.config)
         return client
 
     def _settings(self) -> Config:
-        if self._config is None:
-            self._config = Config.load()
-        return self._config[0]
+        if self.config is None:
+            self.config = Config.load()
+        return self.config[0]
 
 
 def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]) -> T:

@@ -18,7 +18,7 @@ from creel.cache.storage.retry import public
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
-from creel.loader.binding.proxy import Wrapped, recorded
+from creel.loader.binding.proxy import Wrapped, configure, recorded
 from creel.loader.binding.tree import declares, wrapped_in
 from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import start_daemon_early
@@ -88,6 +88,9 @@ class LoaderState:
         """Return the binding of the loader's dataset; None if it has no objects or creel=False."""
         if loader.creel is False:
             return None
+        if isinstance(loader.creel, (dict, str)):
+            for one in wrapped_in(loader.dataset):
+                configure(one, self.config, self._origins)
         dataset, binding = self._bound
         if dataset is not loader.dataset or binding is None or not binding.still():
             self._bound = (loader.dataset, bind(loader.dataset))

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 FILES, NBYTES, BATCH = 640, 2_000, 16
 DIRECT = {"loader.direct": "auto"}
+SPAWNED = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
 def decode(data: bytes) -> torch.Tensor:
@@ -182,6 +183,24 @@ def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
 
     until(lambda: read_directly() == 0, what="an epoch that is read from memory alone")
     assert served
+
+
+@pytest.mark.parametrize(("more"), [{}, {"num_workers": 2}, SPAWNED])
+def test_a_loaders_settings_hold_below_wrap(
+    daemon: Running, paths: list[str], monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """Nobody waits for these files: without the setting they are left alone."""
+    monkeypatch.setenv("CREEL_LOADER__DIRECT", "auto")
+    read = []
+    for setting in ("auto", "never"):
+        loader: Any = creel.DataLoader(
+            creel.wrap(Silent(paths)), BATCH, creel={"loader.direct": setting}, **more
+        )
+        for _ in range(2):
+            assert sum(map(len, loader)) == FILES
+        with daemon.client("cli") as client:
+            read.append(sum(source["reads"] for source in client.ask("stats")["sources"]))
+    assert read == [0, FILES]
 
 
 @pytest.mark.usefixtures("unsaid")
