@@ -44,7 +44,7 @@ class DirectReads:
         self._vain_left = 0
 
     def wait_s(self, reads: int, nbytes: int, object_ns: int) -> float:
-        """Floats to wait for a batch that is not ready; after them it is read directly.
+        """Seconds to wait for a batch that is not ready; after them it is read directly.
 
         As long as this reader would take itself, where it knows that it does not have to wait for
         the source: so a daemon that lacks processors costs at most as much again, and not often.

@@ -9,7 +9,7 @@ from creel.settings import FetchSettings
 
 
 def pause_s(settings: FetchSettings, tries: int, elapsed_s: float, jitter: float) -> float | None:
-    """Floats to wait before the next attempt; None: the last error is final.
+    """Seconds to wait before the next attempt; None: the last error is final.
 
     Args:
         tries: attempts that failed, at least 1.

@@ -48,7 +48,7 @@ class JobGroup:
         return any(s.stream.end > s.done for s in self.sessions.values())
 
     def step_s(self) -> float:
-        """Floats per step of the slowest rank; 0 when unknown."""
+        """Seconds per step of the slowest rank; 0 when unknown."""
         return max((s.pace.step_s for s in self.sessions.values()), default=0.0)
 
     def once(self) -> bool:

@@ -46,7 +46,7 @@ class Versions:
         self.version = np.zeros(files, np.int64)  # of the residents
         self.seen = np.zeros(files, np.int32)  # generation of the latest answer
         self.asked = np.zeros(files, np.int32)  # generation of the latest check
-        # Floats: the storage gave `version` when asked then or later; 0: unknown. None: all local.
+        # Seconds: the storage gave `version` when asked then or later; 0: unknown. None: all local.
         self._since = None if self._remote is None else np.zeros(files)
 
     def files(self, ids: Index) -> Index:

@@ -18,7 +18,7 @@ class Notify:
         address = os.environ.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
-        #: Floats between two WATCHDOG=1, half of what systemd allows; 0 without a watchdog.
+        #: Seconds between two WATCHDOG=1, half of what systemd allows; 0 without a watchdog.
         self.watchdog_s = _watchdog_s(os.environ) if address else 0.0
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
