@@ -1,14 +1,15 @@
 """Many small images on a cold local disk, epoch by epoch: creel.ImageFolder against torch.
 
     sudo python benchmarks/many_files.py [--files 60000] [--workers 2] [--batch 256] [--rounds 3]
+                                         [--raw]
 
 One folder per class, JPEG files of 1 KB; before each way's first epoch the kernel's caches are
 dropped, which needs root. torch's way is what torchvision's ImageFolder does: `open`, PIL, a
-transform. Shown are samples per second of the whole epoch, as ratios to torch's, and the longest
-time that the loop waited for a batch. Every round has new loaders, and a daemon that starts with
-its loader; memory is enough for all files. In the first epoch the disk is slower than its readers,
-so the daemon has as much in flight as it may; later ones are read from memory, torch's out of the
-page cache.
+transform; with --raw nothing is decoded, so that a sample is no more than a read. Shown are samples
+per second of the whole epoch, as ratios to torch's, and the longest time that the loop waited for a
+batch. Every round has new loaders, and a daemon that starts with its loader; memory is enough for
+all files. In the first epoch the disk is slower than its readers, so the daemon has as much in
+flight as it may; later ones are read from memory, torch's out of the page cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,19 @@ def transform(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image))
 
 
+def decoded(data: bytes) -> torch.Tensor:
+    return transform(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def raw(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 class Folder(Dataset[Any]):
     """What torchvision's ImageFolder does."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, decode: Callable[[bytes], torch.Tensor]) -> None:
+        self.decode = decode
         classes = sorted(entry.name for entry in os.scandir(root))
         self.samples = [
             (entry.path, label)
@@ -55,15 +66,17 @@ class Folder(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path, label = self.samples[index]
         with open(path, "rb") as f:  # noqa: PTH123  (as torchvision does)
-            return transform(Image.open(f).convert("RGB")), label
+            return self.decode(f.read()), label
 
 
 WAYS: dict[str, Any] = {
-    "torch": lambda root, **k: DataLoader(Folder(root), **k),
-    "creel.ImageFolder": lambda root, **k: creel.DataLoader(
-        creel.ImageFolder(root, transform), **k
+    "torch": lambda root, decode, **k: DataLoader(Folder(root, decode), **k),
+    "creel.ImageFolder": lambda root, decode, **k: creel.DataLoader(
+        creel.ImageFolder(root, decode=decode), **k
     ),
-    "unedited, creel.wrap": lambda root, **k: creel.DataLoader(creel.wrap(Folder(root)), **k),
+    "unedited, creel.wrap": lambda root, decode, **k: creel.DataLoader(
+        creel.wrap(Folder(root, decode)), **k
+    ),
 }
 
 
@@ -77,12 +90,13 @@ def write(root: str, files: int) -> None:
             Path(f"{root}/n{label:04}/{i:08}.jpeg").write_bytes(jpeg.getvalue())
 
 
-def epochs(way: str, root: str, batch: int, workers: int) -> list[tuple[float, float]]:
+def epochs(way: str, root: str, o: argparse.Namespace) -> list[tuple[float, float]]:
     """Seconds of each epoch, and of the longest wait for a batch in it."""
     os.sync()
     _DROP.write_text("3")
     with fresh_name():
-        loader = WAYS[way](root, batch_size=batch, shuffle=True, num_workers=workers)
+        options = {"batch_size": o.batch, "shuffle": True, "num_workers": o.workers}
+        loader = WAYS[way](root, raw if o.raw else decoded, **options)
         out = []
         for _ in range(EPOCHS):
             began = last = time.perf_counter()
@@ -103,6 +117,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--raw", action="store_true")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
     if not os.access(_DROP, os.W_OK):
@@ -110,7 +125,7 @@ def main() -> None:
     os.environ.setdefault("CREEL_MEMORY__BUDGET", f"{max(o.files >> 8, 256)}MiB")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as root:
         write(root, o.files)
-        runs = [{w: epochs(w, root, o.batch, o.workers) for w in WAYS} for _ in range(o.rounds)]
+        runs = [{w: epochs(w, root, o) for w in WAYS} for _ in range(o.rounds)]
     rows: list[dict[str, object]] = []
     for way in WAYS:
         row: dict[str, object] = {"way": way}
