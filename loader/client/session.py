@@ -241,7 +241,7 @@ class Session:
         """
         if self.ready(step):
             return True
-        if self._over(step) or not self.alive:
+        if step < self.words[DONE] or not self.alive:
             return False
         if self._trainer:
             self.words[WANTED] = max(self.words[WANTED], step + 1)
@@ -257,13 +257,10 @@ class Session:
             waited = time.monotonic() - began
             left = timeout_s - waited
             self._lost |= waited > ARRIVAL_S and self.words[KNOWN] <= step
-            if left <= 0 or self._over(step) or self._dead() or client.refused(call):
+            over = step < self.words[DONE]  # its iterator was begun anew meanwhile
+            if left <= 0 or over or self._dead() or client.refused(call):
                 return self.ready(step)
             client.listen(min(left, POLL_S), received)
-
-    def _over(self, step: int) -> bool:
-        """Whether nobody waits for a step any more: its iterator was begun anew meanwhile."""
-        return self._closed or step < self.words[DONE]
 
     def done(self, step: int) -> None:
         """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""

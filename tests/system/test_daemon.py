@@ -16,7 +16,8 @@ import pytest
 from creel.cache.memory.shared_words import FAILED, HEARTBEAT, READY
 from creel.cache.storage.manifest import Manifest
 from creel.errors import NoDaemonError, UnavailableError
-from creel.loader.client.session import STALE_NS
+from creel.loader.client.client import Client
+from creel.loader.client.session import STALE_NS, Session
 from daemons import COMMAND, Running, content, folder, plan, read_steps, status
 from kit import until
 
@@ -122,14 +123,20 @@ def test_a_truncated_plan_goes_on_differently(daemon: Running, tmp_path: Path) -
             session.close()
 
 
+def ten_steps(client: Client, tmp_path: Path) -> Session:
+    """A session of ten steps, all ready."""
+    session = client.open(client.register(folder(tmp_path, [500] * 40)))
+    plan(session, np.arange(40, dtype=np.int32), 4)
+    assert session.wait(9, 10)
+    return session
+
+
 def test_a_step_that_is_done_is_not_ready_and_not_waited_for(
     daemon: Running, tmp_path: Path
 ) -> None:
     """An iterator that begins anew leaves its workers with such steps: they read directly."""
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [500] * 40)))
-        plan(session, np.arange(40, dtype=np.int32), 4)
-        assert session.wait(9, 10)
+        session = ten_steps(client, tmp_path)
         stamp = session.hold(1)
         assert session.held(1, stamp)
         session.done(2)
@@ -143,9 +150,7 @@ def test_a_plan_is_taken_back_without_waiting_for_the_daemon(
     daemon: Running, tmp_path: Path
 ) -> None:
     with daemon.client() as client:
-        session = client.open(client.register(folder(tmp_path, [500] * 40)))
-        plan(session, np.arange(40, dtype=np.int32), 4)
-        assert session.wait(9, 10)
+        session = ten_steps(client, tmp_path)
         daemon.signal(signal.SIGSTOP)
         try:
             assert session.truncate(7)

@@ -111,4 +111,5 @@ def test_samples_that_have_an_item_in_common_have_a_mark_in_common(
     marks = recorded.marks
     assert marks[0] & marks[2]
     assert marks[1] == 0
-    assert [mark.bit_count() for mark in marks.tolist()] <= [len(read), 0, 2]
+    bits = [mark.bit_count() for mark in marks.tolist()]
+    assert all(a <= b for a, b in zip(bits, [len(read), 0, 2], strict=True))
