@@ -92,6 +92,18 @@ def state(pid: int) -> str:
         return "gone"
 
 
+def dropped(path: Path) -> bool:
+    """Whether the kernel took the file's pages out of the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as error:
+            return error.errno == 11  # EAGAIN
+    return False
+
+
 def descriptors(pid: int | str = "self", *, eventfds: bool = False) -> frozenset[tuple[str, str]]:
     """(number, what it is) of all that a process has open; `after - before` is what a test opened.
 

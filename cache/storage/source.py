@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,12 +28,16 @@ from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
 from creel.cache.storage.remote import open_store
 from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import (
+    AHEAD_FILES,
     Filled,
     LocalStore,
+    OpenFile,
     Run,
     Store,
     StoredFile,
     TornError,
+    open_file,
+    read_ahead,
     read_unchanged,
 )
 from creel.errors import SourceError
@@ -79,11 +83,15 @@ class Counters:
                 self.seconds[bisect_left(SECONDS, s)] += 1
             self.seconds_sum += sum(seconds)
 
-    def count_evenly(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:
-        """Count reads that succeeded, with `seconds` in all."""
+    def count_evenly(
+        self, reads: int, nbytes: int, seconds: float, opens: int | None = None
+    ) -> None:
+        """Count reads that succeeded, with `seconds` in all; `opens` as many, if not given."""
+        if not reads:
+            return
         with self._lock:
             self.reads += reads
-            self.opens += opens
+            self.opens += reads if opens is None else opens
             self.nbytes += nbytes
             self.seconds[bisect_left(SECONDS, seconds / reads)] += reads
             self.seconds_sum += seconds
@@ -254,29 +262,57 @@ class Source:
     def read_whole(self, ids: NDArray[np.integer]) -> list[WholeObject | None]:
         """Each object (for those of unknown length), None where it failed."""
         found: list[WholeObject | None] = []
-        seconds: list[float] = []
-        total = 0
+        total, seconds, asked = 0, 0.0, time.monotonic()
         rows = self.manifest.rows(ids)
-        for row, uri in zip(rows.tolist(), self.manifest.addresses(rows), strict=True):
-            start = time.monotonic()
+        uris = self.manifest.addresses(rows)
+        opened = self._opened([uri for uri in uris if not is_remote(uri)])
+        start = asked
+        for row, uri in zip(rows.tolist(), uris, strict=True):
+            file = None if is_remote(uri) else next(opened)
             try:
-                data, of = self._whole_of(row, uri, start)
+                data, of = self._whole_of(row, uri, file, start)
+                found.append(WholeObject(data, of, asked))
             except SourceError:
                 found.append(None)
-                continue
-            seconds.append(time.monotonic() - start)
-            total += len(data)
-            found.append(WholeObject(data, of, start))
-        self.counters.count_reads(total, seconds, len(seconds))
+            now = time.monotonic()
+            if found[-1] is not None:
+                seconds += now - start
+                total += len(data)
+            start = now
+        self.counters.count_evenly(len(ids) - found.count(None), total, seconds)
         return found
 
-    def _whole_of(self, row: int, uri: str, began: float) -> tuple[bytes, int]:
-        """Bytes and version of a file; of a local one at once, if one attempt suffices."""
-        error = None
-        if not is_remote(uri):
+    def _opened(self, uris: list[str]) -> Iterator[OpenFile | Exception]:
+        """Each local file, AHEAD_FILES of which are opened at a time; or why it cannot be."""
+        files: deque[OpenFile | Exception] = deque()
+        try:
+            for first in range(0, len(uris), AHEAD_FILES):
+                files.extend(self._try_open(uri) for uri in uris[first : first + AHEAD_FILES])
+                for file in files if len(files) > 1 else ():
+                    if isinstance(file, OpenFile):
+                        read_ahead(file)
+                while files:
+                    yield files.popleft()
+        finally:
+            for file in files:
+                if isinstance(file, OpenFile):
+                    os.close(file.fd)
+
+    def _try_open(self, uri: str) -> OpenFile | Exception:
+        try:
+            self._check_path(uri)
+            return open_file(uri)
+        except Exception as e:  # noqa: BLE001  as `_fill`
+            return e
+
+    def _whole_of(
+        self, row: int, uri: str, file: OpenFile | Exception | None, began: float
+    ) -> tuple[bytes, int]:
+        """Bytes and version of an object; of a local file at once, if one attempt suffices."""
+        error = file if isinstance(file, Exception) else None
+        if isinstance(file, OpenFile):
             try:
-                self._check_path(uri)
-                return read_unchanged(uri)
+                return read_unchanged(uri, file)
             except Exception as e:  # noqa: BLE001  as `_fill`
                 error = e
         stored = self._stored_file(row)
@@ -356,36 +392,44 @@ class Source:
         """Read local files of one object each by a fast path; how many of the first are such."""
         whole = self._whole[rows]
         files = len(rows) if whole.all() else int(whole.argmin())
-        seconds: list[float] = []
-        total, start = 0, time.perf_counter()
-        for i, (row, n) in enumerate(zip(rows[:files].tolist(), length[:files].tolist())):  # noqa: B905
-            uri = self.manifest.uri(row)
-            if is_remote(uri):
-                files = i
-                break
-            quick = self._read_file(uri, row, n, parts[i], read, i)
+        uris = self.manifest.addresses(rows[:files])
+        files = next((i for i, uri in enumerate(uris) if is_remote(uri)), files)
+        total, seconds, reads, start = 0, 0.0, 0, time.perf_counter()
+        for i, (file, n) in enumerate(zip(self._opened(uris[:files]), length.tolist())):  # noqa: B905
+            quick = self._read_file(uris[i], file, int(rows[i]), n, parts[i], read, i)
             now = time.perf_counter()
             if quick:
-                seconds.append(now - start)
-                total += n
+                seconds += now - start
+                total, reads = total + n, reads + 1
             start = now
-        self.counters.count_reads(total, seconds, len(seconds))
+        self.counters.count_evenly(reads, total, seconds)
         return files
 
-    def _read_file(self, uri: str, row: int, length: int, part: Part, read: Read, i: int) -> bool:
+    def _read_file(
+        self,
+        uri: str,
+        file: OpenFile | Exception,
+        row: int,
+        length: int,
+        part: Part,
+        read: Read,
+        i: int,
+    ) -> bool:
         """Read a local file of one object; whether one attempt sufficed, and is not counted yet."""
-        try:
-            self._check_path(uri)
-            read.version[i] = self._local.single(uri, length, part)
-        except Exception as e:  # noqa: BLE001  as `_fill`
-            filled = self._retry_fill(
-                self._stored_file(row), Run(0, length, part), e, time.monotonic()
-            )
-            if filled is not None:
-                read.nbytes[i], read.version[i] = length, filled.version
-            return False
-        read.nbytes[i] = length
-        return True
+        error = file if isinstance(file, Exception) else None
+        if isinstance(file, OpenFile):
+            try:
+                read.version[i] = self._local.single(file, uri, length, part)
+                read.nbytes[i] = length
+            except Exception as e:  # noqa: BLE001  as `_fill`
+                error = e
+        if error is None:
+            return True
+        run = Run(0, length, part)
+        filled = self._retry_fill(self._stored_file(row), run, error, time.monotonic())
+        if filled is not None:
+            read.nbytes[i], read.version[i] = length, filled.version
+        return False
 
     def _fill(self, stored: StoredFile, runs: list[Run]) -> list[Filled | None]:
         """The result of each run of one file. The first attempt reads all with one open."""

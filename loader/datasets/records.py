@@ -16,6 +16,7 @@ from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.stores import read_pieces
 from creel.errors import ConfigError
 from creel.loader.buffers import BufferPool
 from creel.loader.datasets.base import (
@@ -257,14 +258,11 @@ def _read_run(
         fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
+    rows = zip(begins.tolist(), ends.tolist(), offset.tolist(), strict=True)
     try:
-        for a, b, at in zip(begins.tolist(), ends.tolist(), offset.tolist(), strict=True):
-            if os.preadv(fd, [view[a:b]], at) != b - a:
-                return False
+        return read_pieces(fd, [(at, b - a, [view[a:b]]) for a, b, at in rows])
     except OSError:
         return False
-    else:
-        return True
     finally:
         os.close(fd)
 

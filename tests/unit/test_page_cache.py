@@ -8,20 +8,9 @@ from pathlib import Path
 import pytest
 
 from creel.loader.reading.page_cache import in_page_cache
+from kit import dropped
 
 NBYTES = 20_000
-
-
-def dropped(path: Path) -> bool:
-    """Whether the kernel took the file's pages back."""
-    with path.open("rb") as file:
-        os.fsync(file)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        try:
-            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-        except OSError as error:
-            return error.errno == 11  # EAGAIN
-    return False
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from creel.cache.storage import retry
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.retry import source_error, transient
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import Filled, LocalStore, Run, StoredFile
+from creel.cache.storage.stores import Filled, LocalStore, OpenFile, Run, StoredFile
 from creel.errors import SourceError
 from creel.policies.retry import pause_s
 from creel.settings import FetchSettings
@@ -44,11 +45,12 @@ class _Flaky(LocalStore):
             raise self.error
         yield from super().fill(place, runs)
 
-    def single(self, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
+    def single(self, opened: OpenFile, uri: str, length: int, buffers: Sequence[memoryview]) -> int:
         if self.left:
             self.left -= 1
+            os.close(opened.fd)
             raise self.error
-        return super().single(uri, length, buffers)
+        return super().single(opened, uri, length, buffers)
 
 
 def flaky(

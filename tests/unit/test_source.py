@@ -14,7 +14,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import LocalStore, StoredFile
 from creel.errors import SourceError
-from kit import descriptors
+from kit import descriptors, dropped
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,6 +44,53 @@ def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
     assert (counted.reads, counted.opens, counted.nbytes) == (4, 1, 20_000)  # 512 buffers a read
     assert sum(counted.seconds) == 4
     source.close()
+
+
+def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(tmp_path: Path) -> None:
+    """A disk works on many files, or pieces of one, at once: each of them is advised first."""
+    files, contents = folder(tmp_path, [0, *range(1, 60), 2 << 20])
+    dense, data = records(tmp_path, 100, 20_000)
+    source = Source(Manifest.concat([files, dense]))
+    contents += [data[i : i + 100] for i in range(0, len(data), 100)]
+    ids = [*np.random.default_rng(0).permutation(61).tolist(), *range(61, 20_061, 7)]
+    for _ in range(2):
+        for path in tmp_path.iterdir():
+            if path.stat().st_size and not dropped(path):
+                pytest.skip("this file system keeps its pages")
+        assert read_into(source, ids)[1] == [contents[i] for i in ids]
+        assert read_into(source, ids[61:])[1] == [contents[i] for i in ids[61:]]
+        assert whole(source, *ids[:61]) == [contents[i] for i in ids[:61]]
+    source.close()
+
+
+@pytest.mark.parametrize("read", ["whole", "into"])
+def test_files_opened_ahead_are_closed_whatever_fails(
+    tmp_path: Path, read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, contents = folder(tmp_path, [10] * 40)
+    source = Source(files, QUICK)
+    gone = {0, 7, 15, 16, 39}
+    for i in gone:
+        (tmp_path / f"{i:03}").unlink()
+    before = descriptors()
+    wanted = [None if i in gone else content for i, content in enumerate(contents)]
+    if read == "whole":
+        assert whole(source, *range(40)) == wanted
+    else:
+        got, data = read_into(source, [*range(40)])
+        assert [None if n < 0 else one for n, one in zip(got, data, strict=True)] == wanted
+    assert not descriptors() - before
+    counted = source.counters.snapshot()
+    assert (counted.reads, counted.opens) == (35, 35)
+    assert counted.errors == {"ENOENT": 5}
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("creel.cache.storage.stores.version.torn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        whole(source, *range(40)) if read == "whole" else read_into(source, [*range(40)])
+    assert not descriptors() - before
 
 
 def test_scattered_records_are_read_one_by_one_with_one_open(tmp_path: Path) -> None:
