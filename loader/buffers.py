@@ -7,8 +7,10 @@ import functools
 import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 #: Free buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
@@ -17,6 +19,20 @@ _MAX_KEPT = 8
 #: (a dataset read as one batch, many batches held) is freed with its batches.
 MAX_KEPT_NBYTES = 256 << 20
 _ALIGN = 4096
+#: glibc adapts its limits to freed blocks below 32 MiB, on 64-bit systems.
+_LARGE_NBYTES = 31 << 20
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 62 MiB of memory that a batch frees for the next one.
+
+    By default glibc trims its heap whenever 128 KiB at the end are free. Samples then touch new
+    pages in each batch, which costs several times the copy into them. glibc raises the limit to
+    twice the size of a larger block that is freed (mallopt(3)); this frees such a block, never
+    written to. It has no effect with other C libraries.
+    """
+    with suppress(MemoryError):  # address space is short (`ulimit -v`): keep nothing
+        np.empty(_LARGE_NBYTES, np.uint8)
 
 
 def over(

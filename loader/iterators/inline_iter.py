@@ -14,6 +14,7 @@ import numpy as np
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.buffers import keep_freed_memory
 from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
@@ -235,6 +236,7 @@ class InlineIter(UnprofiledIter, SingleProcessDataLoaderIter):
     _run: EpochRun  # unset until an epoch has begun
 
     def __init__(self, loader: DataLoader[Any], loader_state: LoaderState) -> None:
+        keep_freed_memory()
         moment = before(loader)
         super().__init__(loader)
         self._meter = loader_state.meter

@@ -24,7 +24,6 @@ import random
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ import torch
 from creel.errors import UnavailableError
 from creel.loader.binding.bind import Binding, bind
 from creel.loader.binding.gather import Gatherer, StepReader
+from creel.loader.buffers import keep_freed_memory
 from creel.loader.reading.bad_samples import Tolerance, Tolerant, without_skipped
 from creel.loader.reading.lease import Lease
 from creel.loader.torch_private import (
@@ -59,9 +59,6 @@ _log = logging.getLogger("creel.loader")
 
 #: Seconds that a worker waits for the daemon's answer before it reads directly.
 _JOIN_S = 3.0
-
-#: Bytes; glibc adapts its limits to freed blocks below 32 MiB, on 64-bit systems.
-_LARGE = 31 << 20
 
 # positions of shared words: VOID for all, then WORDS for each worker from FIRST on
 VOID = 0
@@ -104,25 +101,13 @@ def worker_main(sock: socket.socket, args: WorkerArgs) -> None:
         set_thread_name = getattr(torch.multiprocessing, "_set_thread_name", None)  # torch >= 2.6
         if set_thread_name is not None:
             set_thread_name("pt_data_worker")
-        _keep_freed_memory()
+        keep_freed_memory()
         worker = _Worker(Channel(sock), args)
         worker.run_init_fn(args.init_fn)
         worker.serve()
     except (KeyboardInterrupt, EOFError, ConnectionError):
         # The trainer raises KeyboardInterrupt itself; the others mean that it is gone.
         pass
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc keep up to 62 MiB of memory that a batch frees for the next one.
-
-    By default glibc trims its heap whenever 128 KiB at the end are free. Smaller samples then touch
-    new pages in each batch, which costs several times the copy into them. glibc raises the limit to
-    twice the size of a larger block that is freed (mallopt(3)); this frees such a block, never
-    written to. It has no effect with other C libraries.
-    """
-    with suppress(MemoryError):  # address space is short (`ulimit -v`): keep nothing
-        np.empty(_LARGE, np.uint8)
 
 
 class _Worker(StepReader):

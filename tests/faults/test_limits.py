@@ -122,16 +122,16 @@ def test_where_torch_finishes_creel_does(
 _NO_ROOM = """
 import resource
 from pathlib import Path
-from creel.loader.workers.worker import _keep_freed_memory
+from creel.loader.buffers import keep_freed_memory
 
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (8 << 20), resource.RLIM_INFINITY))
-_keep_freed_memory()
+keep_freed_memory()
 """
 
 
-def test_a_worker_starts_where_no_memory_can_be_kept() -> None:
-    """It died of what it only wants for speed, where torch's worker has room for its batch."""
+def test_a_process_reads_where_no_memory_can_be_kept() -> None:
+    """A worker died of what it only wants for speed, where torch's has room for its batch."""
     assert Program(_NO_ROOM).communicate() == ("", "")
 
 
