@@ -23,8 +23,9 @@ _ALIGN = 4096
 _LARGE_NBYTES = 31 << 20
 
 
+@functools.cache
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 62 MiB of memory that a batch frees for the next one.
+    """Let glibc keep up to 62 MiB of memory that a batch frees for the next one; once a process.
 
     By default glibc trims its heap whenever 128 KiB at the end are free. Samples then touch new
     pages in each batch, which costs several times the copy into them. glibc raises the limit to

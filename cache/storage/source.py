@@ -29,6 +29,7 @@ from creel.cache.storage.remote import open_store
 from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import (
     AHEAD_FILES,
+    AHEAD_NBYTES,
     Filled,
     LocalStore,
     OpenFile,
@@ -289,8 +290,8 @@ class Source:
             for first in range(0, len(uris), AHEAD_FILES):
                 files.extend(self._try_open(uri) for uri in uris[first : first + AHEAD_FILES])
                 for file in files if len(files) > 1 else ():
-                    if isinstance(file, OpenFile):
-                        read_ahead(file)
+                    if isinstance(file, OpenFile) and file.status.st_size <= AHEAD_NBYTES:
+                        read_ahead(file.fd, file.status.st_size)
                 while files:
                     yield files.popleft()
         finally:

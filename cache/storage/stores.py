@@ -107,7 +107,6 @@ def check_size(stored: StoredFile, size: int, length: int) -> None:
 _PIECE_NBYTES = 1 << 20  # of a file that is not as long as its status says
 _VECTOR = 1024  # most buffers of one read (IOV_MAX)
 _TRIES = 3  # of a copy during which the file changed
-_AHEAD_NBYTES = 1 << 20  # longer files are read ahead of their reader by the kernel anyway
 #: Bytes that are read with a small piece, as the kernel does for mapped files: all of a file that
 #: has room in memory is soon there, in fewer reads.
 _AROUND_NBYTES = 128 << 10
@@ -115,6 +114,8 @@ _AROUND_NBYTES = 128 << 10
 #: Most files to be opened before the first of them is read, so that a disk works on all of them at
 #: once: of 1 KB each, a cold disk gives 3 times as many so, and hardly more with 64.
 AHEAD_FILES = 16
+#: Longer files are read ahead of their reader by the kernel anyway.
+AHEAD_NBYTES = 1 << 20
 
 
 def path_of(uri: str) -> str:
@@ -155,18 +156,17 @@ def open_file(uri: str) -> OpenFile:
     return _open(path_of(uri))
 
 
-def read_ahead(file: OpenFile) -> None:
-    """Have the kernel begin to read a file that will be read soon, if its disk must be waited for.
+def read_ahead(fd: int, nbytes: int) -> None:
+    """Have the kernel begin to read the first `nbytes` of a file, if a disk must be waited for.
 
     Only where the file system keeps what is read ahead, which it says by RWF_NOWAIT.
     """
-    if 0 < file.status.st_size <= _AHEAD_NBYTES:
-        try:
-            os.preadv(file.fd, [bytearray(1)], 0, os.RWF_NOWAIT)
-        except BlockingIOError:
-            _advise(file.fd, 0, file.status.st_size)
-        except OSError:
-            pass
+    try:
+        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        _advise(fd, 0, nbytes)
+    except OSError:
+        pass
 
 
 def _advise(fd: int, offset: int, length: int) -> None:

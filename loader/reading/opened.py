@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import IO, Any, TypeVar, cast
 
 from creel.cache.memory.shared_words import sealed_file
+from creel.cache.storage.stores import read_ahead
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
@@ -32,6 +33,8 @@ T = TypeVar("T")
 _python_open = io.open
 #: What lies there changes without a trace in its status.
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
+#: Bytes of a file that is opened which the kernel reads while that is being recorded.
+_AHEAD_NBYTES = 128 << 10
 
 
 class _FileOver(io.BufferedIOBase):
@@ -283,9 +286,11 @@ def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
     observed = observing()
     if observed is None:
         return real
-    status, of = _look(real.fileno())
+    now_ns, status = time.time_ns(), os.fstat(real.fileno())
     if not _cacheable(status, address):
         return real
+    read_ahead(real.fileno(), min(status.st_size, _AHEAD_NBYTES))  # the record takes time, too
+    of = of_stat(status, now_ns)
     part, copy = observed.opened(address, status.st_size, of, waited_ns), None
     if waited_ns and observed.copies is not None:
         copy = observed.copies.begin(address, status.st_size, of)
