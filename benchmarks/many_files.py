@@ -5,11 +5,12 @@
 
 One folder per class, JPEG files of 1 KB; before each way's first epoch the kernel's caches are
 dropped, which needs root. torch's way is what torchvision's ImageFolder does: `open`, PIL, a
-transform; with --raw nothing is decoded, so that a sample is no more than a read. Shown are samples
-per second of the whole epoch, as ratios to torch's, and the longest time that the loop waited for a
-batch. Every round has new loaders, and a daemon that starts with its loader; memory is enough for
-all files. In the first epoch the disk is slower than its readers, so the daemon has as much in
-flight as it may; later ones are read from memory, torch's out of the page cache.
+transform; with --raw nothing is decoded, so that a sample is no more than a read. (What a daemon
+imports is read again before the clock starts, as the trainer's own modules are in memory.) Shown
+are samples per second of the whole epoch, as ratios to torch's, and the longest time that the loop
+waited for a batch. Every round has new loaders, and a daemon that starts with its loader; memory is
+enough for all files. In the first epoch the disk is slower than its readers, so the daemon has as
+much in flight as it may; later ones are read from memory, torch's out of the page cache.
 """
 
 from __future__ import annotations
@@ -26,14 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import fresh_name, median, report
+from measure import DROP_CACHES, drop_caches, fresh_name, median, report
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 import creel
 
 EPOCHS, CLASSES = 3, 100
-_DROP = Path("/proc/sys/vm/drop_caches")
 
 
 def transform(image: Image.Image) -> torch.Tensor:
@@ -92,8 +92,7 @@ def write(root: str, files: int) -> None:
 
 def epochs(way: str, root: str, o: argparse.Namespace) -> list[tuple[float, float]]:
     """Seconds of each epoch, and of the longest wait for a batch in it."""
-    os.sync()
-    _DROP.write_text("3")
+    drop_caches()
     with fresh_name():
         options = {"batch_size": o.batch, "shuffle": True, "num_workers": o.workers}
         loader = WAYS[way](root, raw if o.raw else decoded, **options)
@@ -120,7 +119,7 @@ def main() -> None:
     parser.add_argument("--raw", action="store_true")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
-    if not os.access(_DROP, os.W_OK):
+    if not os.access(DROP_CACHES, os.W_OK):
         sys.exit("skipped: only root may drop the kernel's caches")
     os.environ.setdefault("CREEL_MEMORY__BUDGET", f"{max(o.files >> 8, 256)}MiB")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as root:

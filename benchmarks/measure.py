@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,9 @@ from creel.loader.client.client import Client
 
 # An installed creel has been compiled; else each daemon compiles it anew (0.2 s of a processor).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+#: Whoever may write here, root, can have the kernel forget what it has read.
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 _daemons: dict[str, psutil.Process] = {}
 
@@ -56,6 +60,13 @@ def touch_memory(nbytes: int) -> None:
     with mmap.mmap(-1, nbytes) as memory:
         for page in range(0, nbytes, mmap.PAGESIZE):
             memory[page] = 1
+
+
+def drop_caches() -> None:
+    """Make all files cold but those that a daemon imports: the trainer's own are warm, too."""
+    os.sync()
+    DROP_CACHES.write_text("3")
+    subprocess.run([sys.executable, "-c", "import creel.daemon.main"], check=True)
 
 
 @contextmanager
