@@ -56,6 +56,8 @@ _MANY = 8
 _MAX_SEPARATE = 8
 #: Most objects of one read: Linux takes 1024 buffers at once (IOV_MAX).
 _VECTOR = 512
+#: Errors of an open for lack of descriptors.
+_TOO_MANY = {errno.EMFILE, errno.ENFILE}
 #: Upper ends of the histogram's buckets, in seconds: page cache to a slow object store.
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -284,12 +286,21 @@ class Source:
         return found
 
     def _opened(self, uris: list[str]) -> Iterator[OpenFile | Exception]:
-        """Each local file, AHEAD_FILES of which are opened at a time; or why it cannot be."""
+        """Each local file, AHEAD_FILES of which are opened, and read ahead, at a time.
+
+        An exception in place of a file that cannot be opened.
+        """
         files: deque[OpenFile | Exception] = deque()
+        left = deque(uris)
         try:
-            for first in range(0, len(uris), AHEAD_FILES):
-                files.extend(self._try_open(uri) for uri in uris[first : first + AHEAD_FILES])
-                for file in files if len(files) > 1 else ():
+            while left:
+                while left and len(files) < AHEAD_FILES:
+                    file = self._try_open(left[0])
+                    if files and isinstance(file, OSError) and file.errno in _TOO_MANY:
+                        break  # the others, once these are closed
+                    left.popleft()
+                    files.append(file)
+                for file in files if len(uris) > 1 else ():
                     if isinstance(file, OpenFile) and file.status.st_size <= AHEAD_NBYTES:
                         read_ahead(file.fd, file.status.st_size)
                 while files:

@@ -111,8 +111,11 @@ _TRIES = 3  # of a copy during which the file changed
 #: has room in memory is soon there, in fewer reads.
 _AROUND_NBYTES = 128 << 10
 
-#: Most files to be opened before the first of them is read, so that a disk works on all of them at
-#: once: of 1 KB each, a cold disk gives 3 times as many so, and hardly more with 64.
+#: Says "only what is in the page cache", on Linux.
+_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+
+#: Most files that a thread has open, so that a disk works on all of them at once: of 1 KB each, a
+#: cold disk gives 3 times as many so, and hardly more with 64.
 AHEAD_FILES = 16
 #: Longer files are read ahead of their reader by the kernel anyway.
 AHEAD_NBYTES = 1 << 20
@@ -162,7 +165,7 @@ def read_ahead(fd: int, nbytes: int) -> None:
     Only where the file system keeps what is read ahead, which it says by RWF_NOWAIT.
     """
     try:
-        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+        os.preadv(fd, [bytearray(1)], 0, _NOWAIT)
     except BlockingIOError:
         _advise(fd, 0, nbytes)
     except OSError:
@@ -196,7 +199,7 @@ def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
     try:
         for piece in pieces:
             try:
-                if os.preadv(fd, piece[2], piece[0], os.RWF_NOWAIT) == piece[1]:
+                if os.preadv(fd, piece[2], piece[0], _NOWAIT) == piece[1]:
                     continue
             except BlockingIOError:
                 pass
@@ -218,7 +221,7 @@ def read_unchanged(uri: str, opened: OpenFile | None = None) -> tuple[bytes, int
         OSError: it cannot be read, or is repeatedly written to.
     """
     for _ in range(_TRIES):
-        file, opened = opened or open_file(uri), None
+        file, opened = opened or _open(path_of(uri)), None
         try:
             data = _rest(file.fd, file.status.st_size)
             if not version.torn(file.status, os.fstat(file.fd)):
