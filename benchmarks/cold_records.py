@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import DROP_CACHES, drop_caches, fresh_name, median, report
+from measure import DROP_CACHES, drop_caches, fresh_name, median, report, skip_unless
 from torch.utils.data import DataLoader, Dataset
 
 import creel
@@ -79,8 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
-    if not os.access(DROP_CACHES, os.W_OK):
-        sys.exit("skipped: only root may drop the kernel's caches")
+    skip_unless(os.access(DROP_CACHES, os.W_OK), "root, to drop the kernel's caches")
     os.environ.setdefault("CREEL_MEMORY__BUDGET", f"{(o.records * o.nbytes >> 19) + 256}MiB")
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(dir="/var/tmp") as root:

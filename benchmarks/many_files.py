@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import DROP_CACHES, drop_caches, fresh_name, median, report
+from measure import DROP_CACHES, drop_caches, fresh_name, median, report, skip_unless
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -119,8 +118,7 @@ def main() -> None:
     parser.add_argument("--raw", action="store_true")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
-    if not os.access(DROP_CACHES, os.W_OK):
-        sys.exit("skipped: only root may drop the kernel's caches")
+    skip_unless(os.access(DROP_CACHES, os.W_OK), "root, to drop the kernel's caches")
     os.environ.setdefault("CREEL_MEMORY__BUDGET", f"{max(o.files >> 8, 256)}MiB")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as root:
         write(root, o.files)

@@ -12,6 +12,7 @@ import mmap
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,19 @@ class Round:
     def rest_s(self) -> float:
         """Wall seconds per batch after the first."""
         return (self.wall_s - self.first_s) / max(self.batches - 1, 1)
+
+
+def skip_unless(possible: bool, needs: str) -> None:
+    """End this program, without an error, where it cannot run: `make bench` goes on."""
+    if not possible:
+        print(f"skipped: needs {needs}")
+        sys.exit()
+
+
+def skip_without_fuse() -> None:
+    """End this program where it cannot mount tests/testbed/slowfs.py."""
+    mounts = os.geteuid() == 0 or shutil.which("fusermount3") is not None
+    skip_unless(mounts and Path("/dev/fuse").exists(), "/dev/fuse, and root or fusermount3")
 
 
 def touch_memory(nbytes: int) -> None:

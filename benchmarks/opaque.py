@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import median, report
+from measure import median, report, skip_without_fuse
 from PIL import Image
 from source_reads import daemon_with
 from torch.utils.data import DataLoader, Dataset
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
+    skip_without_fuse()
     report([row for kind in o.format for workers in o.workers for row in rows(kind, workers, o)])
 
 

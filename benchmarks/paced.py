@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from measure import median, report
+from measure import median, report, skip_without_fuse
 from source_reads import daemon_with
 
 import creel
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3, help="measured, after the first")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
+    skip_without_fuse()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "data").mkdir()

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from measure import report
+from measure import report, skip_without_fuse
 from numpy.typing import NDArray
 
 from creel.policies.cluster.simulate import Scenario, replay
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--recheck", default="epoch", choices=("epoch", "open", "never"))
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
+    skip_without_fuse()
     more = {"CREEL_LOADER__RECHECK": o.recheck}
     more |= {"CREEL_LOADER__DIRECT": "never"} if o.never_direct else {}
     healthy = [in_step(name, o.files, o.epochs, more) for name in o.cases if name in CASES]

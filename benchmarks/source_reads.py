@@ -6,7 +6,7 @@
 Needs root (a FUSE mount, tests/testbed/slowfs.py, whose counters are exact). The sampler is
 `permutation`; `unforeseen` is one, too, but not torch's, so that it is followed batch by batch;
 `replacement` and `weighted` compare with offline MIN over the same
-accesses instead of the law. With `--ranks`, so many processes with a DistributedSampler each, in
+accesses instead of the law. With `--ranks`, that many processes with a DistributedSampler each, in
 step as below DistributedDataParallel, share one daemon.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure import report
+from measure import report, skip_without_fuse
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="with the sampler `permutation`")
     parser.add_argument("--json", action="store_true")
     o = parser.parse_args()
+    skip_without_fuse()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "data").mkdir()

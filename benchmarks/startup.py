@@ -3,7 +3,7 @@
 python benchmarks/startup.py [--rounds N] [--json]
 
 The gap between epochs: a training that two workers can just feed (32 ms a batch, steps of 20 ms)
-waits so many steps for the first batch of epochs 2..; both with and without `persistent_workers`.
+waits, in steps, for the first batch of epochs 2..; both with and without `persistent_workers`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import median, report
+from measure import median, report, skip_unless, skip_without_fuse
 
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path.append(str(TESTS))
@@ -118,6 +118,10 @@ def main() -> None:
     if o.child:
         child(o.child, o.mount, o.epochs, o.batch, o.nbytes)
         return
+    skip_without_fuse()
+    skip_unless(
+        os.geteuid() == 0 and CGROUPS.is_dir(), "root and the memory controller of cgroup v1"
+    )
     from testbed.slowfs import SlowFS
 
     total = o.files * o.nbytes

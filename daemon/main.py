@@ -47,7 +47,7 @@ _QUICK_S = 0.001  # longest delay of a client by unpolled shared words
 _TICK_S = 0.25
 _DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm wait longer
 _FINAL_REPLY_S = 0.1  # so that the client that asked for the stop gets an answer
-_MAX_CALLS_S = 0.01  # results are taken for so long a turn, so that clients get theirs
+_MAX_CALLS_S = 0.01  # longest turn of taking results, so that clients get theirs
 _TRIES, _TRY_S = 10, 0.05  # for an address whose holder is unknown
 _SWITCH_S = 0.0005  # fetch threads hold the GIL for microseconds; never let them for 5 ms
 

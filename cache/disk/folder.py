@@ -13,7 +13,7 @@ from pathlib import Path
 
 _DATA = "objects"
 _LEAVING = "leaving"
-#: For so long a folder is waited for whose daemon has said that it ends; pauses in between, in s.
+#: Longest wait, in s, for a folder whose daemon has said that it ends; pause between two looks.
 LEAVING_S, _LOOK_AGAIN_S = 10.0, 0.05
 #: The file grows by this many bytes at a time; allocating it ahead keeps it in few pieces.
 SEGMENT_NBYTES = 256 << 20

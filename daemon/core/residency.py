@@ -435,7 +435,7 @@ class Residency:
     @property
     def cluster_policy(self) -> ClusterEviction | None:
         """The policy, if it is one that the nodes of a cluster follow together."""
-        return self.policy if isinstance(self.policy, ClusterEviction) else None
+        return self.policy.cluster
 
     def rebuild(self, in_flight: Index, storing: Index) -> None:
         """Rebuild pins, states, eviction policy and next uses.

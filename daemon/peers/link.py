@@ -25,7 +25,7 @@ from creel.policies.cluster.agreement import SharedPlan
 log = logging.getLogger("creel.peers")
 
 _CONNECT_S = 2.0  # also of the whole handshake
-_STALL_S = 3.0  # a payload may pause for so long
+_STALL_S = 3.0  # longest pause of a payload
 _PLAN_S = 5.0  # until a plan is sent
 #: A thread that receives payload is woken for this many bytes, not for each 64 KiB: that takes half
 #: the CPU of both sides, at 1.8 times the rate (benchmarks/peers.py, 2 cores).

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-from creel.daemon.core.cluster.members import Members, Patience
+from creel.daemon.core.cluster.members import Members, SilenceLimits
 from creel.daemon.core.events import SOURCE
 from creel.messages import Join, Member
 from creel.policies.arrays import Ints, Mask
@@ -26,7 +26,7 @@ class Cluster:
         me: this node's number; own: this daemon.
         origins: for each node, its number as origin of a fetch; SOURCE: this node.
         now: seconds (monotonic).
-        lost_s: see `Patience`.
+        lost_s: see `SilenceLimits`.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class Cluster:
         self.joined[me] = own
         self.origins = origins
         self.me = me
-        self.members = Members(self.me, len(origins), now, Patience.among(len(origins), lost_s))
+        limits = SilenceLimits.among(len(origins), lost_s)
+        self.members = Members(self.me, len(origins), now, limits)
         self._ranks = joined.ranks
         self.view = ClusterView(
             self.me,

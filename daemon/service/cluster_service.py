@@ -189,7 +189,7 @@ class ClusterService:
         self._update_beats(cluster, now=False)
         for node, one in enumerate(request.members):
             if node != cluster.me:
-                self._beats.watch(node, one, who, cluster.members.patience.beat_s)
+                self._beats.watch(node, one, who, cluster.members.limits.beat_s)
         log.info("joined %d nodes", len(request.members))
         return cluster
 
@@ -329,7 +329,7 @@ class ClusterService:
         self._unreachable(number)
         del self._peers[number]
         if self._beats is not None:
-            self._beats.watch(node, member, who, cluster.members.patience.beat_s)
+            self._beats.watch(node, member, who, cluster.members.limits.beat_s)
         log.info("node %s has another daemon", member.host)
 
     # --- asking -------------------------------------------------------------------------------

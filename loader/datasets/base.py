@@ -23,7 +23,7 @@ from creel.loader.reading.observer import take
 from creel.loader.reading.storage import absolute, in_threads, settings
 from creel.loader.reading.this_thread import thread_use
 
-#: `each` goes on in several threads once so many jobs slept, and one in so many.
+#: `each` goes on in several threads once this many jobs slept, and one in this many of all.
 _SLEEPS = 4
 #: A sample is whatever the user's transform returns.
 Sample: TypeAlias = Any

@@ -274,7 +274,7 @@ class Shuffled(Drawing):
         self._passed = len(self._blocks)
 
     def recount(self, samples: int) -> None:
-        """Before `last_block` is drawn: the sampler has so many samples now."""
+        """Set the number of samples that the sampler has now; call before `last_block` is drawn."""
         self.total = self.last_block + samples % self._n
         self._max_blocks = self.total // self._n + 1
 
@@ -377,7 +377,7 @@ class WithReplacement(Drawing):
         self._have = wanted
 
     def recount(self, samples: int) -> None:
-        """Before `last_block` is drawn: the sampler has so many samples now."""
+        """Set the number of samples that the sampler has now; call before `last_block` is drawn."""
         self.total = self.last_block + samples % _DRAWN_AT_ONCE
 
     def items(self, start: int, stop: int) -> Items:

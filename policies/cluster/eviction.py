@@ -72,6 +72,10 @@ class ClusterEviction(PlannedEviction):
         self._asking: ClusterBoundary | None = None
         self._agreement = Agreement(deals)
 
+    @property
+    def cluster(self) -> ClusterEviction:
+        return self
+
     # --- other nodes' plans ----------------------------------------------------------------------
 
     @property

@@ -255,7 +255,7 @@ def copied_gap(nodes: int, capacity: float) -> int:
 
 
 def lead_of(steps: int) -> float:
-    """Share of an epoch of so many steps that is kept first.
+    """Share of an epoch of `steps` steps that is kept first.
 
     >>> lead_of(10_000), lead_of(200), lead_of(10)
     (0.01, 0.04, 0.1)

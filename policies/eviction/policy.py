@@ -11,6 +11,7 @@ from creel.policies.arrays import NONE, Index, Ints, Mask
 from creel.policies.next_use import NEVER, NextUses
 
 if TYPE_CHECKING:  # circular import
+    from creel.policies.cluster.eviction import ClusterEviction
     from creel.policies.cluster.homes import Homes
     from creel.policies.cluster.jobs import PlanningTask, RetentionPlan
     from creel.policies.eviction.planned import PlanningContext
@@ -50,6 +51,11 @@ class EvictionPolicy:
     stale = False
     #: (n,) whether each object is on disk, as above; a live view. None: there is no disk.
     stored: NDArray[np.uint8] | None = None
+
+    @property
+    def cluster(self) -> ClusterEviction | None:
+        """The policy itself, where the nodes of a cluster follow it together."""
+        return None
 
     def __init__(
         self, state: NDArray[np.uint8], pins: NDArray[np.int32], uses: list[NextUses]

@@ -101,9 +101,9 @@ class EpochBoundary:
         tally = Tally(objects, nodes=1, priorities=_PRIORITIES, whole=whole)
         pieces = in_order(self.orders, objects, self.lead)
         parts = [part for part in (self._sort_in(p, tally) for p in pieces) if len(part.ids)]
-        keeper = np.full(objects, _NOBODY, np.uint8)
-        select(parts, tally, np.array([self.capacity]), self.lead, self.nbytes, keeper)
-        stays = keeper != _NOBODY
+        keeping_node = np.full(objects, _NOBODY, np.uint8)
+        select(parts, tally, np.array([self.capacity]), self.lead, self.nbytes, keeping_node)
+        stays = keeping_node != _NOBODY
         read = [part.ids[part.cell % tally.width == 0] for part in parts]
         return Kept(stays, [ids[~stays[ids]] for ids in read if len(ids)])
 

@@ -249,7 +249,7 @@ def session(paths: list[str], served: str) -> Iterator[Session]:
         yield session
 
 
-def test_no_word_on_the_board_ends_the_daemon(session: Session, served: str) -> None:
+def test_no_shared_word_ends_the_daemon(session: Session, served: str) -> None:
     daemon = daemon_of(served)
     for value in (2**63 - 1, -(2**63)):
         for word in (DONE, WANTED, READY, TRUNCATED, *COUNTER.values()):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.memory.allocator import Allocator, Lengths
-from creel.daemon.core.cluster.members import Members, Patience
+from creel.daemon.core.cluster.members import Members, SilenceLimits
 from creel.daemon.core.core import Core
 from creel.daemon.core.events import (
     DISK,
@@ -98,7 +98,7 @@ class Nodes:
         self.cores: list[Core] = []
         self._known = 0  # epochs
         self._began = [0] * nodes  # the epoch with which each core began
-        self.members = [Members(node, nodes, -10.0, Patience()) for node in range(nodes)]
+        self.members = [Members(node, nodes, -10.0, SilenceLimits()) for node in range(nodes)]
         for node in range(nodes):
             self.cores.append(Core(Allocator(self.capacity)))
             self._begin(node)
@@ -177,7 +177,7 @@ class Nodes:
         self.cores[node] = Core(Allocator(self.capacity))
         self.ready[node], self._began[node] = 0, epoch
         self._begin(node)
-        self.members[node] = Members(node, len(self.cores), self._now - 10, Patience())
+        self.members[node] = Members(node, len(self.cores), self._now - 10, SilenceLimits())
         for other in self.alive:
             for one in self.alive:
                 self.members[other].heard(one, self._now)

@@ -110,7 +110,7 @@ def drawn(kind: str, epochs: int, seed: int = 5) -> Epochs:
     "f, kind", [(0.1, "weights"), (0.25, "replacement"), (0.5, "weights"), (0.75, "replacement")]
 )
 def test_streams_with_repeats_are_within_two_percent_of_min(kind: str, f: float) -> None:
-    """L3."""
+    """L4."""
     epochs = drawn(kind, 5)
     out = equal(Job(epochs, BATCH), f)
     best = min_reads(np.concatenate(epochs, axis=1)[0].tolist(), int(f * N), N)
@@ -118,7 +118,7 @@ def test_streams_with_repeats_are_within_two_percent_of_min(kind: str, f: float)
 
 
 def test_two_jobs_on_one_dataset_share_it_better_than_a_pinned_half() -> None:
-    """L3 over the union of two plans."""
+    """L4 over the union of two plans."""
     n, f = 4000, 0.5
     plans = [shuffled(6, n=n, seed=s) for s in (1, 2)]
     trace = np.stack([np.concatenate(p, axis=1)[0] for p in plans], 1).ravel()

@@ -189,7 +189,7 @@ def test_an_impossible_plan_costs_its_sender_the_connection(
     assert status(daemon)["sessions"] == 0
 
 
-def test_lies_on_the_board_are_bounded(daemon: Running, tmp_path: Path) -> None:
+def test_lies_in_shared_words_are_bounded(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 20)
     with daemon.client() as client:
         session = client.open(client.register(manifest))
@@ -248,7 +248,7 @@ def _mutations(rng: np.random.Generator, good: list[bytes], count: int) -> Itera
 
 @pytest.mark.faults
 @pytest.mark.parametrize("hello", [False, True], ids=["stranger", "trainer"])
-def test_no_packet_at_the_desk_hurts_the_daemon(
+def test_no_packet_at_the_control_socket_hurts_the_daemon(
     daemon: Running, tmp_path: Path, hello: bool
 ) -> None:
     rng = np.random.default_rng(11 + hello)
@@ -281,7 +281,7 @@ def test_no_packet_at_the_desk_hurts_the_daemon(
 
 
 @pytest.mark.faults
-def test_no_frame_on_the_line_hurts_the_daemon(daemon: Running, tmp_path: Path) -> None:
+def test_no_frame_at_the_request_socket_hurts_the_daemon(daemon: Running, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     context = zmq.Context()
     line = context.socket(zmq.DEALER)
@@ -308,7 +308,7 @@ def test_no_frame_on_the_line_hurts_the_daemon(daemon: Running, tmp_path: Path) 
 
 
 @pytest.mark.faults
-def test_a_flood_on_the_line_starves_nobody(daemon: Running, tmp_path: Path) -> None:
+def test_a_flood_at_the_request_socket_starves_nobody(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [1000] * 40)
     context = zmq.Context()
     stop = threading.Event()

@@ -229,7 +229,7 @@ def test_a_step_takes_no_more_memory_for_a_larger_dataset() -> None:
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_the_core_keeps_seven_bytes_per_object_and_its_plans(*, alike: bool) -> None:
-    """State 1, pins 4, plan of the epoch's end 2; candidates take one more (test_retain.py)."""
+    """State 1, pins 4, plan of the epoch's end 2; candidates take one more (test_eviction.py)."""
     n, batch = 200_000, 250
     rng = np.random.default_rng(0)
     length = np.full(n, 1000) if alike else rng.integers(500, 1500, n)

@@ -217,7 +217,7 @@ def test_a_reader_of_one_step_at_a_time_loses_the_latest_first() -> None:
 
 
 @pytest.mark.parametrize("kind", [PlannedEviction, FarthestNextUse, MostRecentFirst])
-def test_a_keeper_that_nobody_needs_is_gone_at_once(kind: Any) -> None:
+def test_a_policy_that_nobody_needs_is_gone_at_once(kind: Any) -> None:
     """It has dozens of bytes an object; the collector comes to old rings once in hours, if ever."""
     state, pins, uses = np.full(9, RESIDENT, np.uint8), np.zeros(9, np.int32), NextUses(9)
     clock = [lambda: [(1.0, 0.0)]] if kind is FarthestNextUse else []
@@ -267,7 +267,7 @@ def test_two_jobs_lose_what_both_read_last_on_a_common_clock(seed: int) -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_a_plan_and_its_keeper_take_few_bytes_per_object(*, alike: bool) -> None:
+def test_a_plan_and_its_policy_take_few_bytes_per_object(*, alike: bool) -> None:
     """Beside the state of each object, 5 bytes."""
     n, batch = 100_000, 100
     rng = np.random.default_rng(0)

@@ -7,16 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from creel.daemon.core.cluster.members import Members, Patience
+from creel.daemon.core.cluster.members import Members, SilenceLimits
 from creel.policies.cluster.members import BEGINNING, Change, after, latest, merged, packed
 
 NODES = 4
-PATIENCE = Patience(lost_s=3.5)
-LOST, SUSPECTED = PATIENCE.lost_s, PATIENCE.suspect_s
+LIMITS = SilenceLimits(lost_s=3.5)
+LOST, SUSPECTED = LIMITS.lost_s, LIMITS.suspect_s
 
 
 def cluster() -> list[Members]:
-    return [Members(node, NODES, 0.0, PATIENCE) for node in range(NODES)]
+    return [Members(node, NODES, 0.0, LIMITS) for node in range(NODES)]
 
 
 def beat(members: list[Members], now: float, alive: set[int]) -> None:
@@ -45,7 +45,7 @@ def agreed(members: list[Members], alive: set[int]) -> list[bool]:
 
 
 def test_silence_is_suspected_then_lost_and_a_word_mends_it() -> None:
-    one = Members(1, NODES, 0.0, PATIENCE)
+    one = Members(1, NODES, 0.0, LIMITS)
     for node in 0, 2:
         one.heard(node, 10.0)
     one.heard(3, 10.0 - SUSPECTED)
@@ -56,7 +56,7 @@ def test_silence_is_suspected_then_lost_and_a_word_mends_it() -> None:
 
 
 def test_where_nobody_listens_a_node_is_suspected_at_once() -> None:
-    one = Members(0, NODES, 0.0, PATIENCE)
+    one = Members(0, NODES, 0.0, LIMITS)
     one.refused(3, 0.1)
     assert one.reachable(0.1).tolist() == [True, True, True, False]
 
@@ -97,7 +97,7 @@ def test_a_restarted_daemon_is_left_out_before_plans_count_on_it() -> None:
     beat(members, 10.0, everyone)
     for node in 0, 1, 2:
         members[node].restarted(3, 10.0)
-    members[3] = Members(3, NODES, 10.0, PATIENCE)
+    members[3] = Members(3, NODES, 10.0, LIMITS)
     assert propose(members, 10.0, everyone) == [0]
     beat(members, 10.0, everyone)
     assert members[2].members().tolist() == [True, True, True, False]
@@ -107,7 +107,7 @@ def test_a_restarted_daemon_is_left_out_before_plans_count_on_it() -> None:
 
 def test_a_daemon_that_was_just_started_writes_nothing() -> None:
     """It does not know the others' log yet, and would take those who were lost for members."""
-    one = Members(0, NODES, 10.0, PATIENCE)
+    one = Members(0, NODES, 10.0, LIMITS)
     one.refused(2, 10.1)
     one.restarted(1, 10.1)
     assert one.due(10.1 + SUSPECTED / 2) is None

@@ -1,7 +1,7 @@
 """Which nodes of a cluster are there: heartbeats noted, silence judged, changes proposed. Pure.
 
-A node that is silent for `Patience.suspect_s` is *suspected*: nothing is asked of it. Silent for
-`lost_s`, it is *lost*: the lowest node that is a member and there proposes that plans no longer
+A node that is silent for `SilenceLimits.suspect_s` is *suspected*: nothing is asked of it. Silent
+for `lost_s`, it is *lost*: the lowest node that is a member and there proposes that plans no longer
 count on it. The same node proposes that they do again, once the lost one is heard of. A daemon
 that was restarted holds nothing; it is lost first, and then there again.
 """
@@ -24,7 +24,7 @@ from creel.policies.cluster.members import (
 )
 
 
-class Patience(NamedTuple):
+class SilenceLimits(NamedTuple):
     """How often nodes ask each other, and after what silence a node is suspected and lost, in s.
 
     While a node is suspected, what it holds is read from the source; once it is lost, that is
@@ -36,10 +36,10 @@ class Patience(NamedTuple):
     lost_s: float = 30.0
 
     @classmethod
-    def among(cls, nodes: int, lost_s: float) -> Patience:
+    def among(cls, nodes: int, lost_s: float) -> SilenceLimits:
         """For a cluster of `nodes` nodes: a node asks and answers at most 128 times a second.
 
-        >>> Patience.among(4, 30.0).beat_s, Patience.among(256, 30.0).beat_s
+        >>> SilenceLimits.among(4, 30.0).beat_s, SilenceLimits.among(256, 30.0).beat_s
         (0.5, 2.0)
         """
         beat_s = 0.5 * max(nodes / 64, 1.0)
@@ -54,8 +54,8 @@ class Members:
         now: seconds (monotonic), here and below; at first all nodes count as heard of.
     """
 
-    def __init__(self, me: int, nodes: int, now: float, patience: Patience) -> None:
-        self.patience = patience
+    def __init__(self, me: int, nodes: int, now: float, limits: SilenceLimits) -> None:
+        self.limits = limits
         self.log: tuple[Change, ...] = ()
         self._me = me
         self._began = now
@@ -68,7 +68,7 @@ class Members:
 
     def refused(self, node: int, now: float) -> None:
         """Nobody listens where a node was: it is suspected at once."""
-        self._heard[node] = min(self._heard[node], now - self.patience.suspect_s)
+        self._heard[node] = min(self._heard[node], now - self.limits.suspect_s)
 
     def restarted(self, node: int, now: float) -> None:
         """Another daemon has taken a node's place."""
@@ -77,7 +77,7 @@ class Members:
 
     def reachable(self, now: float) -> Mask:
         """(nodes,) whom to ask for objects: who was heard of lately, and this node."""
-        found: Mask = now - self._heard < self.patience.suspect_s
+        found: Mask = now - self._heard < self.limits.suspect_s
         found[self._me] = True
         return found
 
@@ -94,12 +94,12 @@ class Members:
 
     def due(self, now: float) -> Mask | None:
         """(nodes,) whom plans should count on; None: on whom they do, or others say so."""
-        wanted = now - self._heard < self.patience.lost_s
+        wanted = now - self._heard < self.limits.lost_s
         wanted[self._me] = True
         wanted &= ~self._anew
         members = self.members()
         # Whoever is new here knows nobody's log before it has heard of everyone who is there.
-        if (wanted == members).all() or now - self._began < self.patience.suspect_s:
+        if (wanted == members).all() or now - self._began < self.limits.suspect_s:
             return None
         there = self.reachable(now) & ~self._anew
         first = np.flatnonzero(there & members) if (there & members).any() else there.nonzero()[0]

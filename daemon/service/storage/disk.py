@@ -34,7 +34,7 @@ from creel.errors import ConfigError
 from creel.policies.arrays import Ints
 from creel.settings import DiskSettings
 
-#: The daemon's end is put off for so long, in seconds, to write what is in memory alone. Slurm
+#: Longest delay of the daemon's end, in s, to write what is in memory alone. Slurm
 #: kills 30 s after SIGTERM, systemd 20 s after it (deploy/creeld.service).
 _LAST_S = 5.0
 #: A disk that has not written 64 MiB by then is of no use.
