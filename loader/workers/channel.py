@@ -1,6 +1,7 @@
 """Channel: messages between a trainer and one worker over a unix SOCK_SEQPACKET socket.
 
-There are no threads and no queues. A packet is one whole pickled message, with descriptors.
+There are no threads and no queues. A packet is one whole message, with descriptors. It is pickled,
+not msgspec's: a sampler yields any Python object, and a worker raises any exception.
 Messages are small (payload lies in slots); a longer one is sent in a memfd, or in several packets
 if no memfd can be made. Where the receiver has no descriptor left (MSG_CTRUNC), a message of `put`
 is sent again without any. A full socket buffer cannot make two processes wait for each other: the
@@ -34,7 +35,7 @@ _INLINE = 16 << 10
 _MAX_FDS = 253
 _PLAIN, _SPILLED, _FDS_ALONE, _PIECE = b"p", b"s", b"a", b"c"
 #: _PLAIN and _SPILLED with descriptors, to be answered: all were received, or some were cut off.
-_PLAIN_TOLD, _SPILLED_TOLD = b"P", b"S"
+_PLAIN_ACKED, _SPILLED_ACKED = b"P", b"S"
 _WHOLE, _CUT = b"w", b"x"
 _Reduced: TypeAlias = "str | tuple[Any, ...]"
 
@@ -204,7 +205,7 @@ class Channel:
         if cut:
             close_all(self._fds)
             self._fds, self._pieces = [], []
-        if kind in (_PLAIN_TOLD, _SPILLED_TOLD):
+        if kind in (_PLAIN_ACKED, _SPILLED_ACKED):
             with (
                 self._lock,
                 suppress(OSError),
@@ -219,7 +220,7 @@ class Channel:
         """The message that this packet, its last one, completes."""
         fds, self._fds = self._fds, []
         pieces, self._pieces = self._pieces, []
-        if packet[:1] in (_SPILLED, _SPILLED_TOLD):
+        if packet[:1] in (_SPILLED, _SPILLED_ACKED):
             with os.fdopen(fds[0], "rb") as file:
                 file.seek(0)
                 return pickle.loads(file.read()), fds[1:]  # noqa: S301  from our own child or parent
