@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import DROP_CACHES, drop_caches, fresh_name, median, report, skip_unless
+from measure import DROP_CACHES, drop_caches, epoch_columns, fresh_name, report, skip_unless
 from torch.utils.data import DataLoader, Dataset
 
 import creel
@@ -87,17 +87,11 @@ def main() -> None:
             file.writelines(os.urandom(o.nbytes) for _ in range(o.records))
         for workers in o.workers:
             runs = [{w: epochs(w, path, workers, o) for w in WAYS} for _ in range(o.rounds)]
-            torchs = next(iter(WAYS))
-            for way in WAYS:
-                row: dict[str, object] = {"way": way, "workers": workers}
-                for e in range(EPOCHS):
-                    row[f"epoch {e + 1}, samples/s"] = round(
-                        o.records / median([run[way][e] for run in runs])
-                    )
-                    row[f"torch / it, {e + 1}"] = round(
-                        median([run[torchs][e] / run[way][e] for run in runs]), 2
-                    )
-                rows.append(row)
+            seconds = {way: [run[way] for run in runs] for way in WAYS}
+            torchs = next(iter(seconds.values()))
+            for way, its in seconds.items():
+                columns = epoch_columns(o.records, torchs, its)
+                rows.append({"way": way, "workers": workers, **columns})
     report(rows)
 
 

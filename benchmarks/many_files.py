@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import DROP_CACHES, drop_caches, fresh_name, median, report, skip_unless
+from measure import DROP_CACHES, drop_caches, epoch_columns, fresh_name, median, report, skip_unless
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
@@ -124,17 +124,11 @@ def main() -> None:
         write(root, o.files)
         runs = [{w: epochs(w, root, o) for w in WAYS} for _ in range(o.rounds)]
     rows: list[dict[str, object]] = []
-    for way in WAYS:
-        row: dict[str, object] = {"way": way}
-        for e in range(EPOCHS):
-            row[f"epoch {e + 1}, samples/s"] = round(
-                o.files / median([run[way][e][0] for run in runs])
-            )
-            row[f"torch / it, {e + 1}"] = round(
-                median([run["torch"][e][0] / run[way][e][0] for run in runs]), 2
-            )
-        row["longest wait in 1, s"] = round(median([run[way][0][1] for run in runs]), 2)
-        rows.append(row)
+    seconds = {way: [[epoch[0] for epoch in run[way]] for run in runs] for way in WAYS}
+    for way, its in seconds.items():
+        longest_s = round(median([run[way][0][1] for run in runs]), 2)
+        columns = epoch_columns(o.files, seconds["torch"], its)
+        rows.append({"way": way, **columns, "longest wait in 1, s": longest_s})
     report(rows)
 
 

@@ -184,6 +184,18 @@ class Comparison:
         return out
 
 
+def epoch_columns(
+    samples: int, torchs: list[list[float]], its: list[list[float]]
+) -> dict[str, object]:
+    """A row's figures from seconds by round and epoch: samples/s, and torch's time / its own."""
+    row: dict[str, object] = {}
+    rounds = list(zip(torchs, its, strict=True))
+    for e in range(len(its[0])):
+        row[f"epoch {e + 1}, samples/s"] = round(samples / median([it[e] for it in its]))
+        row[f"torch / it, {e + 1}"] = round(median([torch[e] / it[e] for torch, it in rounds]), 2)
+    return row
+
+
 def median(values: Iterator[float] | list[float]) -> float:
     return statistics.median(values)
 

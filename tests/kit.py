@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
@@ -92,15 +93,23 @@ def state(pid: int) -> str:
         return "gone"
 
 
-def dropped(path: Path) -> bool:
-    """Whether the kernel took the file's pages out of the page cache."""
+def drop(path: Path) -> None:
+    """Ask the kernel to take the file's pages out of the page cache."""
     with path.open("rb") as file:
         os.fsync(file)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def dropped(path: Path) -> bool:
+    """`drop`, and whether the kernel does that."""
+    drop(path)
+    with path.open("rb") as file:
         try:
             os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
         except OSError as error:
-            return error.errno == 11  # EAGAIN
+            file.read()  # to ask has made the kernel begin with that
+            drop(path)
+            return error.errno == errno.EAGAIN
     return False
 
 

@@ -17,7 +17,7 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import LocalStore, StoredFile
 from creel.errors import SourceError
-from kit import descriptors, dropped
+from kit import descriptors, drop, dropped
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,7 +49,24 @@ def test_neighbours_in_a_file_are_one_read_and_one_open(tmp_path: Path) -> None:
     source.close()
 
 
-def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(tmp_path: Path) -> None:
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each range that the kernel is told to read ahead."""
+    found: list[int] = []
+    real = os.posix_fadvise
+
+    def advise(fd: int, offset: int, length: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_WILLNEED:
+            found.append(length)
+        real(fd, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    return found
+
+
+def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(
+    tmp_path: Path, advised: list[int]
+) -> None:
     """A disk works on many files, or pieces of one, at once: each of them is advised first."""
     files, contents = folder(tmp_path, [0, *range(1, 60), 2 << 20])
     dense, data = records(tmp_path, 100, 20_000)
@@ -57,11 +74,39 @@ def test_what_is_not_in_the_page_cache_is_read_ahead_and_is_the_same(tmp_path: P
     contents += [data[i : i + 100] for i in range(0, len(data), 100)]
     ids = [*np.random.default_rng(0).permutation(61).tolist(), *range(61, 20_061, 7)]
     for _ in range(2):
-        if not sum(dropped(path) for path in tmp_path.iterdir() if path.stat().st_size):
+        if not dropped(tmp_path / "050"):
             pytest.skip("this file system keeps its pages")
+        for path in tmp_path.iterdir():
+            drop(path)
+        advised.clear()
         assert read_into(source, ids)[1] == [contents[i] for i in ids]
+        assert advised
         assert read_into(source, ids[61:])[1] == [contents[i] for i in ids[61:]]
         assert whole(source, *ids[:61]) == [contents[i] for i in ids[:61]]
+    source.close()
+
+
+def test_storage_without_a_page_cache_is_asked_for_nothing_more(
+    tmp_path: Path, advised: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system would have to read all that is read ahead once more."""
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(fd, buffers, offset)
+
+    files, contents = folder(tmp_path, [*range(1, 60)])
+    dense, data = records(tmp_path, 100, 2000)
+    contents += [data[i : i + 100] for i in range(0, len(data), 100)]
+    source = Source(Manifest.concat([files, dense]))
+    monkeypatch.setattr(os, "preadv", preadv)
+    ids = [*range(59), *range(59, 2059, 7)]
+    assert read_into(source, ids)[1] == [contents[i] for i in ids]
+    assert read_into(source, ids[59:])[1] == [contents[i] for i in ids[59:]]
+    assert whole(source, *ids[:59]) == [contents[i] for i in ids[:59]]
+    assert not advised
     source.close()
 
 
