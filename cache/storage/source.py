@@ -302,7 +302,7 @@ class Source:
                     files.append(file)
                 for file in files if len(uris) > 1 else ():
                     if isinstance(file, OpenFile) and file.status.st_size <= AHEAD_NBYTES:
-                        read_ahead(file.fd, file.status.st_size)
+                        read_ahead(file.fd, file.status.st_size, file.status.st_dev)
                 while files:
                     yield files.popleft()
         finally:

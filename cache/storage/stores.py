@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -159,23 +159,39 @@ def open_file(uri: str) -> OpenFile:
     return _open(path_of(uri))
 
 
-def read_ahead(fd: int, nbytes: int) -> None:
+#: By device: whether its file system keeps what is read ahead.
+keeps_pages: dict[int, bool] = {}
+
+
+def read_ahead(fd: int, nbytes: int, device: int) -> None:
     """Have the kernel begin to read the first `nbytes` of a file, if a disk must be waited for.
 
-    Only where the file system keeps what is read ahead, which it says by RWF_NOWAIT.
+    `device`: `st_dev` of the file. Only where the file system keeps what is read ahead, which it
+    says by RWF_NOWAIT: it is asked once.
     """
+    keeps = keeps_pages.get(device)
+    if keeps is None:
+        keeps = keeps_pages[device] = _knows_nowait(fd)
+    if keeps:
+        _advise(fd, 0, nbytes)
+
+
+def _knows_nowait(fd: int) -> bool:
     try:
         os.preadv(fd, [bytearray(1)], 0, _NOWAIT)
     except BlockingIOError:
-        _advise(fd, 0, nbytes)
+        return True
     except OSError:
-        pass
+        return False
+    return True
 
 
 def _advise(fd: int, offset: int, length: int) -> None:
     """Have the kernel read a range into the page cache while this thread goes on."""
-    with suppress(OSError):  # a hint; not every file takes it
+    try:  # noqa: SIM105  which takes as long as the call
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_WILLNEED)
+    except OSError:
+        pass  # a hint; not every file takes it
 
 
 def read_pieces(fd: int, pieces: Sequence[Piece]) -> bool:

@@ -47,7 +47,7 @@ from creel.loader.binding.proxy import Wrapped, unwrap
 from creel.loader.binding.tree import unchanged
 from creel.loader.datasets.base import Transformed, fetch_many, position
 from creel.loader.reading.intercept import look_again
-from creel.loader.reading.observed import Asked, ObservedReads
+from creel.loader.reading.observed import Asked, FoundVersions, ObservedReads
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import Sample
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 #: What each sample of a batch reads.
 BatchReads = list[list[Asked]]
-Observing = Callable[[], ObservedReads]
 
 #: The first epoch is over when no sample was new for 1/16 of the number recorded.
 _END_SHARE = 16
@@ -93,7 +92,7 @@ class AccessRecorder:
         self._parts = parts_of(dataset)
         self._number = {id(part): i for i, part in enumerate(self._parts)}
         self._observed: deque[tuple[int, list[Asked]]] = deque()  # since the last `write`
-        self._versions: dict[str, int] = {}  # of local files read since then
+        self._versions = FoundVersions()  # of local files read since then
         self.forget()
         forget_in_child(self)
 
@@ -122,27 +121,32 @@ class AccessRecorder:
         return os.fstat(self.fd).st_size == 0
 
     def _observing(self) -> ObservedReads:
-        """A record for one sample."""
-        look_again()  # the sample before may have imported the library that it reads with
+        """A record for the samples of one thread."""
         return ObservedReads(whole=self._whole, copies=self.copies, versions=self._versions)
 
     def __getitem__(self, index: int) -> Sample:
         """The dataset's sample; its reads are kept until `write`."""
         if self._sealed:
             return self.dataset[index]
+        return self._each([index])[0]
+
+    def _each(self, indices: Iterable[int]) -> list[Sample]:
+        samples = []
         with self._observing() as observed:
-            sample = self.dataset[index]
-        self._observed.append((index, observed.wanted()))
-        return sample
+            for index in indices:
+                look_again()  # the sample before may have imported the library that it reads with
+                samples.append(self.dataset[index])
+                self._observed.append((index, observed.end_sample()))
+        return samples
 
     def __getitems__(self, indices: Sequence[int]) -> Iterable[Sample]:
         """Samples of a batch, in torch's order of calls, on which random numbers depend."""
         if self._sealed:
             return fetch_many(self.dataset, indices)
         if not hasattr(self.dataset, "__getitems__"):
-            return [self[i] for i in indices]
+            return self._each(indices)
         reads: BatchReads = [[] for _ in indices]
-        samples = _batch(self.dataset, indices, reads, self._observing)
+        samples = _batch(self.dataset, indices, reads, self._observing())
         self._observed += zip(indices, reads, strict=True)
         return samples
 
@@ -154,7 +158,7 @@ class AccessRecorder:
     def _version(self, item: Item) -> int:
         """The version in which a file was found, for its first item since the last `write`."""
         address = item if isinstance(item, str) else item[0]
-        return self._versions.pop(address, UNKNOWN) if isinstance(address, str) else UNKNOWN
+        return self._versions.take(address) if isinstance(address, str) else UNKNOWN
 
     def trace(self) -> AccessTrace | None:
         """The complete trace, returned once; None while recording, or if nothing was read."""
@@ -295,16 +299,17 @@ def _drained(queue: deque[T]) -> Iterator[T]:
         yield queue.popleft()
 
 
-def _unwritten(reads: list[Asked], observing: Observing, act: Callable[[], T]) -> T:
+def _unwritten(reads: list[Asked], observed: ObservedReads, act: Callable[[], T]) -> T:
     """Call `act` and return its result; its reads are added to `reads`."""
-    with observing() as observed:
+    look_again()
+    with observed:
         result = act()
-    reads += observed.wanted()
+    reads += observed.end_sample()
     return result
 
 
 def _batch(
-    dataset: object, indices: Iterable[int], reads: BatchReads, observing: Observing
+    dataset: object, indices: Iterable[int], reads: BatchReads, observed: ObservedReads
 ) -> list[Sample]:
     """`fetch_many` of a dataset that `by_sample` allows, recording the reads of each sample.
 
@@ -312,28 +317,28 @@ def _batch(
     of the second, and `Transformed` calls its function after all samples were taken.
     """
     if type(dataset) is Wrapped:
-        return _batch(unwrap(dataset), indices, reads, observing)
+        return _batch(unwrap(dataset), indices, reads, observed)
     if unchanged(dataset, Subset):
         below: Iterable[int] = map(dataset.indices.__getitem__, indices)
         if hasattr(dataset.dataset, "__getitems__"):
             below = list(below)
-        return _batch(dataset.dataset, below, reads, observing)
+        return _batch(dataset.dataset, below, reads, observed)
     if type(dataset) is Transformed:
         return [
-            _unwritten(read, observing, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
+            _unwritten(read, observed, lambda sample=sample: dataset.fn(sample))  # type: ignore[misc]  # bound
             for sample, read in zip(
-                _batch(dataset.dataset, indices, reads, observing), reads, strict=True
+                _batch(dataset.dataset, indices, reads, observed), reads, strict=True
             )
         ]
     if unchanged(dataset, StackDataset):
         parts = dataset.datasets
         if isinstance(parts, dict):
-            columns = [_batch(part, indices, reads, observing) for part in parts.values()]
+            columns = [_batch(part, indices, reads, observed) for part in parts.values()]
             return [dict(zip(parts, row, strict=True)) for row in zip(*columns, strict=True)]
-        return list(zip(*(_batch(part, indices, reads, observing) for part in parts), strict=True))
+        return list(zip(*(_batch(part, indices, reads, observed) for part in parts), strict=True))
     leaf: Dataset[Sample] = dataset  # type: ignore[assignment]  # anything else is one
     return [
-        _unwritten(read, observing, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
+        _unwritten(read, observed, lambda i=i: leaf[i])  # type: ignore[misc]  # bound
         for i, read in zip(indices, reads, strict=True)
     ]
 

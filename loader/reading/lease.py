@@ -56,6 +56,7 @@ class Lease:
         "direct_nbytes",
         "direct_ns",
         "direct_reads",
+        "serves",
     )
 
     def __init__(
@@ -77,6 +78,8 @@ class Lease:
             named: leaves whose objects can be found by address.
         """
         self._session = session
+        #: Whether it has a session to copy from.
+        self.serves = session is not None
         self._step = step
         self._ids = ids
         self._stamp = stamp
@@ -101,11 +104,6 @@ class Lease:
         self._pieces = None
         if self._session is None:
             self.blocked += usage().ru_nvcsw
-
-    @property
-    def serves(self) -> bool:
-        """Whether it has a session to copy from."""
-        return self._session is not None
 
     def number(self, leaf: CreelDataset, object_id: int) -> int | None:
         """Number in the session of an object of `leaf`; None if the lease does not cover it.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
-from creel.cache.storage.version import CHANGING, MISSING, of_stat
-from creel.loader.reading.this_thread import this_thread
+from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
+from creel.loader.reading.this_thread import this_thread, usage
 
 if TYPE_CHECKING:
     from creel.loader.reading.file_copies import FileCopies
@@ -20,7 +21,7 @@ Asked = str | tuple[int, int] | tuple[str, int, int]
 #: An opened file is worth caching if at least 1/4 of it was read ...
 WORTH = 4
 #: ... or if it is at most this many bytes: copying all of it costs no more than opening it.
-_SMALL = 1 << 16
+SMALL = 1 << 16
 
 
 def worth(got: int, nbytes: int) -> bool:
@@ -86,51 +87,87 @@ def version_at(path: str) -> int:
         return MISSING
 
 
-def enter_version(versions: dict[str, int], address: str, of: int) -> None:
-    """Enter the version of which a sample has found a file; MISSING once it had two.
+class FoundVersions:
+    """In which version samples have found local files, by address; MISSING once it was two.
 
-    >>> versions: dict[str, int] = {}
-    >>> for of in (CHANGING, 5, CHANGING, 5):
-    ...     enter_version(versions, "/a", of)
-    >>> enter_version(versions, "/b", 5)
-    >>> enter_version(versions, "/b", 6)
-    >>> versions == {"/a": 5, "/b": MISSING}
-    True
+    >>> versions = FoundVersions()
+    >>> for address, of in [("/a", CHANGING), ("/a", 5), ("/a", CHANGING), ("/b", 5), ("/b", 6)]:
+    ...     versions.enter(address, of)
+    >>> versions.take("/a"), versions.take("/b") == MISSING, versions.take("/a") == UNKNOWN
+    (5, True, True)
     """
-    known = versions.setdefault(address, of)
-    if known == CHANGING:
-        versions[address] = of
-    elif of not in {known, CHANGING}:
-        versions[address] = MISSING
+
+    def __init__(self) -> None:
+        self._versions: dict[str, int] = {}
+        #: Addresses, statuses and times as for `of_stat`. What versions these are is found out
+        #: later, for many at once: between reads of a disk, each line takes several times as long.
+        self.statuses: deque[tuple[str, os.stat_result, int]] = deque()
+
+    def enter(self, address: str, of: int) -> None:
+        """Enter the version of which a sample has found a file."""
+        known = self._versions.setdefault(address, of)
+        if known == CHANGING:
+            self._versions[address] = of
+        elif of not in {known, CHANGING}:
+            self._versions[address] = MISSING
+
+    def take(self, address: str) -> int:
+        """The version of a file, which is forgotten; UNKNOWN where none was entered."""
+        while self.statuses:
+            found, status, now_ns = self.statuses.popleft()
+            self.enter(found, of_stat(status, now_ns))
+        return self._versions.pop(address, UNKNOWN)
+
+    def clear(self) -> None:
+        self.statuses.clear()
+        self._versions.clear()
 
 
 class ObservedReads:
-    """Records what this thread reads inside the `with`."""
+    """Records what this thread reads inside the `with`, sample by sample."""
+
+    #: From the page cache h5py.File takes 100 us, os.open 5.
+    QUICK_OPEN_NS = 200_000
 
     def __init__(
         self,
         *,
         whole: bool = False,
         copies: FileCopies | None = None,
-        versions: dict[str, int] | None = None,
+        versions: FoundVersions | None = None,
     ) -> None:
         """Make a record.
 
         Args:
             whole: whether a file is worth caching however little of it is seen to be read.
             copies: where to keep what is read of slow files.
-            versions: where to enter those of local files by address (see `enter_version`).
+            versions: where to enter those of local files.
         """
         self._whole = whole
         self.copies = copies
-        self._versions = {} if versions is None else versions
+        self._versions = FoundVersions() if versions is None else versions
         self._asked: dict[Asked, PartialRead | None] = {}  # None: it was read as a whole
+        self._sleeps = usage().ru_nvcsw  # of this thread, when `waited` was asked last
         self._outer: ObservedReads | None = None
 
-    def wanted(self) -> list[Asked]:
-        """Each read once, in order; small parts of files only where a copy saves time."""
+    def waited(self, took: int) -> bool:
+        """Whether the storage made this thread wait in an open that took so many ns.
+
+        So it is where that was long, and the thread has slept since this was asked last.
+        """
+        if took <= self.QUICK_OPEN_NS:
+            return False
+        before, self._sleeps = self._sleeps, usage().ru_nvcsw
+        return self._sleeps > before
+
+    def end_sample(self) -> list[Asked]:
+        """What the sample read, each once, in order; what follows is of the next one.
+
+        Small parts of files only where a copy saves time.
+        """
+        asked, self._asked = self._asked, {}
         found: list[Asked] = []
-        for what, part in self._asked.items():
+        for what, part in asked.items():
             got = -1 if self._whole or part is None else part.got()
             if part is None or got < 0 or worth(got, part.nbytes):
                 found.append(what)
@@ -142,7 +179,7 @@ class ObservedReads:
         """Record a read that succeeded: one that failed would be repeated by the daemon."""
         self._asked[asked] = None
         if isinstance(asked, str) and is_local(asked):
-            enter_version(self._versions, asked, version_at(asked))
+            self._versions.enter(asked, version_at(asked))
 
     def opened(self, path: str, nbytes: int, of: int, waited_ns: int) -> PartialRead | None:
         """Record a file that was opened, and that the storage made the thread wait for `waited_ns`.
@@ -150,14 +187,19 @@ class ObservedReads:
         `of`: its version. Returns where its reads are to be counted, one place for all file objects
         of a path; None where the file is worth caching however little is read.
         """
-        enter_version(self._versions, path, of)
-        if nbytes <= _SMALL:
+        self._versions.enter(path, of)
+        if nbytes <= SMALL:
             self._asked[path] = None
             return None
         part = self._asked.setdefault(path, PartialRead(nbytes))
         if part is not None:
             part.waited_ns = max(part.waited_ns, waited_ns)
         return part
+
+    def opened_small(self, path: str, status: os.stat_result, now_ns: int) -> None:
+        """Record a file of at most `SMALL` bytes; `status` and `now_ns` as for `of_stat`."""
+        self._versions.statuses.append((path, status, now_ns))
+        self._asked[path] = None
 
     def __enter__(self) -> ObservedReads:
         self._outer, this_thread.observed = this_thread.observed, self

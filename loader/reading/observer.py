@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from creel.loader.reading.lease import Buffer, Copied
 from creel.loader.reading.observed import ObservedReads
-from creel.loader.reading.this_thread import this_thread, usage
+from creel.loader.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import CreelDataset
@@ -149,20 +149,19 @@ def passes_on() -> bool:
     return this_thread.observed is None and (lease is None or not lease.serves)
 
 
-def open_source(original: Callable[..., T], *args: object) -> T:
-    """Open a file at the source; the lease counts it, not what is read of it later."""
-    lease = this_thread.lease
-    if lease is None:
-        return original(*args)
+def open_source(original: Callable[..., T], *args: object) -> tuple[T, int]:
+    """Open a file at the source; the lease counts it, not what is read of it later.
+
+    Second, how long the storage made this thread wait, as of `timed`.
+    """
     began = time.monotonic_ns()
     opened = original(*args)
-    lease.direct_reads += 1
-    lease.direct_ns += time.monotonic_ns() - began
-    return opened
-
-
-#: ns; from the page cache h5py.File takes 100 us, os.open 5.
-_QUICK_OPEN_NS = 200_000
+    took = time.monotonic_ns() - began
+    lease = this_thread.lease
+    if lease is not None:
+        lease.direct_reads += 1
+        lease.direct_ns += took
+    return opened, _waited_ns(took)
 
 
 def timed(opening: Callable[[], T]) -> tuple[T, int]:
@@ -170,12 +169,14 @@ def timed(opening: Callable[[], T]) -> tuple[T, int]:
 
     0 where it did not, or nothing is recorded.
     """
-    if this_thread.observed is None:
-        return opening(), 0
-    before, began = usage().ru_nvcsw, time.monotonic_ns()
+    began = time.monotonic_ns()
     opened = opening()
-    took = time.monotonic_ns() - began
-    return opened, took if took > _QUICK_OPEN_NS and usage().ru_nvcsw > before else 0
+    return opened, _waited_ns(time.monotonic_ns() - began)
+
+
+def _waited_ns(took: int) -> int:
+    observed = this_thread.observed
+    return took if observed is not None and observed.waited(took) else 0
 
 
 def read_whole(address: str) -> None:

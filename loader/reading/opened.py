@@ -23,16 +23,17 @@ from creel.cache.storage.stores import read_ahead
 from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
-from creel.loader.reading.observed import PartialRead, os_open
+from creel.loader.reading.observed import SMALL, PartialRead, os_open
 from creel.loader.reading.observer import find, leased, observing, read_whole, take_address, timed
 from creel.loader.reading.storage import absolute, read_all, scheme_of
+from creel.loader.reading.this_thread import this_thread
 
 T = TypeVar("T")
 
 #: Python's own, whatever `open` stands for while a dataset is read (see `intercept`).
 _python_open = io.open
 #: What lies there changes without a trace in its status.
-_NO_FILES = ("/proc/", "/sys/", "/dev/")
+NO_FILES = ("/proc/", "/sys/", "/dev/")
 #: Bytes of a file that is opened which the kernel reads while that is being recorded.
 _AHEAD_NBYTES = 128 << 10
 
@@ -283,19 +284,24 @@ def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
 
     `waited_ns`: how long the storage made the thread wait; then what is read is kept, too.
     """
-    observed = observing()
+    observed = this_thread.observed
     if observed is None:
         return real
-    now_ns, status = time.time_ns(), os.fstat(real.fileno())
+    fd, now_ns = real.fileno(), time.time_ns()
+    status = os.fstat(fd)
     if not _cacheable(status, address):
         return real
-    read_ahead(real.fileno(), min(status.st_size, _AHEAD_NBYTES))  # the record takes time, too
+    nbytes = status.st_size
+    read_ahead(fd, min(nbytes, _AHEAD_NBYTES), status.st_dev)  # the record takes time, too
+    if nbytes <= SMALL and not waited_ns:
+        observed.opened_small(address, status, now_ns)
+        return real
     of = of_stat(status, now_ns)
-    part, copy = observed.opened(address, status.st_size, of, waited_ns), None
+    part, copy = observed.opened(address, nbytes, of, waited_ns), None
     if waited_ns and observed.copies is not None:
-        copy = observed.copies.begin(address, status.st_size, of)
+        copy = observed.copies.begin(address, nbytes, of)
     if copy is not None and part is None:
-        part = PartialRead(status.st_size, waited_ns)
+        part = PartialRead(nbytes, waited_ns)
     return real if part is None else ObservedFile(real, part, copy)
 
 
@@ -326,7 +332,7 @@ def _look(file: int | str) -> tuple[os.stat_result, int]:
 def _cacheable(status: os.stat_result, address: str) -> bool:
     """Whether this is a file with bytes: an empty one may be a lock, which a copy would not be."""
     regular = stat.S_ISREG(status.st_mode) and status.st_size > 0
-    return regular and not address.startswith(_NO_FILES)
+    return regular and not address.startswith(NO_FILES)
 
 
 #: What C reads cannot be kept, unless it is read here, all of the file, and given to C from memory.
@@ -376,7 +382,7 @@ def read_for_c(address: str) -> bytes | None:
     observed = observing()
     if observed is None or not _reads_for_c(observed.copies):
         return None
-    if address.startswith(_NO_FILES):
+    if address.startswith(NO_FILES):
         return None
     with suppress(OSError), open_local(address) as file:
         nbytes = file.seek(0, os.SEEK_END)  # nothing in an empty file, which may be a lock
@@ -415,9 +421,12 @@ def local_address(file: object) -> str | None:
     >>> local_address("/data/./a//b"), local_address(b"/data/a"), local_address("/data/")
     ('/data/a/b', '/data/a', None)
     """
-    if isinstance(file, (bytes, os.PathLike)):
-        file = os.fsdecode(file)
-    if not isinstance(file, str) or not file:
+    if type(file) is not str:
+        if isinstance(file, (bytes, os.PathLike)):
+            file = os.fsdecode(file)
+        if not isinstance(file, str):
+            return None
+    if not file:
         return None
     if file[0] == "/" and "//" not in file and "/." not in file and file[-1] != "/":
         return file  # the usual case

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import creel
-from creel.loader.reading import observer
+from creel.loader.reading.observed import ObservedReads
 from daemons import Running
 from testbed.same import same
 
@@ -255,7 +255,7 @@ def test_batches_are_torchs_whatever_the_format(
 ) -> None:
     make, cached = KINDS[name]
     # A file whose open takes long is cached even if little of it is read: not so on a busy machine.
-    monkeypatch.setattr(observer, "_QUICK_OPEN_NS", sys.maxsize)
+    monkeypatch.setattr(ObservedReads, "QUICK_OPEN_NS", sys.maxsize)
 
     def made(kind: str) -> Any:
         """Anew: it may keep files open."""

@@ -130,7 +130,7 @@ def test_a_file_that_is_listened_to_and_its_copy_are_like_any(steps: list[tuple[
             for name, n in steps:
                 assert step(copy, name, n) == step(real, name, n)
             copy.close()
-        assert listener.wanted() == [made.name]
+        assert listener.end_sample() == [made.name]
 
 
 def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_is_worth_to_be_cached(tmp_path: Path) -> None:
             pass
         with creel.open(tmp_path / "array") as f:
             assert len(np.fromfile(f, np.uint8)) == 1 << 20
-    worth = {Path(str(asked)).name for asked in listener.wanted()}
+    worth = {Path(str(asked)).name for asked in listener.end_sample()}
     assert worth == {"whole", "a quarter", "small", "twice", "all and a little", "array"}
 
 
@@ -163,7 +163,7 @@ def test_what_is_not_there_is_not_told_of(tmp_path: Path) -> None:
         for read in (lambda: creel.read(tmp_path / "gone"), lambda: gone[0]):
             with pytest.raises(FileNotFoundError):
                 read()
-    assert listener.wanted() == []
+    assert listener.end_sample() == []
 
 
 class Numbered(Holder):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from source_rig import QUICK, folder, read_into, records, whole
 
+from creel.cache.storage import stores
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import LocalStore, StoredFile
@@ -102,6 +103,7 @@ def test_storage_without_a_page_cache_is_asked_for_nothing_more(
     contents += [data[i : i + 100] for i in range(0, len(data), 100)]
     source = Source(Manifest.concat([files, dense]))
     monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(stores, "keeps_pages", {})
     ids = [*range(59), *range(59, 2059, 7)]
     assert read_into(source, ids)[1] == [contents[i] for i in ids]
     assert read_into(source, ids[59:])[1] == [contents[i] for i in ids[59:]]
