@@ -40,6 +40,7 @@ from creel.loader.reading.opened import (
     NO_FILES,
     CachedFile,
     local_address,
+    look,
     memory_file,
     observed_file,
     read_for_c,
@@ -177,7 +178,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
                 with suppress(OSError):  # no room
                     return memory_file(data)
             fd, waited_ns = open_source(original, path, flags, mode)
-            read_in_c(fd, address, waited_ns=waited_ns)
+            read_in_c(look(fd), address, waited_ns=waited_ns)
             return fd
         return original(path, flags, mode)
 

@@ -18,6 +18,7 @@ from creel.loader.reading.lease import Buffer
 from creel.loader.reading.observer import copy_at, intercepts, observing, timed
 from creel.loader.reading.opened import (
     local_address,
+    look,
     memory_file,
     open_local,
     opened_part,
@@ -73,11 +74,11 @@ def maps(original: Call) -> Call:
         if data is not None:
             with _real_path(data, path) as held:
                 return original(held, mode)
-        found = original(path, mode)
+        found = None if address is None else look(address)
+        mapped = original(path, mode)
         if address is not None:
-            with suppress(OSError):  # gone since
-                opened_part(address, address)
-        return found
+            opened_part(found, address)
+        return mapped
 
     return mapping
 
@@ -132,9 +133,9 @@ def hdf5(original: Call) -> Call:
         if image is not None:
             original(self, image)
             return
+        found = look(address)
         _, waited_ns = timed(lambda: original(self, name, *args, **more))
-        with suppress(OSError):  # gone since
-            read_in_c(address, address, waited_ns=waited_ns)
+        read_in_c(found, address, waited_ns=waited_ns)
 
     return opening
 

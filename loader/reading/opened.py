@@ -305,28 +305,34 @@ def observed_file(real: Any, address: str, *, waited_ns: int) -> Any:
     return real if part is None else ObservedFile(real, part, copy)
 
 
-def opened_part(file: int | str, address: str, waited_ns: int = 0) -> PartialRead | None:
+#: Status of a file, and its version.
+Look = tuple[os.stat_result, int]
+
+
+def look(file: int | str) -> Look | None:
+    """What a file is, by its descriptor or path; None if nothing is recorded, or nothing is there.
+
+    Asked before a library opens it, which asks as well: a network file system keeps the answer.
+    """
+    if this_thread.observed is None:
+        return None
+    now_ns = time.time_ns()
+    try:
+        status = os.stat(file)  # noqa: PTH116
+    except OSError:
+        return None
+    return status, of_stat(status, now_ns)
+
+
+def opened_part(found: Look | None, address: str, waited_ns: int = 0) -> PartialRead | None:
     """Record that a file was opened; where reads of it are to be counted, None if nowhere.
 
-    `file`: its descriptor or path.
-
-    Raises:
-        OSError: it is not there any more.
+    `found`: what `look` gave for it.
     """
-    observed = observing()
-    if observed is None:
+    observed = this_thread.observed
+    if observed is None or found is None or not _cacheable(found[0], address):
         return None
-    status, of = _look(file)
-    if not _cacheable(status, address):
-        return None
-    return observed.opened(address, status.st_size, of, waited_ns)
-
-
-def _look(file: int | str) -> tuple[os.stat_result, int]:
-    """Status and version of a file, by its descriptor or path."""
-    now_ns = time.time_ns()
-    status = os.stat(file)  # noqa: PTH116
-    return status, of_stat(status, now_ns)
+    return observed.opened(address, found[0].st_size, found[1], waited_ns)
 
 
 def _cacheable(status: os.stat_result, address: str) -> bool:
@@ -344,18 +350,15 @@ _NEARLY_ALL = 15 / 16
 _MAX_IN_C_NBYTES = 64 << 20
 
 
-def read_in_c(file: int | str, address: str, *, waited_ns: int) -> PartialRead | None:
+def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> PartialRead | None:
     """Record that a file was opened that is not read through a file object of Python's.
 
-    Returns where its reads are counted; None if nowhere. `file`: its descriptor or path.
+    Returns where its reads are counted; None if nowhere. `found`: what `look` gave for it.
 
     `waited_ns`: how long the storage made the thread wait; where it did not, only a small file is
     worth caching, as the library has more work with a copy of a large one than with the page cache.
-
-    Raises:
-        OSError: it is not there any more.
     """
-    part = opened_part(file, address, waited_ns)
+    part = opened_part(found, address, waited_ns)
     if part is not None and waited_ns:
         part.count_thread()
     _left_to_c(part)
