@@ -11,7 +11,6 @@ import select
 import socket
 import threading
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -43,7 +42,6 @@ from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
 from creel.daemon.service.request_socket import RequestSocket
-from creel.daemon.service.storage import fetcher
 from creel.daemon.service.storage.fetcher import Fetcher
 from creel.errors import UnavailableError
 from creel.messages import Extend, Open
@@ -392,58 +390,6 @@ def test_fetches_from_a_peer_that_is_gone_fail_at_once() -> None:
         until(lambda: len(made) == 3, what="the number stands for another peer")
         fetcher.close()
         assert fetcher.join(60)
-
-
-def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None:
-    """The arena is asked which pages were written to; a table of them is for small objects."""
-
-    source = mock.Mock()
-    source.read_parts = lambda ids, *_: Read.failed(len(ids))
-    length = np.append(np.full(200, 4096), 1 << 28)
-    with Arena.create(1 << 29) as arena:
-        fetcher = Fetcher(arena, lambda _: None, no_peers)
-        tracemalloc.start()
-        fetcher._fill(source, np.arange(201, dtype=np.int32), length.cumsum() - length, length)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 8 << 20
-
-
-def test_neighbours_are_one_read_though_some_go_to_pages_that_exist(tmp_path: Path) -> None:
-    """A page shared with what came before is there; far storage takes a round trip a read."""
-    content = np.random.default_rng(0).bytes(10_000)
-    (tmp_path / "records").write_bytes(content)
-    run = np.array([0]), np.array([100]), np.array([100])
-    source = Source(Manifest.of_runs([str(tmp_path / "records")], *run))
-    with Arena.create(1 << 14) as arena:
-        fetcher = Fetcher(arena, lambda _: None, no_peers)
-        for ids in np.split(np.arange(100, dtype=np.int32), 4):
-            fetcher._fill(source, ids, 100 * ids.astype(np.int64), np.full(25, 100))
-        assert bytes(arena.view[:10_000]) == content
-    assert source.counters.reads == 4
-    source.close()
-
-
-def test_empty_files_are_read_by_a_thread_that_read_nothing_before(tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    source = Source(Manifest.of_files([str(tmp_path / "empty")], lengths=[0]))
-    nothing = np.zeros(1, np.int64)
-    with Arena.create(4096) as arena:
-        fetcher = Fetcher(arena, lambda _: None, no_peers)
-        assert fetcher._fill(source, np.zeros(1, np.int32), nothing, nothing).nbytes.tolist() == [0]
-    assert (source.counters.reads, source.counters.opens) == (1, 1)
-
-
-def test_portions_fill_a_buffer_and_no_more_than_one_object_is_over() -> None:
-    full = fetcher._SCRATCH_NBYTES
-    assert [len(p) for p in fetcher._portions(np.arange(128), np.full(128, full // 64))] == [64, 64]
-    length = np.random.default_rng(0).integers(0, full // 3, 200)
-    length[50] = full + 7
-    where = np.flatnonzero(np.arange(200) % 3)
-    portions = fetcher._portions(where, length)
-    assert np.concatenate(portions).tolist() == where.tolist()
-    assert max(int(length[p[1:]].sum()) for p in portions) <= full
-    assert fetcher._portions(where[:0], length) == []
 
 
 def _record(steps: int) -> SessionRecord:

@@ -24,8 +24,7 @@ import numpy as np
 
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.memory.runs import HEADER, Runs, headers
-from creel.cache.storage.source import Read, Source, WholeObject, parts_in
+from creel.cache.storage.source import Source, WholeObject
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     DISK,
@@ -38,18 +37,15 @@ from creel.daemon.core.events import (
     FetchObjects,
 )
 from creel.daemon.peers.peer_source import PeerSource
+from creel.daemon.service.storage.arena_writer import ArenaWriter
 from creel.daemon.service.storage.disk import DiskSource
 from creel.daemon.service.storage.fetch_queue import FetchJob, FetchQueue, Held, Readable
-from creel.policies.arrays import Ids, Index, Ints
+from creel.policies.arrays import Ids, Ints
 
 log = logging.getLogger("creel.fetch")
 
-#: Size of the read buffer in front of the arena; stays within a core's cache.
-_SCRATCH_NBYTES = 1 << 20
 #: Held objects are joined up to this size: a system call costs less than another copy of more.
 _JOINED_NBYTES = 64 << 10
-#: Objects up to this size go through the buffer where the arena was never written to.
-_LARGE_NBYTES = 1 << 20
 #: Threads that copy what was read before its length was known.
 _COPIERS = 2
 #: Threads that read from one peer: one copies while the other waits.
@@ -76,8 +72,7 @@ class Fetcher:
         *,
         threads: int = 32,
     ) -> None:
-        self._arena = arena
-        self._scratch = _ReadBuffer()
+        self._writer = ArenaWriter(arena)
         self._post = post
         self._free_threads = threading.Semaphore(threads)
         self._threads = threads
@@ -247,12 +242,12 @@ class Fetcher:
         read = job.read.part(part)
         known = offset != NOWHERE
         if fetch.runs:
-            self._link(offset, lengths, fetch.runs)
+            self._writer.link(offset, lengths, fetch.runs)
         if known.all():
-            read.enter(slice(None), self._fill(source, ids, offset, lengths))
+            read.enter(slice(None), self._writer.fill(source, ids, offset, lengths))
             return 0
         if known.any():
-            read.enter(known, self._fill(source, ids[known], offset[known], lengths[known]))
+            read.enter(known, self._writer.fill(source, ids[known], offset[known], lengths[known]))
         strange = np.flatnonzero(~known)
         whole = _copied(source, ids[strange])
         lacking = [i for i, found in enumerate(whole) if found is None]
@@ -275,59 +270,9 @@ class Fetcher:
         for first, last in _neighbours(data, offset):
             # one system call for many small objects
             joined = data[first] if last == first + 1 else b"".join(data[first:last])
-            self._write(int(offset[first]), memoryview(joined), fetch.runs)
+            self._writer.write(int(offset[first]), memoryview(joined), fetch.runs)
             nbytes[first:last] = fetch.length[part][first:last]
             version[first:last] = [one.version for one in found[first:last]]
-
-    def _fill(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
-        """Read objects to their places, directly or through a buffer.
-
-        All small ones go the same way, so that neighbours are one read.
-        """
-        read = Read.failed(len(ids))
-        straight = (length > _LARGE_NBYTES) | (offset < NOWHERE)
-        straight |= self._arena.written(offset[~straight], length[~straight])
-        where = np.flatnonzero(straight)
-        if len(where):
-            parts = self._arena.parts(offset[where], length[where])
-            read.enter(where, source.read_parts(ids[where], length[where], parts))
-        for where in _portions(np.flatnonzero(~straight), length):
-            found = self._fill_buffered(source, ids[where], offset[where], length[where])
-            read.enter(where, found)
-        return read
-
-    def _link(self, place: Ints, length: Ints, runs: Runs) -> None:
-        """Write the headers of objects in several runs."""
-        for i in (place < NOWHERE).nonzero()[0].tolist():
-            for start, header in headers(runs[int(place[i])], int(length[i])):
-                self._arena.write(start, memoryview(header))
-
-    def _write(self, place: int, data: memoryview, runs: Runs) -> None:
-        """Write one object, or neighbours, to its place."""
-        if place >= 0:
-            self._arena.write(place, data)
-            return
-        for start, header in headers(runs[place], len(data)):
-            held = HEADER.unpack(header)[0]
-            self._arena.write(start, memoryview(header + data[:held]))
-            data = data[held:]
-
-    def _fill_buffered(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
-        ends = length.cumsum()
-        scratch = self._scratch.view(int(ends[-1]))
-        read = source.read_parts(ids, length, parts_in(scratch, length))
-        self._put(scratch, ends - length, offset, np.where(read.nbytes < 0, 0, length))
-        return read
-
-    def _put(self, scratch: memoryview, begins: Ints, offset: Ints, length: Ints) -> None:
-        """Write objects from the buffer to their places; objects adjacent in both in one go."""
-        ends = begins + length
-        joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
-        first = np.flatnonzero(np.append(True, ~joined))
-        last = np.append(first[1:], len(begins)) - 1
-        runs = (begins[first].tolist(), ends[last].tolist(), offset[first].tolist())
-        for begin, end, to in zip(*runs, strict=True):
-            self._arena.write(to, scratch[begin:end])
 
 
 def _copied(source: Readable, ids: Ids) -> list[WholeObject | None]:
@@ -351,23 +296,3 @@ def _neighbours(data: list[bytes], offset: Ints) -> Iterator[tuple[int, int]]:
     separate |= np.diff((ends - ends[0]) // _JOINED_NBYTES) != 0
     cuts = [0, *(np.flatnonzero(separate) + 1).tolist(), len(data)]
     yield from pairwise(cuts)
-
-
-def _portions(where: Index, length: Ints) -> list[Index]:
-    """Split `where` into stretches of about _SCRATCH_NBYTES."""
-    if not len(where):
-        return []
-    cut = np.flatnonzero(np.diff((length[where].cumsum() - 1) // _SCRATCH_NBYTES)) + 1
-    return np.split(where, cut)
-
-
-class _ReadBuffer(threading.local):
-    """A buffer for each thread, as large as the largest request."""
-
-    _view = memoryview(bytearray())  # writable, also where nothing is written
-
-    def view(self, nbytes: int) -> memoryview:
-        """Return at least `nbytes` bytes of memory that only this thread uses."""
-        if len(self._view) < nbytes:
-            self._view = memoryview(bytearray(max(nbytes, _SCRATCH_NBYTES)))
-        return self._view

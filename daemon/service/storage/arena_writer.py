@@ -1,0 +1,104 @@
+"""Writing what was read to its place in the arena, as cheaply as memory there allows.
+
+Memory that was never written to costs a fault a page through the mapping: such objects go through a
+buffer and one system call. The others are read straight to where they lie.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from creel.cache.memory.arena import Arena
+from creel.cache.memory.free_ranges import NOWHERE
+from creel.cache.memory.runs import HEADER, Runs, headers
+from creel.cache.storage.source import Read, parts_in
+from creel.daemon.service.storage.fetch_queue import Readable
+from creel.policies.arrays import Ids, Index, Ints
+
+#: Size of the read buffer in front of the arena; stays within a core's cache.
+SCRATCH_NBYTES = 1 << 20
+#: Objects up to this size go through the buffer where the arena was never written to.
+_LARGE_NBYTES = 1 << 20
+
+
+class ArenaWriter:
+    """Reads objects from a source into an arena, or copies them; for many threads.
+
+    Its methods raise OSError where the machine has no memory for the arena.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._scratch = _ReadBuffer()
+
+    def fill(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
+        """Read objects to their places, directly or through a buffer.
+
+        All small ones go the same way, so that neighbours are one read.
+        """
+        read = Read.failed(len(ids))
+        straight = (length > _LARGE_NBYTES) | (offset < NOWHERE)
+        straight |= self._arena.written(offset[~straight], length[~straight])
+        where = np.flatnonzero(straight)
+        if len(where):
+            parts = self._arena.parts(offset[where], length[where])
+            read.enter(where, source.read_parts(ids[where], length[where], parts))
+        for where in _portions(np.flatnonzero(~straight), length):
+            found = self._fill_buffered(source, ids[where], offset[where], length[where])
+            read.enter(where, found)
+        return read
+
+    def link(self, place: Ints, length: Ints, runs: Runs) -> None:
+        """Write the headers of objects in several runs."""
+        for i in (place < NOWHERE).nonzero()[0].tolist():
+            for start, header in headers(runs[int(place[i])], int(length[i])):
+                self._arena.write(start, memoryview(header))
+
+    def write(self, place: int, data: memoryview, runs: Runs) -> None:
+        """Write one object, or neighbours, to its place."""
+        if place >= 0:
+            self._arena.write(place, data)
+            return
+        for start, header in headers(runs[place], len(data)):
+            held = HEADER.unpack(header)[0]
+            self._arena.write(start, memoryview(header + data[:held]))
+            data = data[held:]
+
+    def _fill_buffered(self, source: Readable, ids: Ids, offset: Ints, length: Ints) -> Read:
+        ends = length.cumsum()
+        scratch = self._scratch.view(int(ends[-1]))
+        read = source.read_parts(ids, length, parts_in(scratch, length))
+        self._put(scratch, ends - length, offset, np.where(read.nbytes < 0, 0, length))
+        return read
+
+    def _put(self, scratch: memoryview, begins: Ints, offset: Ints, length: Ints) -> None:
+        """Write objects from the buffer to their places; objects adjacent in both in one go."""
+        ends = begins + length
+        joined = (ends[:-1] == begins[1:]) & (offset[:-1] + length[:-1] == offset[1:])
+        first = np.flatnonzero(np.append(True, ~joined))
+        last = np.append(first[1:], len(begins)) - 1
+        runs = (begins[first].tolist(), ends[last].tolist(), offset[first].tolist())
+        for begin, end, to in zip(*runs, strict=True):
+            self._arena.write(to, scratch[begin:end])
+
+
+def _portions(where: Index, length: Ints) -> list[Index]:
+    """Split `where` into stretches of about SCRATCH_NBYTES."""
+    if not len(where):
+        return []
+    cut = np.flatnonzero(np.diff((length[where].cumsum() - 1) // SCRATCH_NBYTES)) + 1
+    return np.split(where, cut)
+
+
+class _ReadBuffer(threading.local):
+    """A buffer for each thread, as large as the largest request."""
+
+    _view = memoryview(bytearray())  # writable, also where nothing is written
+
+    def view(self, nbytes: int) -> memoryview:
+        """Return at least `nbytes` bytes of memory that only this thread uses."""
+        if len(self._view) < nbytes:
+            self._view = memoryview(bytearray(max(nbytes, SCRATCH_NBYTES)))
+        return self._view
