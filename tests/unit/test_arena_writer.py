@@ -42,9 +42,7 @@ def test_one_large_object_among_small_ones_takes_no_memory_but_its_own() -> None
     length = np.append(np.full(200, 4096), 1 << 28)
     place = length.cumsum() - length
     with Arena.create(1 << 29) as arena:
-        for (
-            at
-        ) in place.tolist():  # the first page of each, all of it but for the large one
+        for at in place.tolist():  # the first page of each, all of it but for the large one
             arena.write(at, memoryview(b"x"))
         writer = ArenaWriter(arena)
         tracemalloc.start()
