@@ -1,0 +1,86 @@
+"""A node performs the core's actions in order, and outlives a system that is short of threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from creel.cache.memory.shared_words import (
+    HEARTBEAT,
+)
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source
+from creel.config import Config
+from creel.daemon.core.events import Publish, Tick
+from creel.daemon.service.node import Node
+from creel.daemon.service.registry import DatasetRecord
+from creel.messages import Extend, Open
+from creel.settings import MemorySettings
+from kit import until
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.mark.parametrize("draining", [True, False])
+def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -> None:
+    """READY stays up for those who hang up then, and readers of theirs may still be copying."""
+    config = Config(memory=MemorySettings(budget="1MiB"))
+    node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
+    manifest = Manifest.of_files(["/a", "/b"])
+    dataset = DatasetRecord.create(manifest, Source(manifest), 1 << 20)
+    node.registry.add(dataset)
+    offset = dataset.table.offset
+    if draining:
+        node.state = "draining"
+    with mock.patch.object(node.core, "handle") as handle:
+        handle.return_value = [Publish(dataset.key, np.array([0], np.int32), np.array([200]))]
+        node.handle_event(Tick())
+    # Who decides is not asked: what it thought done and was not would put its tables wrong.
+    assert handle.called is not draining
+    assert (offset[:].tolist() == [-1, -1]) is draining
+    node.close()
+
+
+def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) -> None:
+    """Limits on processes count threads, too. Readers wait for what is not fetched."""
+    (tmp_path / "x").write_bytes(b"x" * 3000)
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    config = Config(memory=MemorySettings(budget="1MiB"))
+    node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
+    answers: list[Any] = []
+    refused = RuntimeError("can't start new thread")
+    with mock.patch.object(threading.Thread, "start", side_effect=refused):
+        files = [str(tmp_path / name) for name in ("x", "another, which fills the memory")]
+        manifest = Manifest.of_files(files, lengths=[3000, 1 << 20])
+        node.register("token", lambda: manifest, answers.append)
+        while not answers:
+            calls.get_nowait()()
+        session = node.open("token", Open(manifest.key))
+        node.extended(session, Extend("token", 1, 0, 0), [np.zeros(1, np.int32), np.ones(1, int)])
+        node.tick()
+        calls.get_nowait()()
+    assert (node.fetcher.pending, session.ready) == (0, 1)
+    node.close()
+
+
+def test_the_heart_beats_between_events_of_one_turn() -> None:
+    """Many plans in one turn, or many clients that leave, are no reason to give a daemon up."""
+    config = Config(memory=MemorySettings(budget="1MiB"))
+    node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
+    manifest = Manifest.of_files(["/a"])
+    node.register("token", lambda: manifest, lambda _: None)
+    until(lambda: manifest.key in node.registry.datasets, what="it is registered")
+    session = node.open("token", Open(manifest.key))
+    slow = [2.0 * i for i in range(1 << 20, (1 << 20) + 100)]  # each event takes two seconds
+    with mock.patch("creel.daemon.service.node.time.monotonic", side_effect=slow):
+        for _ in range(3):
+            session.words[HEARTBEAT] = 0
+            node.handle_event(Tick())
+            assert session.words[HEARTBEAT] > 0
+    node.close()

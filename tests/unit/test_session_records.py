@@ -1,0 +1,99 @@
+"""A session as the daemon keeps it: its shared words, and who waits for which step."""
+
+from __future__ import annotations
+
+import errno
+from unittest import mock
+
+import pytest
+
+from creel.cache.memory import shared_words
+from creel.cache.memory.shared_words import (
+    READY,
+    REVOKED,
+    WANTED,
+    WORDS_NBYTES,
+    SharedWords,
+    sealed_memfd,
+)
+from creel.cache.storage.manifest import Manifest
+from creel.cache.storage.source import Source
+from creel.daemon.service.registry import DatasetRecord, Registry, SessionRecord
+from creel.errors import UnavailableError
+from creel.messages import Open
+from kit import descriptors
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
+    """Else all that become free go, one for each who asks; who asks keeps what it has."""
+    registry = Registry(max_datasets=1, max_sessions=1)
+    manifest = Manifest.of_files(["/a"])
+    registry.add(DatasetRecord.create(manifest, Source(manifest), 1 << 20))
+    before = descriptors()
+    none = OSError(errno.EMFILE, "Too many open files")
+    with mock.patch("mmap.mmap", side_effect=none), pytest.raises(UnavailableError, match="Too"):
+        registry.open("token", Open(manifest.key))
+    assert not descriptors() - before
+    registry.close()
+
+
+def _record(steps: int) -> SessionRecord:
+    """A session that nobody but the test knows; to be closed."""
+    fd = sealed_memfd("words", WORDS_NBYTES)
+    return SessionRecord(1, "token", mock.Mock(), Open("d"), SharedWords(fd), fd, steps=steps)
+
+
+def test_ready_is_lowered_where_no_later_step_is_complete_either() -> None:
+    session = _record(10)
+    session.set_ready(5, 0)
+    revoked = session.words[REVOKED]
+    session.set_ready(3, 0)
+    assert session.words[READY] == session.ready == 3
+    assert session.words[REVOKED] == revoked + 1
+
+
+def test_nobody_waits_for_steps_of_a_plan_that_is_void() -> None:
+    """Else the next plan's step of that number would count as a stall before its time."""
+    session = _record(10)
+    words = session.words
+    assert session.wait(b"who", 1, 7)
+    words[WANTED] = 9
+    assert session.progress() == (0, 9)
+    words[WANTED] = 3  # as its client's `truncate` does
+    session.truncate(3)
+    session.steps = 10  # another plan
+    assert session.progress() is None
+    assert session.wait(b"who", 2, 5)
+    assert session.progress() == (0, 6)
+    session.close()
+
+
+def test_early_steps_end_waits_and_are_withdrawn_like_others() -> None:
+    session = _record(300)
+    for call, step in enumerate((1, 3, 4, 70)):
+        assert session.wait(b"who", call, step)
+    assert session.set_ready(1, 0, early=(3, 4, 64)) == [(b"who", 1, 3), (b"who", 2, 4)]
+    ready = session.words.ready
+    assert [step for step in range(200) if ready(step)] == [0, 3, 4, 64]
+    stamp = session.words[shared_words.REVOKED]
+    assert session.set_ready(1, 0, early=(3,)) == []
+    assert [step for step in range(200) if ready(step)] == [0, 3]
+    assert session.words[shared_words.REVOKED] > stamp
+    assert session.set_ready(60, 0, early=(67, 70)) == [(b"who", 0, 1), (b"who", 3, 70)]
+    assert [step for step in range(58, 200) if ready(step)] == [58, 59, 67, 70]
+    session.truncate(0)
+    assert not any(map(ready, range(200)))
+    session.close()
+
+
+def test_each_shared_word_has_a_number_of_its_own() -> None:
+    sizes = {"NOWHERE", "WORDS_NBYTES", "EARLY_STEPS", "FAILED"}  # FAILED is a counter's
+    constants = {k: v for k, v in vars(shared_words).items() if k.isupper() and isinstance(v, int)}
+    numbers = [v for k, v in constants.items() if k not in sizes and not k.startswith("_")]
+    assert len(numbers) > 8
+    numbers += range(shared_words.EARLY + 1, shared_words.EARLY + shared_words.EARLY_STEPS)
+    numbers += shared_words.COUNTER.values()
+    assert len(set(numbers)) == len(numbers)
+    assert max(numbers) < shared_words.WORDS_NBYTES / 8
