@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from unittest import mock
 import click
 import pytest
 
+from creel.cache.storage.manifest import Manifest
 from creel.cli import doctor, main, run, view, warm
 from creel.config import Config
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
@@ -150,7 +152,7 @@ def test_a_checkout_without_an_installation_knows_its_version(
     daemon: FakeClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "version", "0.0.1")
-    monkeypatch.setattr(doctor, "_version", lambda _: "-")  # no metadata there
+    monkeypatch.setattr(doctor, "version", mock.Mock(side_effect=PackageNotFoundError))
     check = checked("daemon", daemon.ask)
     assert f"this is creel {VERSION}:" in check.remedy
     daemon.close()
@@ -291,10 +293,13 @@ def test_no_color_is_heeded_on_a_terminal(
     assert (b"\x1b[" in said) == coloured
 
 
-def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading() -> None:
+def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warm, "folder_manifest", lambda _: Manifest.of_files(["/a"]))
     client: Any = mock.Mock(ask=mock.Mock(return_value={"datasets": [{"dataset": "another"}]}))
     with pytest.raises(CreelError, match="dropped"):
-        warm._follow(client, "this", 3, lambda _: None)
+        warm.warm(client, "/", quiet=True)
 
 
 def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
