@@ -1,4 +1,4 @@
-"""The command line without a daemon: exit codes, JSON, what a person sees."""
+"""The command line without a daemon: exit codes, JSON, the manual."""
 
 from __future__ import annotations
 
@@ -7,88 +7,24 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import click
 import pytest
+from cli_rig import STATS, STATUS, FakeClient, answering
 
 from creel.cache.storage.manifest import Manifest
-from creel.cli import doctor, main, run, view, warm
-from creel.config import Config
-from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
+from creel.cli import main, run, warm
+from creel.errors import ConfigError, CreelError, NoDaemonError
 from creel.loader.client.client import Client
-from creel.version import VERSION
-
-STATUS: dict[str, Any] = {
-    "name": "default",
-    "pid": 7,
-    "version": "0.1.0",
-    "embedded": False,
-    "state": "serving",
-    "uptime_s": 75.0,
-    "memory": {"budget_nbytes": 64 << 30, "used_nbytes": 16 << 30, "held_nbytes": 0},
-    "clients": 2,
-    "sessions": 1,
-    "datasets": 1,
-}
-SESSION: dict[str, Any] = {
-    "session": 1,
-    "job": "resnet",
-    "rank": 3,
-    "world": 8,
-    "pid": 70,
-    "dataset": "d",
-    "done": 100,
-    "ready": 164,
-    "ahead": 64,
-    "known": 5000,
-    "batches": 100,
-    "samples": 25600,
-    "nbytes": 3_840_000_000,
-    "direct_reads": 2,
-    "direct_nbytes": 300_000,
-    "stall_s": {"source": 0.5, "decode": 12.0, "collate": 0.0, "daemon": 0.0, "sampler": 0.0},
-    "busy_s": {"source": 1.0, "decode": 30.0, "collate": 2.0, "handover": 0.5},
-    "failed": 1,
-    "lead_s": 300.0,
-    "lead_now_s": 4.0,
-}
-STATS: dict[str, Any] = {
-    "memory": STATUS["memory"],
-    "tiers": {"memory": {"hits": 900, "misses": 100, "evictions": {"room": 5}}},
-    "sources": [{"source": "/data", "opens": 100, "reads": 100, "nbytes": 10 << 20, "retries": 3}],
-    "sessions": [SESSION],
-    "ranks": [SESSION],
-}
-
-
-class FakeClient:
-    """Answers as a daemon would."""
-
-    daemon_pid = 7
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, object]]] = []
-        self.closed = False
-
-    def ask(self, what: str, **args: object) -> dict[str, Any]:
-        self.asked.append((what, args))
-        return {"status": STATUS, "stats": STATS, "stop": {}}[what]
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
-    fake = FakeClient()
-    monkeypatch.setattr(Client, "connect", lambda *_args, **_more: fake)
-    yield fake
-    assert fake.closed or not fake.asked
+    yield from answering(monkeypatch)
 
 
 @pytest.fixture
@@ -142,22 +78,6 @@ def test_a_script_that_is_not_there_is_found_out_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def checked(name: str, ask: Callable[[str], dict[str, object]] = lambda _: STATUS) -> Any:
-    """What the doctor finds of one thing."""
-    (found,) = (one for one in doctor.checks(Config(), ask) if one.name == name)
-    return found
-
-
-def test_a_checkout_without_an_installation_knows_its_version(
-    daemon: FakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(STATUS, "version", "0.0.1")
-    monkeypatch.setattr(doctor, "version", mock.Mock(side_effect=PackageNotFoundError))
-    check = checked("daemon", daemon.ask)
-    assert f"this is creel {VERSION}:" in check.remedy
-    daemon.close()
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -193,106 +113,6 @@ def test_json_is_what_the_daemon_said_with_a_schema_number(
     assert [what for what, _ in daemon.asked] == ["status", "stats"]
 
 
-def test_a_pipe_gets_plain_columns(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["status"]) == 0
-    assert main.main(["stats"]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert "16.0 GiB of 64.0 GiB used (25 %)" in out
-    assert "hits in memory       900 of 1,000 (90.0 %)" in out
-    assert "read from            /data: 100 reads, 100 opens, 10.0 MiB\n" in out
-    assert "  trouble there      3 retries\n" in out
-    row, *by_stage, title, header, stalls = (line.split() for line in out.splitlines()[-7:])
-    said = "resnet 3 100 64 4.0 s 100 25,600 3.58 GiB 2 293 KiB 1 3.0 s 33.5 s 12.5 s"
-    assert " ".join(row) == said
-    assert by_stage[0] == ["busy", "by", "stage"]
-    assert by_stage[1] == ["job", "rank", *SESSION["busy_s"]]
-    assert by_stage[2] == ["resnet", "3", "1.0", "s", "30.0", "s", "2.0", "s", "0.5", "s"]
-    assert title == ["stall", "by", "cause"]
-    assert header == ["job", "rank", *SESSION["stall_s"]]
-    assert stalls == ["resnet", "3", "0.5", "s", "12.0", "s", "0.0", "s", "0.0", "s", "0.0", "s"]
-    assert daemon.closed
-
-
-def test_what_was_counted_is_shown_when_training_is_over(
-    daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted = ("batches", "samples", "nbytes", "direct_reads", "stall_s")
-    over = {"job": "", "rank": 3} | {k: SESSION[k] for k in counted}
-    monkeypatch.setitem(STATS, "sessions", [])
-    monkeypatch.setitem(STATS, "ranks", [over])
-    assert main.main(["stats"]) == 0
-    lines = capsys.readouterr().out.splitlines()[-8:]
-    row = " ".join(lines[1].split())
-    assert row == "- 3 100 25,600 3.58 GiB 2 0 B 0 0.0 s 0.0 s 12.5 s"
-    assert lines[7].split()[:4] == ["-", "3", "0.5", "s"]
-    assert daemon.closed
-
-
-CAUSES: dict[str, float] = dict.fromkeys(SESSION["stall_s"], 0.0)
-FULL = {"memory": {"budget_nbytes": 100 << 20, "used_nbytes": 95 << 20}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "node", "says"),
-    [
-        ({"batches": 0}, {}, "no batch was taken yet"),
-        ({"stall_s": CAUSES | {"decode": 0.1}}, {}, "faster data would gain nothing"),
-        ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "waited 1 min 30 s for 100 batches, 100 % of"),
-        ({"stall_s": CAUSES | {"decode": 90.0}}, {}, "creel.wrap"),
-        ({"stall_s": CAUSES | {"collate": 90.0}}, {}, "collation"),
-        ({"stall_s": CAUSES | {"sampler": 90.0}}, {}, "your sampler"),
-        ({"stall_s": CAUSES | {"daemon": 90.0}}, {}, "persistent_workers=True"),
-        ({"stall_s": CAUSES | {"source": 90.0}}, {}, "for the first time"),
-        (
-            {"stall_s": CAUSES | {"source": 90.0}},
-            FULL,
-            "memory (100 MiB) cannot hold all objects: 100 of",
-        ),
-        ({"stall_s": CAUSES | {"source": 90.0}, "direct_reads": 20_000}, FULL, "read directly"),
-    ],
-)
-@pytest.mark.usefixtures("daemon")
-def test_why_is_one_sentence_with_what_would_help(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    node: dict[str, Any],
-    says: str,
-) -> None:
-    for key, value in node.items():
-        monkeypatch.setitem(STATS, key, value)
-    monkeypatch.setitem(STATS, "sessions", [SESSION | changes])
-    assert main.main(["stats", "--why"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("resnet rank 3: ")
-    assert says in out
-    assert out.count("\n") == 1
-    assert main.main(["stats", "--why", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["why"]
-    assert says in row["why"]
-    assert row["pid"] == 70
-
-
-@pytest.mark.parametrize(("word", "coloured"), [("", True), ("1", False)])
-def test_no_color_is_heeded_on_a_terminal(
-    word: str, *, coloured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import pty
-
-    monkeypatch.setenv("NO_COLOR", word)
-    ours, theirs = pty.openpty()
-    code = "from creel.cli.main import main; main(['--name', 'nobody-at-all', 'status'])"
-    try:
-        subprocess.run([sys.executable, "-c", code], stdout=theirs, stderr=theirs, check=True)
-        said = os.read(ours, 4096)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert b"no daemon named 'nobody-at-all'" in said
-    assert (b"\x1b[" in said) == coloured
-
-
 def test_a_dataset_that_is_dropped_while_it_is_loaded_ends_the_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -307,75 +127,6 @@ def test_stop_says_when(daemon: FakeClient, capsys: pytest.CaptureFixture[str]) 
     assert main.main(["stop", "--now"]) == 0
     assert daemon.asked == [("stop", {"now": False}), ("stop", {"now": True})]
     assert "once its clients have disconnected" in capsys.readouterr().err
-
-
-def test_rates_are_differences_over_time() -> None:
-    later = SESSION | {
-        "samples": SESSION["samples"] + 5000,
-        "nbytes": SESSION["nbytes"] + (50 << 20),
-        "batches": SESSION["batches"] + 50,
-        "lead_s": SESSION["lead_s"] + 100,
-        "stall_s": SESSION["stall_s"] | {"source": 1.0},
-        "busy_s": SESSION["busy_s"] | {"decode": 33.0},
-    }
-    row = view.top_row(later, SESSION, 2.0)
-    rates = ("25", "2,500", "25.0 MiB", "2", "293 KiB", "1", "2.0 s", "150 %", "25 %")
-    assert row[5:] == (*rates, "source", "25 %", *["0 %"] * 4)
-
-
-def test_top_misses_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    import pty
-
-    from creel.cli import top
-
-    ours, theirs = pty.openpty()
-    with open(theirs) as terminal:  # noqa: PTH123  a descriptor
-        monkeypatch.setattr("sys.stdin", terminal)
-        with top.keys() as pressed:
-            os.write(ours, b"xq")
-            assert pressed(10) == "xq"
-            assert pressed(0) == ""
-    os.close(ours)
-
-
-def test_rates_begin_where_a_stream_was_first_told_of() -> None:
-    from creel.cli import top
-
-    first, later = SESSION, SESSION | {"samples": 9}
-    other = SESSION | {"session": 2}
-    past = [(1.0, STATS | {"sessions": [first]}), (3.0, STATS | {"sessions": [later, other]})]
-    assert top.starts(past, 4.0) == {1: (first, 3.0), 2: (other, 1.0)}
-
-
-@pytest.mark.parametrize(
-    ("width", "last"), [(60, "mostly"), (80, "mostly"), (110, "mostly"), (190, "sampler")]
-)
-def test_the_live_picture_fits_and_cuts_no_number(width: int, last: str) -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    from creel.cli import top
-
-    wide = SESSION | {"job": "a-rather-long-job-name", "done": 4_200_000, "ready": 4_200_256}
-    told = STATS | {"sessions": [wide, SESSION]}
-    out = StringIO()
-    console = Console(file=out, width=width, force_terminal=True, color_system=None)
-    console.print(top.screen(STATUS, told, {1: (SESSION, 1.0)}, width))
-    lines = out.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    assert "…" not in out.getvalue()
-    header, row = (next(i for i in lines if w in i) for w in ("samples/s", "a-rather-lon"))
-    assert header.split()[-1] == last
-    assert {"job", "rank", "stall"} <= set(header.split())
-    assert ("4.20 M" in row) == ("step" in header)
-
-
-def test_status_does_not_count_the_one_who_asks() -> None:
-    assert ("in use", "1 client, 1 session, 1 dataset") in view.status_pairs(STATUS)
-    assert ("in use", "0 clients, 1 session, 1 dataset") in view.status_pairs(
-        STATUS | {"clients": 1}
-    )
 
 
 def test_settings_are_printed_as_toml_that_loads_again(
@@ -396,20 +147,6 @@ def test_settings_are_printed_as_toml_that_loads_again(
     assert "CREEL" not in capsys.readouterr().out
 
 
-def test_doctor_gives_every_trouble_a_remedy(
-    daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(STATUS, "version", "0.0.1")
-    assert main.main(["doctor", "--json"]) == 0
-    checks = json.loads(capsys.readouterr().out)["checks"]
-    assert {c["name"] for c in checks} >= {"memfd", "descriptors", "locked memory", "/dev/shm"}
-    assert all(c["remedy"] for c in checks if c["level"] != "ok")
-    (skew,) = [c for c in checks if c["name"] == "daemon"]
-    assert skew["level"] == "warn"
-    assert "creel stop" in skew["remedy"]
-    assert daemon.closed
-
-
 @pytest.mark.parametrize("words, code", [(["status"], 3), (["run"], 2), (["run", "true"], 2)])
 def test_elsewhere_than_on_linux_there_is_no_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], code: int
@@ -417,52 +154,6 @@ def test_elsewhere_than_on_linux_there_is_no_daemon(
     monkeypatch.setattr(main, "sys", mock.Mock(wraps=sys, platform="darwin"))
     assert main.main(words) == code
     assert "the daemon needs Linux" in capsys.readouterr().err
-
-
-def test_elsewhere_than_on_linux_doctor_and_env_say_what_they_can(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("platform.system", lambda: "Darwin")
-    monkeypatch.delattr("os.sched_getaffinity")
-    monkeypatch.delattr("os.memfd_create")
-    assert main.main(["doctor"]) == 1
-    assert "the daemon needs Linux" in capsys.readouterr().out
-    assert main.main(["env"]) == 0
-
-
-def test_doctor_ends_with_1_when_something_cannot_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(*_args: object, **_more: object) -> None:
-        raise UnavailableError("it does not answer")
-
-    monkeypatch.setattr(Client, "connect", connect)
-    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "900TB")
-    assert main.main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "bad   daemon" in out
-    assert "more than this node has" in out
-
-
-def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "daemon_pids", lambda: iter([3, 4]))
-    check = checked("daemons")
-    assert check.level == "warn"
-    assert "pids 3, 4" in check.found
-
-
-def test_env_names_versions_and_our_variables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CREEL_LOG_LEVEL", "debug")
-    monkeypatch.setenv("CREEL_CLUSTER_KEY", "0123456789abcdef")
-    assert main.main(["env", "--json"]) == 0
-    out = capsys.readouterr().out
-    told = json.loads(out)
-    assert told["CREEL_LOG_LEVEL"] == "debug"
-    assert "CREEL_CLUSTER_KEY" in told
-    assert "0123456789abcdef" not in out
-    assert told["python"] == sys.version.split()[0]
 
 
 def test_run_refuses_a_missing_program_before_it_starts_anything() -> None:

@@ -1,0 +1,100 @@
+"""`creel doctor` and `creel env`: what is wrong on this machine, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
+from typing import Any
+from unittest import mock
+
+import pytest
+from cli_rig import STATUS, FakeClient, answering
+
+from creel.cli import doctor, main
+from creel.config import Config
+from creel.errors import UnavailableError
+from creel.loader.client.client import Client
+from creel.version import VERSION
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClient]:
+    yield from answering(monkeypatch)
+
+
+def checked(name: str, ask: Callable[[str], dict[str, object]] = lambda _: STATUS) -> Any:
+    """What the doctor finds of one thing."""
+    (found,) = (one for one in doctor.checks(Config(), ask) if one.name == name)
+    return found
+
+
+def test_a_checkout_without_an_installation_knows_its_version(
+    daemon: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATUS, "version", "0.0.1")
+    monkeypatch.setattr(doctor, "version", mock.Mock(side_effect=PackageNotFoundError))
+    check = checked("daemon", daemon.ask)
+    assert f"this is creel {VERSION}:" in check.remedy
+    daemon.close()
+
+
+def test_doctor_gives_every_trouble_a_remedy(
+    daemon: FakeClient, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATUS, "version", "0.0.1")
+    assert main.main(["doctor", "--json"]) == 0
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert {c["name"] for c in checks} >= {"memfd", "descriptors", "locked memory", "/dev/shm"}
+    assert all(c["remedy"] for c in checks if c["level"] != "ok")
+    (skew,) = [c for c in checks if c["name"] == "daemon"]
+    assert skew["level"] == "warn"
+    assert "creel stop" in skew["remedy"]
+    assert daemon.closed
+
+
+def test_elsewhere_than_on_linux_doctor_and_env_say_what_they_can(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.delattr("os.memfd_create")
+    assert main.main(["doctor"]) == 1
+    assert "the daemon needs Linux" in capsys.readouterr().out
+    assert main.main(["env"]) == 0
+
+
+def test_doctor_ends_with_1_when_something_cannot_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_args: object, **_more: object) -> None:
+        raise UnavailableError("it does not answer")
+
+    monkeypatch.setattr(Client, "connect", connect)
+    monkeypatch.setenv("CREEL_MEMORY__BUDGET", "900TB")
+    assert main.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "bad   daemon" in out
+    assert "more than this node has" in out
+
+
+def test_two_daemons_of_one_user_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "daemon_pids", lambda: iter([3, 4]))
+    check = checked("daemons")
+    assert check.level == "warn"
+    assert "pids 3, 4" in check.found
+
+
+def test_env_names_versions_and_our_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREEL_LOG_LEVEL", "debug")
+    monkeypatch.setenv("CREEL_CLUSTER_KEY", "0123456789abcdef")
+    assert main.main(["env", "--json"]) == 0
+    out = capsys.readouterr().out
+    told = json.loads(out)
+    assert told["CREEL_LOG_LEVEL"] == "debug"
+    assert "CREEL_CLUSTER_KEY" in told
+    assert "0123456789abcdef" not in out
+    assert told["python"] == sys.version.split()[0]
