@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_samplers import Echo, Loader, Make, observe, same, states
+from order_rig import Echo, Loader, Make, observe, same, states
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

@@ -1,0 +1,98 @@
+"""An order that was saved goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from order_rig import Echo, Loader, any_loader, inner_of, observe, plain
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+)
+
+from creel.errors import ConfigError
+from creel.loader.order.orders import EpochOrder
+from kit import seeds
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("case", seeds(60))
+def test_an_epoch_goes_on_in_another_process(case: int) -> None:
+    rng = random.Random(case)
+    first = any_loader(case)
+    torch.manual_seed(case)
+    order = None
+    inner = inner_of(first)
+    for epoch in range(rng.randrange(1, 4)):
+        if isinstance(inner, DistributedSampler):
+            inner.set_epoch(epoch)
+        order = observe(first, previous=order)
+        if epoch < 2:
+            list(order)
+    order = observe(first, previous=order)
+    taken = len(list(itertools.islice(order, rng.randrange(4))))
+    state = json.loads(json.dumps(order.state()))
+    saved = torch.get_rng_state()
+    rest = [plain(b) for b in order]
+    then = observe(first, previous=order)
+    follow = [plain(b) for b in then]
+
+    second = any_loader(case)
+    torch.manual_seed(rng.choice([case, 999]))
+    seen = torch.get_rng_state()
+    again = observe(second, state=state)
+    again.skip(taken)
+    assert str([plain(b) for b in again]) == str(rest)
+    assert again.base_seed == order.base_seed
+    assert torch.equal(torch.get_rng_state(), seen)  # the global generator is the user's
+    torch.set_rng_state(saved)
+    again = observe(second, state=state)
+    again.skip(taken)
+    assert str([plain(b) for b in again]) == str(rest)
+    if isinstance(inner, DistributedSampler):
+        inner_of(second).epoch = inner.epoch
+    if order.pulled and taken:  # the draws of the epoch's start were made when it was saved
+        following = observe(second, previous=again)
+        assert following.base_seed == then.base_seed
+        assert str([plain(b) for b in following]) == str(follow)
+
+
+def test_a_script_that_starts_over_from_its_seed_goes_on_as_before() -> None:
+    def begin(state: Any = None) -> tuple[Loader, EpochOrder]:
+        torch.manual_seed(7)
+        loader: Loader = DataLoader(Echo(30), 4, shuffle=True)
+        return loader, observe(loader, state=state)
+
+    loader, order = begin()
+    next(order)
+    next(order)
+    state = order.state()
+    want = [plain(b) for b in order], [plain(b) for b in observe(loader)]
+    loader, order = begin(state)
+    order.skip(2)
+    assert ([plain(b) for b in order], [plain(b) for b in observe(loader)]) == want
+
+
+def test_a_saved_order_is_small() -> None:
+    order = observe(DataLoader(Echo(1_000_000), 4, shuffle=True))
+    next(order)
+    assert len(json.dumps(order.state())) < 200
+    assert len(pickle.dumps(order.state())) < 300
+    generator = torch.Generator()
+    order = observe(DataLoader(Echo(1000), 4, shuffle=True, generator=generator))
+    assert len(json.dumps(order.state())) < 5000
+
+
+def test_a_saved_order_of_another_dataset_is_refused() -> None:
+    state = observe(DataLoader(Echo(30), 4, shuffle=True)).state()
+    with pytest.raises(ConfigError, match="30 samples, this loader has 31"):
+        observe(DataLoader(Echo(31), 4, shuffle=True), state=state)
+    with pytest.raises(ConfigError, match="RandomSampler"):
+        observe(DataLoader(Echo(30), 4), state=state)
