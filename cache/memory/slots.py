@@ -319,9 +319,14 @@ class SlotReader:
         _readers.add(self._self)
 
     @property
+    def leased(self) -> int:
+        """Number of slots that somebody's tensors keep."""
+        return len(self._live)
+
+    @property
     def full(self) -> bool:
         """Whether the next batch should be copied out."""
-        return len(self._live) >= self.max_leased
+        return self.leased >= self.max_leased
 
     def adopt(self, slot_id: int, fd: int, nbytes: int) -> None:
         """Map a slot the worker made; the caller keeps (and closes) `fd`.

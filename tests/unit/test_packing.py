@@ -115,7 +115,7 @@ def test_any_batch_arrives_as_torch_delivers_it(batch: Any) -> None:
         same(out, theirs(batch))
         del out
         gc.collect()
-    assert not road.reader._live
+    assert road.reader.leased == 0
     road.writer.close()
 
 
@@ -330,13 +330,13 @@ def test_a_small_tensor_that_is_kept_holds_no_slot(road: Road) -> None:
         sizes.append(road.writer.nbytes)
     del images
     road.writer.give_back(road.reader.returned())
-    assert not road.reader._live
+    assert road.reader.leased == 0
     assert max(sizes) <= 3 * sizes[0]
 
 
 def test_whoever_keeps_every_batch_gets_copies(road: Road) -> None:
     kept = [road.trip(torch.full((50_000,), i)) for i in range(30)]
-    assert len(road.reader._live) == road.reader.max_leased
+    assert road.reader.leased == road.reader.max_leased
     assert [int(one[0]) for one in kept] == list(range(30))
     assert [int(one[-1]) for one in kept] == list(range(30))
 
@@ -420,7 +420,7 @@ def test_a_batch_without_anything_large_needs_no_slot(road: Road) -> None:
 def test_a_long_pickle_goes_through_the_slot(road: Road, batch: Any) -> None:
     for _ in range(3):
         same(road.trip(batch), batch)
-    assert not road.reader._live
+    assert road.reader.leased == 0
 
 
 def test_a_batch_nobody_wants_gives_its_slots_back(road: Road) -> None:
@@ -463,7 +463,7 @@ def test_failures_reach_the_caller_and_lose_no_slot(road: Road) -> None:
         road.writer.give_back(road.reader.returned())
         sizes.add(road.writer.nbytes)
     gc.collect()
-    assert not road.reader._live
+    assert road.reader.leased == 0
     assert len(sizes) == 1
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pack([lambda: 0], road.writer)

@@ -80,7 +80,7 @@ def test_what_cannot_be_mapped_is_copied_once(
     again = send(writer, reader, b"y" * MB)
     assert again.id != slot.id
     assert reader.view(again.id)[:MB] == b"y" * MB
-    assert not reader._live
+    assert reader.leased == 0
     writer.close()
 
 
@@ -114,11 +114,11 @@ def test_all_views_of_a_tensor_keep_the_lease(writer: SlotWriter, reader: SlotRe
     while holders:
         gc.collect()
         assert reader.returned() == []
-        assert len(reader._live) == 1
+        assert reader.leased == 1
         holders.pop()
     gc.collect()
     assert reader.returned() == [slot.id]
-    assert not reader._live
+    assert reader.leased == 0
 
 
 def test_arrays_over_a_lease_keep_it_although_numpy_collapses_bases(
