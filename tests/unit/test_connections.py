@@ -2,49 +2,62 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from creel.config import Config
 from creel.loader.client import connections
+from creel.settings import DaemonSettings
+from kit import unique_name
 
 
 @pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Seconds at which a daemon was asked for, of a clock that `client_of` alone moves."""
-    clock, made = [0.0], []
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+    """The seconds that pass, one each time somebody asks."""
+    clock = itertools.count(1.0)
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=clock.__next__))
+    return clock
 
-    def now() -> float:
-        clock[0] += 1.0
-        return clock[0]
+
+@pytest.fixture
+def config() -> Iterator[Config]:
+    """For a daemon that this process has not asked for before."""
+    config = Config(daemon=DaemonSettings(name=unique_name()))
+    yield config
+    connections.disconnect(config.daemon.name)
+
+
+def test_a_daemon_that_stays_stopped_costs_ever_fewer_attempts(
+    clock: Iterator[float], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds up training for 10 s: one every 40 s made short epochs a third longer."""
+    attempts: list[float] = []
 
     def in_vain(*_: Any, **__: Any) -> None:
-        made.append(clock[0])
+        attempts.append(next(clock))
 
-    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(connections, "connect_or_start", in_vain)
-    for kept in ("_not_before", "_pauses", "_clients", "_starts"):
-        monkeypatch.setattr(connections, kept, {})
-    return made
-
-
-def test_a_daemon_that_stays_stopped_costs_ever_fewer_attempts(attempts: list[float]) -> None:
-    """Each holds up training for 10 s: one every 40 s made short epochs a third longer."""
-    config = Config()
     for _ in range(4000):
         assert connections.client_of(config) is None
-    pauses = [b - a for a, b in pairwise(attempts)]
-    assert all(b >= min(1.8 * a, connections.MAX_RETRY_S) for a, b in pairwise(pauses))
+    pauses = [b - a for a, b in itertools.pairwise(attempts)]
+    assert all(b >= min(1.8 * a, connections.MAX_RETRY_S) for a, b in itertools.pairwise(pauses))
     assert connections.MAX_RETRY_S <= pauses[-1] <= 1.1 * connections.MAX_RETRY_S
 
 
-def test_a_daemon_that_did_not_answer_is_not_asked_again_at_once(attempts: list[float]) -> None:
-    hung = SimpleNamespace(alive=False, hung=True, close=lambda: None)
-    config = Config()
-    connections._clients[config.daemon.name] = hung  # type: ignore[assignment]
+@pytest.mark.usefixtures("clock")
+def test_a_daemon_that_did_not_answer_is_not_asked_again_at_once(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = SimpleNamespace(alive=True, hung=False, close=lambda: None)
+    found = mock.Mock(return_value=client)
+    monkeypatch.setattr(connections, "connect_or_start", found)
+    assert connections.client_of(config) is client
+    client.alive, client.hung = False, True
     for _ in range(10):
         assert connections.client_of(config) is None
-    assert not attempts
+    assert found.call_count == 1
