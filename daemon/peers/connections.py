@@ -17,12 +17,12 @@ from creel.errors import MalformedError
 from creel.messages import Message
 
 #: Longest time that a receiver may keep an answer waiting, and what each byte adds.
-_BLOCKED_S = 5.0
-_SLOWEST_BPS = 1e6
+BLOCKED_S = 5.0
+SLOWEST_BPS = 1e6
 #: Of one peer: bytes of answers not yet sent, and requests not yet served, before the server stops
 #: reading its requests.
-_QUEUED_NBYTES = 32 << 20
-_QUEUED_REQUESTS = 256
+QUEUED_NBYTES = 32 << 20
+QUEUED_REQUESTS = 256
 
 
 class Traffic:
@@ -57,7 +57,7 @@ class Account:
     @property
     def full(self) -> bool:
         """Whether the peer has no credit left."""
-        return self.nbytes >= _QUEUED_NBYTES or self.requests >= _QUEUED_REQUESTS
+        return self.nbytes >= QUEUED_NBYTES or self.requests >= QUEUED_REQUESTS
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class PeerConnection:
         """Whether the receiver takes too long."""
         if not self.blocked_since or self.current is None:
             return False
-        allowed = _BLOCKED_S + self.current.nbytes / _SLOWEST_BPS
+        allowed = BLOCKED_S + self.current.nbytes / SLOWEST_BPS
         return self.blocked_s + now - self.blocked_since > allowed
 
     def greeted(

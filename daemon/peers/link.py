@@ -24,12 +24,12 @@ from creel.policies.cluster.agreement import SharedPlan
 
 log = logging.getLogger("creel.peers")
 
-_CONNECT_S = 2.0  # also of the whole handshake
-_STALL_S = 3.0  # longest pause of a payload
+CONNECT_S = 2.0  # also of the whole handshake
+STALL_S = 3.0  # longest pause of a payload
 _PLAN_S = 5.0  # until a plan is sent
 #: A thread that receives payload is woken for this many bytes, not for each 64 KiB: that takes half
 #: the CPU of both sides, at 1.8 times the rate (benchmarks/peers.py, 2 cores).
-_WAKE_NBYTES = 256 << 10
+WAKE_NBYTES = 256 << 10
 _CHUNK_NBYTES = 16 << 20  # allocated at once for an object of unknown length
 
 
@@ -48,15 +48,15 @@ class PeerLink:
         connected: Callable[[PeerLink], None] = lambda link: None,  # noqa: ARG005
     ) -> None:
         """`connected` is called with this link before the handshake."""
-        until = time.monotonic() + _CONNECT_S
+        until = time.monotonic() + CONNECT_S
         self._limit_s = 0.0
         self._opener: sealing.Opener | None = None  # None: payload comes as it is
         self._plain = memoryview(b"")  # of the latest record, not given out yet
         self._sealed = bytearray()  # the latest record
-        self.socket = socket.create_connection(address, _CONNECT_S)
+        self.socket = socket.create_connection(address, CONNECT_S)
         try:
             self.socket.settimeout(None)  # the kernel's limits cost no system call each time
-            self._set_limit(socket.SO_SNDTIMEO, _STALL_S)
+            self._set_limit(socket.SO_SNDTIMEO, STALL_S)
             watch(self.socket)
             connected(self)
             self._shake_hands(peer, credentials, until)
@@ -149,9 +149,9 @@ class PeerLink:
 
     def _receive(self, buffers: list[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
-        if nbytes >= 2 * _WAKE_NBYTES:
-            first, buffers = wire.cut(buffers, nbytes - _WAKE_NBYTES)  # as many bytes follow it
-            self._wake_for(_WAKE_NBYTES)
+        if nbytes >= 2 * WAKE_NBYTES:
+            first, buffers = wire.cut(buffers, nbytes - WAKE_NBYTES)  # as many bytes follow it
+            self._wake_for(WAKE_NBYTES)
             self._fill(first)
             self._wake_for(1)
         self._fill(buffers)
@@ -161,7 +161,7 @@ class PeerLink:
 
     def _fill(self, buffers: list[memoryview]) -> None:
         while buffers:
-            self._set_limit(socket.SO_RCVTIMEO, _STALL_S)
+            self._set_limit(socket.SO_RCVTIMEO, STALL_S)
             some = buffers[: wire.MAX_BUFFERS]
             received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
             if not received:

@@ -27,14 +27,14 @@ from creel.policies.arrays import Index, Ints
 
 log = logging.getLogger("creel.peers")
 
-_ANSWER_S = 3.0  # an answer may come this much later than the reader can wait
+ANSWER_S = 3.0  # an answer may come this much later than the reader can wait
 #: Bytes of one request: two are on their way at a time, so that the peer always has one to send.
 _REQUEST_NBYTES = 2 << 20
 _WINDOW = 2
 _GUESS_NBYTES = 128 << 10  # of an object of unknown length
 #: The clocks of two nodes run at rates that differ by at most this factor: NTP changes either by up
 #: to 500 ppm.
-_CLOCK_RATES = 1.001
+CLOCK_RATES = 1.001
 #: A lost peer is tried again after the first; each further failure doubles the time.
 _LOST_S = 0.5
 _LOST_MAX_S = 4.0
@@ -168,7 +168,7 @@ class PeerSource:
                     where = left.popleft()
                     asked[number] = where, time.monotonic()
                     link.ask(number, self._dataset, ids[where], self._wait_s)
-                number, arrays = link.answer(time.monotonic() + self._wait_s + _ANSWER_S)
+                number, arrays = link.answer(time.monotonic() + self._wait_s + ANSWER_S)
                 began = time.monotonic()
                 if number not in asked:
                     raise MalformedError("an answer without a request")
@@ -176,7 +176,7 @@ class PeerSource:
                 nbytes, version, age = wire.answered(arrays, len(where))
                 now = nbytes != LATER
                 # The peer took the age after this was sent: it asked the storage no earlier.
-                since = np.where(np.isfinite(age), sent - age * _CLOCK_RATES, 0.0)
+                since = np.where(np.isfinite(age), sent - age * CLOCK_RATES, 0.0)
                 take(link, where[now], Read(nbytes[now], version[now], since[now]))
                 if not now.all():
                     left.append(where[~now])

@@ -48,8 +48,8 @@ from creel.messages import Message
 
 log = logging.getLogger("creel.peers")
 
-_UNAUTHENTICATED = 64  # connections without proof; one more ends the oldest
-_HANDSHAKE_S = 3.0
+MAX_UNAUTHENTICATED = 64  # connections without proof; one more ends the oldest
+HANDSHAKE_S = 3.0
 _UNAUTHENTICATED_NBYTES = 2048  # read from one of these at once
 _READ_NBYTES = 64 << 10
 #: Bytes sent to one connection before the most urgent one is looked for again. Of 2 MiB the socket
@@ -102,9 +102,10 @@ class PeerServer:
         self._names: dict[str, str] = {}  # of this node, by cluster
         self._number = 0
         self._requests: dict[int, Request] = {}  # not served yet
-        self._connections: dict[int, PeerConnection] = {}
+        #: Changed by the server's thread alone; for others a glance.
+        self.connections: dict[int, PeerConnection] = {}
         self._unauthenticated: dict[int, PeerConnection] = {}  # oldest first
-        self._accounts: dict[tuple[str, str], Account] = {}
+        self.accounts: dict[tuple[str, str], Account] = {}  # by cluster and name; as `connections`
         self._sendable: set[PeerConnection] = set()
         self._orders: deque[Callable[[], None]] = deque()  # of the loop
         self._swept = time.monotonic()
@@ -185,7 +186,7 @@ class PeerServer:
         self._obey()
 
     def _end_all(self) -> None:
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             self._end(connection)
 
     def _turn(self) -> None:
@@ -196,7 +197,7 @@ class PeerServer:
             self._obey()
         accept_ready = ready.pop(self._listener.socket.fileno(), None)
         for fd, event in ready.items():
-            if connection := self._connections.get(fd):
+            if connection := self.connections.get(fd):
                 self._guarded(connection, self._ready, connection, event, now)
         if self._sendable:
             connection = min(self._sendable, key=lambda c: c.next)
@@ -225,17 +226,17 @@ class PeerServer:
         for sock in self._listener.accepted():
             with contextlib.suppress(OSError):  # it is gone: epoll will report that
                 watch(sock)
-            if len(self._unauthenticated) >= _UNAUTHENTICATED:
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
                 self._end(next(iter(self._unauthenticated.values())))
             connection = PeerConnection(sock, now)
-            self._connections[sock.fileno()] = self._unauthenticated[sock.fileno()] = connection
+            self.connections[sock.fileno()] = self._unauthenticated[sock.fileno()] = connection
             self._epoll.register(sock, connection.mask)
 
     def _sweep(self, now: float) -> None:
         self._swept = now
         self._listener.resume()
-        late = [c for c in self._unauthenticated.values() if now - c.since > _HANDSHAKE_S]
-        for connection in late + [c for c in self._connections.values() if c.stuck(now)]:
+        late = [c for c in self._unauthenticated.values() if now - c.since > HANDSHAKE_S]
+        for connection in late + [c for c in self.connections.values() if c.stuck(now)]:
             self._end(connection)
 
     def _set_key(self, cluster: str, key: bytes) -> None:
@@ -244,7 +245,7 @@ class PeerServer:
             del self._keys[cluster]
             self._beats.pop(cluster, None)
             self._names.pop(cluster, None)
-        for c in list(self._connections.values()):
+        for c in list(self.connections.values()):
             if c.session is not None and c.session.greeting.cluster == cluster and c.key != key:
                 self._end(c)
 
@@ -252,7 +253,7 @@ class PeerServer:
         fd = connection.socket.fileno()
         if fd < 0:
             return
-        del self._connections[fd]
+        del self.connections[fd]
         self._unauthenticated.pop(fd, None)
         self._sendable.discard(connection)
         with contextlib.suppress(OSError):
@@ -272,7 +273,7 @@ class PeerServer:
                 self._resume(account)
             else:
                 greeting = connection.session.greeting
-                del self._accounts[greeting.cluster, greeting.name]
+                del self.accounts[greeting.cluster, greeting.name]
 
     # --- one connection -----------------------------------------------------------------------
 
@@ -363,7 +364,7 @@ class PeerServer:
         if not session.proves("client", proof):
             raise MalformedError(f"no proof that {greeting.name!r} is of {greeting.cluster!r}")
         del self._unauthenticated[connection.socket.fileno()]
-        account = self._accounts.setdefault((greeting.cluster, greeting.name), Account())
+        account = self.accounts.setdefault((greeting.cluster, greeting.name), Account())
         account.connections.add(connection)
         connection.account = account
         self._say_at_once(connection, session.proof("server"))

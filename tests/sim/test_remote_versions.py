@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from creel.cache.storage.version import of_tag
 from creel.daemon.core.events import Action, Event, Fetched, FetchObjects
 from creel.daemon.core.versions import Versions
-from creel.daemon.peers.peer_source import _CLOCK_RATES
+from creel.daemon.peers.peer_source import CLOCK_RATES
 from creel.policies.cluster.job_order import JobOrder
 from kit import seeds
 
@@ -112,7 +112,7 @@ def test_a_check_counts_only_if_it_was_made_after_the_session_was_opened(seed: i
     late = mine.received(
         np.zeros(1, np.intp),
         np.array([said]),
-        clock[1](begun) - age * _CLOCK_RATES,
+        clock[1](begun) - age * CLOCK_RATES,
         [(clock[1](opened), 7)],
     )
     assert not late.any()

@@ -110,7 +110,7 @@ class Node:
     @property
     def connections(self) -> list[PeerConnection]:
         """Those that are open, as a glance."""
-        return list(self.server._connections.values())
+        return list(self.server.connections.values())
 
     def source(self, **kwargs: float) -> PeerSource:
         who = self.credentials

@@ -23,7 +23,7 @@ def test_a_peer_that_fails_costs_only_time(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: int, then: str
 ) -> None:
     """In the handshake, an answer or a payload: what did not come is -1, and the peer is lost."""
-    for module, name in (link, "_STALL_S"), (peer_source, "_ANSWER_S"), (link, "_CONNECT_S"):
+    for module, name in (link, "STALL_S"), (peer_source, "ANSWER_S"), (link, "CONNECT_S"):
         monkeypatch.setattr(module, name, 0.3)
     objects = data_of(1_000_000, 1_500_000, 1_000_000)
     node = node_of(stack, objects)
@@ -108,7 +108,7 @@ def test_a_reader_that_leaves_while_it_is_sent_to_is_served(stack: ExitStack) ->
     assert sum(node.served.values()) == 0
     link.socket.close()
     until(lambda: sum(node.served.values()) == 3, what="served")
-    until(lambda: not node.server._accounts, what="no peer")
+    until(lambda: not node.server.accounts, what="no peer")
 
 
 def test_close_ends_what_is_being_sent(stack: ExitStack) -> None:
@@ -139,8 +139,8 @@ def test_a_request_whose_reader_left_is_served_nevertheless(stack: ExitStack) ->
 def test_a_reader_that_stopped_holds_nothing_and_delays_nobody(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "_BLOCKED_S", 0.2)
-    monkeypatch.setattr(connections, "_SLOWEST_BPS", 1e9)
+    monkeypatch.setattr(connections, "BLOCKED_S", 0.2)
+    monkeypatch.setattr(connections, "SLOWEST_BPS", 1e9)
     objects = [*data_of(10 << 20, 1000)]
     node = node_of(stack, objects)
     link = node.link()

@@ -194,14 +194,14 @@ def test_thousands_of_half_open_connections_keep_nobody_out(stack: ExitStack) ->
             fresh = node.link()
             fresh.socket.close()
             check_read(source, objects, np.zeros(1, np.int32))
-    assert sum(one.account is None for one in node.connections) <= server._UNAUTHENTICATED
+    assert sum(one.account is None for one in node.connections) <= server.MAX_UNAUTHENTICATED
     check_read(source_of(stack, node), objects, np.zeros(1, np.int32))
 
 
 def test_a_stranger_that_says_nothing_is_sent_away(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(server, "HANDSHAKE_S", 0.1)
     node = node_of(stack, data_of(1))
     with socket.create_connection(node.server.address) as stranger:
         assert stranger.recv(1) == b""

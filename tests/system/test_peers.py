@@ -35,8 +35,8 @@ def test_the_last_bytes_are_not_waited_for(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, beyond: int
 ) -> None:
     """A thread that is woken for many bytes at once must not sleep where fewer are to come."""
-    monkeypatch.setattr(link, "_STALL_S", 1000.0)
-    wake = link._WAKE_NBYTES
+    monkeypatch.setattr(link, "STALL_S", 1000.0)
+    wake = link.WAKE_NBYTES
     objects = data_of(wake + beyond, 2 * wake + beyond, 100, 3 * wake + beyond, 10, 9 * wake)
     source = source_of(stack, node_of(stack, objects))
     check_read(source, objects, np.arange(len(objects), dtype=np.int32))
@@ -111,7 +111,7 @@ def test_threads_read_at_once(stack: ExitStack) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert set(node.server._accounts) == {("cluster", "reader")}
+    assert set(node.server.accounts) == {("cluster", "reader")}
 
 
 def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
@@ -133,7 +133,7 @@ def test_who_needs_it_first_gets_it_first(stack: ExitStack) -> None:
     assert order == [0, 2, 3, 1]
 
 
-@pytest.mark.parametrize("limit", ["_QUEUED_REQUESTS", "_QUEUED_NBYTES"])
+@pytest.mark.parametrize("limit", ["QUEUED_REQUESTS", "QUEUED_NBYTES"])
 def test_a_peer_without_credit_waits(
     stack: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
@@ -141,7 +141,7 @@ def test_a_peer_without_credit_waits(
     node = node_of(stack, data_of(10 << 20, 1000))
     link = node.link()
     stack.callback(link.socket.close)
-    if limit == "_QUEUED_NBYTES":
+    if limit == "QUEUED_NBYTES":
         large(node, link)
     else:
         node.held = []
