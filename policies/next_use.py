@@ -57,7 +57,7 @@ class Steps:
 _LAST = np.int32(NEVER)
 
 
-class _EpochUses:
+class EpochUses:
     """First reads of one epoch: `first` (n,) steps or NEVER; `repeats` object << 32 | step."""
 
     __slots__ = ("accesses", "base", "end", "first", "repeats", "twice")
@@ -128,7 +128,7 @@ class NextUses:
 
     def __init__(self, objects: int) -> None:
         self.due = Steps(objects)
-        self._epochs: dict[int, _EpochUses] = {}
+        self._epochs: dict[int, EpochUses] = {}
         self._incomplete: set[int] = set()
         self._many_incomplete = False  # whether more epochs are blurred than are remembered
         self._forgotten = 0
@@ -142,7 +142,7 @@ class NextUses:
             return
         table = self._epochs.get(epoch)
         if table is None and len(self._epochs) < MAX_EPOCHS:
-            table = _EpochUses(len(self.due), int(steps[0]))
+            table = EpochUses(len(self.due), int(steps[0]))
             table.twice = epoch < self._forgotten  # the epoch was known before, with unknown reads
             self._epochs[epoch] = table
             self._epochs = dict(sorted(self._epochs.items()))

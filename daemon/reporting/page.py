@@ -19,7 +19,7 @@ from typing import Any
 
 log = logging.getLogger("creel.page")
 
-_MAX_CONNECTIONS = 32  # Prometheus needs one
+MAX_CONNECTIONS = 32  # Prometheus needs one
 _SILENT_S = 10.0  # a client that sends or takes nothing is left; also Prometheus' default timeout
 _SHORT_S = 0.2  # pause where descriptors or threads are short
 _LOOK_S = 0.1  # between two looks at whether to stop
@@ -28,7 +28,7 @@ _LOOK_S = 0.1  # between two looks at whether to stop
 Render = Callable[[str], tuple[str, bytes]]
 
 
-class _PageHandler(BaseHTTPRequestHandler):
+class PageHandler(BaseHTTPRequestHandler):
     timeout = _SILENT_S
     server: PageServer
 
@@ -67,7 +67,7 @@ class PageServer(ThreadingHTTPServer):
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         self._open: dict[socket.socket, None] = {}  # the oldest first
-        super().__init__((str(where[0]), port), _PageHandler)
+        super().__init__((str(where[0]), port), PageHandler)
         self.port = int(self.socket.getsockname()[1])
         self._thread = threading.Thread(
             target=self.serve_forever, args=(_LOOK_S,), name="creel-page", daemon=True
@@ -101,7 +101,7 @@ class PageServer(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        while len(self._open) >= _MAX_CONNECTIONS:
+        while len(self._open) >= MAX_CONNECTIONS:
             self._end_oldest()
         self._open[request] = None
         super().process_request(request, client_address)

@@ -11,7 +11,7 @@ from creel.errors import UnavailableError
 from creel.units import format_size
 
 #: The limit under any budget: enough for 10 million objects.
-_MIN_LIMIT_NBYTES = 512 << 20
+MIN_LIMIT_NBYTES = 512 << 20
 _SMALL_NBYTES = 16 << 20  # smaller requests do not check the machine's free memory
 
 
@@ -26,7 +26,7 @@ class Quota:
     def __init__(
         self, budget: int, registry: Registry, core: Core, forget: Callable[[DatasetRecord], None]
     ) -> None:
-        self.limit = max(_MIN_LIMIT_NBYTES, budget // 2)
+        self.limit = max(MIN_LIMIT_NBYTES, budget // 2)
         self.coming: dict[str, int] = {}  # token -> bytes of tables being made
         self._registry = registry
         self._core = core

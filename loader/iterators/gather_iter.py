@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 #: Smaller batches are copied on request: 2 MB take 0.2 ms, about as long as waking a thread
 #: (benchmarks/cost_per_batch.py, tokens x 256). Larger ones are copied ahead of use.
-_INLINE_NBYTES = 4 << 20
+INLINE_NBYTES = 4 << 20
 
 
 class Task(NamedTuple):
@@ -285,4 +285,4 @@ def _is_large(loader: DataLoader[Any], run: EpochRun) -> bool:
     if gather is None:
         return False
     nbytes = max(gather.nbytes, gather.batch_nbytes)
-    return loader.batch_size is None or nbytes * loader.batch_size >= _INLINE_NBYTES
+    return loader.batch_size is None or nbytes * loader.batch_size >= INLINE_NBYTES

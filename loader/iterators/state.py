@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 #: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
-_COUNT_S = 0.25
+COUNT_S = 0.25
 
 
 class LoaderState:
@@ -390,7 +390,7 @@ class EpochRun:
         """Whether to update the daemon's statistics now: often, but not for each batch."""
         if self.stream is None or self.delivered == self._counted:
             return False
-        return time.monotonic() - self._counted_at >= _COUNT_S
+        return time.monotonic() - self._counted_at >= COUNT_S
 
     def _count(self) -> None:
         """Add the batches since the last update to the daemon's statistics.

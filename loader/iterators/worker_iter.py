@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("creel.loader")
 
 #: Seconds between checks for dead workers in a wait without a timeout.
-_LOOK_S = 5.0
+LOOK_S = 5.0
 
 
 class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
@@ -278,7 +278,7 @@ class WorkerIter(UnprofiledIter, MultiProcessingDataLoaderIter):
         waits_for = self._task_info[self._rcvd_idx][0]
         while True:
             self._raise_if_dead()
-            look_s = min(_LOOK_S, self._warn_after_s)
+            look_s = min(LOOK_S, self._warn_after_s)
             left = self._timeout - (time.monotonic() - start) if self._timeout > 0 else look_s
             event = pool.next_event(max(left, 0.0))
             if isinstance(event, BatchResult):

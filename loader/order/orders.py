@@ -34,7 +34,7 @@ _log = logging.getLogger("creel.loader")
 #: Entries converted to int64 at once: the first piece, so that it is early; later ones are larger.
 _FIRST_PIECE = 1 << 11
 #: Seconds that a copy of a custom sampler may run in one call.
-_COPY_S = 2.0
+COPY_S = 2.0
 
 
 class OrderState(TypedDict, total=False):
@@ -382,7 +382,7 @@ class ForeignOrder(EpochOrder):
             next_epoch=bool(epochs_ahead),
             keep_seed=self._keeps_seed(),
             advance=0 if _epochs_of(self._sampler) != self._epochs else 1,
-            budget_s=_COPY_S,
+            budget_s=COPY_S,
         )
         if found is None:
             self.unpredictable = True

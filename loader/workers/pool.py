@@ -45,7 +45,7 @@ from creel.loader.workers.worker import (
 )
 
 #: Seconds that closing waits for workers that run user code, as in torch.
-_GRACE_S = 5.0
+GRACE_S = 5.0
 #: torch's wording.
 _UNPICKLED = (
     "Got pickle error when attempting to start a worker Process. "
@@ -373,7 +373,7 @@ class WorkerPool:
             self.pinner.stop()
         for member in self.members:
             self._dismiss(member)
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         for stop in (None, "terminate", "kill"):
             for member in self.members:
                 if stop is not None and member.process.is_alive():

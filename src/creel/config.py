@@ -125,7 +125,7 @@ _FLAGS = {
 _FILE = "CREEL_CONFIG"
 #: Has the key of listed nodes itself, in place of the file `cluster.key_file`. A secret.
 KEY_VARIABLE = "CREEL_CLUSTER_KEY"
-_SYSTEM_FILE = Path("/etc/creel/config.toml")
+SYSTEM_FILE = Path("/etc/creel/config.toml")
 
 
 def switched_off() -> bool:
@@ -228,7 +228,7 @@ def config_files() -> list[Path]:
     """The configuration files that apply and exist (or are named), weakest first."""
     env = os.environ
     home = Path(env.get("XDG_CONFIG_HOME") or _expanded(env.get("HOME") or "~") / ".config")
-    found = [path for path in (_SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
+    found = [path for path in (SYSTEM_FILE, home / "creel/config.toml") if _is_file(path)]
     if named := env.get(_FILE):
         return [*found, _expanded(named)]
     project = (folder / "creel.toml" for folder in _folders())

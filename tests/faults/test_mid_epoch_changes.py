@@ -140,7 +140,7 @@ def test_whoever_changes_the_order_gets_torchs_batches(
     paths: list[str], rows: Any, served: str, kind: str, seed: int, monkeypatch: Any
 ) -> None:
     if seed % 2:  # threads gather rows, and all dawdle between looking them up and copying them
-        monkeypatch.setattr("creel.loader.iterators.gather_iter._INLINE_NBYTES", 0)
+        monkeypatch.setattr("creel.loader.iterators.gather_iter.INLINE_NBYTES", 0)
         monkeypatch.setattr(Outbox, "memory", dawdling(Outbox.memory))
         monkeypatch.setattr(BufferPool, "take", dawdling(BufferPool.take))
     data = rows if kind == "rows" else creel.FileDataset(paths)

@@ -163,7 +163,7 @@ def test_a_stopped_worker_runs_into_the_timeout_by_name(folder: Path) -> None:
     ours, _ = loaders(files_of(folder), timeout=100)
     it = iter(ours)
     next(it)
-    it._timeout = 2  # the first batch may take longer to come
+    it._timeout = 2  # torch's name; the first batch may take longer to come
     victim = psutil.Process(multiprocessing.active_children()[0].pid)
     victim.suspend()
     try:

@@ -22,6 +22,7 @@ from creel.addresses import first_address
 from creel.cache.memory.shared_words import DONE, WANTED
 from creel.cache.storage.manifest import Manifest
 from creel.errors import UnavailableError
+from creel.loader.client.packets import close_all, exchange
 from creel.messages import (
     PROTOCOL,
     Attach,
@@ -34,6 +35,7 @@ from creel.messages import (
     Registered,
     Truncate,
     Wait,
+    Welcome,
     encode,
 )
 from daemons import Running, content, folder, plan, read_steps, status
@@ -350,10 +352,12 @@ def _still_serves(daemon: Running, path: Path) -> None:
 
 def test_a_manifest_that_is_none_is_refused(daemon: Running, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"ARROW1" + bytes(1000))
-    with daemon.client() as client:
-        for nbytes in (1006, 5, 10**15):
-            fd = os.open(tmp_path / "junk", os.O_RDONLY)
+    for nbytes in (1006, 5, 10**15):
+        fd = os.open(tmp_path / "junk", os.O_RDONLY)
+        with knock(first_address(daemon.name)) as s:
+            _, fds = exchange(s, Hello(PROTOCOL, "cli", 1), Welcome)
+            close_all(fds)
             with pytest.raises(UnavailableError):
-                client._call(Register(nbytes), Registered, (fd,))
-            os.close(fd)
+                exchange(s, Register(nbytes), Registered, (fd,))
+        os.close(fd)
     _still_serves(daemon, tmp_path)

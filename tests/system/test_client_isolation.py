@@ -28,7 +28,7 @@ SMALL = """
 import sys
 from creel.daemon.service import quota
 from creel.daemon import main
-quota._MIN_LIMIT_NBYTES = 32 << 20
+quota.MIN_LIMIT_NBYTES = 32 << 20
 {more}
 sys.exit(main.main())
 """
@@ -140,7 +140,7 @@ def test_a_plan_without_end_ends_its_session(
 ) -> None:
     manifest = folder(tmp_path, [100] * 20)
     with (
-        small(daemon_name, monkeypatch, "quota._MIN_LIMIT_NBYTES = 8 << 20") as daemon,
+        small(daemon_name, monkeypatch, "quota.MIN_LIMIT_NBYTES = 8 << 20") as daemon,
         daemon.client() as a,
         daemon.client() as b,
     ):
@@ -179,10 +179,9 @@ def test_too_much_at_once_costs_its_sender_the_connection(daemon_name: str, tmp_
 
 
 BROKEN = """
-from creel.daemon.service import registry
-from creel.daemon.service import request_socket
+from creel.daemon.service import node, registry
 from creel.policies import next_use
-add, opened, checked = next_use._EpochUses.add, registry.Registry.open, request_socket._checked
+add, opened, extended = next_use.EpochUses.add, registry.Registry.open, node.Node.extended
 def broken(self, steps, ids):
     if len(ids) == 13:
         self.first[ids] = 5  # not all that it should do
@@ -192,11 +191,11 @@ def refused(self, token, request):
     if request.job == "boom":
         raise RuntimeError("no such luck")
     return opened(self, token, request)
-def unlucky(session, message, arrays):
+def unlucky(self, session, message, arrays):
     if len(arrays[0]) == 7:
         raise ZeroDivisionError("seven")
-    return checked(session, message, arrays)
-next_use._EpochUses.add, registry.Registry.open, request_socket._checked = broken, refused, unlucky
+    extended(self, session, message, arrays)
+next_use.EpochUses.add, registry.Registry.open, node.Node.extended = broken, refused, unlucky
 """
 
 

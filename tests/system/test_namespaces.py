@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from creel.config import Config
 from creel.daemon.service.control_socket import ControlSocket
 from creel.daemon.service.node import Node
 from creel.errors import NoDaemonError
-from creel.loader.client import embed
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early
 from creel.messages import PROTOCOL, Hello, encode
@@ -254,11 +254,11 @@ def test_an_address_of_another_user_is_final_and_named(
 ) -> None:
     """No daemon's start, no waiting for an answer: those took half a minute."""
 
-    def never(*_: object) -> None:
+    def never(*_: object, **__: object) -> None:
         raise AssertionError("a daemon is started where none can be")
 
-    monkeypatch.setattr(embed, "_spawn", never)
     with squatter(first_address(daemon_name), how), caplog.at_level(logging.WARNING, "creel"):
+        monkeypatch.setattr(subprocess, "Popen", never)
         assert start_early(config(daemon_name)) is None
         assert connect_or_start(config(daemon_name)) is None
         if how != "bound":
@@ -316,8 +316,8 @@ def test_root_is_another_user_too() -> None:
     """A daemon reads with its user's rights, and for that user alone."""
     address = f"\0{unique_name()}"
     with select.epoll() as epoll:
-        control_socket = ControlSocket(address, cast("Node", None), epoll, limit=5)
-        control_socket._uid = os.getuid() + 1  # the daemon is that user's; we are who calls
+        with mock.patch.object(os, "getuid", return_value=os.getuid() + 1):  # another's
+            control_socket = ControlSocket(address, cast("Node", None), epoll, limit=5)
         with knock(address) as caller:
             caller.send(encode(Hello(PROTOCOL, "trainer", 1)))
             control_socket.ready(control_socket.fd, 0.0)

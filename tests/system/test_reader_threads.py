@@ -39,7 +39,7 @@ def rows(path: Path) -> creel.RecordDataset:
 
 @pytest.fixture(autouse=True)
 def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_iter, "_INLINE_NBYTES", 0)
+    monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0)
 
 
 def threads() -> list[threading.Thread]:

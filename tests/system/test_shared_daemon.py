@@ -288,8 +288,8 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
 ) -> None:
     """Also large rows, which threads copy."""
     monkeypatch.setattr(connections, "RETRY_S", 0)
-    monkeypatch.setattr(gather_iter, "_INLINE_NBYTES", 0 if kind == "large rows" else 1 << 20)
-    monkeypatch.setattr(state, "_COUNT_S", 0)  # look after each batch whether it is alive
+    monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0 if kind == "large rows" else 1 << 20)
+    monkeypatch.setattr(state, "COUNT_S", 0)  # look after each batch whether it is alive
     paths = [tmp_path / str(i) for i in range(N)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]) * NBYTES)
@@ -387,7 +387,7 @@ class Gate:
 
             return take
 
-        monkeypatch.setattr(gather_iter, "_INLINE_NBYTES", 0)  # threads gather even small batches
+        monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0)  # threads gather even small batches
         monkeypatch.setattr(Gatherer, "rows", watched_rows)
         monkeypatch.setattr(Outbox, "memory", watched(Outbox.memory))
         monkeypatch.setattr(BufferPool, "take", watched(BufferPool.take))

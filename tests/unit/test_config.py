@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty machine: no system file, no user file; in a folder of an empty project."""
-    monkeypatch.setattr(config_module, "_SYSTEM_FILE", tmp_path / "etc/config.toml")
+    monkeypatch.setattr(config_module, "SYSTEM_FILE", tmp_path / "etc/config.toml")
     (tmp_path / "etc").mkdir()
     (tmp_path / "home/creel").mkdir(parents=True)
     (tmp_path / "project/deep").mkdir(parents=True)

@@ -501,7 +501,7 @@ def test_records_of_a_dataset_that_is_forgotten_leave_all_at_once(rig: Rig) -> N
     [
         "creel.policies.prefetch.SessionPlan.extend",
         "creel.policies.next_use.NextUses.extend",
-        "creel.policies.next_use._EpochUses.add",
+        "creel.policies.next_use.EpochUses.add",
         "creel.daemon.core.residency.Residency.choose_policy",
         "creel.daemon.core.prefetcher.Prefetcher.set_reach",
         "creel.daemon.core.prefetcher.Prefetcher.advance_ready",

@@ -236,7 +236,7 @@ class Endless(Sampler[int]):
 def test_what_cannot_be_foreseen_is_said_to_be_so(
     sampler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders, "_COPY_S", 0.3)
+    monkeypatch.setattr(orders, "COPY_S", 0.3)
     order = of_the_persons(DataLoader(Echo(9), batch_sampler=sampler))
     foreseen = order.predict(0)  # the endless one comes back too
     assert foreseen is None or foreseen.steps == 0

@@ -60,7 +60,7 @@ def test_hundreds_of_half_requests_cost_few_threads_and_keep_nobody_out(server: 
             half.sendall(b"GET /metrics HTTP/1.1\r\nAcc")
             if i % 100 == 0:
                 assert ask(server) == BODY
-        most = before + page._MAX_CONNECTIONS
+        most = before + page.MAX_CONNECTIONS
         until(lambda: threading.active_count() <= most, what="the others have ended")
         assert ask(server) == BODY
 
@@ -68,7 +68,7 @@ def test_hundreds_of_half_requests_cost_few_threads_and_keep_nobody_out(server: 
 def test_a_client_that_is_silent_or_deaf_is_left(
     server: PageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page._PageHandler, "timeout", 0.05)
+    monkeypatch.setattr(page.PageHandler, "timeout", 0.05)
     before = threading.active_count()
     with connect(server) as silent, connect(server) as slow, connect(server) as deaf:
         slow.sendall(b"GET / HTTP/1.1\r\nA")
