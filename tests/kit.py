@@ -48,7 +48,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 30.0, what: str = ""
 
 def forget_stores(patch: pytest.MonkeyPatch, settings: FetchSettings | None = None) -> None:
     """Until the patch ends this process has used no store yet, and was told these settings."""
-    patch.setattr(storage, "_stores", {})
+    patch.setattr(storage, "_stores", {})  # no program forgets: there is no call for it
     patch.setattr(storage, "_settings", settings)
 
 

@@ -130,7 +130,7 @@ def test_elsewhere_than_on_linux_it_is_torchs_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("creel.loader.dataloader.sys.platform", "darwin")
-    monkeypatch.setattr("creel.loader.dataloader._warned", False)
+    monkeypatch.setattr("creel.loader.dataloader._warned", False)  # once in a process
     with pytest.warns(UserWarning, match="creel needs Linux") as told:
         loader = creel.DataLoader(Squares(), 4, num_workers=1)
     assert told[0].filename == __file__

@@ -151,7 +151,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
         raise OSError(errno.EIO, "the disk coughs", place.uri)
 
     monkeypatch.setattr(LocalStore, "read", fail)
-    monkeypatch.setattr(retry, "_warned", {})
+    monkeypatch.setattr(retry, "_warned", {})  # once a minute in a process
     return Source(folder(tmp_path, [1, 1])[0], QUICK)
 
 
