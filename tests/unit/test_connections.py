@@ -53,10 +53,10 @@ def test_a_daemon_that_stays_stopped_costs_ever_fewer_attempts(
 def test_a_daemon_that_did_not_answer_is_not_asked_again_at_once(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = SimpleNamespace(alive=True, hung=False, close=lambda: None)
+    client: Any = SimpleNamespace(alive=True, hung=False, close=lambda: None)
     found = mock.Mock(return_value=client)
     monkeypatch.setattr(connections, "connect_or_start", found)
-    assert connections.client_of(config) is client
+    assert connections.client_of(config) is found.return_value
     client.alive, client.hung = False, True
     for _ in range(10):
         assert connections.client_of(config) is None
