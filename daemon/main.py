@@ -48,7 +48,7 @@ _TICK_S = 0.25
 _DRAIN_S = 3.5  # SIGTERM to the end, at most; systemd and Slurm wait longer
 _FINAL_REPLY_S = 0.1  # so that the client that asked for the stop gets an answer
 _MAX_CALLS_S = 0.01  # longest turn of taking results, so that clients get theirs
-_TRIES, _TRY_S = 10, 0.05  # for an address whose holder is unknown
+_BIND_TRIES, _BIND_PAUSE_S = 10, 0.05  # for an address whose holder is unknown
 _SWITCH_S = 0.0005  # fetch threads hold the GIL for microseconds; never let them for 5 ms
 
 
@@ -133,7 +133,7 @@ class Daemon:
         """Return a control socket at this address; None where another user holds it."""
         if not self._embedded and released(address):
             log.info("an embedded daemon released the address; it ends with its last client")
-        for _ in range(_TRIES):
+        for _ in range(_BIND_TRIES):
             try:
                 limit = self._config.daemon.max_connections
                 return ControlSocket(address, self.node, self._epoll, limit=limit)
@@ -145,7 +145,7 @@ class Daemon:
                 raise UnavailableError(f"your daemon named {name!r} is already running")
             if uid is not None:
                 return None
-            time.sleep(_TRY_S)  # the holder may have just ended
+            time.sleep(_BIND_PAUSE_S)  # the holder may have just ended
         return None
 
     def call_soon(self, call: Callable[[], None]) -> None:

@@ -11,8 +11,8 @@ import stat
 import time
 from pathlib import Path
 
-_DATA = "objects"
-_LEAVING = "leaving"
+_OBJECTS_FILE = "objects"
+_LEAVING_FILE = "leaving"
 #: Longest wait, in s, for a folder whose daemon has said that it ends; pause between two looks.
 LEAVING_S, _LOOK_AGAIN_S = 10.0, 0.05
 #: The file grows by this many bytes at a time; allocating it ahead keeps it in few pieces.
@@ -74,7 +74,7 @@ def _lock(fd: int, path: Path) -> None:
             raise BlockingIOError(errno.EWOULDBLOCK, "another daemon uses it", str(path))
         time.sleep(_LOOK_AGAIN_S)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(_LEAVING, dir_fd=fd)
+        os.unlink(_LEAVING_FILE, dir_fd=fd)
 
 
 def _locked(fd: int) -> bool:
@@ -92,13 +92,13 @@ def mark_leaving(folder: int) -> None:
         OSError: that cannot be written.
     """
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(_LEAVING, dir_fd=folder)
-    os.close(os.open(_LEAVING, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder))
+        os.unlink(_LEAVING_FILE, dir_fd=folder)
+    os.close(os.open(_LEAVING_FILE, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=folder))
 
 
 def _is_left(folder: int) -> bool:
     try:
-        since = os.stat(_LEAVING, dir_fd=folder).st_mtime
+        since = os.stat(_LEAVING_FILE, dir_fd=folder).st_mtime
     except FileNotFoundError:
         return False
     return abs(time.time() - since) < LEAVING_S
@@ -120,7 +120,7 @@ class DataFile:
     def __init__(self, folder: int, budget: int, keep_free: int) -> None:
         self._keep_free = keep_free
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(_DATA, flags, 0o600, dir_fd=folder)
+        self._fd = os.open(_OBJECTS_FILE, flags, 0o600, dir_fd=folder)
         try:
             least = self._probe(folder)
             self.unit = max(least, _unit(budget))
@@ -134,7 +134,7 @@ class DataFile:
         """Reopen the file for direct access where possible; return the least unit."""
         self.direct = False
         try:
-            fd = os.open(_DATA, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, dir_fd=folder)
+            fd = os.open(_OBJECTS_FILE, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, dir_fd=folder)
         except OSError:  # this file system has none
             return _ALIGNMENTS[0]
         for least in _ALIGNMENTS:

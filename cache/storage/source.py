@@ -408,7 +408,9 @@ class Source:
         files = next((i for i, uri in enumerate(uris) if is_remote(uri)), files)
         total, seconds, reads, start = 0, 0.0, 0, time.perf_counter()
         for i, (file, n) in enumerate(zip(self._opened(uris[:files]), length.tolist())):  # noqa: B905
-            quick = self._read_file(uris[i], file, int(rows[i]), n, parts[i], read, i)
+            found, quick = self._read_file(uris[i], file, int(rows[i]), Run(0, n, parts[i]))
+            if found is not None:
+                read.nbytes[i], read.version[i] = n, found
             now = time.perf_counter()
             if quick:
                 seconds += now - start
@@ -418,30 +420,22 @@ class Source:
         return files
 
     def _read_file(
-        self,
-        uri: str,
-        file: OpenFile | Exception,
-        row: int,
-        length: int,
-        part: Part,
-        read: Read,
-        i: int,
-    ) -> bool:
-        """Read a local file of one object; whether one attempt sufficed, and is not counted yet."""
-        error = file if isinstance(file, Exception) else None
-        if isinstance(file, OpenFile):
+        self, uri: str, file: OpenFile | Exception, row: int, run: Run
+    ) -> tuple[int | None, bool]:
+        """Read a local file of one object; its version, None where that failed.
+
+        Second, whether one attempt sufficed, which is not counted yet.
+        """
+        error: Exception
+        if isinstance(file, Exception):
+            error = file
+        else:
             try:
-                read.version[i] = self._local.single(file, uri, length, part)
-                read.nbytes[i] = length
+                return self._local.single(file, uri, run.length, run.buffers), True
             except Exception as e:  # noqa: BLE001  as `_fill`
                 error = e
-        if error is None:
-            return True
-        run = Run(0, length, part)
         filled = self._retry_fill(self._stored_file(row), run, error, time.monotonic())
-        if filled is not None:
-            read.nbytes[i], read.version[i] = length, filled.version
-        return False
+        return None if filled is None else filled.version, False
 
     def _fill(self, stored: StoredFile, runs: list[Run]) -> list[Filled | None]:
         """The result of each run of one file. The first attempt reads all with one open."""

@@ -36,7 +36,7 @@ from creel.settings import DiskSettings
 
 #: Longest delay of the daemon's end, in s, to write what is in memory alone. Slurm
 #: kills 30 s after SIGTERM, systemd 20 s after it (deploy/creeld.service).
-_LAST_S = 5.0
+_LAST_WRITES_S = 5.0
 #: A disk that has not written 64 MiB by then is of no use.
 _WAIT_S = 10.0
 
@@ -130,13 +130,13 @@ class Disk:
     def close(self, last: Callable[[], Sequence[Action]] = list) -> None:
         """Carry out what is left to do, end the writer, and let the folder go.
 
-        Takes `_LAST_S` and a second at most; a disk that hangs keeps writer and folder until the
-        process ends.
+        Takes `_LAST_WRITES_S` and a second at most; a disk that hangs keeps writer and folder until
+        the process ends.
 
         Args:
             last: says what is to be written and removed (`Core.end`).
         """
-        self._until = time.monotonic() + _LAST_S
+        self._until = time.monotonic() + _LAST_WRITES_S
         if self._store is not None:
             self._store.leave()
             try:
@@ -149,10 +149,10 @@ class Disk:
                     self.spill(action)
                 elif isinstance(action, DropFromDisk):
                     self.drop(action)
-        if self._writer.close(_LAST_S + 1.0) and self._store is not None:
+        if self._writer.close(_LAST_WRITES_S + 1.0) and self._store is not None:
             self._store.close()
         if self._late:
-            log.info("%d objects were not written to disk within %g s", self._late, _LAST_S)
+            log.info("%d objects were not written to disk within %g s", self._late, _LAST_WRITES_S)
 
     def _order(self, work: Callable[[], None]) -> None:
         """Have the writer do something after all that was ordered before."""
