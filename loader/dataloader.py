@@ -141,7 +141,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _get_iterator(self) -> BaseDataLoaderIter:
         if not _may_take(self):
             begun: LoaderState | None = self.__dict__.get("_creel_state")
-            if begun is not None and begun.shares:
+            if begun is not None and begun.needed_by_ranks:
                 raise ConfigError(
                     "other ranks share batches or samples with this loader: enable creel again"
                 )

@@ -123,7 +123,7 @@ class LoaderState:
         return self._role
 
     @property
-    def shares(self) -> bool:
+    def needed_by_ranks(self) -> bool:
         """Whether other ranks count on this one's creel: for batches, or for samples exchanged."""
         return self._role is not None or (self._exchange is not None and self._exchange.moves)
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.loader.order.derived import Distributed
 from creel.loader.order.drain import DrainedSampler
-from creel.loader.order.shares import Distributed
 from creel.loader.order.streams import FromArray, SamplerStream, Sequential, indices_of
 from creel.policies.cluster.job_order import JobOrder
 

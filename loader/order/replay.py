@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from creel.loader.order.derived import Distributed, Without
 from creel.loader.order.generators import GeneratorCopies, RandomSource, seeded, state_of
-from creel.loader.order.shares import Distributed, Without
 from creel.loader.order.streams import (
     FromList,
     Origin,

@@ -36,6 +36,7 @@ from torch.utils.data import (
 )
 
 from creel.errors import ConfigError
+from creel.loader.order.derived import each_of, in_whole
 from creel.loader.order.generators import (
     GeneratorCopies,
     RandomSource,
@@ -56,7 +57,6 @@ from creel.loader.order.orders import (
 )
 from creel.loader.order.replay import is_sequence, open_stream, trusted
 from creel.loader.order.sampler_state import load_own, own_states
-from creel.loader.order.shares import each_of, in_whole
 from creel.loader.order.streams import StreamState
 from creel.policies.cluster.remap import Exchange
 
