@@ -146,7 +146,8 @@ class AccessRecorder:
         if not hasattr(self.dataset, "__getitems__"):
             return self._each(indices)
         reads: BatchReads = [[] for _ in indices]
-        samples = _batch(self.dataset, indices, reads, self._observing())
+        with self._observing() as observed:
+            samples = _batch(self.dataset, indices, reads, observed)
         self._observed += zip(indices, reads, strict=True)
         return samples
 
@@ -301,9 +302,9 @@ def _drained(queue: deque[T]) -> Iterator[T]:
 
 def _unwritten(reads: list[Asked], observed: ObservedReads, act: Callable[[], T]) -> T:
     """Call `act` and return its result; its reads are added to `reads`."""
+    observed.end_sample()  # what was read between two of them belongs to none
     look_again()
-    with observed:
-        result = act()
+    result = act()
     reads += observed.end_sample()
     return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN, of_stat
@@ -35,7 +36,8 @@ class PartialRead:
     def __init__(self, nbytes: int, waited_ns: int = 0) -> None:
         """`nbytes`: size of the file."""
         self.nbytes = nbytes
-        self._since = -1  # what the thread had read when its reads began to count
+        self._thread: ThreadReads | None = None  # whose reads count, and
+        self._since = 0  # what it had read when they began to
         self._read = 0
         #: How long the storage made the thread wait for the open, in ns.
         self.waited_ns = waited_ns
@@ -45,13 +47,13 @@ class PartialRead:
         """Count bytes that were read through a file object."""
         self._read += nbytes
 
-    def count_thread(self) -> None:
-        """Count all that this thread reads from now on: nobody sees what it reads of the file."""
-        self._since = _thread_nbytes()
+    def count_thread(self, thread: ThreadReads) -> None:
+        """Count all that a thread reads from now on: nobody sees what it reads of the file."""
+        self._thread, self._since = thread, thread.nbytes()
 
     def got(self) -> int:
         """Bytes that were read, at the end of the sample."""
-        unseen = _thread_nbytes() - self._since if self._since >= 0 else 0
+        unseen = 0 if self._thread is None else self._thread.nbytes() - self._since
         self.got_last = self._read + unseen
         return self.got_last
 
@@ -61,16 +63,26 @@ class PartialRead:
         return self.nbytes <= self.waited_ns
 
 
-def _thread_nbytes() -> int:
-    """Bytes that this thread has read by system calls; -1 where the system does not tell."""
-    try:
-        fd = os_open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    try:
-        return int(os.read(fd, 40).split()[1])
-    finally:
-        os.close(fd)
+class ThreadReads:
+    """What a thread has read by system calls, from the first question to `close`."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._nbytes = 0
+
+    def nbytes(self) -> int:
+        """Bytes that it has read; as before where the system does not tell, and after `close`."""
+        with suppress(OSError):
+            if self._fd is None:
+                self._fd = os_open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
+            if self._fd >= 0:
+                self._nbytes = int(os.pread(self._fd, 40, 0).split()[1])
+        return self._nbytes
+
+    def close(self) -> None:
+        if self._fd is not None and self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
 def is_local(address: str) -> bool:
@@ -149,6 +161,7 @@ class ObservedReads:
         self._asked: dict[Asked, PartialRead | None] = {}  # None: it was read as a whole
         self._sleeps = usage().ru_nvcsw  # of this thread, when `waited` was asked last
         self._outer: ObservedReads | None = None
+        self.thread = ThreadReads()  # while this is active
 
     def waited(self, took: int) -> bool:
         """Whether the storage made this thread wait in an open that took so many ns.
@@ -207,3 +220,4 @@ class ObservedReads:
 
     def __exit__(self, *_: object) -> None:
         this_thread.observed = self._outer
+        self.thread.close()

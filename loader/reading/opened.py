@@ -358,9 +358,9 @@ def read_in_c(found: Look | None, address: str, *, waited_ns: int) -> PartialRea
     `waited_ns`: how long the storage made the thread wait; where it did not, only a small file is
     worth caching, as the library has more work with a copy of a large one than with the page cache.
     """
-    part = opened_part(found, address, waited_ns)
-    if part is not None and waited_ns:
-        part.count_thread()
+    part, observed = opened_part(found, address, waited_ns), this_thread.observed
+    if part is not None and observed is not None and waited_ns:
+        part.count_thread(observed.thread)
     _left_to_c(part)
     return part
 
