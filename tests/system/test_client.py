@@ -105,7 +105,7 @@ def test_a_thread_that_listens_holds_up_nobody_who_sends(daemon: Running, tmp_pa
         received, before = client.received, descriptors(eventfds=True)
         listening = threading.Thread(target=client.listen, args=(100.0, received))
         listening.start()
-        until(lambda: descriptors(eventfds=True) - before, what="it listens")
+        until(lambda: bool(descriptors(eventfds=True) - before), what="it listens")
         sending = threading.Thread(target=plan, args=(session, np.arange(40), 5))  # no answer
         sending.start()
         sending.join(20)

@@ -1,14 +1,18 @@
-"""Which files creel reads itself instead of a library in C."""
+"""Files that libraries in C open: which of them creel reads in their place, and when it looks."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from creel.loader.reading import opened
+from creel.loader.reading import libraries, opened
+from creel.loader.reading.observed import ObservedReads
+from creel.loader.reading.observer import Intercepting
 
 
 def test_neither_devices_nor_empty_files_are_read_for_c(
@@ -26,3 +30,23 @@ def test_neither_devices_nor_empty_files_are_read_for_c(
     assert opened.read_for_c(str(empty)) is None
     assert opened.read_for_c(str(tmp_path / "absent")) is None
     assert opened.read_for_c(str(file)) == b"abc"
+
+
+def test_a_file_is_looked_at_before_a_library_opens_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its reads, a network file system would have to be asked anew for what it is."""
+    path, stat = tmp_path / "file.h5", os.stat
+    seen: list[str] = []
+    path.write_bytes(b"bytes")
+
+    def looking(file: Any) -> os.stat_result:
+        seen.append("look")
+        return stat(file)
+
+    monkeypatch.setattr(os, "stat", looking)
+    opening = libraries.hdf5(lambda *_: seen.append("open"))
+    with Intercepting(), ObservedReads() as observed:
+        opening(None, str(path))
+        assert observed.end_sample() == [str(path)]
+    assert seen == ["look", "open"]
