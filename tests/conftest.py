@@ -11,6 +11,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -96,6 +97,8 @@ def embedded(daemon_name: str) -> Iterator[str]:
         daemon = daemon_of(daemon_name)
         daemon.send_signal(signal.SIGCONT)
         daemon.terminate()
+    if connections := sys.modules.get("creel.loader.client.connections"):
+        connections.disconnect(daemon_name)  # a client of each would stay open
 
 
 @pytest.fixture
