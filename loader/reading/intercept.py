@@ -111,9 +111,9 @@ def _open_recorded(
 ) -> Any:
     """`open(path, "rb")` where nothing is served and all is recorded, as in a first epoch.
 
-    It runs before each read of a disk, where a call of a function takes four times as long as in a
-    loop. So what is usual, a small file for which nobody waits, is all here
-    (`benchmarks/many_files.py --raw`).
+    It runs before each read of a disk, when none of it is in the processor's caches. So what is
+    usual, a small file for which nobody waits, is all here, though `open_source` and
+    `observed_file` do the same (`benchmarks/many_files.py --raw`).
     """
     address = local_address(path)
     if address is None:
