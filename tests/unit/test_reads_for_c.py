@@ -40,13 +40,14 @@ def test_a_file_is_looked_at_before_a_library_opens_it(
     seen: list[str] = []
     path.write_bytes(b"bytes")
 
-    def looking(file: Any) -> os.stat_result:
+    def looking(file: Any, **more: Any) -> os.stat_result:
         seen.append("look")
-        return stat(file)
+        return stat(file, **more)
 
     monkeypatch.setattr(os, "stat", looking)
     opening = libraries.hdf5(lambda *_: seen.append("open"))
     with Intercepting(), ObservedReads() as observed:
         opening(None, str(path))
         assert observed.end_sample() == [str(path)]
+    monkeypatch.undo()
     assert seen == ["look", "open"]
