@@ -21,7 +21,7 @@ SHUFFLE_LIMIT = (2**32 - 1) // 20
 _PIECE = 1 << 14  # entries computed at a time where all are wanted
 
 _WORDS = 624  # words in the engine's state
-_LEFT, _NEXT, _STATE = 8, 16, 24  # byte offsets in the result of torch's get_state()
+_LEFT, _STATE = 8, 24  # byte offsets in the result of torch's get_state()
 _STATE_NBYTES = 5056
 
 
@@ -55,28 +55,9 @@ class TorchRandom:
         made.bits._legacy_seeding(seed & 0xFFFFFFFF)  # noqa: SLF001  init_genrand, as torch
         return made
 
-    def into_state(self, state: bytes | memoryview | NDArray[np.uint8]) -> bytes:
-        """Return `state` of a torch generator with its engine replaced by this one (5,056 bytes).
-
-        The other parts of a state (seed, cached normal deviate) are kept.
-        """
-        raw = bytearray(bytes(state))
-        inner = self.bits.state["state"]
-        pos = int(inner["pos"])
-        raw[_LEFT : _LEFT + 4] = (_WORDS + 1 - pos).to_bytes(4, "little")
-        raw[_NEXT : _NEXT + 8] = pos.to_bytes(8, "little")
-        words = np.asarray(inner["key"], dtype="<u8")
-        raw[_STATE : _STATE + 8 * _WORDS] = words.tobytes()
-        return bytes(raw)
-
     def random(self, k: int) -> NDArray[np.uint32]:
         """Return the next k draws of 32 bits."""
         return self.bits.random_raw(k).astype(np.uint32)
-
-    def skip(self, k: int) -> None:
-        """Discard k draws of 32 bits: 2.6 ns each, GIL released."""
-        if k > 0:
-            self.bits.random_raw(k, output=False)
 
 
 class Shuffle:
