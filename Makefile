@@ -16,7 +16,7 @@ VENV   ?= .venv
 DATA   ?=
 DEMO   ?=
 ARGS   ?=
-BENCH  ?= $(filter-out measure,$(basename $(notdir $(wildcard benchmarks/*.py))))
+BENCH  ?= $(filter-out measure workloads two_commits,$(basename $(notdir $(wildcard benchmarks/*.py))))
 
 BIN   := $(VENV)/bin
 # Two files of tests at a time, the longest first (tests/conftest.py); ARGS=-n0 runs one after the

@@ -31,8 +31,8 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 def child(way: str, mount: str, epochs: int, batch: int, nbytes: int) -> None:
     """Runs in a process of its own: prints the seconds of each epoch as they end."""
     import torch
-    from cost_per_batch import Files, tensor_of
     from torch.utils.data import DataLoader
+    from workloads import Files, tensor_of
 
     import creel
 

@@ -16,8 +16,10 @@ import torch
 #: Free buffers of one size that are kept; a trainer that holds more batches gets fresh memory.
 _MAX_KEPT = 8
 #: Upper bound in bytes on the same, since they are kept while the loader lives. Memory beyond it
-#: (a dataset read as one batch, many batches held) is freed with its batches.
-MAX_KEPT_NBYTES = 256 << 20
+#: (a dataset read as one batch, many batches held) is freed with its batches. It has room for the 6
+#: batches of 64 MB that two workers and a trainer have at a time: one in 16 made anew took as long
+#: as half the copies (benchmarks/two_commits.py, files 1 MB x 64).
+MAX_KEPT_NBYTES = 512 << 20
 _ALIGN = 4096
 #: glibc adapts its limits to freed blocks below 32 MiB, on 64-bit systems.
 _LARGE_NBYTES = 31 << 20
