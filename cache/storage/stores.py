@@ -213,13 +213,13 @@ def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
     """Read those pieces that lie in the page cache; return the others, which are read ahead."""
     missing = []
     try:
-        for piece in pieces:
+        for offset, length, buffers in pieces:
             try:
-                if os.preadv(fd, piece[2], piece[0], _NOWAIT) == piece[1]:
+                if os.preadv(fd, buffers, offset, _NOWAIT) == length:
                     continue
             except BlockingIOError:
                 pass
-            missing.append(piece)
+            missing.append((offset, length, buffers))
     except OSError:  # the file system does not say what it has in the page cache
         return pieces
     if missing:

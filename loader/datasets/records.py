@@ -16,7 +16,7 @@ from numpy.lib import format as npy
 from numpy.typing import DTypeLike, NDArray
 
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.stores import read_pieces
+from creel.cache.storage.stores import Piece, read_pieces
 from creel.errors import ConfigError
 from creel.loader.buffers import BufferPool
 from creel.loader.datasets.base import (
@@ -199,11 +199,13 @@ class RecordDataset(Labelled):
 
         Nothing is kept from batch to batch: the file that is there now is read.
         """
-        which = np.searchsorted(self._ends, ids, side="right")
-        several = len(self._runs) > 1
-        for number in np.unique(which).tolist() if several else [0]:
+        if len(self._runs) == 1:
+            parts = [(0, np.arange(len(ids)))]
+        else:
+            which = np.searchsorted(self._ends, ids, side="right")
+            parts = [(k, np.flatnonzero(which == k)) for k in np.unique(which).tolist()]
+        for number, where in parts:
             run = self._runs[number]
-            where = np.flatnonzero(which == number) if several else np.arange(len(ids))
             first = int(self._ends[number]) - run.count
             if not _read_run(run, self.nbytes, ids[where] - first, out, where):
                 for at in where.tolist():  # with retries, or an error that names the path
@@ -244,27 +246,37 @@ def _read_run(
     """
     if scheme_of(run.path) or (run.count == 1 and not run.offset):
         return False  # the size of a whole-file object must be checked, which `Source` does
-    neighbours = (records[1:] - records[:-1] == 1) & (where[1:] - where[:-1] == 1)
-    if neighbours.any():
-        first = np.append(0, np.flatnonzero(~neighbours) + 1)
-        begins = where[first] * nbytes
-        ends = begins + np.diff(first, append=len(records)) * nbytes
-        offset = run.offset + records[first] * nbytes
-    else:
-        begins = where * nbytes
-        ends, offset = begins + nbytes, run.offset + records * nbytes
     view = memoryview(out.data).cast("B")
     try:
         fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
-    rows = zip(begins.tolist(), ends.tolist(), offset.tolist(), strict=True)
     try:
-        return read_pieces(fd, [(at, b - a, [view[a:b]]) for a, b, at in rows])
+        return read_pieces(fd, _pieces(run, nbytes, records, view, where))
     except OSError:
         return False
     finally:
         os.close(fd)
+
+
+def _pieces(
+    run: _RecordRange,
+    nbytes: int,
+    records: Indices,
+    view: memoryview,
+    where: NDArray[np.intp],
+) -> list[Piece]:
+    """Reads that fill rows `where` of `view` with records, adjacent ones together."""
+    offset, begins = run.offset + records * nbytes, where * nbytes
+    neighbours = np.diff(records) == 1
+    if not neighbours.any():
+        at = zip(offset.tolist(), begins.tolist(), strict=True)
+        return [(o, nbytes, [view[b : b + nbytes]]) for o, b in at]
+    neighbours &= np.diff(where) == 1
+    first = np.append(0, np.flatnonzero(~neighbours) + 1)
+    length = np.diff(first, append=len(records)) * nbytes
+    runs = zip(offset[first].tolist(), begins[first].tolist(), length.tolist(), strict=True)
+    return [(o, n, [view[b : b + n]]) for o, b, n in runs]
 
 
 def torch_dtype(dtype: torch.dtype | DTypeLike) -> torch.dtype:
