@@ -28,7 +28,6 @@ from torch.utils.data import get_worker_info
 
 from creel.addresses import startable
 from creel.config import Config, switched_off
-from creel.errors import UnavailableError
 from creel.forks import at_fork, forget_in_child
 from creel.loader.binding.access_recorder import AccessRecorder, recordable
 from creel.loader.binding.access_trace import AccessTrace
@@ -37,8 +36,7 @@ from creel.loader.binding.gather import StepReader
 from creel.loader.binding.joint_recording import JointMemory
 from creel.loader.binding.recording import KeptTrace, memory_of_ranks, recorder_on
 from creel.loader.binding.tree import bindable
-from creel.loader.client.connections import client_of, daemon_starting
-from creel.loader.client.unmet_settings import warn_of_unmet
+from creel.loader.client.connections import daemon_starting, open_session
 from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.reading.intercept import Intercepted
 from creel.loader.reading.lease import Lease
@@ -436,41 +434,30 @@ class WrappedReads:
         return options.embed and startable(config.daemon.name)  # the first worker starts it
 
     def _connected(self, binding: Binding) -> DaemonLink | None:
-        client = self._client()
-        if client is None:
-            return None
-        try:
-            session = self._session(client, binding)
-        except UnavailableError as e:
-            _log.warning("creel reads directly, without a cache: %s", e)
-            return None
-        settings = self._settings().loader
-        wait_s, direct = min(settings.wait_s, _WAIT_S), settings.direct == "auto"
-        return DaemonLink(client, session, binding, wait_s, direct=direct)
-
-    def _session(self, client: Client, binding: Binding) -> Session:
-        rank, world = rank_and_world()
-        recheck = self._settings().loader.recheck
-        if recheck == "epoch":
-            recheck = "step"  # only a loader knows where an epoch begins
-        return client.open_manifest(binding.manifest, job_name(), rank, world, recheck=recheck)
-
-    def _client(self) -> Client | None:
-        if self._settings().loader.disable:
-            return None
+        config, origins = self._configured()
+        options = config.loader
         # An embedded daemon ends with its last client. torch's workers end with their epoch, so
         # they ask it to stay as long as the process that will make the next ones.
         trainer = multiprocessing.parent_process() if get_worker_info() is not None else None
         trainer_pid = trainer.pid if trainer is not None else None
-        client = client_of(self._settings(), trainer_pid=trainer_pid or 0)
-        if client is not None and trainer is None and self.config is not None:
-            warn_of_unmet(client, *self.config)
-        return client
+        session = open_session(
+            *(binding.manifest, config, origins, job_name(), *rank_and_world()),
+            # Only a loader knows where an epoch begins.
+            recheck="step" if options.recheck == "epoch" else options.recheck,
+            trainer_pid=trainer_pid or 0,
+        )
+        if session is None:
+            return None
+        wait_s, direct = min(options.wait_s, _WAIT_S), options.direct == "auto"
+        return DaemonLink(session.client, session, binding, wait_s, direct=direct)
 
     def _settings(self) -> Config:
+        return self._configured()[0]
+
+    def _configured(self) -> tuple[Config, dict[str, str]]:
         if self.config is None:
             self.config = Config.load()
-        return self.config[0]
+        return self.config
 
 
 def _intercepted(fetch: Callable[[Dataset[Sample]], T], dataset: Dataset[Sample]) -> T:

@@ -6,9 +6,12 @@ import atexit
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
+from creel.cache.storage.manifest import Manifest
 from creel.config import Config
+from creel.errors import UnavailableError
 from creel.forks import at_fork
 from creel.loader.client.client import Client
 from creel.loader.client.embed import (
@@ -18,6 +21,8 @@ from creel.loader.client.embed import (
     start_early,
     started_elsewhere,
 )
+from creel.loader.client.session import Session
+from creel.loader.client.unmet_settings import warn_of_unmet
 
 _log = logging.getLogger("creel.loader")
 
@@ -64,6 +69,38 @@ def client_of(config: Config, *, trainer_pid: int = 0) -> Client | None:
                 _pauses.pop(name, None)
                 _clients[name] = client
         return client
+
+
+def open_session(
+    manifest: Manifest,
+    config: Config,
+    origins: Mapping[str, str],
+    job: str,
+    rank: int,
+    world: int,
+    *,
+    recheck: str,
+    trainer_pid: int = 0,
+) -> Session | None:
+    """Open a session with this node's daemon; None, after one warning, where that fails.
+
+    Args:
+        origins: where each setting comes from; a trainer warns of those that the daemon lacks.
+        job, rank, world, recheck: see `messages.Open`.
+        trainer_pid: see `Client.connect`; 0: this process is the trainer.
+    """
+    client = client_of(config, trainer_pid=trainer_pid)
+    if client is None:
+        return None
+    try:
+        session = client.open_manifest(manifest, job, rank, world, recheck=recheck)
+    except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
+        if not client.closed:  # by the trainer's thread, as nothing is read any more
+            _log.warning("creel reads directly, without a cache: %s", e)
+        return None
+    if not trainer_pid:
+        warn_of_unmet(client, config, origins)
+    return session
 
 
 def connected(name: str) -> Client | None:

@@ -22,7 +22,6 @@ from creel.loader.binding.proxy import Wrapped, configure, recorded
 from creel.loader.binding.tree import declares, wrapped_in
 from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import start_daemon_early
-from creel.loader.client.unmet_settings import warn_of_unmet
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
@@ -151,10 +150,7 @@ class LoaderState:
 
     def open(self, binding: Binding) -> BatchStream | None:
         """Open a session, which waits for the daemon; warns of settings that it does not have."""
-        opened = open_batch_stream(binding, self.config)
-        if opened is not None:
-            warn_of_unmet(opened.client, self.config, self._origins)
-        return opened
+        return open_batch_stream(binding, self.config, self._origins)
 
     def page_cached(
         self, loader: DataLoader[Any], binding: Binding, stream: BatchStream | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,7 @@ from creel.cache.memory.shared_words import READY
 from creel.config import Config
 from creel.errors import ConfigError, UnavailableError
 from creel.loader.client.client import Client
-from creel.loader.client.connections import client_of
+from creel.loader.client.connections import open_session
 from creel.loader.client.session import Session
 from creel.loader.cluster.join import join_cluster
 from creel.loader.cluster.ranks import job_name, rank_and_world
@@ -206,22 +206,20 @@ class BatchStream:
         self.session.close()
 
 
-def open_batch_stream(binding: Binding, config: Config) -> BatchStream | None:
+def open_batch_stream(
+    binding: Binding, config: Config, origins: Mapping[str, str]
+) -> BatchStream | None:
     """Open a session with this node's daemon for a dataset; None if there is no daemon."""
-    client = client_of(config)
-    if client is None:
-        return None
     rank, world = rank_and_world()
-    try:
-        recheck = config.loader.recheck
-        session = client.open_manifest(binding.manifest, job_name(), rank, world, recheck=recheck)
-    except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
-        if not client.closed:  # by the trainer's thread, as nothing is read any more
-            _log.warning("creel reads directly, without a cache: %s", e)
+    session = open_session(
+        *(binding.manifest, config, origins, job_name(), rank, world),
+        recheck=config.loader.recheck,
+    )
+    if session is None:
         return None
     if config.loader.cluster:
-        join_cluster(client, config.cluster, rank, world)
-    return BatchStream(client, session, binding, config.daemon.name)
+        join_cluster(session.client, config.cluster, rank, world)
+    return BatchStream(session.client, session, binding, config.daemon.name)
 
 
 def try_predict(order: EpochOrder, epochs: int) -> EpochPlan | None:

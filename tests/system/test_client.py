@@ -197,7 +197,7 @@ def test_closing_ends_a_question_of_another_thread_in_silence(
     daemon.signal(signal.SIGSTOP)
     try:
         with mock.patch.object(socket, "recv_fds", asking), ThreadPoolExecutor() as threads:
-            opened = threads.submit(open_batch_stream, binding, settings)
+            opened = threads.submit(open_batch_stream, binding, settings, {})
             assert asked.wait(20)
             connections.disconnect(daemon.name)
             assert opened.result(20) is None  # it would have waited for 120 s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,6 +38,7 @@ from programs import Program
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 
 N, NBYTES, BATCH = 120, 20_000, 8
+SEALED = "creel.loader.client.client.sealed_file"  # what a manifest travels in
 
 
 class Files(FileDataset):
@@ -373,6 +376,19 @@ def test_without_any_daemon_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CREEL_LOADER__EMBED", "false")
     files: Any = FileDataset(folder(tmp_path / "data", 20), "*.raw", decode=bytes)
     assert creel.wrap(files).__getitems__([3, 4]) == [files[3], files[4]]
+
+
+@pytest.mark.parametrize("lacking", ["creel.loader.client.client.LocationTable", SEALED])
+def test_a_session_that_finds_no_memory_or_descriptor_means_direct_reads(
+    node: Node, caplog: pytest.LogCaptureFixture, lacking: str
+) -> None:
+    """The location table of a large dataset under `ulimit -v`; the manifest's descriptor."""
+    files = creel.wrap(node.files())
+    with mock.patch(lacking, side_effect=OSError(errno.ENOMEM, "Cannot allocate memory")):
+        got = [files.__getitems__([i]) for i in range(3)]
+    assert got == [[(node.path / f"{i:03}.raw").read_bytes()] for i in range(3)]
+    warned = [r.getMessage() for r in caplog.records]
+    assert warned == ["creel reads directly, without a cache: [Errno 12] Cannot allocate memory"]
 
 
 def test_creels_own_loader_goes_through_it(node: Node) -> None:
