@@ -73,6 +73,8 @@ class DaemonLink:
         self.client = client
         self.session = session
         self.binding = binding
+        #: Time (`time.monotonic`) until which no other session is to be opened.
+        self.not_before = 0.0
         self._wait_s = wait_s
         self._direct = DirectReads(allowed=direct)
         self._object_nbytes = 0  # average size of the objects last requested
@@ -132,6 +134,8 @@ class DaemonLink:
         self._count(**{f"{kind}_{cause}_ns": time.monotonic_ns() - start})
         if not ready and wait_s < self._wait_s:
             self._direct.waited_in_vain()
+        elif not ready and self.session.ended:  # a new one might be waited for as long
+            self.not_before = time.monotonic() + _RETRY_S
         elif not ready and self.session.alive:
             _log.warning("a batch was not ready in %g s; it is read directly", self._wait_s)
         return ready
@@ -403,10 +407,12 @@ class WrappedReads:
             if link is not None:  # by the trace of an earlier job, which a new one may replace
                 self._bind()
             link = self._link
-            if link is not None and link.client.alive:
+            if link is not None and link.client.alive and not link.session.ended:
                 # The daemon may be stopped for a while; or another thread has just made the link.
                 return link if link.session.alive else None
-            self._link = None
+            if link is not None:
+                link.session.close()
+                self._link, self._not_before = None, link.not_before
             binding = None if time.monotonic() < self._not_before else self._bind()
             if binding is None:
                 return None

@@ -105,9 +105,14 @@ class Session:
         forget_in_child(self)
 
     @property
+    def ended(self) -> bool:
+        """Whether it was closed or lost: no step of it will be ready, and nothing is sent."""
+        return self._closed or self._lost
+
+    @property
     def alive(self) -> bool:
         """Whether the daemon serves: connected, beating, not draining."""
-        if self._closed or self._lost or not self.client.alive or self.words[STATE] != 0:
+        if self.ended or not self.client.alive or self.words[STATE] != 0:
             return False
         now, beat = time.monotonic_ns(), self.words[HEARTBEAT]
         if now - beat < STALE_NS:
@@ -214,7 +219,7 @@ class Session:
 
     def ready(self, step: int) -> bool:
         """Whether the objects of `step` can be read from the arena (or have failed) now."""
-        if self._closed or self._lost or (step >= self._void_from and not self._settled()):
+        if self.ended or (step >= self._void_from and not self._settled()):
             return False
         return self.words.ready(step)
 
@@ -264,7 +269,7 @@ class Session:
 
     def done(self, step: int) -> None:
         """Raise DONE: all steps < `step` were read, and their bytes may leave. Never lowers it."""
-        if not self._closed and not self._lost and step > self.words[DONE]:
+        if not self.ended and step > self.words[DONE]:
             self.words[DONE] = step
 
     def deal(self, epoch: int, deal: JobOrder) -> None:
@@ -327,7 +332,7 @@ class Session:
         # Words and table stay mapped until the session is freed: other threads may be reading.
 
     def _send(self, message: messages.RequestMessage, *arrays: NDArray[Any]) -> bool:
-        if self._closed or self._lost:
+        if self.ended:
             return False
         try:
             self.client.send(message, *arrays)

@@ -391,6 +391,40 @@ def test_a_session_that_finds_no_memory_or_descriptor_means_direct_reads(
     assert warned == ["creel reads directly, without a cache: [Errno 12] Cannot allocate memory"]
 
 
+def test_ctrl_c_amid_a_request_costs_no_later_read(node: Node, daemon_name: str) -> None:
+    """In a notebook: whether the daemon has got the request is unknown, so its session is lost."""
+    files = creel.wrap(node.files())
+    files.__getitems__([0, 1])
+    client = connections.connected(daemon_name)
+    pressed = mock.patch.object(client, "send", side_effect=KeyboardInterrupt)
+    with pressed, pytest.raises(KeyboardInterrupt):
+        files.__getitems__([2])
+    node.reads()
+    files.__getitems__([3, 4])
+    assert node.direct() == 0
+    assert node.reads() == 2
+    assert len(node.stats()["core"]["sessions"]) == 1
+
+
+def test_a_plan_that_does_not_arrive_is_waited_for_once_in_a_while(
+    node: Node, daemon_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where libzmq finds no descriptor: another session's plan would not arrive, either."""
+    monkeypatch.setattr("creel.loader.client.session.ARRIVAL_S", 0.2)
+    files = creel.wrap(node.files())
+    files[0]
+    client = connections.connected(daemon_name)
+    with mock.patch.object(client, "send") as send:
+        files[1]
+        sent = send.call_count
+        assert sent
+        files[2]
+        assert send.call_count == sent
+    object.__getattribute__(files, "_reads")._not_before = 0.0  # as after half a minute
+    files[3]
+    assert node.direct() == 2
+
+
 def test_creels_own_loader_goes_through_it(node: Node) -> None:
     loader = creel.DataLoader(creel.wrap(node.files()), BATCH, collate_fn=list)
     for _ in range(2):
