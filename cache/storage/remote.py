@@ -7,11 +7,28 @@ asyncio (16 ms of a daemon's start). Every request ends within a deadline. No re
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from creel.cache.storage.arrow_store import ArrowStore, GcsStore
 from creel.cache.storage.stores import Store
 
 #: Schemes that pyarrow.fs reads and lists with its own clients.
 ARROW = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
+
+
+def store_key(uri: str) -> tuple[str, str, str]:
+    """Scheme, host and options of the store that serves an address.
+
+    Options are the query of addresses that pyarrow.fs reads. Over HTTP it is part of the file's
+    name (a signature, say).
+
+    >>> store_key("s3://b/a?region=x"), store_key("http://h/a?sign=x")
+    (('s3', 'b', 'region=x'), ('http', 'h', ''))
+    """
+    scheme, _, rest = uri.partition("://")
+    scheme = scheme.lower()
+    options = urlsplit(uri).query if "?" in rest and scheme in ARROW else ""
+    return scheme, rest.partition("/")[0].partition("?")[0], options
 
 
 def open_store(uri: str, deadline_s: float = 30.0) -> Store:

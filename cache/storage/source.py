@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from creel.cache.storage import version
 from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
-from creel.cache.storage.remote import open_store
+from creel.cache.storage.remote import open_store, store_key
 from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import (
     AHEAD_FILES,
@@ -186,7 +186,7 @@ class Source:
         self._settings = settings or FetchSettings()
         self._relative = relative
         self._local = LocalStore(files)
-        self._remote: dict[tuple[int, str, str], Store] = {}
+        self._remote: dict[tuple[int, str, str, str], Store] = {}
         self._lock = threading.Lock()
         self._single, self._whole = _single(manifest)
 
@@ -509,9 +509,8 @@ class Source:
         if not is_remote(uri):
             self._check_path(uri)
             return self._local
-        scheme, _, rest = uri.partition("://")
         # The process id: clients of object stores have threads and do not survive a fork.
-        key = (os.getpid(), scheme, rest.partition("/")[0])
+        key = (os.getpid(), *store_key(uri))
         with self._lock:
             if key not in self._remote:
                 self._remote[key] = open_store(uri, self._settings.deadline_s)

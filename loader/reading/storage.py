@@ -19,7 +19,7 @@ from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from creel.cache.storage.manifest import UNKNOWN
-from creel.cache.storage.remote import ARROW, open_store
+from creel.cache.storage.remote import ARROW, open_store, store_key
 from creel.cache.storage.retry import public, retried, source_error
 from creel.cache.storage.stores import LocalStore, Store, StoredFile, read_file
 from creel.config import Config
@@ -32,7 +32,7 @@ R = TypeVar("R")
 #: Threads that list folders and ask for sizes; they wait for the storage, not for the CPU.
 _THREADS = 16
 
-_stores: dict[tuple[int, str, str], Store] = {}
+_stores: dict[tuple[int, str, str, str], Store] = {}
 _lock = threading.Lock()
 
 
@@ -178,7 +178,7 @@ def _creel_errors(address: str) -> Iterator[None]:
 
 def _store(address: str) -> Store:
     # By process id: clients of object stores own threads and do not survive a fork.
-    key = (os.getpid(), scheme_of(address), urlsplit(address).netloc)
+    key = (os.getpid(), *store_key(address))
     deadline_s = settings().deadline_s  # before the lock, which settings() may take itself
     with _lock:
         if key not in _stores:

@@ -181,6 +181,18 @@ def test_s3_tells_versions_and_no_read_costs_a_request_more(
     rewritten(three, source)
 
 
+def test_two_servers_named_in_addresses_are_not_one(s3: S3, tmp_path: Path) -> None:
+    """The address says which server (`endpoint_override`); bucket and key are the same."""
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket/tokens.bin").write_bytes(b"other bytes")
+    with S3(tmp_path) as other:
+        uris = [f"s3://bucket/tokens.bin?{server.query}" for server in (s3, other)]
+        wanted = [(server.root / "bucket/tokens.bin").read_bytes() for server in (s3, other)]
+        assert [creel.read(uri) for uri in uris] == wanted
+        source = Source(Manifest.of_files(uris))
+        assert [source.read(i) for i in range(2)] == wanted
+
+
 def test_google_cloud_storage_tells_versions(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gcs(three.parent) as env:
         for name, value in env.items():

@@ -43,11 +43,20 @@ class S3:
     def env(self) -> dict[str, str]:
         """What a client's environment must say."""
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
+            "AWS_ENDPOINT_URL": f"http://{self._host}",
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_EC2_METADATA_DISABLED": "true",
         }
+
+    @property
+    def query(self) -> str:
+        """What an address says of this server, for clients that may read from several."""
+        return f"endpoint_override={self._host}&scheme=http"
+
+    @property
+    def _host(self) -> str:
+        return f"127.0.0.1:{self._server.server_port}"
 
     def fail(self, times: int, status: int) -> None:
         with self._lock:
