@@ -162,6 +162,7 @@ def _leaf(leaf: Leaf | None) -> str:
 
 def _leaves_of(value: Any, where: str) -> Iterator[Leaf]:
     if isinstance(value, Mapping):
+        yield where, type(value).__name__, str(len(value))
         for key, item in value.items():
             yield from _leaves_of(item, f"{where}[{key!r}]")
     elif isinstance(value, (list, tuple)):
@@ -169,6 +170,7 @@ def _leaves_of(value: Any, where: str) -> Iterator[Leaf]:
         for i, item in enumerate(value):
             yield from _leaves_of(item, f"{where}[{i}]")
     elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        yield where, type(value).__name__, str(len(vars(value)))
         for name, item in vars(value).items():
             yield from _leaves_of(item, f"{where}.{name}")
     else:

@@ -48,6 +48,7 @@ def shuffled():
 g = torch.Generator().manual_seed(3)
 plain = DataLoader(Squares(), batch_size=5, shuffle=True, generator=g)
 unbatched = DataLoader(Squares(), batch_size=None)
+without_parts = DataLoader(Squares(), batch_size=4, collate_fn=lambda _: {})
 drifting = DataLoader(Drifting(), batch_size=4)
 
 class Broken(Squares):
@@ -273,7 +274,9 @@ def verify(project: Path, *words: str) -> tuple[int, str, str]:
     return forked("verify", *words, cwd=project)
 
 
-@pytest.mark.parametrize("loader, batches", [("shuffled", 6), ("plain", 5), ("unbatched", 23)])
+@pytest.mark.parametrize(
+    "loader, batches", [("shuffled", 6), ("plain", 5), ("unbatched", 23), ("without_parts", 6)]
+)
 def test_a_loader_is_verified(project: Path, loader: str, batches: int) -> None:
     code, out, _ = verify(project, "--json", f"loaders:{loader}")
     told: dict[str, Any] = json.loads(out)
