@@ -1,13 +1,15 @@
 """`creel verify`: run a loader or script with torch's DataLoader and with creel's, and compare.
 
-Each side runs in a fork of this process, from equal seeds, with every `DataLoader` that is imported
-there replaced by one that records. Each batch becomes a list of leaves (path in the batch, type and
-shape, value or hash of the bytes); the lists are compared in order.
+Each side runs in a fork of this process, from equal seeds, where every loader records its batches;
+on creel's side, a `DataLoader` that is imported from torch is creel's. Each batch becomes a list of
+leaves (path in the batch, type and shape, value or hash of the bytes); the lists are compared in
+order.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,7 +22,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -36,11 +38,6 @@ Report: TypeAlias = dict[str, Any]
 Leaf: TypeAlias = tuple[str, str, str]
 
 _TorchDataLoader = torch.utils.data.DataLoader
-T = TypeVar("T")
-if TYPE_CHECKING:
-    _Base = TorchLoader
-else:
-    _Base = object
 _SEED = 0
 _RAISES = "raises "  # the type of a leaf that stands for an error
 
@@ -237,29 +234,27 @@ def _record(
     kind: str, target: str, arguments: Sequence[str], steps: int | None, out: IO[bytes]
 ) -> None:
     """Run the target, in a process of its own, and write records or an error to `out`."""
-    global _tape  # noqa: PLW0603 - one tape per process, set once at its start
     # The target's own prints must not mix with ours: they go to standard error.
     sys.stdout.flush()
     sys.stdout = sys.stderr
     os.dup2(2, 1)
     os.environ["CREEL_DISABLE"] = "1" if kind == "torch" else "0"
     os.environ["PYTHONHASHSEED"] = "0"  # of workers that are spawned; forks have this process's
-    _tape = _Tape(out, steps)
-    recording = RecordingTorch if kind == "torch" else RecordingCreel
-    for name in ("torch.utils.data", "torch.utils.data.dataloader"):
-        setattr(importlib.import_module(name), "DataLoader", recording)  # noqa: B010 - any module
+    tape = _Tape(out, steps)
+    _record_batches(tape)
     # A script that uses creel's class keeps it: on torch's side CREEL_DISABLE makes it torch's.
-    for name in ("creel", "creel.loader", "creel.loader.dataloader"):
-        setattr(importlib.import_module(name), "DataLoader", RecordingCreel)  # noqa: B010
+    if kind == "creel":
+        for name in ("torch.utils.data", "torch.utils.data.dataloader"):
+            setattr(importlib.import_module(name), "DataLoader", CreelLoader)  # noqa: B010
     seed_all(_SEED)
     if ":" in target and not Path(target).is_file():
         sys.path.insert(0, str(Path.cwd()))
         try:
             loader = _loader_of(target)
         except CreelError as e:
-            _tape.write(e)
+            tape.write(e)
             raise SystemExit(1) from None
-        _iterate(loader, _tape)
+        _iterate(loader, tape)
         return
     sys.argv = [target, *arguments]
     sys.path[0] = str(Path(target).resolve().parent)
@@ -335,7 +330,6 @@ class _Tape:
         self._file = file
         self._steps = steps
         self._pid = os.getpid()
-        self.loaders = 0
         self.written = 0
 
     def write(self, record: Record | CreelError) -> None:
@@ -349,23 +343,17 @@ class _Tape:
             raise SystemExit(0)
 
 
-_tape: _Tape | None = None
+def _record_batches(tape: _Tape) -> None:
+    """Have every loader of this process, torch's or one derived from it, record its batches."""
+    begin, numbers = _TorchDataLoader.__iter__, itertools.count()
 
+    def begin_recorded(loader: TorchLoader) -> Any:
+        inner = begin(loader)
+        number, epoch = vars(loader).get("_creel_recorded") or (next(numbers), 0)
+        vars(loader)["_creel_recorded"] = number, epoch + 1
+        return _Recorded(inner, tape, number, epoch)
 
-class _Recording(_Base):
-    """Mixin for a loader class that records every batch."""
-
-    _creel_number = -1
-    _creel_epochs = 0
-
-    def __iter__(self) -> Any:
-        inner = super().__iter__()
-        if _tape is None:
-            return inner
-        if self._creel_number < 0:
-            self._creel_number, _tape.loaders = _tape.loaders, _tape.loaders + 1
-        epoch, self._creel_epochs = self._creel_epochs, self._creel_epochs + 1
-        return _Recorded(inner, _tape, self._creel_number, epoch)
+    _TorchDataLoader.__iter__ = begin_recorded  # type: ignore[method-assign]  # of this process
 
 
 class _Recorded:
@@ -391,11 +379,3 @@ class _Recorded:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
-
-
-class RecordingTorch(_Recording, _TorchDataLoader[T]):
-    """torch's loader with recording."""
-
-
-class RecordingCreel(_Recording, CreelLoader[T]):
-    """creel's loader with recording."""
