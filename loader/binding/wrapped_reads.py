@@ -40,8 +40,8 @@ from creel.loader.client.connections import daemon_starting, open_session
 from creel.loader.cluster.ranks import job_name, rank_and_world
 from creel.loader.reading.intercept import Intercepted
 from creel.loader.reading.lease import Lease
-from creel.loader.reading.observer import leased, observing, passes_on
-from creel.loader.reading.this_thread import thread_use
+from creel.loader.reading.observer import passes_on
+from creel.loader.reading.this_thread import this_thread, thread_use
 from creel.policies.bypass import Bypass
 from creel.policies.direct import DirectReads
 
@@ -258,7 +258,9 @@ class WrappedReads:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        if observing() or switched_off():  # inside another proxy, which records what is read here
+        if (
+            this_thread.observed is not None or switched_off()
+        ):  # inside another proxy, which records what is read here
             return fetch(self._dataset)
         bypass = self._bypass
         if bypass is not None and bypass.active and self._binding is None and passes_on():
@@ -277,7 +279,9 @@ class WrappedReads:
         return sample
 
     def _read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
-        if leased():  # inside creel's own loader, or another proxy, which decides
+        if (
+            this_thread.lease is not None
+        ):  # inside creel's own loader, or another proxy, which decides
             return self._fetch_recorded(indices, fetch)
         link = self._usable_link()
         if link is not None and not _still(link.binding, indices):

@@ -31,8 +31,6 @@ from creel.loader.reading.observed import SMALL, ObservedReads
 from creel.loader.reading.observer import (
     Intercepting,
     copy_at,
-    intercepts,
-    observing,
     open_source,
     passes_on,
 )
@@ -154,7 +152,7 @@ def _text(original: Callable[..., Any], address: str, file: Any, mode: str, *mor
     data = copy_at(address, bytes)
     if data is None:
         real, waited_ns = open_source(original, file, mode, -1, *more)
-        if not isinstance(real, io.TextIOWrapper) or observing() is None:
+        if not isinstance(real, io.TextIOWrapper) or this_thread.observed is None:
             return real
         binary: Any = observed_file(real.detach(), address, waited_ns=waited_ns)
     else:
@@ -169,7 +167,7 @@ def _os_open_over(original: Callable[..., int]) -> Callable[..., int]:
 
     @wraps(original)
     def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        address = local_address(path) if intercepts() and dir_fd is None else None
+        address = local_address(path) if this_thread.intercepts and dir_fd is None else None
         if address is None:
             return original(path, flags, mode, dir_fd=dir_fd)
         if not flags & ~_READ_FLAGS:

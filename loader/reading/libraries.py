@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any
 
 from creel.loader.reading.lease import Buffer
-from creel.loader.reading.observer import copy_at, intercepts, observing, timed
+from creel.loader.reading.observer import copy_at, timed
 from creel.loader.reading.opened import (
     local_address,
     look,
@@ -26,6 +26,7 @@ from creel.loader.reading.opened import (
     read_in_c,
     whole_in_c,
 )
+from creel.loader.reading.this_thread import this_thread
 
 Call = Callable[..., Any]
 
@@ -36,7 +37,7 @@ def torchvision_read_file(original: Call) -> Call:
 
     @wraps(original)
     def read_file(path: Any) -> Any:
-        address = local_address(path) if intercepts() else None
+        address = local_address(path) if this_thread.intercepts else None
         data = None
         if address is not None:
             data = copy_at(address, bytearray) or bytearray(read_for_c(address) or b"")
@@ -52,7 +53,7 @@ def reads_whole(original: Call) -> Call:
 
     @wraps(original)
     def reading(*args: Any, **more: Any) -> Any:
-        address = local_address(args[0]) if args and intercepts() else None
+        address = local_address(args[0]) if args and this_thread.intercepts else None
         if address is None:
             return original(*args, **more)
         data = copy_at(address, bytes) or read_for_c(address)
@@ -69,7 +70,7 @@ def maps(original: Call) -> Call:
 
     @wraps(original)
     def mapping(path: Any, mode: str = "r") -> Any:
-        address = local_address(path) if intercepts() and mode == "r" else None
+        address = local_address(path) if this_thread.intercepts and mode == "r" else None
         data = None if address is None else copy_at(address, bytes)
         if data is not None:
             with _real_path(data, path) as held:
@@ -91,13 +92,13 @@ def parquet(original: Call, at: int) -> Call:
     def reading(*args: Any, **more: Any) -> Any:
         unusual = more.get("filesystem") is not None or more.get("memory_map")
         plain = len(args) == at + 1 and not unusual
-        address = local_address(args[at]) if plain and intercepts() else None
+        address = local_address(args[at]) if plain and this_thread.intercepts else None
         if address is None:
             return original(*args, **more)
         data = copy_at(address, bytes)
         if data is not None:
             return original(*args[:at], pa.BufferReader(data), **more)
-        if observing() is None or not os.path.isfile(address):  # noqa: PTH113
+        if this_thread.observed is None or not os.path.isfile(address):  # noqa: PTH113
             return original(*args, **more)
         return original(*args[:at], open_local(address), **more)  # counts what is read
 
@@ -121,7 +122,7 @@ def hdf5(original: Call) -> Call:
 
     @wraps(original)
     def opening(self: Any, name: Any, *args: Any, **more: Any) -> None:
-        address = local_address(name) if intercepts() else None
+        address = local_address(name) if this_thread.intercepts else None
         reads = (args[0] if args else more.get("mode", "r")) == "r"
         if address is None or not reads or len(args) + len(more) > 1 or more.keys() - {"mode"}:
             original(self, name, *args, **more)

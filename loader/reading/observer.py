@@ -17,23 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.loader.reading.lease import Buffer, Copied
-from creel.loader.reading.observed import ObservedReads
 from creel.loader.reading.this_thread import this_thread
 
 if TYPE_CHECKING:
     from creel.loader.datasets.base import CreelDataset
 
 T = TypeVar("T")
-
-
-def observing() -> ObservedReads | None:
-    """The active record of this thread, or None."""
-    return this_thread.observed
-
-
-def leased() -> bool:
-    """Whether this thread is inside a lease: creel's loader, or a proxy, decides how to read."""
-    return this_thread.lease is not None
 
 
 def take(
@@ -118,7 +107,7 @@ def copy_at(address: str, copying: Callable[[Buffer], T]) -> T | None:
 
 
 class Intercepting:
-    """Inside the `with`, `intercepts` is true in this thread, but for creel's own reads."""
+    """Inside the `with`, `intercepts` is true of this thread, but for creel's own reads."""
 
     __slots__ = ("_outer",)
 
@@ -127,11 +116,6 @@ class Intercepting:
 
     def __exit__(self, *_: object) -> None:
         this_thread.intercepts = self._outer
-
-
-def intercepts() -> bool:
-    """Whether this thread runs a person's code, whose files creel may serve."""
-    return this_thread.intercepts
 
 
 def by_creel(read: Callable[[], T]) -> T:
@@ -177,9 +161,3 @@ def timed(opening: Callable[[], T]) -> tuple[T, int]:
 def _waited_ns(took: int) -> int:
     observed = this_thread.observed
     return took if observed is not None and observed.waited(took) else 0
-
-
-def read_whole(address: str) -> None:
-    """Record that a sample has read all of a file."""
-    if this_thread.observed is not None:
-        this_thread.observed.add(address)

@@ -24,7 +24,7 @@ from creel.cache.storage.version import of_stat
 from creel.errors import ConfigError
 from creel.loader.reading.file_copies import FileCopies, FileCopy
 from creel.loader.reading.observed import SMALL, PartialRead, os_open
-from creel.loader.reading.observer import find, leased, observing, read_whole, take_address, timed
+from creel.loader.reading.observer import find, take_address, timed
 from creel.loader.reading.storage import absolute, read_all, scheme_of
 from creel.loader.reading.this_thread import this_thread
 
@@ -148,7 +148,7 @@ class ObservedFile(_FileOver):
 
     def _in_memory(self) -> bool:
         """Read all of a file that C would read by its descriptor (`read_for_c`), if it is so."""
-        observed, real, copy = observing(), self._file, self._copy
+        observed, real, copy = this_thread.observed, self._file, self._copy
         if observed is None or copy is None or self._part.nbytes > _MAX_IN_C_NBYTES:
             return False
         if not _reads_for_c(observed.copies):
@@ -369,20 +369,21 @@ def whole_in_c(address: str, reading: Callable[[], T]) -> T:
     """Call `reading`, which reads all of a file in C, and record that."""
     found, waited_ns = timed(reading)
     _left_to_c(PartialRead(0, waited_ns))  # all of it is nearly all, whatever its size
-    read_whole(address)
+    if this_thread.observed is not None:
+        this_thread.observed.add(address)
     return found
 
 
 def _left_to_c(part: PartialRead | None) -> None:
     """Remember how much C reads of this file, for `read_for_c`."""
-    observed = observing()
+    observed = this_thread.observed
     if observed is not None and observed.copies is not None:
         observed.copies.read_in_c, observed.copies.read_here = part, 0
 
 
 def read_for_c(address: str) -> bytes | None:
     """All of a file that C would read, kept for the daemon; None: leave it to C (`_READ_FOR_C`)."""
-    observed = observing()
+    observed = this_thread.observed
     if observed is None or not _reads_for_c(observed.copies):
         return None
     if address.startswith(NO_FILES):
@@ -410,7 +411,8 @@ def open_as_python(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
     It stands in for `open` in the modules whose reads of files creel serves.
     """
     plain = mode != "rb" or args or more or not isinstance(file, (str, os.PathLike))
-    if plain or not (leased() or observing()) or "://" in os.fspath(file):
+    idle = this_thread.lease is None and this_thread.observed is None
+    if plain or idle or "://" in os.fspath(file):
         return builtins.open(file, mode, *args, **more)  # noqa: PTH123  the caller closes it
     return open(file)
 

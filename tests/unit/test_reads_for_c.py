@@ -13,6 +13,7 @@ import pytest
 from creel.loader.reading import libraries, opened
 from creel.loader.reading.observed import ObservedReads
 from creel.loader.reading.observer import Intercepting
+from creel.loader.reading.this_thread import this_thread
 
 
 def test_neither_devices_nor_empty_files_are_read_for_c(
@@ -21,7 +22,7 @@ def test_neither_devices_nor_empty_files_are_read_for_c(
     """A device has no end; an empty file may be a lock."""
     slow = SimpleNamespace(waited_ns=1, got_last=1, nbytes=1)  # the last file that C read
     copies = SimpleNamespace(read_in_c=slow, read_here=0)
-    monkeypatch.setattr(opened, "observing", lambda: SimpleNamespace(copies=copies))
+    monkeypatch.setattr(this_thread, "observed", SimpleNamespace(copies=copies))
     monkeypatch.setattr(opened, "open_local", partial(open, mode="rb"))
     empty, file = tmp_path / "empty", tmp_path / "file"
     empty.touch()
