@@ -16,7 +16,7 @@ from creel.cache.memory.slots import Slot, SlotReader, SlotWriter
 from creel.limits import may_keep
 from creel.loader.buffers import over
 from creel.loader.workers.packing import pack, slot_collate
-from creel.loader.workers.unpacking import Packed, discard, unpack
+from creel.loader.workers.unpacking import Packed
 
 Collate: TypeAlias = Callable[[Sequence[object]], object]
 
@@ -83,11 +83,3 @@ class Inbox(SlotReader):
             for fd in fds:
                 os.close(fd)
         return message.packed
-
-    def unpack(self, packed: Packed) -> object:
-        """The batch; raises whatever unpickling raises."""
-        return unpack(packed, self)
-
-    def discard(self, packed: Packed) -> None:
-        """Give back the slots of a batch that is not wanted."""
-        discard(packed, self)

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.forks import forget_in_child
 from creel.loader.client.packets import close_all
-from creel.loader.reading.bad_samples import BadSample
 from creel.loader.torch_private import ExceptionWrapper
 from creel.loader.workers.batch_message import Inbox
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.events import BatchResult, LeaderLoss, WorkerEvent
 from creel.loader.workers.leader import SentBatch, checksum
+from creel.loader.workers.pinner import BatchPool
 from creel.loader.workers.stages import IDLE, BatchTimes, StallWarning
 
 if TYPE_CHECKING:
-    from creel.loader.workers.pinner import Pinner
     from creel.loader.workers.pool import Slots, WorkerProcess
 
 #: Seconds that one thread reads while others of its process may want to.
@@ -129,15 +128,14 @@ class Follower:
         self._channel.abandon()
 
 
-class ReplicaPool:
+class ReplicaPool(BatchPool):
     """What a follower's iterator has in place of a `WorkerPool`: the leader's workers."""
 
     def __init__(self, follower: Follower, max_leased: int) -> None:
+        super().__init__()
         self.pid = os.getpid()
         self.tag = 0
         self.members: list[WorkerProcess] = []  # none is this process's
-        self.pinner: Pinner | None = None
-        self.words = [0]  # the pinner looks at VOID
         self._follower = follower
         self._number = follower.open()
         self._max_leased = max_leased
@@ -145,7 +143,6 @@ class ReplicaPool:
         self._taken = 0
         self._ours: dict[int, int] = {}  # checksums by index of batch
         self._theirs: dict[tuple[int, int], int] = {}
-        self._bad: deque[BadSample] = deque()
         self._lost_tag = -1
 
     def again(self, bad: Mapping[int, str]) -> int:  # noqa: ARG002  the leader's workers know them
@@ -171,11 +168,7 @@ class ReplicaPool:
         if taken:
             self._follower.took(self._number, taken, tuple(one for one in freed if one[1]))
 
-    def next_event(self, timeout_s: float) -> WorkerEvent | None:
-        return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
-
     def receive(self, timeout_s: float) -> WorkerEvent | None:
-        """`next_event` from the leader; only one thread may call this."""
         try:
             sent = self._follower.peek(self._number, timeout_s)
             if sent is None:
@@ -220,21 +213,15 @@ class ReplicaPool:
                 " num_replicas=<groups> and rank=<group>, the same seed and the same set_epoch"
             )
         self._took(event)
-        return event.packed if self.pinner is not None else event.inbox.unpack(event.packed)
+        return super().open(event)
 
     def _took(self, event: BatchResult) -> None:
         self._taken += 1
         del self._theirs[event.tag, event.index]
 
     def discard(self, event: BatchResult) -> None:
-        """Give back the slots of a batch that is not wanted."""
         self._took(event)
-        if self.pinner is None:
-            event.inbox.discard(event.packed)
-
-    def take_bad(self) -> list[BadSample]:
-        """Samples that the leader's workers could not read."""
-        return [self._bad.popleft() for _ in range(len(self._bad))]
+        super().discard(event)
 
     def stage(self, worker: int) -> tuple[int, int, float]:  # noqa: ARG002  the same for all
         """(stage, batch, seconds) as of an idle worker."""

@@ -6,6 +6,8 @@ import contextlib
 import queue
 import threading
 import weakref
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,17 +16,45 @@ import torch
 
 from creel.loader.torch_private import ExceptionWrapper, pin_memory
 from creel.loader.workers.events import BatchResult, WorkerEvent
-from creel.loader.workers.worker import VOID
+from creel.loader.workers.unpacking import discard, unpack
 
 if TYPE_CHECKING:
-    from creel.loader.workers.follower import ReplicaPool
-    from creel.loader.workers.pool import WorkerPool
+    from creel.loader.reading.bad_samples import BadSample
+
+
+class BatchPool(ABC):
+    """What an iterator takes batches from, with or without a `Pinner` in between."""
+
+    def __init__(self) -> None:
+        self.pinner: Pinner | None = None
+        self._bad: deque[BadSample] = deque()
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> WorkerEvent | None:
+        """`next_event` without the pinner; only one thread may call this."""
+
+    def next_event(self, timeout_s: float) -> WorkerEvent | None:
+        """The next event, or None on timeout. A worker's death comes after all its results."""
+        return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
+
+    def open(self, event: BatchResult) -> object:
+        """The batch itself, or an ExceptionWrapper if the worker failed."""
+        return event.packed if self.pinner is not None else unpack(event.packed, event.inbox)
+
+    def discard(self, event: BatchResult) -> None:
+        """Give back the slots of a batch that is not wanted."""
+        if self.pinner is None:
+            discard(event.packed, event.inbox)
+
+    def take_bad(self) -> list[BadSample]:
+        """Samples that workers could not read, also for batches that nobody wanted any more."""
+        return [self._bad.popleft() for _ in range(len(self._bad))]
 
 
 class Pinner:
     """A thread that receives events from the workers and copies batches to pinned memory."""
 
-    def __init__(self, pool: WorkerPool | ReplicaPool, device: str | None) -> None:
+    def __init__(self, pool: BatchPool, device: str | None) -> None:
         """Start the thread; `device` is the accelerator's type."""
         self._pool = weakref.proxy(pool)
         self._device = device
@@ -64,8 +94,8 @@ class Pinner:
             return event
         data: object = None
         try:
-            data = event.inbox.unpack(event.packed)
-            if event.tag >= self._pool.words[VOID] and not isinstance(data, ExceptionWrapper):
+            data = unpack(event.packed, event.inbox)
+            if not isinstance(data, ExceptionWrapper):
                 data = pin_memory(data, self._device)  # type: ignore[no-untyped-call]  # torch's
         except Exception:  # noqa: BLE001  whatever a user's pin_memory() raises is the result
             where = f"in pin memory thread for device {self._device_index}"

@@ -28,7 +28,7 @@ from creel.loader.workers.batch_message import BatchMessage, Inbox
 from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, WorkerDeath, WorkerEvent
 from creel.loader.workers.leader import SentBatches
-from creel.loader.workers.pinner import Pinner
+from creel.loader.workers.pinner import BatchPool
 from creel.loader.workers.stages import STAGE_NAMES, STARTING, BatchTimes
 from creel.loader.workers.worker import (
     BATCH,
@@ -40,7 +40,6 @@ from creel.loader.workers.worker import (
     VOID,
     WORDS,
     WorkerArgs,
-    words_nbytes,
     worker_main,
 )
 
@@ -85,7 +84,7 @@ class WorkerProcess:
     dead: bool = False
 
 
-class WorkerPool:
+class WorkerPool(BatchPool):
     """Worker processes, their sockets and their shared words.
 
     Only the process that made it (`pid`) may use it. One thread receives; any thread may send.
@@ -105,23 +104,22 @@ class WorkerPool:
         spare: the slots of an ended pool, for each worker.
         followers: other ranks, which get the batches, too.
         """
+        super().__init__()
         self._followers = followers
         self.pid = os.getpid()
         self.tag = 0
         self.members: list[WorkerProcess] = []
-        self.pinner: Pinner | None = None
         self.closed = False
         self._workers = workers
         self._max_leased = max_leased
         # Other ranks cannot inherit slots.
         self._forks = context.get_start_method() == "fork" and followers is None
         self._events: deque[WorkerEvent] = deque()
-        self._bad: deque[BadSample] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
         self._words_fd = os.memfd_create("creel-workers", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._words_fd).atexit = False
-        os.ftruncate(self._words_fd, words_nbytes(workers))
+        os.ftruncate(self._words_fd, 8 * (FIRST + WORDS * workers))
         self.words = memoryview(mmap.mmap(self._words_fd, 0)).cast("q")
         self._last_counts = np.zeros(WORDS, np.int64)
         _pools.add(self)
@@ -228,18 +226,9 @@ class WorkerPool:
                 member.dead = True  # not used any more: the epoch would lack this batch
                 raise
 
-    def void(self, below: int) -> None:
-        """Let workers skip tasks with tags < `below` that they have not begun."""
-        self.words[VOID] = max(self.words[VOID], below)
-
     # --- receiving ------------------------------------------------------------------------
 
-    def next_event(self, timeout_s: float) -> WorkerEvent | None:
-        """The next event, or None on timeout. A worker's death comes after all its results."""
-        return self.receive(timeout_s) if self.pinner is None else self.pinner.get(timeout_s)
-
     def receive(self, timeout_s: float) -> WorkerEvent | None:
-        """`next_event` from the sockets; only one thread may call this."""
         deadline = time.monotonic() + timeout_s
         while not self._events:
             left = deadline - time.monotonic()
@@ -315,21 +304,6 @@ class WorkerPool:
                 self._bad.extend(cast("tuple[BadSample, ...]", bad))
         return True
 
-    def take_bad(self) -> list[BadSample]:
-        """Samples that workers could not read, also for batches that nobody wanted any more."""
-        return [self._bad.popleft() for _ in range(len(self._bad))]
-
-    def open(self, event: BatchResult) -> object:
-        """The batch itself, or an ExceptionWrapper if the worker failed."""
-        if self.pinner is not None:
-            return event.packed
-        return event.inbox.unpack(event.packed)
-
-    def discard(self, event: BatchResult) -> None:
-        """Give back the slots of a batch that is not wanted."""
-        if self.pinner is None:
-            event.inbox.discard(event.packed)
-
     # --- watching -------------------------------------------------------------------------
 
     def stage(self, worker: int) -> tuple[int, int, float]:
@@ -368,7 +342,7 @@ class WorkerPool:
         _pools.discard(self)  # before a Ctrl-C can end this
         if self._followers is not None:
             self._followers.close()
-        self.void(self.tag + 1)
+        self.words[VOID] = self.tag + 1  # workers skip what they have not begun
         if self.pinner is not None:
             self.pinner.stop()
         for member in self.members:

@@ -69,11 +69,6 @@ STAGE, BATCH, SINCE_NS = range(3)
 SOURCE_NS, DECODE_NS, COLLATE_NS, HANDOVER_NS, DIRECT_READS, DIRECT_NBYTES = range(3, 9)
 
 
-def words_nbytes(workers: int) -> int:
-    """Bytes of the memfd of shared words."""
-    return 8 * (FIRST + WORDS * workers)
-
-
 @dataclass(frozen=True)
 class WorkerArgs:
     """Arguments of a worker; pickled under spawn and forkserver, inherited under fork."""

@@ -15,6 +15,7 @@ from creel.loader.workers.channel import Channel, pair
 from creel.loader.workers.events import BatchResult, LeaderLoss
 from creel.loader.workers.follower import Follower, ReplicaPool
 from creel.loader.workers.leader import Leader, SentBatches
+from creel.loader.workers.unpacking import unpack
 from kit import seeds
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
@@ -67,7 +68,7 @@ class Group:
         self.new_slots += len(fds)
         self.batches.send(0, self.made, 0, message, fds)
         packed = self.inbox.accept(message, [os.dup(fd) for fd in fds])
-        self.ranks[0].got(self.inbox.unpack(packed), self.made)
+        self.ranks[0].got(unpack(packed, self.inbox), self.made)
         self.made += 1
 
     def take(self, k: int) -> None:
