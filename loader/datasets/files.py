@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from stat import S_ISREG
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,7 @@ from creel.loader.datasets.base import (
     Names,
     Raw,
     Sample,
+    addresses,
     check_callable,
     each,
     position,
@@ -32,7 +32,6 @@ from creel.loader.reading.storage import (
     escape,
     is_folder,
     nbytes_of,
-    scheme_of,
     several,
 )
 
@@ -131,7 +130,7 @@ class FileDataset(WholeFiles, Labelled):
         self, given: Sequence[int] | bool, known: list[int] | None
     ) -> NDArray[np.int64] | None:
         if given is True:
-            given = known or each(_size_of, self.paths)
+            given = known or each(nbytes_of, self.paths)
         if given is False:
             return None if known is None else np.array(known, np.int64)
         sizes = np.asarray(given)
@@ -152,15 +151,6 @@ class FileDataset(WholeFiles, Labelled):
         if size <= 0 or (self.labels is not None and self.labels.kind is None):
             return None
         return Raw(size, torch.uint8, (size,), None if self.labels is None else self.labels.kind)
-
-
-def _size_of(address: str) -> int:
-    """`nbytes_of`, at a tenth of the cost for a local file."""
-    try:
-        status = os.stat(address)  # noqa: PTH116  as one call a file
-    except OSError:
-        return nbytes_of(address)
-    return status.st_size if S_ISREG(status.st_mode) else nbytes_of(address)
 
 
 def _below(root: str, glob: str) -> tuple[str, pa.Array, list[int] | None]:
@@ -187,12 +177,4 @@ def _each(paths: Paths | pa.Array) -> pa.Array:
         paths = several(paths)
     if not len(paths):
         raise ConfigError("a FileDataset needs at least one file")
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"a path is a string or a Path, not {path!r}")
-    return strings([p if _plain(p) else absolute(p) for p in paths])
-
-
-def _plain(path: str | os.PathLike[str]) -> bool:
-    """Whether `absolute` would change nothing that matters; skipping it saves most of its cost."""
-    return isinstance(path, str) and (path.startswith("/") or scheme_of(path) not in {"", "file"})
+    return addresses(paths)

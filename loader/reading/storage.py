@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -143,14 +144,16 @@ def nbytes_of(address: str) -> int:
         ConfigError: the storage does not know the size, or denies access.
         SourceError: the storage fails.
     """
-    scheme = scheme_of(address)
-    if not scheme:
-        path = Path(address)
-        if path.is_dir():
+    if not scheme_of(address):
+        try:
+            status = os.stat(address)  # noqa: PTH116  datasets ask for each of a million files
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte in it
+            raise NotFoundError(f"there is no file {address}") from None
+        if S_ISDIR(status.st_mode):
             raise NotFoundError(f"{address} is a folder: give the files in it, as a list")
-        if not path.is_file():
+        if not S_ISREG(status.st_mode):
             raise NotFoundError(f"there is no file {address}")
-        return path.stat().st_size
+        return status.st_size
     with _creel_errors(address):
         size = _with_retries(address, lambda store: store.size(address))
     if size is None:
