@@ -8,17 +8,13 @@ communicate: the exchange follows from the order and from what was agreed.
 from __future__ import annotations
 
 import secrets
-import socket
 from collections.abc import Iterable
-from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from creel.errors import ConfigError
-from creel.loader import torch_private
-from creel.loader.cluster.join import own_address
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.iterators.negotiation import Terms, Topic, negotiated
+from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_name
 from creel.policies.cluster.remap import Exchange
 
 REMAP = Topic(
@@ -54,13 +50,10 @@ def agreed(index_sampler: Iterable[object]) -> Exchange:
         )
     if world == 1:
         return Exchange((0,), batch)
-    store = torch_private.default_store()
-    if store is None:
-        raise ConfigError("remap needs torch.distributed.init_process_group, in all ranks")
     flags = int(sampler.shuffle), int(sampler.drop_last)
     alike = world, batch, sampler.seed, len(sampler.dataset), *flags  # type: ignore[arg-type]  # it has a length
-    terms = Terms(secrets.token_hex(8), sampler.rank, _node(store), alike)
-    return Exchange(negotiated(REMAP, store, rank, world, terms).node_of, batch)
+    terms = Terms(secrets.token_hex(8), sampler.rank, node_name(), alike)
+    return Exchange(negotiated(REMAP, rank, world, terms).node_of, batch)
 
 
 def check_unchanged(exchange: Exchange, index_sampler: Iterable[object]) -> None:
@@ -75,12 +68,3 @@ def check_unchanged(exchange: Exchange, index_sampler: Iterable[object]) -> None
             "remap: batch_size and number of ranks cannot change after the first epoch: make a new"
             " loader, in all ranks"
         )
-
-
-def _node(store: Any) -> str:
-    """A name that ranks of one node have in common."""
-    try:
-        address = own_address(store)
-    except OSError:
-        address = ""
-    return f"{socket.gethostname()} {address}"

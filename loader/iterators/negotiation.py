@@ -8,13 +8,16 @@ processes: what answers or decides another call counts for nothing.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from creel.errors import ConfigError
+from creel.loader import torch_private
 from creel.policies.cluster.remap import nodes_alike
 
 #: Pauses between two looks at the store, in seconds: the first, and the longest.
@@ -62,20 +65,33 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     refused: str = ""
 
 
+def node_name() -> str:
+    """What ranks have in common that can connect to each other's abstract sockets."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.geteuid()}"
+
+
 def negotiated(
     topic: Topic,
-    store: Any,
     rank: int,
     world: int,
     terms: Terms,
     *,
+    store: Any = None,
     give_up_s: float = _GIVE_UP_S,
 ) -> Decision:
     """The decision that all ranks find in `store`; each of them calls this once.
 
+    store: None: that of the process group.
+
     Raises:
-        ConfigError: on all ranks: they differ, or one comes `give_up_s` seconds after another.
+        ConfigError: there is no process group; or, on all ranks: they differ, or one comes
+            `give_up_s` seconds after another.
     """
+    if store is None:
+        store = torch_private.default_store()
+    if store is None:
+        raise ConfigError(f"{topic.name} needs torch.distributed.init_process_group, in all ranks")
     late = (
         f"{topic.name}: not all ranks have begun this loader's first epoch within {give_up_s:.0f}"
         f" s: all must make it, with {topic.name}, and none with CREEL_DISABLE"

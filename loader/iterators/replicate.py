@@ -12,15 +12,13 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from creel.errors import ConfigError
-from creel.loader import torch_private
 from creel.loader.cluster.ranks import rank_and_world
-from creel.loader.iterators.negotiation import Terms, Topic, negotiated
+from creel.loader.iterators.negotiation import Terms, Topic, negotiated, node_name
 from creel.loader.workers.channel import Channel
 from creel.loader.workers.follower import Follower
 from creel.loader.workers.leader import Leader
@@ -93,17 +91,14 @@ def join_group(loader: DataLoader[Any], *, plain: bool) -> Role:
     ranks = group_of(loader.replicate)
     if len(ranks) == 1:
         return None
-    store = torch_private.default_store()
-    if store is None:
-        raise ConfigError("replicate needs torch.distributed.init_process_group, in all ranks")
     me = ranks.index(rank_and_world()[0])
     name = secrets.token_hex(8)
     with _socket() as listener:
         listener.bind(_address(name))
         listener.listen(len(ranks))
-        terms = Terms(name, me, _node(), _alike(loader, plain=plain))
+        terms = Terms(name, me, node_name(), _alike(loader, plain=plain))
         topic = Topic("replicate", _ALIKE, "/" + ",".join(map(str, ranks)))
-        decision = negotiated(topic, store, me, len(ranks), terms)
+        decision = negotiated(topic, me, len(ranks), terms)
         here = [i for i, node in enumerate(decision.node_of) if node == decision.node_of[me]]
         if plain or len(here) == 1:
             return None
@@ -121,12 +116,6 @@ def _alike(loader: DataLoader[Any], *, plain: bool) -> tuple[int, ...]:
     numbers = samples, loader.batch_size or 0, loader.num_workers, loader.prefetch_factor or 0
     flags = plain, loader.persistent_workers, loader.in_order, loader.drop_last
     return (*numbers, *map(int, flags))
-
-
-def _node() -> str:
-    """What ranks have in common that can connect to each other's abstract sockets."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino} {os.geteuid()}"
 
 
 def _address(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 import creel
 from creel.errors import ConfigError
+from creel.loader.iterators import exchange
 from testbed.ranks import ranks
 
 pytestmark = [pytest.mark.usefixtures("clean"), pytest.mark.timeout(60)]
@@ -21,7 +21,7 @@ SAMPLES, BATCH = 203, 10
 
 
 def loader_of(rank: int, batch: int = BATCH, workers: int = 0, **more: Any) -> Any:
-    socket.gethostname = lambda: f"n{rank}"
+    exchange.node_name = lambda: f"n{rank}"  # type: ignore[attr-defined]  # where it is used
     data = TensorDataset(torch.arange(SAMPLES))
     sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank, seed=3)
     more = {"remap": "global-batch", **more}

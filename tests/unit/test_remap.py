@@ -182,8 +182,8 @@ class Ranks:
     def begin(self, rank: int, give_up_s: float = 30.0) -> Future[Decision]:
         self._made += 1
         terms = Terms(f"process {self._made}", rank, f"n{self._made}", (self.world, 8))
-        how = {"give_up_s": give_up_s}
-        return self._threads.submit(negotiated, REMAP, self.store, rank, self.world, terms, **how)
+        how: Any = {"store": self.store, "give_up_s": give_up_s}
+        return self._threads.submit(negotiated, REMAP, rank, self.world, terms, **how)
 
     def agree(self) -> None:
         both = [self.begin(rank) for rank in range(self.world)]
