@@ -15,7 +15,6 @@ from creel.loader.reading.lease import Lease
 
 if TYPE_CHECKING:
     from creel.loader.binding.bind import Binding, Gather
-    from creel.loader.client.client import Client
     from creel.loader.client.session import Session
 
 
@@ -36,16 +35,12 @@ class Gatherer:
     """Builds the batches of one dataset whose samples are bytes of one size (see `Gather`)."""
 
     def __init__(
-        self,
-        gather: Gather,
-        client: Client,
-        session: Session,
-        memory: Callable[[int], torch.Tensor],
+        self, gather: Gather, session: Session, memory: Callable[[int], torch.Tensor]
     ) -> None:
         """`memory` returns (nbytes,) uint8 to build a batch in."""
         self.gather = gather
         self._offset = session.table.offset
-        self._rows = Rows(client.arena, gather.nbytes)
+        self._rows = Rows(session.client.arena, gather.nbytes)
         self._memory = memory
         # Memory for rows; where they are converted they do not stay in the batch.
         self._raw = memory

@@ -48,7 +48,6 @@ from creel.policies.direct import DirectReads
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from creel.loader.client.client import Client
     from creel.loader.client.session import Session
     from creel.loader.datasets.base import Sample
 
@@ -66,11 +65,8 @@ _RETRY_S = 30.0
 class DaemonLink:
     """One process's session for a dataset; several threads may have steps open at once."""
 
-    def __init__(
-        self, client: Client, session: Session, binding: Binding, wait_s: float, *, direct: bool
-    ) -> None:
+    def __init__(self, session: Session, binding: Binding, wait_s: float, *, direct: bool) -> None:
         """`direct`: whether a fast source may be read without asking the daemon."""
-        self.client = client
         self.session = session
         self.binding = binding
         #: Time (`time.monotonic`) until which no other session is to be opened.
@@ -157,7 +153,7 @@ class DaemonLink:
         """Add to what `creel stats` shows of this rank."""
         # Another thread may be closing the session of a lost daemon; then these words are not read.
         with self._lock, contextlib.suppress(ValueError):
-            if self.client.alive:
+            if self.session.client.alive:
                 for name, value in counters.items():
                     self.session.words.add(name, value)
 
@@ -411,7 +407,7 @@ class WrappedReads:
             if link is not None:  # by the trace of an earlier job, which a new one may replace
                 self._bind()
             link = self._link
-            if link is not None and link.client.alive and not link.session.ended:
+            if link is not None and link.session.client.alive and not link.session.ended:
                 # The daemon may be stopped for a while; or another thread has just made the link.
                 return link if link.session.alive else None
             if link is not None:
@@ -459,7 +455,7 @@ class WrappedReads:
         if session is None:
             return None
         wait_s, direct = min(options.wait_s, _WAIT_S), options.direct == "auto"
-        return DaemonLink(session.client, session, binding, wait_s, direct=direct)
+        return DaemonLink(session, binding, wait_s, direct=direct)
 
     def _settings(self) -> Config:
         return self._configured()[0]

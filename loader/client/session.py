@@ -204,18 +204,17 @@ class Session:
         """Begin an epoch: the daemon checks its files' versions before its steps are ready."""
         return self._send(messages.Begin(self.token, self.id, epoch))
 
-    def stamp(self) -> int:
-        """Return how often READY was revoked; bytes copied while this changes may be torn."""
-        return self.words[REVOKED]
-
     def hold(self, step: int) -> int:
-        """Return the stamp under which a step's objects may be copied; -1 if it is not ready."""
-        stamp = self.stamp()  # before READY is read
+        """Return the stamp under which a step's objects may be copied; -1 if it is not ready.
+
+        It is how often READY was revoked: bytes copied while this changes may be torn.
+        """
+        stamp = self.words[REVOKED]  # before READY is read
         return stamp if self.ready(step) else -1
 
     def held(self, step: int, stamp: int) -> bool:
         """Whether the bytes copied under `stamp` are intact."""
-        return self.ready(step) and self.stamp() == stamp
+        return self.ready(step) and self.words[REVOKED] == stamp
 
     def ready(self, step: int) -> bool:
         """Whether the objects of `step` can be read from the arena (or have failed) now."""

@@ -136,7 +136,7 @@ class BatchReader(StepReader):
             self._gatherer = None
             if self._gather is not None:
                 memory = self._buffers.take
-                self._gatherer = Gatherer(self._gather, stream.client, stream.session, memory)
+                self._gatherer = Gatherer(self._gather, stream.session, memory)
         return self._gatherer
 
     def _changed(self, binding: Binding) -> bool:

@@ -76,7 +76,7 @@ class LoaderState:
         self.epoch = -1
         self.run: EpochRun | None = None
         self.resume: Progress | None = None
-        self._streams: list[BatchStream] = []
+        self._stream: BatchStream | None = None  # of no iterator, to be used again
         self._bound: tuple[object, Binding | None] = (None, None)
         self._exchange: Exchange | None = None
         self._role: Role = None
@@ -141,8 +141,8 @@ class LoaderState:
         `wait`: whether to open a new one, which waits for the daemon.
         """
         binding = self.binding(loader)
-        while self._streams:
-            stream = self._streams.pop()
+        stream, self._stream = self._stream, None
+        if stream is not None:
             if stream.alive and stream.binding is binding:
                 return stream
             stream.close()
@@ -163,27 +163,28 @@ class LoaderState:
         """
         if self.config.loader.direct != "auto" or loader.replicate is not None:
             return False
-        known = (s for s in (stream, *self._streams) if s is not None and s.binding is binding)
+        known = (s for s in (stream, self._stream) if s is not None and s.binding is binding)
         if any(s.alive and s.session.holds_most() for s in known):
             return False
         if rank_and_world()[1] > 1:  # other nodes may count on what this one reads
-            alone = stream is not None and not (stream.joining or stream.client.cluster)
+            alone = stream is not None and not (stream.joining or stream.session.client.cluster)
         else:
             alone = True
         return alone and not only_copies(loader, binding) and binding.in_page_cache()
 
     def leave_stream(self, stream: BatchStream) -> None:
         """Take back an iterator's session: keep one for reuse, close others."""
-        if self._closed or self._streams or os.getpid() != self.pid:
+        if os.getpid() != self.pid or self._closed or self._stream is not None:
             stream.close()
         else:
-            self._streams.append(stream)
+            self._stream = stream
 
     def close(self) -> None:
         """Close the sessions, when the loader is deleted."""
         self._closed = True
-        while self._streams:
-            self._streams.pop().close()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
         if self._role is not None and os.getpid() == self.pid:
             self._role.close()
 
@@ -378,7 +379,7 @@ class EpochRun:
         if self.due():
             self._count()
             stream = self.stream
-            if self._search is None and stream is not None and not stream.client.alive:
+            if self._search is None and stream is not None and not stream.session.client.alive:
                 # It has ended: a stopped one may go on.
                 self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from creel.cache.memory.shared_words import READY
 from creel.config import Config
 from creel.errors import ConfigError, UnavailableError
-from creel.loader.client.client import Client
 from creel.loader.client.connections import open_session
 from creel.loader.client.session import Session
 from creel.loader.cluster.join import join_cluster
@@ -40,8 +39,7 @@ Ticket = tuple[str, str, int]
 class BatchStream:
     """A session and its published plan. Used by one iterator at a time, over many epochs."""
 
-    def __init__(self, client: Client, session: Session, binding: Binding, name: str) -> None:
-        self.client = client
+    def __init__(self, session: Session, binding: Binding, name: str) -> None:
         self.session = session
         self.binding = binding
         self.ticket: Ticket = (name, session.token, session.id)
@@ -148,7 +146,7 @@ class BatchStream:
         Where the nodes cannot all know the order, they ask each other without a plan (`follow`).
         """
         plan = epoch.plan
-        if not self.client.cluster or epoch.epoch <= self._dealt:
+        if not self.session.client.cluster or epoch.epoch <= self._dealt:
             return
         if plan is not None and not plan.opened:
             return
@@ -165,7 +163,7 @@ class BatchStream:
     @property
     def joining(self) -> bool:
         """Whether the nodes of the job are about to join: then their memories will be one."""
-        return time.monotonic() < self.client.joining_until
+        return time.monotonic() < self.session.client.joining_until
 
     def leave(self) -> None:
         """End the epoch, complete or not: no more of it is read."""
@@ -197,7 +195,9 @@ class BatchStream:
     def report_bad(self, rows: Sequence[tuple[int, str, str]]) -> None:
         """Tell the daemon of samples that cannot be read: (number, address, reason) of each."""
         try:
-            self.client.ask("bad_samples", timeout_s=1.0, session=self.session.id, rows=rows)
+            self.session.client.ask(
+                "bad_samples", timeout_s=1.0, session=self.session.id, rows=rows
+            )
         except (ConfigError, UnavailableError):
             _log.debug("the daemon did not note bad samples", exc_info=True)
 
@@ -219,7 +219,7 @@ def open_batch_stream(
         return None
     if config.loader.cluster:
         join_cluster(session.client, config.cluster, rank, world)
-    return BatchStream(session.client, session, binding, config.daemon.name)
+    return BatchStream(session, binding, config.daemon.name)
 
 
 def try_predict(order: EpochOrder, epochs: int) -> EpochPlan | None:

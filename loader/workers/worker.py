@@ -231,7 +231,7 @@ class _Worker(StepReader):
             gather = self._binding.gather() if self._binding is not None and by_bytes else None
             if gather is not None:
                 memory = self._outbox.memory
-                self._gatherer = Gatherer(gather, self._client, self._session, memory)
+                self._gatherer = Gatherer(gather, self._session, memory)
         except (UnavailableError, OSError) as e:  # no descriptor, or no room for a mapping
             _log.info("worker %d reads directly: %s", self._id, e)
 
