@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
@@ -83,7 +81,8 @@ def memory_of_ranks(dataset: Dataset[Any], config: Config) -> JointMemory | None
     if world == 1:
         return None
     kinds = {JOURNAL: os.O_APPEND} | ({COPIES: 0} if _keeps_copies(config) else {})
-    return joint_memory(dataset, world, partial(_new_memory, kinds), kinds)
+    made = {JOURNAL: new_journal, COPIES: new_copies}
+    return joint_memory(dataset, world, lambda suffix: [made[k](suffix) for k in kinds], kinds)
 
 
 def recorder_on(
@@ -104,11 +103,6 @@ def recorder_on(
     except Exception:  # noqa: BLE001  its samples are read as without creel
         _log.debug("what samples read is not recorded", exc_info=True)
         return None
-
-
-def _new_memory(kinds: Iterable[str], suffix: str) -> list[int]:
-    """Descriptors of new memfds, whose names end with `suffix`."""
-    return [{JOURNAL: new_journal, COPIES: new_copies}[kind](suffix) for kind in kinds]
 
 
 def _keeps_copies(config: Config) -> bool:

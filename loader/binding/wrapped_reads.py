@@ -433,7 +433,7 @@ class WrappedReads:
         """Whether a daemon is starting, or has to be, for which a direct read does not wait."""
         config, worker = self._settings(), get_worker_info()
         options = config.loader
-        if options.direct != "auto" or options.disable:
+        if options.direct != "auto":
             return False
         if worker is None or worker.id == 0:
             return daemon_starting(config)

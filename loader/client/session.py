@@ -89,7 +89,6 @@ class Session:
         trainer: bool,
     ) -> None:
         self.id = opened.session
-        self.dataset = opened.dataset
         self.words = words
         self.table = table
         self.client = client

@@ -26,12 +26,13 @@ from creel.loader.datasets.base import (
     strings,
 )
 from creel.loader.datasets.files import WholeFiles
-from creel.loader.reading.listing import files_below, load_index, write_index
+from creel.loader.reading.listing import files_below, parse_index, write_index
 from creel.loader.reading.opened import read as read_address
 from creel.loader.reading.storage import (
     Listing,
     absolute,
     escape,
+    read_all,
     scheme_of,
     unescape,
     walk,
@@ -132,7 +133,8 @@ class ImageFolder(WholeFiles):
         self._shown = self._root if scheme_of(os.fspath(root)) else os.fspath(self.root)
         listed = None
         if index is not None:
-            listed = load_index(absolute(index))
+            address = absolute(index)
+            listed = parse_index(read_all(address), address)
         elif scheme_of(self._root):
             listed = files_below(self._root)
         self._listed = _by_class(listed) if listed is not None else None

@@ -70,17 +70,12 @@ def _index_below(root: str) -> Listing | None:
     return None
 
 
-def load_index(address: str) -> Listing:
-    """The files that an index names.
+def parse_index(data: bytes, address: str) -> Listing:
+    """The files that an index names; `address` gives its format and is named in errors.
 
     Raises:
         ConfigError: not an index.
     """
-    return parse_index(read_all(address), address)
-
-
-def parse_index(data: bytes, address: str) -> Listing:
-    """Parse the bytes of an index; `address` gives its format and is named in errors."""
     try:
         if address.endswith(".json"):
             found = msgspec.json.decode(data, type=list[str] | _Index)

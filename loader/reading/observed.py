@@ -25,11 +25,6 @@ WORTH = 4
 SMALL = 1 << 16
 
 
-def worth(got: int, nbytes: int) -> bool:
-    """Whether a file is worth caching if a sample read `got` of its `nbytes`."""
-    return got * WORTH >= nbytes
-
-
 class PartialRead:
     """How much of a file one sample has read through file objects."""
 
@@ -182,7 +177,7 @@ class ObservedReads:
         found: list[Asked] = []
         for what, part in asked.items():
             got = -1 if self._whole or part is None else part.got()
-            if part is None or got < 0 or worth(got, part.nbytes):
+            if part is None or got < 0 or got * WORTH >= part.nbytes:
                 found.append(what)
             elif part.copied_sooner and isinstance(what, str):
                 found.append((what, got, part.nbytes))

@@ -45,7 +45,8 @@ def in_page_cache(paths: Sequence[str]) -> bool:
 
 
 def _cached(path: str, mounts: list[_Mount]) -> bool:
-    mount = _mount_of(path, mounts)
+    below = (mount for mount in reversed(mounts) if path.startswith(mount.at))  # latest first
+    mount = next(below, _NOWHERE)
     if mount.kind not in _ON_DISK | _IN_MEMORY:
         return False
     try:
@@ -73,11 +74,6 @@ def _readable_now(name: int, nbytes: int) -> bool:
         return all(os.preadv(fd, [bytearray(1)], at, os.RWF_NOWAIT) == 1 for at in places)
     finally:
         os.close(fd)
-
-
-def _mount_of(path: str, mounts: list[_Mount]) -> _Mount:
-    """The latest mount that a path's name lies below."""
-    return next((mount for mount in reversed(mounts) if path.startswith(mount.at)), _NOWHERE)
 
 
 def _mounts() -> list[_Mount]:

@@ -111,14 +111,15 @@ def test_another_protocol_is_told_what_to_do(daemon: Running) -> None:
 def test_a_worker_may_only_attach(daemon: Running, tmp_path: Path) -> None:
     manifest = folder(tmp_path, [100] * 10)
     with daemon.client() as trainer:
-        session = trainer.open(trainer.register(manifest))
+        dataset = trainer.register(manifest)
+        session = trainer.open(dataset)
         with pytest.raises(UnavailableError, match="not connected"):
             daemon.client("worker", "no such token")
         with daemon.client("worker", trainer.token) as worker:
             with pytest.raises(UnavailableError, match="must not"):
                 worker.register(manifest)
             with pytest.raises(UnavailableError, match="must not"):
-                worker.open(session.dataset)
+                worker.open(dataset)
             with pytest.raises(UnavailableError, match="no session"):
                 worker.attach(session.id + 1)
             same = worker.attach(session.id)
