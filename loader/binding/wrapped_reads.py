@@ -254,9 +254,8 @@ class WrappedReads:
 
     def read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
         """Call `fetch(dataset)`, which reads these samples, through the arena if possible."""
-        if (
-            this_thread.observed is not None or switched_off()
-        ):  # inside another proxy, which records what is read here
+        # Inside another proxy, that one records what is read here.
+        if this_thread.observed is not None or switched_off():
             return fetch(self._dataset)
         bypass = self._bypass
         if bypass is not None and bypass.active and self._binding is None and passes_on():
@@ -275,9 +274,7 @@ class WrappedReads:
         return sample
 
     def _read(self, indices: Sequence[int], fetch: Callable[[Dataset[Sample]], T]) -> T:
-        if (
-            this_thread.lease is not None
-        ):  # inside creel's own loader, or another proxy, which decides
+        if this_thread.lease is not None:  # of creel's own loader, or another proxy, which decides
             return self._fetch_recorded(indices, fetch)
         link = self._usable_link()
         if link is not None and not _still(link.binding, indices):
