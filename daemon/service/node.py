@@ -484,8 +484,8 @@ class Node:
 
     def truncated(self, session: SessionRecord, step: int) -> None:
         session.truncate(step)
-        self.handle_event(events.PlanTruncated(session.id, step))
-        session.acknowledge()
+        if self.handle_event(events.PlanTruncated(session.id, step)):
+            session.acknowledge()
 
     def waiting(self, session: SessionRecord) -> None:
         """Answer waits that are over, and give the core the urgency of the others."""

@@ -69,6 +69,22 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
     node.close()
 
 
+def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
+    """The request socket drops a client whose message raises: its other sessions would end, too."""
+    config = Config(memory=MemorySettings(budget="1MiB"))
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
+    manifest = Manifest.of_files(["/a"])
+    node.register("token", lambda: manifest, lambda _: None)
+    while manifest.key not in node.registry.datasets:
+        calls.get(timeout=60)()
+    bad, other = (node.open("token", Open(manifest.key, job)) for job in ("bad", "other"))
+    with mock.patch.object(node.core, "handle", side_effect=MemoryError):
+        node.truncated(bad, 0)
+    assert list(node.registry.sessions) == [other.id]
+    node.close()
+
+
 def test_the_heart_beats_between_events_of_one_turn() -> None:
     """Many plans in one turn, or many clients that leave, are no reason to give a daemon up."""
     config = Config(memory=MemorySettings(budget="1MiB"))
