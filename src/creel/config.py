@@ -209,9 +209,10 @@ def _budget(section: str, text: str, total: int, auto: int) -> int:
 def _layers(flags: Mapping[str, object], origin: str | None) -> Iterator[_Given]:
     """Yield all given values, weakest first."""
     env = os.environ
-    if (named := env.get(_FILE)) and not _is_file(Path(named).expanduser()):
-        raise ConfigError(f"{_FILE} names {named}, and there is no such file: correct or unset it")
+    named = env.get(_FILE)
     asked_for = _expanded(named) if named else None
+    if asked_for is not None and not _is_file(asked_for):
+        raise ConfigError(f"{_FILE} names {named}, and there is no such file: correct or unset it")
     for path in config_files():
         yield from _from_file(path, asked_for=path == asked_for)
     for name in sorted(n for n in env if n.startswith("CREEL_") and n not in {_FILE, KEY_VARIABLE}):

@@ -71,6 +71,8 @@ def test_the_nearest_project_file_counts_and_a_named_file_replaces_it(home: Path
     assert load(home, CREEL_CONFIG=str(home / "other.toml"))[0].fetch.threads == 3
     with pytest.raises(ConfigError, match=r"CREEL_CONFIG names .*gone\.toml, and there is no"):
         load(home, CREEL_CONFIG=str(home / "gone.toml"))
+    with pytest.raises(ConfigError, match="~nobody-of-this-name/x"):
+        load(home, CREEL_CONFIG="~nobody-of-this-name/x.toml")
     with mock.patch.dict(os.environ, {"HOME": str(home)}, clear=True):
         assert config_files() == [home / "project/deep/creel.toml"]
 
