@@ -144,16 +144,21 @@ def started_elsewhere(name: str) -> bool:
 class DaemonStart:
     """A daemon that is starting. It stays up, even without a client, until this is closed."""
 
-    def __init__(self, config: Config, turn: socket.socket | None = None) -> None:
+    def __init__(
+        self, config: Config, turn: socket.socket | None = None, log_fd: int | None = None
+    ) -> None:
         """Start the process.
 
         `turn`: a bound `_new_turn`, taken over, so that no other process starts one meanwhile.
+        `log_fd`: where it logs to; None: to where `last_log` finds it.
 
         Raises:
             OSError: it cannot be started.
         """
         self._turn = turn
-        self._log_fd = os.memfd_create("creel-log", os.MFD_CLOEXEC)
+        self._log_fd = (
+            os.memfd_create("creel-log", os.MFD_CLOEXEC) if log_fd is None else os.dup(log_fd)
+        )
         try:
             self._process, self._ready_fd = _spawn(config, self._log_fd)
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch  # noqa: F401  the forks have it
 
@@ -224,10 +226,41 @@ def test_run_takes_no_options_of_the_command_and_says_which_settings_cannot_be()
 def test_run_hands_signals_on_and_tells_by_which_one_it_ended(name: str) -> None:
     words = ["--name", name, "run", "--memory", "32MiB", "--", "sleep", "150"]
     with subprocess.Popen([*CREEL, *words]) as running:
-        until(lambda: _children_named(running.pid, "sleep"), what="the command runs")
+        until(lambda: bool(_children_named(running.pid, "sleep")), what="the command runs")
         running.send_signal(signal.SIGTERM)
         assert running.wait(60) == 128 + signal.SIGTERM
     creel("--name", name, "status", code=3)
+
+
+@pytest.mark.parametrize("starting", [True, False])
+def test_no_daemon_outlives_a_run_that_is_killed(
+    name: str, monkeypatch: pytest.MonkeyPatch, *, starting: bool
+) -> None:
+    monkeypatch.setenv("CREEL_DAEMON__LINGER_S", "0")
+    monkeypatch.setenv("CREEL_SOCKET", name)
+    words = ["--name", name, "run", "--memory", "32MiB", "--", "sleep", "50"]
+    with subprocess.Popen([*CREEL, *words]) as running:
+        if starting:
+            until(lambda: bool(_daemons()), what="its daemon is being started")
+            running.terminate()
+        else:
+            until(lambda: bool(_children_named(running.pid, "sleep")), what="the command runs")
+            (sleeping,) = _children_named(running.pid, "sleep")
+            running.kill()
+            os.kill(sleeping, signal.SIGKILL)
+        assert running.wait(60) != 0
+    until(lambda: not _daemons(), what="its daemon ends")
+
+
+def _daemons() -> list[psutil.Process]:
+    """Daemons of this test's name."""
+    found = []
+    for one in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            named = one.environ().get("CREEL_SOCKET") == os.environ["CREEL_SOCKET"]
+            if named and "creel.daemon" in one.cmdline():
+                found.append(one)
+    return found
 
 
 def test_ctrl_c_is_the_commands_to_decide(name: str) -> None:
@@ -247,15 +280,16 @@ def test_ctrl_c_is_the_commands_to_decide(name: str) -> None:
     assert running.returncode == 0
 
 
-def _children_named(pid: int, word: str) -> bool:
+def _children_named(pid: int, word: str) -> list[int]:
+    found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             _, comm, rest = status.read_text().replace("(", ")").split(")")
         except (OSError, ValueError):
             continue
         if comm == word and int(rest.split()[1]) == pid:
-            return True
-    return False
+            found.append(int(status.parent.name))
+    return found
 
 
 # --- verify -----------------------------------------------------------------------------------

@@ -6,17 +6,15 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from creel.config import Config
 from creel.errors import ConfigError, NoDaemonError, UnavailableError
 
 _START_S = 15.0  # a daemon is ready within one second; a cold parallel file system may need more
 _STOP_S = 10.0
-_USAGE = 2  # exit code of a daemon that cannot meet its settings, which it has reported
+_STDERR = 2
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -46,41 +44,41 @@ def around(config: Config, command: Sequence[str]) -> int:
 
     Raises:
         ConfigError: no such command, or settings that cannot be met.
-        UnavailableError: the daemon did not start.
+        UnavailableError: the daemon did not start, or another one has its name.
     """
-    env = daemon_env(config)
-    words = [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
-    command_line = [*words, "-m", "creel.daemon"]
-    # Its own session: Ctrl-C is for the command, which may continue and then needs the daemon.
-    daemon = subprocess.Popen(command_line, env=env, start_new_session=True)  # noqa: S603 - ours
-    try:
-        _await(daemon, config.daemon.name)
-        return _run(command, env)
-    finally:
-        _stop(daemon)
+    with _daemon(config):
+        return _run(command, daemon_env(config))
 
 
-def _await(daemon: subprocess.Popen[bytes], name: str) -> None:
-    """Return once the daemon answers at its address."""
+@contextmanager
+def _daemon(config: Config) -> Iterator[None]:
+    """A daemon that serves. It ends also where this process is killed, once it has no client."""
     from creel.loader.client.client import Client
+    from creel.loader.client.embed import DaemonStart
 
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
+    name = config.daemon.name
+    with suppress(NoDaemonError), Client.connect(name, "cli") as client:
+        raise UnavailableError(
+            f"another daemon (pid {client.daemon_pid}) is already named {name!r}"
+        )
+    start = DaemonStart(config, log_fd=_STDERR)
+    try:
+        report = start.report(_START_S)
+        if report.startswith("0"):
+            raise ConfigError(f"the daemon cannot start with these settings: {report[1:]}")
+        if not report:
+            raise UnavailableError(f"the daemon ended, or did not answer within {_START_S:.0f} s")
+        with Client.connect(name, "cli") as client:
+            pid = client.daemon_pid
         try:
-            client = Client.connect(name, "cli")
-        except NoDaemonError:
-            if daemon.poll() == _USAGE:
-                raise ConfigError("the daemon cannot start with these settings") from None
-            if daemon.poll() is not None:
-                raise UnavailableError(f"the daemon ended with {daemon.returncode}") from None
-            time.sleep(0.02)
-            continue
-        theirs = client.daemon_pid
-        client.close()
-        if theirs != daemon.pid:
-            raise UnavailableError(f"another daemon (pid {theirs}) is already named {name!r}")
-        return
-    raise UnavailableError(f"the daemon did not answer within {_START_S:.0f} s")
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                if not start.reported():  # it ran, and has not ended
+                    os.kill(pid, number)
+                    start.reported(_STOP_S)
+    finally:
+        start.close()
 
 
 def _run(command: Sequence[str], env: dict[str, str]) -> int:
@@ -107,12 +105,3 @@ def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _stop(daemon: subprocess.Popen[bytes]) -> None:
-    daemon.terminate()
-    try:
-        daemon.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        daemon.kill()
-        daemon.wait()
