@@ -76,25 +76,13 @@ class Counters:
     seconds_sum: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count_reads(self, nbytes: int, seconds: list[float], opens: int) -> None:
-        """Count reads that succeeded, with the seconds of each."""
-        with self._lock:
-            self.reads += len(seconds)
-            self.opens += opens
-            self.nbytes += nbytes
-            for s in seconds:
-                self.seconds[bisect_left(SECONDS, s)] += 1
-            self.seconds_sum += sum(seconds)
-
-    def count_evenly(
-        self, reads: int, nbytes: int, seconds: float, opens: int | None = None
-    ) -> None:
-        """Count reads that succeeded, with `seconds` in all; `opens` as many, if not given."""
+    def count(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:
+        """Count reads that succeeded, with `seconds` in all."""
         if not reads:
             return
         with self._lock:
             self.reads += reads
-            self.opens += reads if opens is None else opens
+            self.opens += opens
             self.nbytes += nbytes
             self.seconds[bisect_left(SECONDS, seconds / reads)] += reads
             self.seconds_sum += seconds
@@ -210,7 +198,7 @@ class Source:
         stored = self._stored_file(int(self.manifest.rows(ids)[0]))
         start = time.perf_counter()
         data = self._with_retries(stored, lambda store: store.read(stored, offset, length))[0]
-        self.counters.count_reads(len(data), [time.perf_counter() - start], 1)
+        self.counters.count(1, len(data), time.perf_counter() - start, 1)
         return data
 
     def versions(self, files: NDArray[np.integer]) -> Ints:
@@ -282,7 +270,8 @@ class Source:
                 seconds += now - start
                 total += len(data)
             start = now
-        self.counters.count_evenly(len(ids) - found.count(None), total, seconds)
+        reads = len(ids) - found.count(None)
+        self.counters.count(reads, total, seconds, reads)
         return found
 
     def _opened(self, uris: list[str]) -> Iterator[OpenFile | Exception]:
@@ -397,7 +386,7 @@ class Source:
         except OSError:
             return None
         seconds = time.perf_counter() - start
-        self.counters.count_evenly(len(rows), int(length.sum()), seconds, filled.opens)
+        self.counters.count(len(rows), int(length.sum()), seconds, filled.opens)
         return filled
 
     def _read_files(self, rows: Ints, length: Ints, parts: Sequence[Part], read: Read) -> int:
@@ -416,7 +405,7 @@ class Source:
                 seconds += now - start
                 total, reads = total + n, reads + 1
             start = now
-        self.counters.count_evenly(reads, total, seconds)
+        self.counters.count(reads, total, seconds, reads)
         return files
 
     def _read_file(
@@ -441,18 +430,15 @@ class Source:
         """The result of each run of one file. The first attempt reads all with one open."""
         done: list[Filled | None] = []
         while len(done) < len(runs):
-            seconds: list[float] = []
-            opens, at, start = 0, len(done), time.monotonic()
+            left, read, opens = runs[len(done) :], 0, 0
+            start = began = time.monotonic()
             try:
-                for filled in self._store(stored.uri).fill(stored, runs[at:]):
-                    now = time.monotonic()
-                    seconds.append(now - start)
-                    start, opens = now, opens + filled.opens
+                for filled in self._store(stored.uri).fill(stored, left):
+                    began, read, opens = time.monotonic(), read + 1, opens + filled.opens
                     done.append(filled)
             except Exception as e:  # noqa: BLE001  stores raise what they like
-                done.append(self._retry_fill(stored, runs[len(done)], e, start))
-            read = sum(run.length for run in runs[at : at + len(seconds)])
-            self.counters.count_reads(read, seconds, opens)
+                done.append(self._retry_fill(stored, left[read], e, began))
+            self.counters.count(read, sum(r.length for r in left[:read]), began - start, opens)
         return done
 
     def _retry_fill(
@@ -469,7 +455,7 @@ class Source:
             filled = self._with_retries(stored, once, first, began)
         except SourceError:
             return None  # counted; a reader of the object gets the error itself
-        self.counters.count_reads(run.length, [], 1)
+        self.counters.count(1, run.length, time.monotonic() - began, 1)
         return filled
 
     def _stored_file(self, row: int) -> StoredFile:

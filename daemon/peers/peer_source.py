@@ -184,7 +184,7 @@ class PeerSource:
                 here = nbytes >= 0
                 if here.any():
                     reads, got = int(np.count_nonzero(here)), int(nbytes[here].sum())
-                    self.counters.count_evenly(reads, got, time.monotonic() - began, 0)
+                    self.counters.count(reads, got, time.monotonic() - began, 0)
         finally:
             left.extend(where for where, _ in asked.values())
 

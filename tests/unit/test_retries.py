@@ -225,4 +225,5 @@ def test_a_file_that_fails_among_others_is_tried_again_and_counted_once(
     assert [read[i] for i in (0, 2, 3, 4)] == [contents[i] for i in (0, 2, 3, 4)]
     counters = source.counters.snapshot()
     assert (counters.opens, counters.nbytes, counters.retries) == (4, 80, 2)
+    assert counters.reads == sum(counters.seconds) == 4
     assert counters.errors == {"ENOENT": 1}
