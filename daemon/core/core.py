@@ -182,7 +182,7 @@ class Core:
     def _dealt(self, s: RankStream, e: events.EpochDealt) -> None:
         s.group.deals.view, s.group.deals.dataset = e.view, s.residency.name
         s.group.deals.followed = False
-        s.group.deals.orders[e.epoch + s.epoch_shift] = e.order
+        s.group.deals.add(e.epoch + s.epoch_shift, e.order)
         s.residency.choose_policy()
 
     def _followed(self, s: RankStream, e: events.EpochFollowed) -> None:
@@ -317,7 +317,9 @@ class Core:
             uses.consume(epoch, ids, s.clocked(a, b) if repeated else None)
             if epoch != s.epoch:
                 s.epoch = epoch
-                uses.forget(min(x.epoch for x in s.group.sessions.values()))
+                first = min(x.epoch for x in s.group.sessions.values())
+                uses.forget(first)
+                s.group.deals.forget(first)
                 residency.policy.epoch_began(uses, epoch)
             residency.release(ids)
         if s.front < stop:  # read directly before they could be fetched

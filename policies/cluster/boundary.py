@@ -18,6 +18,8 @@ from creel.policies.eviction.selection import Nodes
 
 #: Parts of an epoch in which its holder gets an object; from `placement.EPOCH` to them.
 PARTS = 256
+#: Most epochs of a job of which the order is kept: loaders tell a few ahead.
+_MAX_ORDERS = 64
 _PART_BITS = (placement.EPOCH // PARTS).bit_length() - 1
 
 
@@ -77,7 +79,13 @@ class Deals:
     orders: dict[int, JobOrder] = field(default_factory=dict)
     dataset: str = ""
 
+    def add(self, epoch: int, order: JobOrder) -> None:
+        """Note how an epoch is dealt, unless orders of many others are kept."""
+        if len(self.orders) < _MAX_ORDERS or epoch in self.orders:
+            self.orders[epoch] = order
+
     def forget(self, epoch: int) -> None:
+        """Forget all epochs before this one."""
         self.orders = {e: order for e, order in self.orders.items() if e >= epoch}
 
     def known(self, epoch: int) -> bool:

@@ -283,6 +283,27 @@ def test_a_peers_copy_that_comes_after_its_reader_has_given_up_is_dropped() -> N
     assert (node.offset["d"][asked.ids] == NOWHERE).all()
 
 
+@pytest.mark.parametrize("by_hash", [frozenset(), frozenset({"d"})])
+def test_orders_of_epochs_that_are_over_or_far_away_take_no_memory(by_hash: frozenset[str]) -> None:
+    """Whoever decides what stays: by hash, orders are not looked at."""
+    node = Rig(4000)
+    node.register("d", [100] * 40)
+    node.open(1, "d", world=2)
+    view = ClusterView(
+        0, np.arange(2), np.full(2, 4000), np.array([SOURCE, 7]), NO_DISKS, by_hash=by_hash
+    )
+    for epoch in range(5):
+        order = JobOrder(40, 2, 20, 1, seed=epoch)
+        node.extend(1, epoch, [[int(x)] for x in order.by_rank([0, 1])[0]])
+        node.feed(EpochDealt(1, epoch, order, view))
+    for epoch in range(10_000):
+        node.feed(EpochDealt(1, 100 + epoch, order, view))
+    deals = node.core._residencies["d"].groups[0].deals
+    assert len(deals.orders) < 100
+    node.progress(1, done=61, wanted=62)
+    assert min(deals.orders) == 3
+
+
 def test_after_the_cluster_has_ended_everything_comes_from_the_source() -> None:
     node = Member()
     node.feed(ClusterChanged("", None))
