@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from creel.cache.memory.shared_words import DONE, READY
 from creel.cache.storage.retry import public
@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 _MAX_RANKS = 1024  # most ranks reported
 
 
-def memory(node: Node) -> dict[str, int]:
+#: What `Core.snapshot` gives.
+Snapshot: TypeAlias = dict[str, dict[str, dict[str, Any]]]
+
+
+def memory(node: Node, core: Snapshot) -> dict[str, int]:
     """Bytes of the arena: budget, used by objects, and read but not yet stored.
 
     Also what tables and plans take beside the arena, and may take.
     """
-    counted: Any = node.core.snapshot()["datasets"].values()
+    counted = core["datasets"].values()
     return {
         "budget_nbytes": node.arena.nbytes,
         "used_nbytes": int(sum(d["used_nbytes"] for d in counted)),
@@ -37,7 +41,7 @@ def memory(node: Node) -> dict[str, int]:
     }
 
 
-def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def tiers(core: Snapshot) -> dict[str, dict[str, Any]]:
     """Hits, misses and evictions of each tier, over all datasets of the core's snapshot.
 
     What memory misses, disk and peers may have: "disk" is there where there is one, or was, "peers"
@@ -77,13 +81,13 @@ def tiers(core: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return out
 
 
-def dataset(node: Node, one: DatasetRecord) -> dict[str, Any]:
-    counted = node.core.snapshot()["datasets"][one.key]
-    return {"dataset": one.key, "root": public(one.manifest.root), **counted}
+def dataset(core: Snapshot, one: DatasetRecord) -> dict[str, Any]:
+    return {"dataset": one.key, "root": public(one.manifest.root), **core["datasets"][one.key]}
 
 
 def datasets(node: Node) -> list[dict[str, Any]]:
-    return [dataset(node, one) for one in node.registry.datasets.values()]
+    core = node.core.snapshot()
+    return [dataset(core, one) for one in node.registry.datasets.values()]
 
 
 def source(one: DatasetRecord) -> dict[str, Any]:
@@ -165,7 +169,7 @@ def stats(node: Node) -> dict[str, Any]:
         for s in node.registry.sessions.values()
     ]
     return {
-        "memory": memory(node),
+        "memory": memory(node, core),
         "tiers": tiers(core),
         "core": core,
         "sources": [source(d) for d in node.registry.datasets.values()],

@@ -43,7 +43,7 @@ def _status(node: Node) -> dict[str, Any]:
         "embedded": node.embedded,
         "state": node.state,
         "uptime_s": time.monotonic() - node.started,
-        "memory": stats.memory(node),
+        "memory": stats.memory(node, node.core.snapshot()),
         "clients": node.clients(),
         "sessions": len(node.registry.sessions),
         "datasets": len(node.registry.datasets),
@@ -56,7 +56,7 @@ def _submit(node: Node, event: type[Warm | Dropped], args: Args) -> dict[str, An
     node.handle_event(event(dataset.key))
     if event is Dropped:
         node.disk.forget(dataset.key)
-    return stats.dataset(node, dataset)
+    return stats.dataset(node.core.snapshot(), dataset)
 
 
 def _stop(node: Node, args: Args) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +19,10 @@ from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config
 from creel.daemon.core.events import Publish, Tick
+from creel.daemon.service import commands
 from creel.daemon.service.node import Node
 from creel.daemon.service.registry import DatasetRecord
-from creel.messages import Extend, Open
+from creel.messages import Command, Extend, Open
 from creel.settings import MemorySettings
 from kit import until
 
@@ -82,6 +84,23 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
     with mock.patch.object(node.core, "handle", side_effect=MemoryError):
         node.truncated(bad, 0)
     assert list(node.registry.sessions) == [other.id]
+    node.close()
+
+
+@pytest.mark.parametrize("what", ["datasets", "stats", "status"])
+def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: str) -> None:
+    """In the loop's thread: with a look for each dataset, 1024 of them would take seconds."""
+    config = Config(memory=MemorySettings(budget="1MiB"))
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
+    for name in "abc":
+        node.register(name, partial(Manifest.of_files, [f"/{name}"]), lambda _: None)
+    while len(node.registry.datasets) < 3:
+        calls.get(timeout=60)()
+    with mock.patch.object(node.core, "snapshot", wraps=node.core.snapshot) as look:
+        answer = commands.answer(node, Command("token", 1, what))
+    assert look.call_count == 1
+    assert what != "datasets" or [one["objects"] for one in answer["datasets"]] == [1, 1, 1]
     node.close()
 
 
