@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
@@ -66,7 +67,8 @@ class PageServer(ThreadingHTTPServer):
         self.address_family, _, _, _, where = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        self._open: dict[socket.socket, None] = {}  # the oldest first
+        #: The oldest first. Threads take theirs out: `popitem` finds and removes one in one step.
+        self._open: OrderedDict[socket.socket, None] = OrderedDict()
         super().__init__((str(where[0]), port), PageHandler)
         self.port = int(self.socket.getsockname()[1])
         self._thread = threading.Thread(
@@ -82,10 +84,8 @@ class PageServer(ThreadingHTTPServer):
 
     def _end_oldest(self) -> None:
         """Have the thread of the oldest connection end."""
-        with suppress(KeyError, OSError, StopIteration):  # it has ended meanwhile
-            oldest = next(iter(self._open))
-            del self._open[oldest]
-            oldest.shutdown(socket.SHUT_RDWR)
+        with suppress(KeyError, OSError):  # it has ended meanwhile
+            self._open.popitem(last=False)[0].shutdown(socket.SHUT_RDWR)
 
     # --- as `socketserver` calls them -------------------------------------------------------------
 

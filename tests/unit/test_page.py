@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+from unittest import mock
 from urllib.request import Request, urlopen
 
 import pytest
@@ -99,3 +103,24 @@ def test_a_page_that_cannot_be_made_is_said(
         assert b" 503 " in odd.recv(100)
     until(lambda: "could not be rendered" in caplog.text, what="it is logged")
     assert ask(server) == BODY
+
+
+def test_connections_that_come_and_go_meanwhile_stop_nobody(server: PageServer) -> None:
+    """Other threads may do so between any two steps of the one that ends the oldest."""
+    server._open[oldest := mock.Mock()] = None
+
+    def meanwhile(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is not PageServer._end_oldest.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            server._open[mock.Mock()] = None
+        return meanwhile
+
+    before = sys.gettrace()
+    sys.settrace(meanwhile)
+    try:
+        server._end_oldest()
+    finally:
+        sys.settrace(before)
+    oldest.shutdown.assert_called_once()
