@@ -15,6 +15,7 @@ from creel.cache.disk.folder import private_folder
 _FOLDER = "traces"
 #: Most traces in a folder; of more, those go that were used longest ago.
 _MOST = 16
+_NEW = "new."  # what the name of a trace that is being written begins with
 _PIECE = 1 << 20  # bytes written at a time
 
 
@@ -45,7 +46,7 @@ def keep_trace(path: str, name: str, dataset: str, fd: int, keep_free: int) -> N
     if disk.f_bavail * disk.f_frsize - os.fstat(fd).st_size < keep_free:
         return
     with _traces(path) as folder:
-        new, flags = f"new.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        new, flags = f"{_NEW}{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         with os.fdopen(os.open(new, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder), "wb") as out:
             at = 0
             while data := os.pread(fd, _PIECE, at):
@@ -53,10 +54,13 @@ def keep_trace(path: str, name: str, dataset: str, fd: int, keep_free: int) -> N
         kept = f"{name}.{dataset}"
         os.replace(new, kept, src_dir_fd=folder, dst_dir_fd=folder)
         _unlink(folder, lambda one: one.startswith(f"{name}.") and one != kept)
-        names = os.listdir(folder)  # noqa: PTH208  a descriptor
-        used = {one: os.stat(one, dir_fd=folder).st_mtime_ns for one in names}
-        for one in sorted(used, key=used.__getitem__)[:-_MOST]:
-            os.unlink(one, dir_fd=folder)
+        used = {}
+        for one in os.listdir(folder):  # noqa: PTH208  a descriptor
+            with suppress(FileNotFoundError):  # another process has removed it
+                if not one.startswith(_NEW):
+                    used[one] = os.stat(one, dir_fd=folder).st_mtime_ns
+        unused = sorted(used, key=used.__getitem__)[:-_MOST]
+        _unlink(folder, lambda one: one in unused)
 
 
 def drop_traces(path: str, dataset: str) -> None:

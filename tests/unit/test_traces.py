@@ -54,7 +54,7 @@ def test_of_many_those_go_that_were_used_longest_ago(tmp_path: Path) -> None:
         (file,) = tmp_path.glob(f"creel-*/traces/{name}.*")
         os.utime(file, (at, at))
     assert kept(tmp_path, "00") == b"00"
-    keep(tmp_path, "new", b"new")
+    keep(tmp_path, "last", b"last")
     assert [name for name in names if kept(tmp_path, name) is None] == ["01"]
 
 
@@ -71,3 +71,20 @@ def test_a_folder_that_others_may_look_into_holds_none(tmp_path: Path) -> None:
         kept(tmp_path, "a")
     with pytest.raises(PermissionError):
         keep(tmp_path, "a", b"y")
+
+
+def test_what_another_process_writes_or_removes_meanwhile_is_its_own_affair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path, "a", b"x")
+    (own,) = tmp_path.glob("creel-*")
+    writing = own / "traces/new.1"
+    writing.write_bytes(b"half of it")
+    os.utime(writing, (0, 0))
+    found = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda folder: [*found(folder), "gone.key"])
+    for i in range(20):
+        keep(tmp_path, f"{i:02}", b"y")
+        assert kept(tmp_path, f"{i:02}") == b"y"
+    assert writing.exists()
+    assert kept(tmp_path, "a") is None
