@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import stat
-import threading
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +16,6 @@ from creel.errors import MalformedError
 from creel.policies.arrays import Ints
 
 _F_SEAL_SHRINK = 0x2
-_PIECE = 16 << 20  # bytes prefaulted per system call: milliseconds, so that `stop` is noticed soon
 _PAGE_BITS = 12  # bits of an address within a page
 _PAGE = 1 << _PAGE_BITS
 #: Rows from this size on, in at most this many pages, are touched before they are copied.
@@ -51,7 +48,7 @@ class Arena:
     def create(cls, nbytes: int) -> Arena:
         """Create an arena of `nbytes` > 0. Clients can neither write to it nor shrink it.
 
-        Memory is allocated as it is touched; `prefault` allocates it all ahead of use.
+        Memory is allocated as it is touched.
         """
         fd = sealed_memfd("creel-arena", nbytes)
         try:
@@ -94,24 +91,6 @@ class Arena:
         """Writable views of the objects at these places (see `runs`), whose headers are there."""
         found = zip(place.tolist(), length.tolist(), strict=True)
         return [pieces(self.view, at, nbytes) or [] for at, nbytes in found]
-
-    def prefault(self, stop: threading.Event) -> int:
-        """Have the system reserve and zero all pages, in small pieces, until done or `stop` is set.
-
-        Meant for a thread of its own; others may write at the same time. Returns the bytes
-        reserved: fewer than `nbytes` when stopped, or when the machine has no more memory.
-        """
-        done = 0
-        while done < self.nbytes and not stop.is_set():
-            piece = min(_PIECE, self.nbytes - done)
-            try:
-                os.posix_fallocate(self._fd, done, piece)
-            except OSError as e:
-                if e.errno in {errno.ENOSPC, errno.ENOMEM, errno.EBADF, errno.EOPNOTSUPP}:
-                    break
-                raise
-            done += piece
-        return done
 
     def close(self) -> None:
         """Close the descriptors; the memory is freed with its last mapping and view."""
@@ -207,31 +186,3 @@ def _seals(fd: int) -> int:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:  # not a memfd
         return 0
-
-
-class Prefault:
-    """A thread that touches an arena's pages ahead of use."""
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begin, unless that was done; without a further thread pages are touched on first use."""
-        if self._thread is None:
-            thread = threading.Thread(
-                target=self._arena.prefault, args=(self._stop,), name="creel-prefault", daemon=True
-            )
-            with contextlib.suppress(RuntimeError):
-                thread.start()
-                self._thread = thread
-
-    def stop(self) -> None:
-        """End soon."""
-        self._stop.set()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end after `stop`."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from creel import limits
 from creel.cache.memory.allocator import Allocator
-from creel.cache.memory.arena import Arena, Prefault
+from creel.cache.memory.arena import Arena
 from creel.cache.memory.shared_words import KNOWN, OBJECT_NS, LocationTable
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
@@ -130,7 +130,6 @@ class Node:
         self._sound = True  # whether what the core says of the arena can be relied on
         self._send = send
         self._call_soon = call_soon
-        self._prefault = Prefault(self.arena)
         self._background = BackgroundThread("creel-register")
         self._planner = BackgroundThread("creel-plan")
         self._do: dict[type[events.Action], Callable[[Any], None]] = {
@@ -362,9 +361,6 @@ class Node:
             found = self.disk.found(dataset.key)
             if found is not None:
                 self.handle_event(found)
-            total = sum(d.lengths.nbytes for d in self.registry.datasets.values())
-            if total >= self.arena.nbytes:
-                self._prefault.start()  # it is sure to be filled
         elif known is not dataset:  # two clients registered the same dataset at once
             known.source.adopt(dataset.source.copies)
             dataset.close()
@@ -494,9 +490,7 @@ class Node:
         self._progressed(session)
 
     def close(self) -> None:
-        self._prefault.stop()
         self.fetcher.close()
-        self._prefault.join(1.0)
         self._background.close()
         self._planner.close()
         self.clusters.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -109,15 +108,6 @@ def test_rows_are_the_records_at_multiples_of_the_stride(arena: Arena) -> None:
     assert (rows[7] == arena.array[7 * 3073 : 8 * 3073]).all()
     out = np.take(rows, np.array([3, 1]), axis=0, mode="clip")
     assert (out[0] == rows[3]).all()
-
-
-def test_prefault_keeps_what_is_written_and_stops_when_told(arena: Arena) -> None:
-    arena.view[:4] = b"kept"
-    assert arena.prefault(threading.Event()) == arena.nbytes
-    assert bytes(arena.view[:4]) == b"kept"
-    stop = threading.Event()
-    stop.set()
-    assert arena.prefault(stop) == 0
 
 
 def test_only_a_sealed_descriptor_of_the_right_size_is_mapped() -> None:
