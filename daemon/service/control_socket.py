@@ -178,8 +178,9 @@ class ControlSocket:
                 " start your own"
             )
         if served >= self._limit:
-            reason = f"the limit of {self._limit} clients is reached"
-            return Refused(f"{reason}: raise daemon.max_connections", retry_after=5.0)
+            return Refused(
+                f"the limit of {self._limit} clients is reached: raise daemon.max_connections"
+            )
         return None
 
     def _end(self, connection: _Connection) -> None:
@@ -210,8 +211,7 @@ class ControlSocket:
         except BlockingIOError:
             return
         except (UnavailableError, ConfigError) as e:
-            after = getattr(e, "retry_after", 0.0)
-            self._send(connection, Answer(Refused(str(e), retry_after=after)))
+            self._send(connection, Answer(Refused(str(e))))
         except (MalformedError, OSError) as e:
             log.info("closing the connection of process %d: %s", connection.pid, e)
             self._end(connection)

@@ -224,7 +224,7 @@ def _new_words() -> tuple[SharedWords, int]:
     except OSError as e:  # the mapping takes a descriptor, too
         if fd >= 0:
             os.close(fd)
-        raise UnavailableError(f"no room for a session here: {e}", retry_after=10.0) from e
+        raise UnavailableError(f"no room for a session here: {e}") from e
 
 
 class Registry:
@@ -298,8 +298,7 @@ class Registry:
         if len(self.sessions) >= self._max_sessions:
             raise UnavailableError(
                 f"the limit of {self._max_sessions} open sessions is reached:"
-                " raise daemon.max_sessions",
-                retry_after=10.0,
+                " raise daemon.max_sessions"
             )
         words, fd = _new_words()
         words[HEARTBEAT] = time.monotonic_ns()

@@ -50,7 +50,7 @@ def _expected(body: bytes, kind: type[M]) -> M:
         raise DaemonLostError("the daemon closed the connection")
     reply = messages.decode(body, messages.ControlReply)
     if isinstance(reply, messages.Refused):
-        raise UnavailableError(reply.reason, retry_after=reply.retry_after)
+        raise UnavailableError(reply.reason)
     if not isinstance(reply, kind):
         raise MalformedError(f"the daemon sent {type(reply).__name__}, not {kind.__name__}")
     return reply

@@ -9,7 +9,7 @@ CreelError
 ├── SourceError             the dataset's storage failed; `uri` and `errno` are kept
 │   └── SourceNotFoundError     the object does not exist; also a FileNotFoundError
 ├── TooManyBadSamplesError  more samples cannot be read than `max_bad_samples`; also a RuntimeError
-└── UnavailableError        not now: carries `retry_after`
+└── UnavailableError        not now; a later attempt may succeed
     ├── NoDaemonError       no daemon listens at the address
     └── DaemonLostError     the daemon ended or stopped answering
 """
@@ -66,11 +66,7 @@ class SourceNotFoundError(SourceError, FileNotFoundError):
 
 
 class UnavailableError(CreelError):
-    """Not now; the caller may retry after `retry_after` seconds."""
-
-    def __init__(self, what: str, *, retry_after: float = 1.0) -> None:
-        super().__init__(what)
-        self.retry_after = retry_after
+    """Not now; a later attempt may succeed."""
 
 
 class NoDaemonError(UnavailableError):

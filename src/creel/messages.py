@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from creel.errors import MalformedError
 
 #: Increased whenever an old client could misread a new daemon, or the reverse.
-PROTOCOL = 7
+PROTOCOL = 8
 
 #: Largest packet on the control socket and largest body on the request socket, in bytes (without
 #: arrays).
@@ -196,7 +196,6 @@ class Refused(Message, frozen=True):
     """A refusal, in one sentence that says what to do. The connection stays usable."""
 
     reason: str
-    retry_after: float = 0.0
 
 
 # --- request socket: client to daemon (each message carries the client's token) ---------------
@@ -331,7 +330,7 @@ def encode(message: Message) -> bytes:
     """Return the body of a message.
 
     >>> decode(encode(Hello(PROTOCOL, "cli", 7)), ControlRequest)
-    Hello(protocol=7, role='cli', pid=7, token='')
+    Hello(protocol=8, role='cli', pid=7, token='')
     """
     return _encoder.encode(message)
 
