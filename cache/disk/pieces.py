@@ -21,26 +21,6 @@ class AlignedScratch(threading.local):
         self.view = buffer(_PIECE_NBYTES)
 
 
-class PartsFiller:
-    """Copies bytes into buffers, one after the other."""
-
-    def __init__(self, parts: Part) -> None:
-        self.nbytes = 0
-        self._parts = [part for part in parts if len(part)]
-
-    def put(self, data: memoryview) -> None:
-        while len(data):
-            part = self._parts[0]
-            some = min(len(part), len(data))
-            part[:some] = data[:some]
-            self.nbytes += some
-            data = data[some:]
-            if some == len(part):
-                self._parts.pop(0)
-            else:
-                self._parts[0] = part[some:]
-
-
 class PieceWriter:
     """Gathers records in a buffer and writes them in large pieces."""
 

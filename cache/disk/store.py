@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from creel.cache.disk.folder import DataFile, mark_leaving, open_folder
 from creel.cache.disk.index import MANY_UNITS, DatasetIndex, entries_of, half, runs_of
 from creel.cache.disk.journal import ENTRY, Entries, Journal, intact
-from creel.cache.disk.pieces import AlignedScratch, Part, PartsFiller, PieceWriter
+from creel.cache.disk.pieces import AlignedScratch, Part, PieceWriter
 from creel.cache.disk.records import (
     HEADER_NBYTES,
     Identity,
@@ -31,6 +31,7 @@ from creel.cache.disk.records import (
     header,
     room_nbytes,
 )
+from creel.cache.memory.buffers import copy_over, cut
 from creel.cache.memory.free_ranges import NOWHERE, FreeRanges, must
 from creel.policies.arrays import Ints, Mask
 
@@ -170,7 +171,7 @@ class DiskStore:
         """Read a record from (r, 2) offsets and sizes; return whose it is, None: it is damaged."""
         piece = self._scratch.view
         verifier: Verifier | None = None
-        filling = PartsFiller(parts)
+        left, done = list(parts), 0
         for start, size in ranges.tolist():
             for at in range(start, start + size, len(piece)):
                 data = piece[: min(start + size - at, len(piece))]
@@ -180,10 +181,12 @@ class DiskStore:
                     verifier, data = Verifier(data), data[HEADER_NBYTES:]
                     if verifier.identity is None or verifier.identity.nbytes != nbytes:
                         return None
-                data = data[: nbytes - filling.nbytes]
+                data = data[: nbytes - done]
                 verifier.update(data)
-                filling.put(data)
-        if verifier is None or filling.nbytes < nbytes or not verifier.matches():
+                filled, left = cut(left, len(data))
+                copy_over(data, filled)
+                done += len(data)
+        if verifier is None or done < nbytes or not verifier.matches():
             return None
         return verifier.identity
 

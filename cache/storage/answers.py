@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 #: Versions requested at a time: each is a round trip of hardly any bytes.
 AT_ONCE = 32
 #: Bytes per second below which an answer counts as none.
 SLOWEST_BPS = 16 << 10
-
-
-def copy_over(data: memoryview, buffers: Sequence[memoryview]) -> None:
-    """Copy `data` over the buffers, in order; numpy copies without the GIL."""
-    at = 0
-    for buffer in buffers:
-        target = np.frombuffer(buffer, np.uint8)
-        np.copyto(target, np.frombuffer(data[at : at + len(buffer)], np.uint8))
-        at += len(buffer)
 
 
 def of_each(job: Callable[[str], int], uris: Sequence[str]) -> list[int | Exception]:

@@ -13,8 +13,9 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
-from creel.cache.storage.answers import SLOWEST_BPS, copy_over, of_each, tag_of
+from creel.cache.storage.answers import SLOWEST_BPS, of_each, tag_of
 from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from creel.cache.memory.buffers import copy_over
 from creel.cache.storage import version
-from creel.cache.storage.answers import AT_ONCE, SLOWEST_BPS, copy_over, of_each, tag_of
+from creel.cache.storage.answers import AT_ONCE, SLOWEST_BPS, of_each, tag_of
 from creel.cache.storage.manifest import UNKNOWN
 from creel.cache.storage.stores import Filled, Run, StoredFile, check_size, too_short, wrong_size
 from creel.errors import SourceError

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
 
+from creel.cache.memory.buffers import cut
 from creel.cache.storage import version
 from creel.cache.storage.manifest import UNKNOWN
 from creel.errors import SourceError
@@ -365,21 +366,11 @@ def _preadv(fd: int, run: Run) -> int:
     """Fill all buffers; return bytes read, fewer than requested only at the end of the file."""
     done = os.preadv(fd, run.buffers[:_VECTOR], run.offset) if run.length else 0
     while 0 < done < run.length:  # more buffers, or more than 2 GiB
-        more = os.preadv(fd, _after(run.buffers, done)[:_VECTOR], run.offset + done)
+        more = os.preadv(fd, cut(list(run.buffers), done)[1][:_VECTOR], run.offset + done)
         if not more:
             break
         done += more
     return done
-
-
-def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """The rest of the buffers after their first `done` bytes."""
-    rest = []
-    for buffer in buffers:
-        if done < len(buffer):
-            rest.append(buffer[done:])
-        done = max(done - len(buffer), 0)
-    return rest
 
 
 class OpenFile(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from creel.cache.memory.buffers import cut
 from creel.daemon.peers import sealing, wire
 from creel.errors import MalformedError
 from creel.messages import Message
@@ -155,13 +156,13 @@ class PeerConnection:
             record, request.plain = self.sealer.record(request.plain)
             request.left.append(record)
             ready += len(record)
-        portion, _ = wire.cut(request.left[: wire.MAX_BUFFERS], nbytes)
+        portion, _ = cut(request.left[: wire.MAX_BUFFERS], nbytes)
         wanted = sum(map(len, portion))
         try:
             sent = self.socket.sendmsg(portion, [], socket.MSG_NOSIGNAL)
         except BlockingIOError:
             sent = 0
-        request.left = wire.cut(request.left, sent)[1]
+        request.left = cut(request.left, sent)[1]
         return sent == wanted
 
 

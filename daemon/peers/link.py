@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.buffers import cut
 from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.connections import watch
 from creel.daemon.peers.wire import Credentials
@@ -150,7 +151,7 @@ class PeerLink:
     def _receive(self, buffers: list[memoryview]) -> None:
         nbytes = sum(map(len, buffers))
         if nbytes >= 2 * WAKE_NBYTES:
-            first, buffers = wire.cut(buffers, nbytes - WAKE_NBYTES)  # as many bytes follow it
+            first, buffers = cut(buffers, nbytes - WAKE_NBYTES)  # as many bytes follow it
             self._wake_for(WAKE_NBYTES)
             self._fill(first)
             self._wake_for(1)
@@ -166,7 +167,7 @@ class PeerLink:
             received = self.socket.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
             if not received:
                 raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-            buffers = wire.cut(buffers, received)[1]
+            buffers = cut(buffers, received)[1]
 
     def drain(self, nbytes: int) -> None:
         """Receive payload that nobody wants."""

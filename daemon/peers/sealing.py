@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from itertools import count
 from typing import TYPE_CHECKING
 
+from creel.cache.memory.buffers import cut
 from creel.daemon.peers import wire
 from creel.errors import MalformedError
 
@@ -72,7 +73,7 @@ class Sealer:
 
     def record(self, buffers: list[memoryview]) -> tuple[memoryview, list[memoryview]]:
         """The record of the first bytes of some buffers, and the rest of these."""
-        first, rest = wire.cut(buffers, RECORD_NBYTES)
+        first, rest = cut(buffers, RECORD_NBYTES)
         plain = first[0] if len(first) == 1 else b"".join(first)
         header = HEADER.pack(len(plain))
         sealed = self._cipher.encrypt(_NONCE.pack(next(self._numbers)), plain, header)

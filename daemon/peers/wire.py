@@ -23,10 +23,8 @@ from __future__ import annotations
 import hmac
 import math
 import struct
-from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import accumulate
 from types import UnionType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -371,21 +369,3 @@ def answered(arrays: bytes, objects: int) -> tuple[Ints, Ints, Floats]:
     if nbytes.min() < LATER or (nbytes == LATER).all():
         raise MalformedError("objects of an impossible size")
     return nbytes, version, np.where(ms < _AGELESS, ms / 1000, np.inf)
-
-
-# --- payload ----------------------------------------------------------------------------------
-
-
-def cut(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
-    """The first bytes of some buffers, and the rest.
-
-    >>> [[bytes(b) for b in part] for part in cut([memoryview(b"abc"), memoryview(b"de")], 1)]
-    [[b'a'], [b'bc', b'de']]
-    """
-    ends = list(accumulate(map(len, buffers)))
-    whole = bisect_right(ends, nbytes)
-    if whole == len(buffers):
-        return buffers, []
-    inside = nbytes - (ends[whole - 1] if whole else 0)
-    first = [*buffers[:whole], buffers[whole][:inside]] if inside else buffers[:whole]
-    return first, [buffers[whole][inside:], *buffers[whole + 1 :]]

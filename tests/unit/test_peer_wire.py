@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from creel.cache.memory.buffers import cut
 from creel.daemon.peers import sealing, wire
 from creel.daemon.peers.wire import (
     HEADER,
@@ -181,7 +182,7 @@ def test_an_answer_must_make_sense(nbytes: list[int]) -> None:
 
 @given(st.lists(st.binary(max_size=9)), st.integers(0, 100))
 def test_cut_buffers_are_the_same_bytes(parts: list[bytes], nbytes: int) -> None:
-    first, rest = wire.cut([memoryview(p) for p in parts], nbytes)
+    first, rest = cut([memoryview(p) for p in parts], nbytes)
     whole = b"".join(parts)
     assert b"".join(first) == whole[:nbytes]
     assert b"".join(rest) == whole[nbytes:]

@@ -1,0 +1,33 @@
+"""Bytes that lie in several buffers, one after the other. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+
+def cut(buffers: list[memoryview], nbytes: int) -> tuple[list[memoryview], list[memoryview]]:
+    """The first bytes of some buffers, and the rest.
+
+    >>> [[bytes(b) for b in part] for part in cut([memoryview(b"abc"), memoryview(b"de")], 1)]
+    [[b'a'], [b'bc', b'de']]
+    """
+    ends = list(accumulate(map(len, buffers)))
+    whole = bisect_right(ends, nbytes)
+    if whole == len(buffers):
+        return buffers, []
+    inside = nbytes - (ends[whole - 1] if whole else 0)
+    first = [*buffers[:whole], buffers[whole][:inside]] if inside else buffers[:whole]
+    return first, [buffers[whole][inside:], *buffers[whole + 1 :]]
+
+
+def copy_over(data: memoryview, buffers: Sequence[memoryview]) -> None:
+    """Copy `data` over the buffers, in order; numpy copies without the GIL."""
+    at = 0
+    for buffer in buffers:
+        target = np.frombuffer(buffer, np.uint8)
+        np.copyto(target, np.frombuffer(data[at : at + len(buffer)], np.uint8))
+        at += len(buffer)
