@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from creel.errors import SourceError, SourceNotFoundError
-from creel.policies.retry import pause_s
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
@@ -134,6 +133,23 @@ def _reason(error: Exception) -> tuple[int, str]:
     if not text and _timed_out(type(error)):
         return errno.ETIMEDOUT, "no answer in time (fetch.deadline_s)"
     return number, getattr(error, "strerror", None) or text or type(error).__name__
+
+
+def pause_s(settings: FetchSettings, tries: int, elapsed_s: float, jitter: float) -> float | None:
+    """Seconds to wait before the next attempt; None: the last error is final. Pure.
+
+    Args:
+        tries: attempts that failed, at least 1.
+        elapsed_s: seconds since the first of them began.
+        jitter: a random number in [0, 1), so that readers do not come back together.
+
+    >>> [pause_s(FetchSettings(attempts=4), tries, 0.5, 0.5) for tries in (1, 2, 3, 4)]
+    [0.15000000000000002, 0.25, 0.45, None]
+    """
+    doubled: float = 2.0 ** (tries - 1)
+    pause = min(settings.backoff_s * (doubled + jitter), settings.backoff_max_s)
+    over = tries >= settings.attempts or elapsed_s + pause > settings.deadline_s
+    return None if over else pause
 
 
 def retried(

@@ -15,11 +15,10 @@ from source_rig import QUICK, folder, read_into
 
 from creel.cache.storage import retry
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.retry import source_error, transient
+from creel.cache.storage.retry import pause_s, source_error, transient
 from creel.cache.storage.source import Source
 from creel.cache.storage.stores import Filled, LocalStore, OpenFile, Run, StoredFile
 from creel.errors import SourceError
-from creel.policies.retry import pause_s
 from creel.settings import FetchSettings
 
 pytestmark = pytest.mark.timeout(120)
