@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -385,87 +384,63 @@ class OpenFile(NamedTuple):
     since: int
 
 
-class _Idle(NamedTuple):
-    """A kept descriptor, and inode and device of its file."""
+class _Kept:
+    """A descriptor that is kept, closed once nobody refers to this any more."""
 
-    fd: int
-    file: tuple[int, int]
+    def __init__(self, file: OpenFile) -> None:
+        self._fd = file.fd
+        self._file = file.status.st_ino, file.status.st_dev
+        weakref.finalize(self, os.close, file.fd).atexit = False
+
+    def named(self, path: str) -> OpenFile | None:
+        """The file, if this is its path."""
+        now = time.time_ns()
+        status = os.stat(path)  # noqa: PTH116  a Path costs
+        same = (status.st_ino, status.st_dev) == self._file
+        return OpenFile(self._fd, status, 0, now) if same else None
 
 
 class _OpenFiles:
-    """Open descriptors, at most `limit` idle ones, least recently used out first.
+    """Open descriptors of the `limit` files that were used last, shared by all threads.
 
     They are closed with this object, so a dropped dataset needs no close. A descriptor whose path
-    now names another file is not used again.
+    now names another file is not used again. There is no lock, which a fork could copy locked.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._idle: OrderedDict[str, list[_Idle]] = OrderedDict()
-        self._count = 0
-        self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._idle).atexit = False
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     @contextmanager
     def open(self, path: str, *, keep: bool) -> Iterator[OpenFile]:
-        """An open file; its descriptor is not shared meanwhile, so nothing else closes it."""
-        file = (self._reuse(path) if keep else None) or _open(path)
-        healthy = False
-        try:
-            yield file
-            healthy = True
-        finally:
-            if keep and healthy:
-                self._put(path, _Idle(file.fd, (file.status.st_ino, file.status.st_dev)))
-            else:
+        """An open file, for reads that say from which byte on: others may read it meanwhile."""
+        if not keep:
+            file = _open(path)
+            try:
+                yield file
+            finally:
                 os.close(file.fd)
+            return
+        kept = self._kept.get(path)  # stays open for this caller, whatever becomes of the entry
+        try:
+            shared = None if kept is None else kept.named(path)
+            file = shared or _open(path)
+            if shared is None:
+                kept = self._kept[path] = _Kept(file)
+            self._used(path)
+            yield file
+        except BaseException:
+            self._kept.pop(path, None)
+            raise
 
     def close(self) -> None:
-        with self._lock:
-            _close_all(self._idle)
-            self._count = 0
+        self._kept.clear()
 
-    def _reuse(self, path: str) -> OpenFile | None:
-        """A kept descriptor of the file that the path now names; others of this path are closed."""
-        while (idle := self._take(path)) is not None:
-            now = time.time_ns()
-            try:
-                status = os.stat(path)  # noqa: PTH116  a Path costs
-            except BaseException:
-                os.close(idle.fd)
-                raise
-            if (status.st_ino, status.st_dev) == idle.file:
-                return OpenFile(idle.fd, status, 0, now)
-            os.close(idle.fd)
-        return None
-
-    def _take(self, path: str) -> _Idle | None:
-        with self._lock:
-            stack = self._idle.get(path)
-            if not stack:
-                return None
-            idle = stack.pop()
-            self._count -= 1
-            if not stack:
-                del self._idle[path]
-            return idle
-
-    def _put(self, path: str, idle: _Idle) -> None:
-        with self._lock:
-            self._idle.setdefault(path, []).append(idle)
-            self._idle.move_to_end(path)
-            self._count += 1
-            old = self._evict() if self._count > self._limit else None
-        if old is not None:
-            os.close(old)
-
-    def _evict(self) -> int:
-        path, stack = next(iter(self._idle.items()))
-        self._count -= 1
-        fd = stack.pop().fd
-        if not stack:
-            del self._idle[path]
-        return fd
+    def _used(self, path: str) -> None:
+        with suppress(KeyError):  # another thread has removed it
+            self._kept.move_to_end(path)
+            if len(self._kept) > self._limit:
+                self._kept.popitem(last=False)
 
 
 def _open(path: str) -> OpenFile:
@@ -476,9 +451,3 @@ def _open(path: str) -> OpenFile:
     except BaseException:
         os.close(fd)
         raise
-
-
-def _close_all(idle: OrderedDict[str, list[_Idle]]) -> None:
-    while idle:
-        for fd, _ in idle.popitem()[1]:
-            os.close(fd)

@@ -16,7 +16,7 @@ from source_rig import QUICK, folder, read_into, records, whole
 from creel.cache.storage import stores
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
-from creel.cache.storage.stores import LocalStore, StoredFile
+from creel.cache.storage.stores import LocalStore, Run, StoredFile
 from creel.errors import SourceError
 from kit import descriptors, drop, dropped
 
@@ -302,6 +302,25 @@ def test_many_threads_share_few_descriptors(tmp_path: Path) -> None:
         t.join()
     source.close()
     assert not wrong
+
+
+def test_a_descriptor_is_shared_and_stays_open_for_whoever_uses_it(tmp_path: Path) -> None:
+    before = descriptors()
+    buffers = [bytearray(5) for _ in range(4)]
+    runs = [Run(5 * i, 5, [memoryview(b)]) for i, b in enumerate(buffers)]
+    files = [StoredFile(str(tmp_path / name), keep=True) for name in "ab"]
+    for file in files:
+        Path(file.uri).write_bytes(bytes(range(20)))
+    store = LocalStore(1)
+    first, second = store.fill(files[0], runs[:2]), store.fill(files[0], runs[2:])
+    assert [next(one).opens for one in (first, second)] == [1, 0]
+    assert len(descriptors() - before) == 1
+    store.read(files[1], 0, 5)  # takes its place
+    Path(files[1].uri).replace(files[0].uri)
+    assert [len(list(one)) for one in (first, second)] == [1, 1]
+    assert b"".join(buffers) == bytes(range(20))
+    store.close()
+    assert not descriptors() - before
 
 
 def test_an_empty_manifest_has_nothing_to_read() -> None:
