@@ -384,7 +384,7 @@ class OpenFile(NamedTuple):
     since: int
 
 
-class _Kept:
+class _KeptFile:
     """A descriptor that is kept, closed once nobody refers to this any more."""
 
     def __init__(self, file: OpenFile) -> None:
@@ -409,7 +409,7 @@ class _OpenFiles:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, _KeptFile] = OrderedDict()
 
     @contextmanager
     def open(self, path: str, *, keep: bool) -> Iterator[OpenFile]:
@@ -426,7 +426,7 @@ class _OpenFiles:
             shared = None if kept is None else kept.named(path)
             file = shared or _open(path)
             if shared is None:
-                kept = self._kept[path] = _Kept(file)
+                kept = self._kept[path] = _KeptFile(file)
             self._used(path)
             yield file
         except BaseException:

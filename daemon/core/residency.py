@@ -24,7 +24,6 @@ from creel.daemon.core.sessions import COUNTED, JobGroup, RankStream
 from creel.daemon.core.versions import Versions
 from creel.policies.arrays import Index, Ints, Mask, every, some
 from creel.policies.cluster.boundary import ClusterView
-from creel.policies.cluster.eviction import ClusterEviction
 from creel.policies.cluster.homes import Homes
 from creel.policies.cluster.jobs import DealtJob, PlanningTask
 from creel.policies.eviction.choice import Readers, choose
@@ -431,11 +430,6 @@ class Residency:
         if not self.groups:
             return None
         return self.policy.planning_task(PlannedJob(self, self.groups[0], admission, window))
-
-    @property
-    def cluster_policy(self) -> ClusterEviction | None:
-        """The policy, if it is one that the nodes of a cluster follow together."""
-        return self.policy.cluster
 
     def rebuild(self, in_flight: Index, storing: Index) -> None:
         """Rebuild pins, states, eviction policy and next uses.

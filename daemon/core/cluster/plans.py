@@ -47,7 +47,7 @@ class ClusterPlans:
 
     def ask(self, residency: Residency, now: float) -> None:
         """Ask peers about the epoch, once a second, where what it began with was missed."""
-        policy = residency.cluster_policy
+        policy = residency.policy.cluster
         if policy is None or now < self._ask_again.get(residency.name, 0.0):
             return
         seed, view = policy.lacks, policy.deals.view
@@ -80,11 +80,11 @@ class ClusterPlans:
     def _within(self, cluster: str) -> Iterator[tuple[Residency, ClusterEviction]]:
         """The datasets that are planned in this cluster."""
         for residency in self._residencies.values():
-            policy = residency.cluster_policy
+            policy = residency.policy.cluster
             view = None if policy is None else policy.deals.view
             if policy is not None and view is not None and view.cluster == cluster:
                 yield residency, policy
 
     def _policy(self, dataset: str) -> ClusterEviction | None:
         residency = self._residencies.get(dataset)
-        return None if residency is None else residency.cluster_policy
+        return None if residency is None else residency.policy.cluster
