@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from creel.daemon.core.events import CheckVersions
+from creel.daemon.core.events import Action, CheckVersions
 from creel.daemon.core.inflight import SCANNED_AT_ONCE, Inflight
 from creel.daemon.core.residency import Residency
 from creel.daemon.core.sessions import RankStream
@@ -33,18 +34,21 @@ class Checks:
 
     A check asks for the versions of the files of a session's next steps whose objects are already
     resident; a fetch reports the version of what it reads itself.
+
+    Args:
+        emit: takes the next action.
     """
 
-    def __init__(self, inflight: Inflight) -> None:
+    def __init__(self, inflight: Inflight, emit: Callable[[Action], None]) -> None:
         self._inflight = inflight
+        self._emit = emit
         self._checks: dict[int, InflightCheck] = {}
         self._last = 0
 
-    def ask(self, s: RankStream, now: float) -> list[CheckVersions]:
-        """Return the checks that a session needs for the steps up to its `limit`."""
+    def ask(self, s: RankStream, now: float) -> None:
+        """Begin the checks that a session needs for the steps up to its `limit`."""
         if not s.since_remote:
-            return []
-        out: list[CheckVersions] = []
+            return
         limit = s.limit
         many_files = s.residency.versions.number > _MAX_FILES
         at_once = _MAX_FILES if many_files else SCANNED_AT_ONCE
@@ -55,22 +59,19 @@ class Checks:
                 stop = min(stop, next_step)
             ids = s.stream.objects(s.verified, stop).astype(np.intp)
             deadline = s.needed_at(s.stream.step_at(s.verified), now)
-            out += self._check_files(s, ids[s.residency.state[ids] == RESIDENT], now, deadline)
+            self._check_files(s, ids[s.residency.state[ids] == RESIDENT], now, deadline)
             s.verified = stop
-        return out
 
-    def _check_files(
-        self, s: RankStream, ids: Index, now: float, deadline: float
-    ) -> list[CheckVersions]:
+    def _check_files(self, s: RankStream, ids: Index, now: float, deadline: float) -> None:
         residency = s.residency
         files = residency.versions.unasked(ids, s.since, s.since_remote)
         if not len(files):
-            return []
+            return
         generation = self._inflight.generation
         residency.versions.asked[files] = generation
         self._last += 1
         self._checks[self._last] = InflightCheck(residency, files, generation, now)
-        return [CheckVersions(self._last, residency.name, files, deadline)]
+        self._emit(CheckVersions(self._last, residency.name, files, deadline))
 
     def land(self, check: int) -> InflightCheck | None:
         """Remove a check that ended and return it; None when it is unknown."""

@@ -47,9 +47,9 @@ class Core:
         self._window = config or Window()
         self._admission = Admission(space)
         self.disk = self._admission.disk
-        self._inflight = Inflight(self._admission, self._window)
+        self._inflight = Inflight(self._admission, self._window, self._emit)
         self._prefetcher = Prefetcher(self._admission, self._inflight, self._window)
-        self._checks = Checks(self._inflight)
+        self._checks = Checks(self._inflight, self._emit)
         self._residencies = self._admission.residencies
         self._serving = Serving(self._admission, self._inflight, self._emit)
         self._spilling = Spilling(self.disk, self._residencies, self._admission.part)
@@ -58,7 +58,7 @@ class Core:
         self._out: list[events.Action] = []
         self.plans = ClusterPlans(self._residencies, self._emit)
         parts = self._admission, self._inflight, self._prefetcher, self._checks, self._spilling
-        self._landing = Landing(*parts, self._sessions, self._emit, self._announce)
+        self._landing = Landing(*parts, self._sessions, self._announce)
         timed: dict[type, Callable[[Any, float], None]] = {
             events.SessionOpened: self._opened,
             events.Progressed: self._progressed,
@@ -111,12 +111,12 @@ class Core:
         self._serving.advance(now, every=isinstance(event, events.Tick))
         for session in self._sessions.values():
             self._prefetcher.advance_ready(session)
-        self._out += self._prefetcher.advance_all(self._sessions.values(), now)
+        self._prefetcher.advance_all(self._sessions.values(), now)
         for session in self._sessions.values():
-            self._out += self._checks.ask(session, now)
+            self._checks.ask(session, now)
         for residency in self._residencies.values():
             if residency.warming >= 0:
-                self._out += self._inflight.warm(residency, now)
+                self._inflight.warm(residency, now)
             boundary = residency.planning_task(self._admission, self._window)
             if boundary is not None:
                 self._out.append(events.PlanRetention(residency.name, boundary))
@@ -125,7 +125,7 @@ class Core:
         if self._spilling.start(lacking, self._inflight.from_disk):
             self._prefetcher.stuck -= self._prefetcher.lacking.keys()
             self._serving.advance(now, every=True)
-            self._out += self._prefetcher.advance_all(self._sessions.values(), now)
+            self._prefetcher.advance_all(self._sessions.values(), now)
         self._prefetcher.lacking.clear()
         for session in self._sessions.values():
             self._announce(session)

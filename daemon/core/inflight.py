@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from creel.cache.memory.free_ranges import NOWHERE, must
 from creel.daemon.core.admission import Admission
-from creel.daemon.core.events import DISK, SOURCE, FetchObjects
+from creel.daemon.core.events import DISK, SOURCE, Action, FetchObjects
 from creel.daemon.core.residency import Residency
 from creel.errors import IllegalEventError
 from creel.policies.arrays import Index, Ints, Mask, every, some
@@ -58,11 +59,18 @@ class InflightFetch:
 
 
 class Inflight:
-    """All fetches that were started and have not landed."""
+    """All fetches that were started and have not landed.
 
-    def __init__(self, admission: Admission, window: Window) -> None:
+    Args:
+        emit: takes the next action.
+    """
+
+    def __init__(
+        self, admission: Admission, window: Window, emit: Callable[[Action], None]
+    ) -> None:
         self.objects = 0
         self.nbytes = 0
+        self._emit = emit
         self._admission = admission
         self._window = window
         self._inflight: dict[int, InflightFetch] = {}
@@ -101,16 +109,17 @@ class Inflight:
         due: int,
         now: float,
         deadline: float,
+        *,
         origin: int = SOURCE,
         generation: int | None = None,
-    ) -> list[FetchObjects]:
+    ) -> None:
         """Start fetches of these objects, all equally urgent.
 
         generation: in which their bytes were asked for; None: in the current one.
         """
         since = self.generation if generation is None else generation
         if not len(ids):
-            return []
+            return
         residency.state[ids] = FETCHING
         order = ids.argsort()
         ids, length = ids[order], length[order]
@@ -118,7 +127,6 @@ class Inflight:
         offset = np.sort(offset) if residency.pool.same_size else offset[order]
         nbytes, small = residency.expected(length), ids.astype(np.int32)
         strange = nbytes is not length
-        out = []
         for part in portions(nbytes, self._window):
             self._last += 1
             total = int(nbytes[part].sum())
@@ -132,8 +140,7 @@ class Inflight:
             self._admission.expected += guessed
             runs = residency.pool.runs(offset[part])
             what = residency.name, small[part], *room
-            out.append(FetchObjects(self._last, *what, deadline, runs, origin))
-        return out
+            self._emit(FetchObjects(self._last, *what, deadline, runs, origin))
 
     def land(self, fetch: int, objects: int) -> InflightFetch | None:
         """Remove a fetch that ended and return it; None when it is unknown.
@@ -165,9 +172,8 @@ class Inflight:
             pending.residency.state[pending.ids] = ABSENT
             self.land(number, len(pending.ids))
 
-    def warm(self, residency: Residency, now: float) -> list[FetchObjects]:
+    def warm(self, residency: Residency, now: float) -> None:
         """Load the dataset in order of ids, into free room only, while little else is in flight."""
-        out: list[FetchObjects] = []
         while 0 <= residency.warming < len(residency):
             stop = min(residency.warming + FETCHED_AT_ONCE, len(residency))
             ids = residency.warming + np.flatnonzero(
@@ -184,16 +190,15 @@ class Inflight:
             chosen, offset, length = ids[:fit][placed], offset[placed], length[placed]
             for origin, which in residency.origins(chosen, 0):
                 room = chosen[which], offset[which], length[which]
-                out += self.start(residency, *room, 0, now, now + _WHENEVER_S, origin)
+                self.start(residency, *room, 0, now, now + _WHENEVER_S, origin=origin)
             if fit < k or not every(placed):
                 if self._admission.expected:  # a guess may hold more room than needed
-                    return out
+                    return
                 break  # no room
             if k < len(ids):
-                return out  # enough in flight
+                return  # enough in flight
             residency.warming = stop
         residency.warming = -1
-        return out
 
     def _all(self, residency: Residency) -> list[InflightFetch]:
         return [f for f in self._inflight.values() if f.residency is residency]

@@ -13,7 +13,7 @@ from creel.cache.storage.version import UNKNOWN
 from creel.daemon.core.admission import Admission, Urgency
 from creel.daemon.core.checks import Checks
 from creel.daemon.core.disk.spilling import Spilling
-from creel.daemon.core.events import DISK, HELD, SOURCE, Action, Checked, Fetched
+from creel.daemon.core.events import DISK, HELD, SOURCE, Checked, Fetched
 from creel.daemon.core.inflight import Inflight, InflightFetch
 from creel.daemon.core.prefetcher import Prefetcher
 from creel.daemon.core.residency import Residency
@@ -28,7 +28,7 @@ class Landing:
 
     Args:
         sessions: all sessions, a live view.
-        emit: takes the next action; announce: says how far a session is ready.
+        announce: says how far a session is ready.
     """
 
     admission: Admission
@@ -37,7 +37,6 @@ class Landing:
     checks: Checks
     spilling: Spilling
     sessions: Mapping[int, RankStream]
-    emit: Callable[[Action], None]
     announce: Callable[[RankStream], None]
 
     def fetched(self, e: Fetched, now: float) -> None:
@@ -91,8 +90,7 @@ class Landing:
     def _fetch_again(self, lacking: InflightFetch, now: float, deadline: float) -> None:
         """Fetch from the source, into the same room, what did not come."""
         room = lacking.ids, lacking.offset, lacking.length
-        for action in self.inflight.start(lacking.residency, *room, lacking.due, now, deadline):
-            self.emit(action)
+        self.inflight.start(lacking.residency, *room, lacking.due, now, deadline)
 
     def _current(self, pending: InflightFetch, good: Mask, version: Ints, asked: Floats) -> Mask:
         """(k,) whether each object read is still of use; may outdate other objects of its file."""
@@ -173,9 +171,8 @@ class Landing:
         placed = place != NOWHERE
         room = ids[placed], place[placed], nbytes[placed]
         since = pending.generation if pending.origin == SOURCE else 0
-        due, deadline = pending.due, pending.deadline
-        for action in self.inflight.start(residency, *room, due, now, deadline, HELD, since):
-            self.emit(action)
+        when = pending.due, now, pending.deadline
+        self.inflight.start(residency, *room, *when, origin=HELD, generation=since)
 
     def give_up(self, s: RankStream, before: float) -> None:
         """Stop waiting for what blocks a session, if it was requested before the time `before`."""

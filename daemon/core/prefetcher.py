@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.shared_words import EARLY_STEPS
 from creel.daemon.core.admission import Admission, Urgency
-from creel.daemon.core.events import SOURCE, FetchObjects
+from creel.daemon.core.events import SOURCE
 from creel.daemon.core.inflight import FETCHED_AT_ONCE, SCANNED_AT_ONCE, Inflight
 from creel.daemon.core.residency import Residency
 from creel.daemon.core.sessions import RankStream
@@ -156,21 +156,16 @@ class Prefetcher:
             coming |= (state == RESIDENT) & ~s.current(ids)
         return coming
 
-    def advance_all(self, sessions: Iterable[RankStream], now: float) -> list[FetchObjects]:
-        """Advance the most urgent session until none can advance, or enough is started.
-
-        Returns the fetches to start.
-        """
-        out: list[FetchObjects] = []
+    def advance_all(self, sessions: Iterable[RankStream], now: float) -> None:
+        """Advance the most urgent session until none can advance, or enough is started."""
         before = self._inflight.objects
         todo = [s for s in sessions if s.front < s.reach and s.id not in self.stuck]
         while todo and self._inflight.objects - before < _MAX_STARTED:
             s = todo[0] if len(todo) == 1 else min(todo, key=_order)
-            if not self._advance(s, now, out) or s.front >= s.reach:
+            if not self._advance(s, now) or s.front >= s.reach:
                 todo.remove(s)
-        return out
 
-    def _advance(self, s: RankStream, now: float, out: list[FetchObjects]) -> bool:
+    def _advance(self, s: RankStream, now: float) -> bool:
         """Pin and fetch a session's next objects; False when room or limits do not allow it."""
         residency, start = s.residency, s.front
         urgent, stop = self._stretch(s)
@@ -187,7 +182,7 @@ class Prefetcher:
         residency.pin(ids, distinct=distinct)
         taken = len(ids)
         if len(absent):
-            k = self._fetch(s, ids[absent], now, out, urgent=urgent)
+            k = self._fetch(s, ids[absent], now, urgent=urgent)
             if k < len(absent):
                 taken = int(absent[k])
                 absent = absent[:k]
@@ -242,9 +237,7 @@ class Prefetcher:
             absent = absent[np.sort(np.unique(ids[absent], return_index=True)[1])]
         return absent
 
-    def _fetch(
-        self, s: RankStream, ids: Index, now: float, out: list[FetchObjects], *, urgent: bool
-    ) -> int:
+    def _fetch(self, s: RankStream, ids: Index, now: float, *, urgent: bool) -> int:
         """Fetch objects as far as possible; return how many, from the first on, are handled.
 
         Objects after one without room are fetched all the same: their turn comes soon. But only
@@ -276,8 +269,8 @@ class Prefetcher:
         )
         length = residency.length[ids]
         for origin, which in residency.origins(ids, epoch):
-            fetch = ids[which], offset[which], length[which]
-            out += self._inflight.start(residency, *fetch, due, now, deadline, origin)
+            room = ids[which], offset[which], length[which]
+            self._inflight.start(residency, *room, due, now, deadline, origin=origin)
         return min(k, settled)
 
     def _at_peers_by_now(self, s: RankStream, ids: Index, epoch: int) -> tuple[Index, int]:

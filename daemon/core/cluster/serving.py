@@ -113,9 +113,8 @@ class Serving:
             place, lack = self._admission.room(residency, length, FOR_PEERS)
             absent, place, length = absent[~lack], place[~lack], length[~lack]
             for origin, of in residency.origins(absent, 0):
-                fetch = absent[of], place[of], length[of]
-                for action in self._inflight.start(residency, *fetch, FOR_PEERS, now, now, origin):
-                    self._emit(action)
+                room = absent[of], place[of], length[of]
+                self._inflight.start(residency, *room, FOR_PEERS, now, now, origin=origin)
         coming = ids[residency.state[ids] == FETCHING]
         if len(coming):
             from_peer = np.isin(coming, self._inflight.from_peers(residency))
@@ -187,9 +186,8 @@ class Serving:
         good = place != NOWHERE
         if not every(good):
             self.short[residency] = due
-        rest = due, now, request.until, DISK
-        for action in self._inflight.start(residency, ids[good], place[good], length[good], *rest):
-            self._emit(action)
+        found = ids[good], place[good], length[good]
+        self._inflight.start(residency, *found, due, now, request.until, origin=DISK)
         self._pin(request, ids[good])
         request.nbytes += int(length[good].sum())
         self._nbytes += int(length[good].sum())
