@@ -57,6 +57,12 @@ class Lengths(NamedTuple):
         known, nbytes = int(counts_known.sum()), int((of_each * counts_known).sum())
         return cls(int(counts.sum()), known, nbytes, min_nbytes, max_nbytes)
 
+    @property
+    def only(self) -> int | None:
+        """The one length that all objects are known to have; None: there are others, or none."""
+        same = 0 < self.known == self.objects and self.min_nbytes == self.max_nbytes
+        return self.min_nbytes if same else None
+
 
 class ObjectPool(Protocol):
     """One dataset's part of a space; places (see `runs`) and sizes are (k,) int64."""
@@ -113,12 +119,8 @@ class Allocator:
     def pool(self, lengths: Lengths) -> ObjectPool:
         """Make a pool for a dataset whose objects have these lengths."""
         pool: ObjectPool
-        if (
-            lengths.known
-            and lengths.known == lengths.objects
-            and lengths.min_nbytes == lengths.max_nbytes
-        ):
-            pool = FixedPool(self, max(lengths.min_nbytes, 1))
+        if lengths.only is not None:
+            pool = FixedPool(self, max(lengths.only, 1))
         else:
             pool = PagedPool(self, page_size(lengths.nbytes / max(lengths.known, 1)))
         self._pools.append(pool)

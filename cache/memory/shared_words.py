@@ -164,13 +164,8 @@ class LocationTable:
 
         Such objects are in a `FixedPool`.
         """
-        same_length = lengths.known == lengths.objects and lengths.min_nbytes == lengths.max_nbytes
-        fits = (
-            same_length
-            and lengths.max_nbytes > 0
-            and arena_nbytes // lengths.max_nbytes < _MAX_RECORDS
-        )
-        return lengths.max_nbytes if fits else 0
+        record = lengths.only or 0
+        return record if record and arena_nbytes // record < _MAX_RECORDS else 0
 
     def close(self) -> None:
         """Drop the views; the mapping is freed when no view is left."""

@@ -140,11 +140,13 @@ class Manifest:
         """Return the table with full addresses, as under an empty root."""
         if not self.root:
             return self.table
-        uris = [self._join(u) for u in self.table.column("uri").to_pylist()]
+        uris = self.addresses(np.arange(self.table.num_rows))
         return self.table.set_column(0, "uri", text_array(uris))
 
-    def _join(self, uri: str) -> str:
-        return f"{self.root.rstrip('/')}/{uri}" if self.root else uri
+    @cached_property
+    def _prefix(self) -> str:
+        """What all addresses begin with."""
+        return self.root.rstrip("/") + "/" if self.root else ""
 
     def rows(self, ids: NDArray[np.integer]) -> Ints:
         """(k,) row of the table that holds each object."""
@@ -215,13 +217,9 @@ class Manifest:
 
     def addresses(self, rows: NDArray[np.integer]) -> list[str]:
         """Full addresses of many rows; `uri` for one."""
-        bounds, text = self._letters
+        prefix, (bounds, text) = self._prefix, self._letters
         spans = zip(bounds[rows].tolist(), bounds[1:][rows].tolist(), strict=True)
-        names = [str(text[start:stop], "utf-8") for start, stop in spans]
-        if not self.root:
-            return names
-        root = self.root.rstrip("/") + "/"
-        return [root + name for name in names]
+        return [prefix + str(text[start:stop], "utf-8") for start, stop in spans]
 
     @cached_property
     def offsets(self) -> Ints:
@@ -237,17 +235,14 @@ class Manifest:
         """(rows,) objects of each row."""
         return self._column("count")
 
-    @cached_property
-    def _uris(self) -> pa.Array:
-        return self._one_piece("uri")
-
     def _one_piece(self, name: str) -> pa.Array:
         """A column as one array; `combine_chunks` of a column copies it also where it is one."""
         column = self.table.column(name)
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
     def uri(self, row: int) -> str:
-        return self._join(self._uris[row].as_py())
+        bounds, text = self._letters
+        return self._prefix + str(text[bounds[row] : bounds[row + 1]], "utf-8")
 
     def location(self, object_id: int) -> tuple[str, int, int]:
         """(uri, offset, length) of one object; length is UNKNOWN where it was not asked for."""
@@ -303,7 +298,7 @@ class Manifest:
     @cached_property
     def _letters(self) -> tuple[Ints, memoryview]:
         """(rows + 1,) bounds of each row's uri in a text, and that text; no copy."""
-        uris = self._uris
+        uris = self._one_piece("uri")
         if not len(uris):
             return np.zeros(1, np.int64), memoryview(b"")
         _, ends, text = uris.buffers()

@@ -308,7 +308,7 @@ class Node:
                 refuse(Answer(Refused(str(e))))
                 return
             self.quota.coming[token] = nbytes
-            self._in_background(lambda: self._prepare(manifest), enter, refuse)
+            self._in_background(lambda: self._prepare(manifest, record, nbytes), enter, refuse)
 
         def refuse(answer: Answer) -> None:
             self.quota.coming.pop(token, None)
@@ -333,13 +333,12 @@ class Node:
 
         self._background.put(attempt)
 
-    def _prepare(self, manifest: Manifest) -> DatasetRecord:
+    def _prepare(self, manifest: Manifest, record: int, tables_nbytes: int) -> DatasetRecord:
         """Do all work proportional to the number of objects; in the background."""
         source = Source(manifest, self.config.fetch, files=_KEPT_FILES, relative=False)
-        with_disk = bool(self.config.disk.path)
-        record = DatasetRecord.create(manifest, source, self.arena.nbytes, disk=with_disk)
+        dataset = DatasetRecord.create(manifest, source, record, tables_nbytes)
         self.disk.attach(manifest.key, len(manifest))
-        return record
+        return dataset
 
     def _add_dataset(self, token: str, dataset: DatasetRecord) -> Answer:
         known = self.registry.datasets.get(dataset.key)
@@ -351,7 +350,7 @@ class Node:
             except UnavailableError as e:
                 self._close(dataset)
                 return Answer(Refused(str(e)))
-            table, lengths = dataset.table, dataset.lengths
+            table, lengths = dataset.table, dataset.manifest.summed
             columns = table.offset.view(), table.length, lengths, dataset.versions
             if not self.handle_event(events.DatasetAdded(dataset.key, *columns)):
                 self._close(dataset)

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from creel.cache.memory.allocator import Lengths
 from creel.cache.memory.shared_words import (
     DONE,
     FAILED,
@@ -62,7 +61,6 @@ class DatasetRecord:
     table: LocationTable
     table_fd: int
     record: int  # as in `LocationTable`
-    lengths: Lengths
     tables_nbytes: int  # of all that is kept per object and per row
     versions: Versions  # written by the core alone
     claims: set[str] = field(default_factory=set)  # tokens of owners without a session yet
@@ -70,14 +68,14 @@ class DatasetRecord:
 
     @classmethod
     def create(
-        cls, manifest: Manifest, source: Source, arena_nbytes: int, *, disk: bool = False
+        cls, manifest: Manifest, source: Source, record: int, tables_nbytes: int
     ) -> DatasetRecord:
         """Make the location table: nothing is resident, lengths come from the manifest.
 
         Only this takes time proportional to the number of objects (except for records, whose table
         is zeros); it may run in any thread.
         """
-        n, record = len(manifest), LocationTable.record_of(manifest.summed, arena_nbytes)
+        n = len(manifest)
         fd = sealed_memfd("creel-table", LocationTable.nbytes(n, record))
         try:
             table = LocationTable(fd, n, record, write=True)
@@ -88,9 +86,8 @@ class DatasetRecord:
             os.close(fd)
             raise
         versions = Versions(n, manifest.file_bounds, manifest.remote)
-        nbytes = tables_nbytes(manifest, record, disk=disk)
-        sums = manifest.summed, nbytes
-        return cls(manifest.key, manifest, source, table, fd, record, *sums, versions)
+        shared = table, fd, record
+        return cls(manifest.key, manifest, source, *shared, tables_nbytes, versions)
 
     def claim(self, token: str) -> None:
         """Keep the dataset until the owner of `token` opens a session."""

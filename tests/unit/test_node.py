@@ -35,7 +35,7 @@ def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -
     config = Config(memory=MemorySettings(budget="1MiB"))
     node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
     manifest = Manifest.of_files(["/a", "/b"])
-    dataset = DatasetRecord.create(manifest, Source(manifest), 1 << 20)
+    dataset = DatasetRecord.create(manifest, Source(manifest), 0, 0)
     node.registry.add(dataset)
     offset = dataset.table.offset
     if draining:

@@ -30,7 +30,7 @@ def test_a_session_that_finds_no_descriptor_keeps_none() -> None:
     """Else all that become free go, one for each who asks; who asks keeps what it has."""
     registry = Registry(max_datasets=1, max_sessions=1)
     manifest = Manifest.of_files(["/a"])
-    registry.add(DatasetRecord.create(manifest, Source(manifest), 1 << 20))
+    registry.add(DatasetRecord.create(manifest, Source(manifest), 0, 0))
     before = descriptors()
     none = OSError(errno.EMFILE, "Too many open files")
     with mock.patch("mmap.mmap", side_effect=none), pytest.raises(UnavailableError, match="Too"):
