@@ -27,6 +27,7 @@ from creel.policies.arrays import Index, Ints
 
 log = logging.getLogger("creel.peers")
 
+WAIT_S = 1.0  # how long a peer may take to get an object
 ANSWER_S = 3.0  # an answer may come this much later than the reader can wait
 #: Bytes of one request: two are on their way at a time, so that the peer always has one to send.
 _REQUEST_NBYTES = 2 << 20
@@ -52,7 +53,6 @@ class PeerSource:
         address: host and port of the peer's `PeerServer`.
         peer: its node's name.
         credentials: this node's.
-        wait_s: how long the peer may take to get an object.
 
     Attributes:
         lost_until: time (`time.monotonic`) before which the peer is not asked: all reads fail at
@@ -65,12 +65,9 @@ class PeerSource:
         peer: str,
         dataset: str,
         credentials: Credentials,
-        *,
-        wait_s: float = 1.0,
     ) -> None:
         self.counters = Counters()
         self.lost_until = 0.0
-        self._wait_s = wait_s
         self._address = address
         self._peer = peer
         self._dataset = dataset
@@ -167,8 +164,8 @@ class PeerSource:
                     number = next(self._numbers)
                     where = left.popleft()
                     asked[number] = where, time.monotonic()
-                    link.ask(number, self._dataset, ids[where], self._wait_s)
-                number, arrays = link.answer(time.monotonic() + self._wait_s + ANSWER_S)
+                    link.ask(number, self._dataset, ids[where], WAIT_S)
+                number, arrays = link.answer(time.monotonic() + WAIT_S + ANSWER_S)
                 began = time.monotonic()
                 if number not in asked:
                     raise MalformedError("an answer without a request")

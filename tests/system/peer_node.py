@@ -112,9 +112,8 @@ class Node:
         """Those that are open, as a glance."""
         return list(self.server.connections.values())
 
-    def source(self, **kwargs: float) -> PeerSource:
-        who = self.credentials
-        return PeerSource(self.server.address, "node", "data", who, **kwargs)
+    def source(self) -> PeerSource:
+        return PeerSource(self.server.address, "node", "data", self.credentials)
 
     def link(self, credentials: Credentials = WHO) -> PeerLink:
         return PeerLink(self.server.address, "node", credentials)
@@ -138,8 +137,8 @@ def node_of(
     return node
 
 
-def source_of(stack: ExitStack, node: Node, **kwargs: float) -> PeerSource:
-    source = node.source(**kwargs)
+def source_of(stack: ExitStack, node: Node) -> PeerSource:
+    source = node.source()
     stack.callback(source.close)
     return source
 

@@ -25,11 +25,12 @@ def test_a_peer_that_fails_costs_only_time(
     """In the handshake, an answer or a payload: what did not come is -1, and the peer is lost."""
     for module, name in (link, "STALL_S"), (peer_source, "ANSWER_S"), (link, "CONNECT_S"):
         monkeypatch.setattr(module, name, 0.3)
+    monkeypatch.setattr(peer_source, "WAIT_S", 0.1)
     objects = data_of(1_000_000, 1_500_000, 1_000_000)
     node = node_of(stack, objects)
     proxy = Proxy(node.server.address, limit, then)
     stack.callback(proxy.close)
-    source = PeerSource(proxy.address, "node", "data", WHO, wait_s=0.1)
+    source = PeerSource(proxy.address, "node", "data", WHO)
     stack.callback(source.close)
     length = np.array([len(data or b"") for data in objects])
     parts = [[memoryview(bytearray(n))] for n in length.tolist()]
@@ -78,10 +79,13 @@ def test_a_kept_connection_that_died_is_replaced_at_once(stack: ExitStack) -> No
     assert source.lost_until == 0.0
 
 
-def test_a_source_closed_while_it_waits_returns(stack: ExitStack) -> None:
+def test_a_source_closed_while_it_waits_returns(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_source, "WAIT_S", 60.0)
     node = node_of(stack, data_of(1000))
     node.held = []
-    source = source_of(stack, node, wait_s=60.0)
+    source = source_of(stack, node)
     results: list[list[int]] = []
 
     def read() -> None:
