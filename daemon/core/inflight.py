@@ -133,7 +133,13 @@ class Inflight:
             guessed = int(nbytes[part][length[part] < 0].sum()) if strange else 0
             room = offset[part], length[part]
             self._inflight[self._last] = InflightFetch(
-                *(residency, ids[part], *room, due, now, total, guessed, since, deadline, origin)
+                *(residency, ids[part], *room, due),
+                begun=now,
+                nbytes=total,
+                expected=guessed,
+                generation=since,
+                deadline=deadline,
+                origin=origin,
             )
             self.objects += len(ids[part])
             self.nbytes += total

@@ -154,11 +154,21 @@ class ClusterEviction(PlannedEviction):
         depth = placement.useful_depth(len(view.capacity), nbytes / whole)
         orders = self.deals.from_epoch(self.epoch, depth, epoch - self.epoch)
         capacity -= self._in_use(view, orders[0].batch * whole // len(self._state), capacity, whole)
-        # The same on all nodes, whose paces differ: one lead for all, however far each reads ahead.
-        lead = placement.lead_of(orders[1].steps)
-        columns = holder, copies, size, capacity, self._state, self.stored
-        counted = self._agreement.members, self._agreement.since
-        return ClusterBoundary(epoch, view, orders, *columns, lead, *counted)
+        return ClusterBoundary(
+            epoch=epoch,
+            view=view,
+            orders=orders,
+            holder=holder,
+            copies=copies,
+            size=size,
+            capacity=capacity,
+            state=self._state,
+            stored=self.stored,
+            # The same on all nodes, whose paces differ, however far each reads ahead.
+            lead=placement.lead_of(orders[1].steps),
+            members=self._agreement.members,
+            known=self._agreement.since,
+        )
 
     def _in_use(self, view: ClusterView, step_nbytes: int, capacity: Ints, whole: int) -> Ints:
         """(nodes,) bytes to leave to steps in use, where the memories hold more than all objects.
