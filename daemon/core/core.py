@@ -307,7 +307,7 @@ class Core:
         """Release the bytes of all steps before `done`."""
         residency, stream = s.residency, s.stream
         start, stop = s.at, stream.start(done)
-        s.done, s.at = done, stop
+        s.done = done
         for epoch, a, b in s.stretches(start, stop):
             ids = stream.objects(a, b).astype(np.intp)
             uses = s.group.uses

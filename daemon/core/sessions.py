@@ -99,7 +99,6 @@ class RankStream:
         self.done = 0  # steps
         self.ready = 0
         self.wanted = 0
-        self.at = 0  # position of `done`
         self.checked = 0  # positions before it are resident, current or failed
         self.front = 0
         self.lacked = -1  # the `front` from which not all could be fetched
@@ -113,6 +112,11 @@ class RankStream:
         self._deadline = 0.0  # of what was fetched last
         self.unplanned = True  # nothing is known beyond the published plan
         self.hits = self.joined = self.misses = self.stalls = 0
+
+    @property
+    def at(self) -> int:
+        """Position of the step `done`."""
+        return self.stream.start(self.done)
 
     @property
     def last_epoch(self) -> int:
