@@ -22,6 +22,9 @@ _FIRST_CPU_S = 0.0001
 _CPU_DECAY = 0.005  # decay of CPU times, per part; user time is counted in ticks of milliseconds
 _TICK_ERROR = 0.3  # error of their ratio
 _WAIT_FILLED_PART = 0.7  # share of a thread's waiting that other threads' computing may fill
+#: Objects quicker than this, as a `stat` is, take longer in two threads than in one, which hand the
+#: interpreter over at each (benchmarks/two_commits.py, files 150 KB).
+_HANDED_OVER_S = 8e-6
 #: Growth of the least time per part, so that a source that became slow is noticed.
 _MIN_GROWTH = 1.02
 _MAX_READING_S = 1.0  # a thread in a longer part does not count as reading
@@ -64,7 +67,8 @@ class Concurrency:
     def _useful(self) -> int:
         """How many threads should be reading where enough is to be read."""
         # n threads that only compute wait n - 1 times as long as they compute: no reason for more.
-        at_once = self._total_s / self._user_s - _TICK_ERROR
+        quick = 0 < self._min_s < _HANDED_OVER_S
+        at_once = 1 if quick else self._total_s / self._user_s - _TICK_ERROR
         waits = int(_WAIT_FILLED_PART * self._wait_s / self._cpu_s)
         return max(waits, min(int(at_once), self._cores), 1)
 

@@ -15,6 +15,7 @@ CORES = 4
     [
         (0.002, 0.002, 0.002, 1),  # computes, and holds the interpreter
         (0.002, 0.002, 0.0002, CORES),  # the system copies: at once, on every core
+        (0.00003, 0.00003, 0.000003, 1),  # the system does it all, but in 3 us an object
         (0.004, 0.002, 0.0002, CORES),  # and waits for others who copy
         (0.2, 0.001, 0.001, 32),  # a far round trip
     ],
