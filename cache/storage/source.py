@@ -11,13 +11,11 @@ import errno
 import os
 import threading
 import time
-from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +23,7 @@ from numpy.typing import NDArray
 from creel.cache.storage import version
 from creel.cache.storage.copies import Copies
 from creel.cache.storage.manifest import UNKNOWN, Manifest, is_remote
+from creel.cache.storage.reads import Counters, Part, Read, WholeObject
 from creel.cache.storage.remote import open_store, store_key
 from creel.cache.storage.retry import retried, source_error, transient
 from creel.cache.storage.stores import (
@@ -42,13 +41,10 @@ from creel.cache.storage.stores import (
     read_unchanged,
 )
 from creel.errors import SourceError
-from creel.policies.arrays import Floats, Ints, Mask
+from creel.policies.arrays import Ints, Mask
 from creel.settings import FetchSettings
 
 T = TypeVar("T")
-
-#: Where an object goes: one buffer, or several to fill one after the other.
-Part: TypeAlias = Sequence[memoryview]
 
 #: From this many objects on, check whether they are records of one local file.
 _MANY = 8
@@ -58,94 +54,6 @@ _MAX_SEPARATE = 8
 _VECTOR = 512
 #: Errors of an open for lack of descriptors.
 _TOO_MANY = {errno.EMFILE, errno.ENFILE}
-#: Upper ends of the histogram's buckets, in seconds: page cache to a slow object store.
-SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-
-
-@dataclass
-class Counters:
-    """Counters of a source. All methods may be called from any thread."""
-
-    opens: int = 0
-    reads: int = 0
-    nbytes: int = 0
-    retries: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    last_error: str = ""
-    seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
-    seconds_sum: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def count(self, reads: int, nbytes: int, seconds: float, opens: int) -> None:
-        """Count reads that succeeded, with `seconds` in all."""
-        if not reads:
-            return
-        with self._lock:
-            self.reads += reads
-            self.opens += opens
-            self.nbytes += nbytes
-            self.seconds[bisect_left(SECONDS, seconds / reads)] += reads
-            self.seconds_sum += seconds
-
-    def count_retry(self) -> None:
-        with self._lock:
-            self.retries += 1
-
-    def count_error(self, error: SourceError) -> None:
-        with self._lock:
-            self.errors[errno.errorcode.get(error.errno or 0, "other")] += 1
-            self.last_error = f"{error.uri}: {error.strerror}"
-
-    def snapshot(self) -> Counters:
-        """Return a copy; `seconds` are counts per bucket of SECONDS and one beyond."""
-        with self._lock:
-            return replace(
-                self, errors=self.errors.copy(), seconds=list(self.seconds), _lock=threading.Lock()
-            )
-
-
-def parts_in(buffer: memoryview, length: Ints) -> list[Part]:
-    """Cut a buffer into (k,) objects of these lengths, one after the other."""
-    ends = length.cumsum()
-    ranges = zip((ends - length).tolist(), ends.tolist(), strict=True)
-    return [[buffer[start:stop]] for start, stop in ranges]
-
-
-class Read(NamedTuple):
-    """Results of a read, by object in the order requested.
-
-    nbytes: (k,) bytes read; -1 where the object failed (`counters.last_error` has the reason).
-    version: (k,) int64 of its file (see `cache/storage/version.py`); UNKNOWN where it failed.
-    asked: (k,) when the storage was asked for that version at the earliest (`time.monotonic`); 0
-        where that is not known.
-    """
-
-    nbytes: Ints
-    version: Ints
-    asked: Floats
-
-    @classmethod
-    def failed(cls, objects: int) -> Read:
-        """The results of a read that failed: of one that begins."""
-        nbytes, unknown = np.full(objects, -1), np.full(objects, version.UNKNOWN)
-        return cls(nbytes, unknown, np.zeros(objects))
-
-    def part(self, part: slice) -> Read:
-        """The results of some of the objects, to be entered."""
-        return Read(self.nbytes[part], self.version[part], self.asked[part])
-
-    def enter(self, where: NDArray[np.integer] | slice, found: Read) -> None:
-        """Enter the results of the objects at `where`."""
-        for column, values in zip(self, found, strict=True):
-            column[where] = values
-
-
-class WholeObject(NamedTuple):
-    """An object whose length was unknown; `version` and `asked` as in `Read`."""
-
-    data: bytes
-    version: int
-    asked: float
 
 
 class Source:

@@ -335,7 +335,7 @@ def _whole(body: bytes, flags: int) -> Any:
 
 def _opened(session: SessionRecord) -> Answer:
     dataset = session.dataset
-    message = Opened(session.id, dataset.key, len(dataset.manifest), dataset.record)
+    message = Opened(session.id, len(dataset.manifest), dataset.record)
     return Answer(message, (session.words_fd, dataset.table_fd))
 
 

@@ -175,7 +175,6 @@ class Opened(Message, frozen=True):
     """
 
     session: int
-    dataset: str
     objects: int
     record: int = 0
 

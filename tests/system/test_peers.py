@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from peer_node import SIZES, check_read, data_of, large, node_of, soon, source_of
 
-from creel.cache.storage.source import parts_in
+from creel.cache.storage.reads import parts_in
 from creel.daemon.peers import connections, link, wire
 from kit import until
 

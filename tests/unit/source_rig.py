@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.source import Source, parts_in
+from creel.cache.storage.reads import parts_in
+from creel.cache.storage.source import Source
 from creel.settings import FetchSettings
 
 QUICK = FetchSettings(attempts=3, deadline_s=60.0, backoff_s=0.001, backoff_max_s=0.002)

@@ -10,7 +10,8 @@ import numpy as np
 
 from creel.cache.memory.arena import Arena
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.source import Read, Source
+from creel.cache.storage.reads import Read
+from creel.cache.storage.source import Source
 from creel.daemon.service.storage.arena_writer import SCRATCH_NBYTES, ArenaWriter
 
 

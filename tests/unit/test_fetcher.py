@@ -18,7 +18,8 @@ from creel.cache.memory.arena import Arena
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import Runs, chained, pieces
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.source import Read, Source
+from creel.cache.storage.reads import Read
+from creel.cache.storage.source import Source
 from creel.daemon.core.events import HELD, CancelFetches, Fetched, FetchObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.peers.wire import Credentials

@@ -14,7 +14,8 @@ import pytest
 
 from creel.cache.storage import version
 from creel.cache.storage.manifest import Manifest
-from creel.cache.storage.source import Read, Source
+from creel.cache.storage.reads import Read
+from creel.cache.storage.source import Source
 from creel.cache.storage.version import CHANGING, MISSING, UNKNOWN
 from creel.settings import FetchSettings
 from testbed.http_server import Server

@@ -13,7 +13,7 @@ import numpy as np
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.memory.runs import HEADER, Runs, headers
-from creel.cache.storage.source import Read, parts_in
+from creel.cache.storage.reads import Read, parts_in
 from creel.daemon.service.storage.fetch_queue import Readable
 from creel.policies.arrays import Ids, Index, Ints
 

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from creel.cache.storage.source import Read, Source, WholeObject
+from creel.cache.storage.reads import Read, WholeObject
+from creel.cache.storage.source import Source
 from creel.daemon.core.events import CheckVersions, FetchObjects
 from creel.daemon.peers.peer_source import PeerSource
 from creel.daemon.service.storage.disk import DiskSource

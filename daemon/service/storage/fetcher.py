@@ -24,7 +24,8 @@ import numpy as np
 
 from creel.cache.memory.arena import Arena
 from creel.cache.memory.free_ranges import NOWHERE
-from creel.cache.storage.source import Source, WholeObject
+from creel.cache.storage.reads import WholeObject
+from creel.cache.storage.source import Source
 from creel.cache.storage.version import CHANGING
 from creel.daemon.core.events import (
     DISK,
