@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 
 #: Runs epochs for each line of its standard input, and answers with microseconds per batch.
 _RUNNER = """
-import json, sys, time
+import sys, time
 from pathlib import Path
 import creel
 from workloads import WORKLOADS

@@ -74,6 +74,10 @@ class DatasetRecord:
 
         Only this takes time proportional to the number of objects (except for records, whose table
         is zeros); it may run in any thread.
+
+        Args:
+            record: what `LocationTable.record_of` gives.
+            tables_nbytes: what the dataset's tables count as, see `tables_nbytes` below.
         """
         n = len(manifest)
         fd = sealed_memfd("creel-table", LocationTable.nbytes(n, record))
@@ -86,8 +90,7 @@ class DatasetRecord:
             os.close(fd)
             raise
         versions = Versions(n, manifest.file_bounds, manifest.remote)
-        shared = table, fd, record
-        return cls(manifest.key, manifest, source, *shared, tables_nbytes, versions)
+        return cls(manifest.key, manifest, source, table, fd, record, tables_nbytes, versions)
 
     def claim(self, token: str) -> None:
         """Keep the dataset until the owner of `token` opens a session."""

@@ -443,8 +443,14 @@ class WrappedReads:
         # they ask it to stay as long as the process that will make the next ones.
         trainer = multiprocessing.parent_process() if get_worker_info() is not None else None
         trainer_pid = trainer.pid if trainer is not None else None
+        rank, world = rank_and_world()
         session = open_session(
-            *(binding.manifest, config, origins, job_name(), *rank_and_world()),
+            binding.manifest,
+            config,
+            origins,
+            job_name(),
+            rank,
+            world,
             # Only a loader knows where an epoch begins.
             recheck="step" if options.recheck == "epoch" else options.recheck,
             trainer_pid=trainer_pid or 0,

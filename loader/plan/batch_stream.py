@@ -211,9 +211,9 @@ def open_batch_stream(
 ) -> BatchStream | None:
     """Open a session with this node's daemon for a dataset; None if there is no daemon."""
     rank, world = rank_and_world()
+    recheck = config.loader.recheck
     session = open_session(
-        *(binding.manifest, config, origins, job_name(), rank, world),
-        recheck=config.loader.recheck,
+        binding.manifest, config, origins, job_name(), rank, world, recheck=recheck
     )
     if session is None:
         return None

@@ -175,7 +175,6 @@ def test_what_memory_holds_is_read_there_though_it_lies_in_the_page_cache_too(
     assert len(list(never)) == len(never)
     del never  # and its session
     ours: Any = creel.DataLoader(data, BATCH, shuffle=True, num_workers=workers, creel=DIRECT)
-
     assert sum(map(len, ours)) == FILES  # in its first epoch the loader has no session
 
     def is_ready() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from creel.cache.memory.shared_words import (
-    HEARTBEAT,
-)
+from creel.cache.memory.shared_words import HEARTBEAT
 from creel.cache.storage.manifest import Manifest
 from creel.cache.storage.source import Source
 from creel.config import Config
@@ -29,11 +28,16 @@ from kit import until
 pytestmark = pytest.mark.timeout(120)
 
 
+def node_of(call_soon: Callable[[Callable[[], None]], None]) -> Node:
+    """A node without sockets; `call_soon` takes what its loop is to call."""
+    config = Config(memory=MemorySettings(budget="1MiB"))
+    return Node(config, call_soon=call_soon, send=lambda *_: None, embedded=True)
+
+
 @pytest.mark.parametrize("draining", [True, False])
 def test_a_node_that_drains_leaves_all_bytes_where_they_lie(*, draining: bool) -> None:
     """READY stays up for those who hang up then, and readers of theirs may still be copying."""
-    config = Config(memory=MemorySettings(budget="1MiB"))
-    node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
+    node = node_of(lambda job: job())
     manifest = Manifest.of_files(["/a", "/b"])
     dataset = DatasetRecord.create(manifest, Source(manifest), 0, 0)
     node.registry.add(dataset)
@@ -53,8 +57,7 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
     """Limits on processes count threads, too. Readers wait for what is not fetched."""
     (tmp_path / "x").write_bytes(b"x" * 3000)
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    config = Config(memory=MemorySettings(budget="1MiB"))
-    node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
+    node = node_of(calls.put)
     answers: list[Any] = []
     refused = RuntimeError("can't start new thread")
     with mock.patch.object(threading.Thread, "start", side_effect=refused):
@@ -73,9 +76,8 @@ def test_a_system_that_gives_no_threads_does_not_end_the_daemon(tmp_path: Path) 
 
 def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
     """The request socket drops a client whose message raises: its other sessions would end, too."""
-    config = Config(memory=MemorySettings(budget="1MiB"))
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
+    node = node_of(calls.put)
     manifest = Manifest.of_files(["/a"])
     node.register("token", lambda: manifest, lambda _: None)
     while manifest.key not in node.registry.datasets:
@@ -90,9 +92,8 @@ def test_a_plan_that_cannot_be_truncated_costs_its_session_alone() -> None:
 @pytest.mark.parametrize("what", ["datasets", "stats", "status"])
 def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: str) -> None:
     """In the loop's thread: with a look for each dataset, 1024 of them would take seconds."""
-    config = Config(memory=MemorySettings(budget="1MiB"))
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    node = Node(config, call_soon=calls.put, send=lambda *_: None, embedded=True)
+    node = node_of(calls.put)
     for name in "abc":
         node.register(name, partial(Manifest.of_files, [f"/{name}"]), lambda _: None)
     while len(node.registry.datasets) < 3:
@@ -106,8 +107,7 @@ def test_an_answer_looks_at_the_core_once_however_many_datasets_there_are(what: 
 
 def test_the_heart_beats_between_events_of_one_turn() -> None:
     """Many plans in one turn, or many clients that leave, are no reason to give a daemon up."""
-    config = Config(memory=MemorySettings(budget="1MiB"))
-    node = Node(config, call_soon=lambda job: job(), send=lambda *_: None, embedded=True)
+    node = node_of(lambda job: job())
     manifest = Manifest.of_files(["/a"])
     node.register("token", lambda: manifest, lambda _: None)
     until(lambda: manifest.key in node.registry.datasets, what="it is registered")

@@ -109,10 +109,8 @@ def test_latency_is_above_nearly_all_that_was_seen() -> None:
 
 
 def test_a_quarter_of_what_is_under_way_is_left_to_those_who_wait() -> None:
-    flights = Inflight(
-        *(Admission(Allocator(1 << 20)), Window(inflight_objects=8, inflight_nbytes=800)),
-        emit=lambda _: None,
-    )
+    window = Window(inflight_objects=8, inflight_nbytes=800)
+    flights = Inflight(Admission(Allocator(1 << 20)), window, emit=lambda _: None)
     for nbytes in (1, 100):
         objects = np.full(20, nbytes)
         assert flights.may_start(objects, urgent=False) == 6
