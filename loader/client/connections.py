@@ -96,7 +96,7 @@ def open_session(
         session = client.open_manifest(manifest, job, rank, world, recheck=recheck)
     except (UnavailableError, OSError) as e:  # OSError: no descriptor, or no room for a mapping
         if not client.closed:  # by the trainer's thread, as nothing is read any more
-            _log.warning("creel reads directly, without a cache: %s", e)
+            _log.warning("creel reads directly, without a cache: %s", str(e))
         return None
     if not trainer_pid:
         warn_of_unmet(client, config, origins)

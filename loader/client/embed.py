@@ -59,7 +59,8 @@ def connect_or_start(
             return None
         return _connect_or_start(config, trainer_pid, start)
     except (UnavailableError, OSError) as e:
-        log.warning("creel reads directly, without a cache: %s", e)
+        # The text alone: a handler that keeps the error keeps its frames, and with them the loader.
+        log.warning("creel reads directly, without a cache: %s", str(e))
         return None
     finally:
         if start is not None:
