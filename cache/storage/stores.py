@@ -194,19 +194,20 @@ def _advise(fd: int, offset: int, length: int) -> None:
         pass  # a hint; not every file takes it
 
 
-def read_pieces(fd: int, pieces: Sequence[Piece]) -> bool:
-    """Fill the buffers of scattered pieces of a file; whether each was read completely.
+def read_pieces(fd: int, pieces: Sequence[Piece]) -> int:
+    """Fill the buffers of scattered pieces of a file; how many may not be in the page cache.
 
     What lies in the page cache is read first; a disk is asked for all others at once
     (benchmarks/cold_records.py).
 
     Raises:
-        OSError: a read failed.
+        OSError: a read failed, or the file ends before a piece does.
     """
-    for offset, length, buffers in _not_cached(fd, pieces):
+    missing = _not_cached(fd, pieces)
+    for offset, length, buffers in missing:
         if os.preadv(fd, buffers, offset) != length:
-            return False
-    return True
+            raise OSError(errno.ENODATA, "ends too early")
+    return len(missing)
 
 
 def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
@@ -301,8 +302,7 @@ class LocalStore:
             TornError: the file changed meanwhile.
         """
         with self._kept.open(path_of(stored.uri), keep=stored.keep) as file:
-            if not read_pieces(file.fd, pieces):
-                raise SourceError(errno.ENODATA, "ends too early", stored.uri)
+            read_pieces(file.fd, pieces)
             if version.torn(file.status, os.fstat(file.fd)):
                 raise TornError(errno.EBUSY, os.strerror(errno.EBUSY), stored.uri)
         return Filled(file.opens, version.of_stat(file.status, file.since))

@@ -29,6 +29,7 @@ from creel.loader.datasets.base import (
     position,
 )
 from creel.loader.datasets.batches import cast, numbers, rows_of, unstacked
+from creel.loader.datasets.mapped import MappedFiles
 from creel.loader.reading.observer import take_rows
 from creel.loader.reading.storage import (
     absolute,
@@ -93,8 +94,9 @@ class RecordDataset(Labelled):
         NotFoundError: a missing file.
     """
 
-    volatile = (*Labelled.volatile, "_buffers")
+    volatile = (*Labelled.volatile, "_buffers", "_mapped")
     _buffers: BufferPool | None = None
+    _mapped: MappedFiles | None = None
 
     def __init__(
         self,
@@ -164,7 +166,7 @@ class RecordDataset(Labelled):
             wide = np.empty(0)
         if wide.ndim == 1 and wide.dtype.kind == "i" and len(wide):
             wide = wide.astype(np.int64)
-            if wide.min() >= 0 and wide.max() < self._size:
+            if wide.view(np.uint64).max() < self._size:  # where negative ones are huge
                 return wide
         return np.array([position(i, self._size) for i in indices], np.int64)
 
@@ -197,7 +199,7 @@ class RecordDataset(Labelled):
     def _read_rows(self, ids: Indices, out: NDArray[np.uint8]) -> None:
         """Fill `out`, (n, nbytes), from the source, opening each file once per batch.
 
-        Nothing is kept from batch to batch: the file that is there now is read.
+        The file that is there now is read: a mapping is not used once it is another one.
         """
         if len(self._runs) == 1:
             parts = [(0, np.arange(len(ids)))]
@@ -207,10 +209,46 @@ class RecordDataset(Labelled):
         for number, where in parts:
             run = self._runs[number]
             first = int(self._ends[number]) - run.count
-            if not _read_run(run, self.nbytes, ids[where] - first, out, where):
+            if not self._read_run(run, ids[where] - first, out, where):
                 for at in where.tolist():  # with retries, or an error that names the path
                     data = self._read_direct(int(ids[at]))
                     out[at] = np.frombuffer(data, np.uint8)
+
+    def _read_run(
+        self, run: _RecordRange, records: Indices, out: NDArray[np.uint8], rows: Indices
+    ) -> bool:
+        """Read records of a local file to rows of `out`, adjacent ones in one read.
+
+        False where that failed: then nothing is known of these rows.
+
+        Args:
+            records: (k,) numbers of records in the file.
+            out: (n, nbytes), contiguous.
+            rows: (k,) rows of `out` to fill.
+        """
+        if scheme_of(run.path) or (run.count == 1 and not run.offset):
+            return False  # the size of a whole-file object must be checked, which `Source` does
+        if self._mapped is None:
+            self._mapped = MappedFiles()
+        offsets = run.offset + records * self.nbytes
+        scattered = not (records[1:] - records[:-1] == 1).any()
+        if scattered and self._mapped.read(run.path, offsets, out, rows):
+            return True
+        view = memoryview(out.data).cast("B")
+        pieces = _pieces(offsets, rows * self.nbytes, self.nbytes, view)
+        try:
+            fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            waited = read_pieces(fd, pieces)
+            if scattered:
+                self._mapped.saw(run.path, fd, cached=not waited)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     def _build_manifest(self) -> Manifest:
         return Manifest.of_runs(
@@ -230,52 +268,12 @@ class RecordDataset(Labelled):
         return Raw(self.nbytes, self.dtype, self.shape, kind, self.to, self.batch_transform)
 
 
-def _read_run(
-    run: _RecordRange,
-    nbytes: int,
-    records: Indices,
-    out: NDArray[np.uint8],
-    where: NDArray[np.intp],
-) -> bool:
-    """Read records of a local file to rows of `out`, adjacent ones in one read; False on failure.
-
-    Args:
-        records: (k,) numbers of records in the file.
-        out: (n, nbytes), contiguous.
-        where: (k,) rows of `out` to fill.
-    """
-    if scheme_of(run.path) or (run.count == 1 and not run.offset):
-        return False  # the size of a whole-file object must be checked, which `Source` does
-    view = memoryview(out.data).cast("B")
-    try:
-        fd = os.open(run.path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return read_pieces(fd, _pieces(run, nbytes, records, view, where))
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-
-
-def _pieces(
-    run: _RecordRange,
-    nbytes: int,
-    records: Indices,
-    view: memoryview,
-    where: NDArray[np.intp],
-) -> list[Piece]:
-    """Reads that fill rows `where` of `view` with records, adjacent ones together."""
-    offset, begins = run.offset + records * nbytes, where * nbytes
-    neighbours = np.diff(records) == 1
-    if not neighbours.any():
-        at = zip(offset.tolist(), begins.tolist(), strict=True)
-        return [(o, nbytes, [view[b : b + nbytes]]) for o, b in at]
-    neighbours &= np.diff(where) == 1
+def _pieces(offsets: Indices, begins: Indices, nbytes: int, view: memoryview) -> list[Piece]:
+    """Reads of records of `nbytes` from `offsets` to places in `view`, adjacent ones together."""
+    neighbours = (np.diff(offsets) == nbytes) & (np.diff(begins) == nbytes)
     first = np.append(0, np.flatnonzero(~neighbours) + 1)
-    length = np.diff(first, append=len(records)) * nbytes
-    runs = zip(offset[first].tolist(), begins[first].tolist(), length.tolist(), strict=True)
+    length = np.diff(first, append=len(offsets)) * nbytes
+    runs = zip(offsets[first].tolist(), begins[first].tolist(), length.tolist(), strict=True)
     return [(o, n, [view[b : b + n]]) for o, b, n in runs]
 
 
