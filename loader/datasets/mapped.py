@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import resource
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,8 +27,11 @@ _MAX_FILES = 16
 #: Of fewer records each may as well be read by itself.
 _MANY = 8
 _IOV_MAX = 1024  # most places of one system call
-_readv = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-if _readv is not None:
+_readv: Any = None
+with suppress(ImportError, AttributeError, TypeError):  # Windows, macOS: they import this, no more
+    import resource
+
+    _readv = ctypes.CDLL(None).process_vm_readv
     _size = ctypes.c_size_t
     _readv.restype = ctypes.c_ssize_t
     _readv.argtypes = (ctypes.c_int, ctypes.c_void_p, _size, ctypes.c_void_p, _size, _size)
@@ -91,7 +94,6 @@ class _Mapping:
 
     def copy(self, offsets: Ints, out: NDArray[np.uint8], rows: Ints) -> bool:
         """See `MappedFiles.read`; also True where bytes came from behind the end of a cut file."""
-        assert _readv is not None  # noqa: S101  see `MappedFiles.saw`
         nbytes = out.shape[1]
         if int(offsets.max()) + nbytes > len(self._mapping):
             return False

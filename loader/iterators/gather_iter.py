@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
+from creel.loader.iterators.epoch_run import EpochRun
 from creel.loader.iterators.inline_iter import BatchReader
 from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.state import EpochRun, LoaderState, only_copies
+from creel.loader.iterators.state import LoaderState, only_copies
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.torch_private import (

@@ -15,7 +15,8 @@ from creel.cache.memory.free_ranges import NOWHERE
 from creel.cache.storage.retry import public
 from creel.loader.binding.gather import Gatherer, StepReader
 from creel.loader.buffers import keep_freed_memory
-from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
+from creel.loader.iterators.epoch_run import EpochRun
+from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import Tolerant, without_skipped

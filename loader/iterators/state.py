@@ -1,63 +1,50 @@
-"""LoaderState, which outlives a loader's iterators, and EpochRun, one iterator's epoch."""
+"""LoaderState: what a loader keeps over all its iterators."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, default_collate
+from torch.utils.data import default_collate
 
-from creel.cache.storage.retry import public
 from creel.config import Config
 from creel.errors import ConfigError
 from creel.loader.binding.bind import Binding, bind
-from creel.loader.binding.proxy import Wrapped, configure, recorded
+from creel.loader.binding.proxy import configure
 from creel.loader.binding.tree import declares, wrapped_in
 from creel.loader.buffers import BufferPool
 from creel.loader.client.connections import start_daemon_early
 from creel.loader.cluster.ranks import rank_and_world
 from creel.loader.iterators.exchange import agreed, check_unchanged
 from creel.loader.iterators.meter import Meter
-from creel.loader.iterators.reattach import StreamSearch
 from creel.loader.iterators.replicate import Role, join_group
 from creel.loader.order.orders import (
     PROGRESS_VERSION,
     EpochOrder,
-    IteratorStart,
     Progress,
-    StateBefore,
     index_sampler,
-    not_begun,
 )
-from creel.loader.order.samplers import adopt, resharded, resume, without_batches
+from creel.loader.order.samplers import resharded, resume, without_batches
 from creel.loader.plan.batch_stream import (
     BatchStream,
-    Ticket,
     open_batch_stream,
-    samples_in,
-    try_predict,
 )
 from creel.loader.reading import storage
-from creel.loader.reading.bad_samples import BadSample, Tolerance, plain
-from creel.loader.torch_private import BaseDataLoaderIter, collate
+from creel.loader.reading.bad_samples import Tolerance
+from creel.loader.torch_private import collate
 from creel.policies.cluster.remap import Exchange
 from creel.policies.direct import DirectReads
 
 if TYPE_CHECKING:
     from creel.loader.dataloader import DataLoader
+    from creel.loader.iterators.epoch_run import EpochRun
     from creel.loader.workers.pool import Slots
 
 _log = logging.getLogger("creel.loader")
-
-#: Minimum seconds between updates of the daemon's statistics; `creel top` reads once a second.
-COUNT_S = 0.25
 
 
 class LoaderState:
@@ -187,250 +174,6 @@ class LoaderState:
             stream.close()
         if self._role is not None and os.getpid() == self.pid:
             self._role.close()
-
-
-class EpochRun:
-    """One iterator's current epoch: its order, its session and its position."""
-
-    def __init__(self, loader_state: LoaderState, loader: DataLoader[Any]) -> None:
-        self._loader_state = loader_state
-        binding = loader_state.binding(loader)
-        #: Whether this epoch's files lie in the page cache: then nothing is published.
-        self._page_cached = binding is not None and loader_state.page_cached(loader, binding, None)
-        #: Whether `begin` asks again: in later epochs, and where only a session tells who is alone.
-        self._asks_again = rank_and_world()[1] > 1
-        self.stream = loader_state.take_stream(loader, wait=not self._page_cached)
-        #: What its readers are made with; None: they read without creel.
-        self.binding = None if self.stream is None and not self._page_cached else binding
-        self.skipped = 0
-        self.delivered = 0
-        self._counted = 0  # batches of these that the daemon's statistics include
-        self._counted_at = 0.0
-        self._unknown: list[Wrapped] = []  # whose reads are recorded before a daemon is needed
-        self._unpublished: dict[int, int] = {}  # number of samples of batches without a step
-        self._many = True  # a batch is made of several samples
-        self.finished = False
-        self.slices = False  # an array of the order stands for a list of ints
-        self.order: EpochOrder | None = None
-        self.epoch = 0
-        self._published_ahead = False
-        self._search: StreamSearch | None = None  # since the daemon has ended in mid-epoch
-
-    def bind_late(self, loader: DataLoader[Any]) -> str | None:
-        """Open a session between two epochs, if there was none as no objects were known.
-
-        Returns the `digest` of the binding, where the workers, which live on, are to find it
-        themselves.
-        """
-        loader_state = self._loader_state
-        binding = loader_state.binding(loader) if self.binding is None else None
-        # Files in the page cache are left there; and only creel's own code may be asked in another
-        # process which objects a sample has.
-        if (
-            binding is None
-            or not binding.thread_safe
-            or loader_state.page_cached(loader, binding, None)
-        ):
-            return None
-        self.stream = loader_state.take_stream(loader)
-        self.binding = None if self.stream is None else binding
-        return None if self.binding is None else binding.digest()
-
-    def begin(self, loader: DataLoader[Any], it: BaseDataLoaderIter, before: StateBefore) -> None:
-        """Begin an epoch, after torch's iterator has made its draws; replaces its order."""
-        loader_state = self._loader_state
-        self._attach(loader)
-        learns = self.binding is None and loader.creel is not False
-        self._unknown = wrapped_in(loader.dataset) if learns else []
-        if loader_state.order is not None and self._served is not None:
-            loader_state.order.record_outcome(wrong=self._served.mispredicted)
-        resume, loader_state.resume = loader_state.resume, None
-        begun = IteratorStart(it._sampler_iter, int(it._base_seed), before)  # noqa: SLF001
-        # A proxy: the loader's own iterator keeps the order, which must not keep the loader alive.
-        held: Any = weakref.proxy(loader)
-        given = None if resume is None else resume["order"]
-        foresee = loader_state.config.loader.foresee
-        order = adopt(
-            *(held, begun),
-            previous=loader_state.order,
-            state=given,
-            foresee=foresee,
-            exchange=loader_state.exchange(loader),
-        )
-        self.skipped = 0 if resume is None else resume["batches"]
-        loader_state.epoch = loader_state.epoch + 1 if resume is None else resume["epoch"]
-        loader_state.order, loader_state.run = order, self
-        self.order, self.epoch = order, loader_state.epoch
-        self._count()
-        self.delivered, self.finished, self._published_ahead = self.skipped, False, False
-        self._counted = self.skipped
-        self._unpublished.clear()
-        self._many = loader._auto_collation  # noqa: SLF001  torch's
-        if self._served is not None:
-            start = time.monotonic_ns()
-            try_predict(order, 0)  # may run a copy of the sampler; the order caches the result
-            loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
-            self._served.begin(order, self.skipped)
-        if self.skipped:
-            order.skip(self.skipped)
-        self.slices = order.known and type(index_sampler(loader)) is BatchSampler
-        it._sampler_iter, it._base_seed = order, order.base_seed  # noqa: SLF001
-
-    def step_of(self, i: int, index: object) -> int:
-        """Return the session's step of the i-th batch after those skipped; -1: read directly."""
-        if self._search is not None:
-            self._reattach(self.skipped + i)
-        if self.stream is None:
-            return -1
-        step = -1 if self._page_cached else self.stream.step_of(self.skipped + i, index)
-        if step < 0:
-            self._unpublished[self.skipped + i] = samples_in(index) if self._many else 1
-        return step
-
-    def _attach(self, loader: DataLoader[Any]) -> None:
-        """Find a session for this epoch; where it only counts, without waiting for a daemon."""
-        loader_state, binding = self._loader_state, self.binding
-        if self._search is not None:
-            self._search.leave()
-            self._search = None
-        if self.stream is not None and not self.stream.alive:
-            self.stream.close()
-            self.stream = None
-        if binding is not None and self._asks_again:
-            self._page_cached = loader_state.page_cached(loader, binding, self.stream)
-        self._asks_again = True
-        if self.stream is not None or binding is None:
-            return
-        stream = loader_state.take_stream(loader, wait=not self._page_cached)
-        if stream is not None and stream.binding is binding:
-            self.stream = stream
-        elif stream is not None:  # persistent workers have the old dataset
-            loader_state.leave_stream(stream)
-        elif self._page_cached:
-            self._search = StreamSearch(partial(loader_state.open, binding))
-
-    def _reattach(self, batch: int) -> None:
-        """Have another daemon serve from this batch on, once one is found.
-
-        Batches that were given before are read directly: their steps are of the session now lost.
-        """
-        found = None if self._search is None else self._search.take()
-        if found is None or self.order is None:
-            return
-        self._search = None
-        if self.stream is not None:
-            self.stream.close()
-        self.stream, self._published_ahead = found, False
-        if not self._page_cached:
-            found.begin(self.order, batch)
-
-    @property
-    def _served(self) -> BatchStream | None:
-        """The session that serves this epoch's reads; None: they go past the daemon."""
-        return None if self._page_cached else self.stream
-
-    @property
-    def ticket(self) -> Ticket | None:
-        """What workers need to read through the session; None if they need none in this epoch."""
-        return None if self._served is None else self._served.ticket
-
-    def done(self, i: int) -> None:
-        """Record that all batches below the i-th after those skipped have arrived."""
-        stream = self._served
-        if stream is not None:
-            stream.done(self.skipped + i)
-            if not self._published_ahead and self.order is not None and not stream.joining:
-                self._published_ahead = True
-                start = time.monotonic_ns()
-                stream.publish_upcoming(self.order)
-                self._loader_state.meter["stall_sampler_ns"] += time.monotonic_ns() - start
-
-    def note_bad(self, samples: Sequence[BadSample]) -> None:
-        """Name samples that could not be read, to the person and to the daemon (`creel stats`)."""
-        if not samples:
-            return
-        rows = [(one.index, self._address(one.index), one.reason) for one in samples]
-        done = "left out" if self._loader_state.tolerance.on_error == "skip" else "replaced"
-        for index, address, reason in rows:
-            _log.warning("sample %d %sis %s: %s", index, address and f"({address}) ", done, reason)
-        if self.stream is not None:
-            self.stream.report_bad(rows)
-
-    def _address(self, index: int) -> str:
-        """Where the first object of a sample lies; "" where that is not known."""
-        try:
-            assert self.binding is not None  # noqa: S101
-            found = self.binding.objects(np.array([index]))[0]
-            address, _, _ = self.binding.manifest.location(int(found[0]))
-        except Exception:  # noqa: BLE001  the person's code may run here
-            return ""
-        return plain(public(address))
-
-    def deliver(self, i: int) -> None:
-        """Count a batch that is returned, before the i-th after those skipped.
-
-        A batch that raised counts as read if training goes on, and is read again if it stops there.
-        """
-        self._loader_state.meter["batches"] += 1
-        self.delivered = self.skipped + i
-        if any(map(recorded, self._unknown)):
-            self._unknown = []
-            start_daemon_early(self._loader_state.config)
-        if self.due():
-            self._count()
-            stream = self.stream
-            if self._search is None and stream is not None and not stream.session.client.alive:
-                # It has ended: a stopped one may go on.
-                self._search = StreamSearch(partial(self._loader_state.open, stream.binding))
-
-    def due(self) -> bool:
-        """Whether to update the daemon's statistics now: often, but not for each batch."""
-        if self.stream is None or self.delivered == self._counted:
-            return False
-        return time.monotonic() - self._counted_at >= COUNT_S
-
-    def _count(self) -> None:
-        """Add the batches since the last update to the daemon's statistics.
-
-        Adds nothing while the daemon is not alive: it may only be stopped, and is updated later.
-        """
-        self._counted_at = time.monotonic()
-        if self.stream is None or not self.stream.alive:
-            return
-        first, self._counted = self._counted, self.delivered
-        more = self._loader_state.meter.unreported()
-        sizes = [
-            self._unpublished.pop(i) for i in range(first, self._counted) if i in self._unpublished
-        ]
-        if sizes:
-            more |= {"batches": len(sizes), "samples": sum(sizes)}
-        self.stream.count(first, self._counted, more)
-
-    def leave(self, *, deleted: bool = False) -> None:
-        """End the iterator and give back its session; `deleted`: its sampler ends now, too."""
-        self._count()
-        if self._search is not None:
-            self._search.leave()
-        stream, self.stream = self.stream, None
-        if stream is not None:
-            stream.leave()
-            self._loader_state.leave_stream(stream)
-        if deleted and self.order is not None:
-            self.order.close()
-
-    def progress(self, delivered: int | None) -> Progress:
-        """Return the position after `delivered` batches of the epoch (None: all returned)."""
-        order = self.order
-        if order is None:
-            return not_begun()
-        over = self.finished and delivered is None
-        return Progress(
-            version=PROGRESS_VERSION,
-            epoch=self.epoch,
-            batches=self.delivered if delivered is None else delivered,
-            finished=over,
-            order=order.state(over=over),
-        )
 
 
 def prepare_resume(

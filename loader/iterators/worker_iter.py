@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from creel.loader.iterators.state import EpochRun, LoaderState, collates_plainly
+from creel.loader.iterators.epoch_run import EpochRun
+from creel.loader.iterators.state import LoaderState, collates_plainly
 from creel.loader.iterators.unprofiled import UnprofiledIter
 from creel.loader.order.samplers import before
 from creel.loader.reading.bad_samples import BadSample

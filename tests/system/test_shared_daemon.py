@@ -20,7 +20,7 @@ from creel.loader.binding.bind import bind
 from creel.loader.binding.gather import Gatherer
 from creel.loader.buffers import BufferPool
 from creel.loader.client import connections
-from creel.loader.iterators import gather_iter, state
+from creel.loader.iterators import epoch_run, gather_iter
 from creel.loader.iterators.gather_iter import GatherIter
 from creel.loader.iterators.worker_iter import WorkerIter
 from creel.loader.workers.batch_message import Outbox
@@ -305,7 +305,7 @@ def test_a_daemon_restarted_in_mid_epoch_serves_the_rest(
     """Also large rows, which threads copy."""
     monkeypatch.setattr(connections, "RETRY_S", 0)
     monkeypatch.setattr(gather_iter, "INLINE_NBYTES", 0 if kind == "large rows" else 1 << 20)
-    monkeypatch.setattr(state, "COUNT_S", 0)  # look after each batch whether it is alive
+    monkeypatch.setattr(epoch_run, "COUNT_S", 0)  # look after each batch whether it is alive
     paths = [tmp_path / str(i) for i in range(N)]
     for i, path in enumerate(paths):
         path.write_bytes(bytes([i]) * NBYTES)
