@@ -175,7 +175,7 @@ def _checked(
     objects, ends = (np.array(a) for a in arrays)
     if message.step != session.steps or message.epoch < 0:
         raise MalformedError(f"extend at step {message.step}, known are {session.steps}")
-    if len(ends) == 0 or ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] != len(objects):
+    if len(ends) == 0 or ends[0] < 0 or (ends[1:] < ends[:-1]).any() or ends[-1] != len(objects):
         raise MalformedError("ends that do not fit the objects")
     n = len(session.dataset.manifest)
     if len(objects) and (objects.min() < 0 or objects.max() >= n):

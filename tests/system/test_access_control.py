@@ -178,6 +178,7 @@ def test_a_sessions_owner_alone_commands_it(daemon: Running, tmp_path: Path) -> 
         (0, [0, 1], [2, 1, 2]),
         (0, [0], []),
         (0, [0], [-1, 1]),
+        (0, [0], [3, -(1 << 63), -1, 1]),  # no difference of two neighbours is below 0 in int64
     ],
 )
 def test_an_impossible_plan_costs_its_sender_the_connection(
