@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ class Daemon:
         self._drain_by = float("inf")
         self._leaving = False
         self._reload = False
+        self._folder = _working_directory()
         self._moved = self._ticked = time.monotonic()
         self._unused_since: float | None = None
         self._watched = 0.0
@@ -320,7 +322,7 @@ class Daemon:
     def _read_settings_again(self) -> None:
         self._notify.reloading()
         try:
-            loaded, _ = Config.load(self._flags)
+            loaded = self._load_again()
         except ConfigError as e:
             log.error("the settings are not reloaded: %s", e)  # noqa: TRY400  a sentence says it
         else:
@@ -333,6 +335,15 @@ class Daemon:
             self.node.effective = from_flat(self.node.effective.flat() | at_once)
             set_up_logging(loaded.daemon.log_level, as_json=loaded.daemon.log_json)
         self._notify.ready(self._status())
+
+    def _load_again(self) -> Config:
+        """The settings as they are now, seen from where this daemon was started (see `serve`)."""
+        try:
+            with contextlib.suppress(OSError):  # it is gone, and with it a project's settings
+                os.chdir(self._folder)
+            return Config.load(self._flags)[0]
+        finally:
+            os.chdir("/")
 
 
 _AT_ONCE = frozenset(
@@ -372,6 +383,13 @@ def serve(
     finally:
         daemon.close()
     return 0
+
+
+def _working_directory() -> str:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it is gone
+        return "/"
 
 
 def _use_small_pages() -> None:

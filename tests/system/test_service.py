@@ -101,6 +101,26 @@ def test_sighup_reads_the_settings_again(daemon_name: str, tmp_path: Path) -> No
     assert "memory.budget" not in log, "a flag is stronger than the files, this time too"
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["CREEL_CONFIG", "creel.toml"])
+def test_sighup_finds_a_projects_settings_again(
+    daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, named: bool
+) -> None:
+    """A daemon works in /, and its settings are looked for where it was started."""
+    settings = tmp_path / ("mine.toml" if named else "creel.toml")
+    settings.write_text("[daemon]\nidle_s = 7\n")
+    monkeypatch.chdir(tmp_path)
+    env = {"CREEL_CONFIG": "mine.toml"} if named else {}
+    with Running(daemon_name, env=env, fresh=True) as daemon:
+        settings.write_text("[daemon]\nidle_s = 7\nlog_json = true\n")
+        daemon.signal(signal.SIGHUP)
+        until(lambda: "log_json" in daemon.log() or "not reloaded" in daemon.log(), what="reloaded")
+        with daemon.client("cli") as client:
+            effective = client.ask("config")["effective"]
+        assert (effective["daemon.idle_s"], effective["daemon.log_json"]) == (7, True)
+        assert Path(f"/proc/{daemon.pid}/cwd").readlink() == Path("/")
+        daemon.end()
+
+
 def test_systemd_hears_all_it_wants(daemon_name: str, tmp_path: Path) -> None:
     ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     ear.settimeout(30)
