@@ -102,12 +102,16 @@ class Field(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """A value that was set; `text`: it came from where everything is a string."""
+    """A value that was set; `text`: it came from where everything is a string.
+
+    `folder`: from where a relative path in it is seen.
+    """
 
     key: str
     value: object
     origin: str
     text: bool
+    folder: Path
 
 
 _SHORT = {
@@ -215,14 +219,16 @@ def _layers(flags: Mapping[str, object], origin: str | None) -> Iterator[_Given]
         raise ConfigError(f"{_FILE} names {named}, and there is no such file: correct or unset it")
     for path in config_files():
         yield from _from_file(path, asked_for=path == asked_for)
+    folder = next(iter(_folders()), Path())
     for name in sorted(n for n in env if n.startswith("CREEL_") and n not in {_FILE, KEY_VARIABLE}):
         key = _SHORT.get(name) or _env_key(name)
         if key is not None and env[name] != "":
-            yield _Given(key, env[name], name, text=True)
+            yield _Given(key, env[name], name, text=True, folder=folder)
     for key, value in flags.items():
         if value is not None:
             named = origin or f"flag {_FLAGS.get(key, key)}"
-            yield _Given(_known(key, named), value, named, text=isinstance(value, str))
+            text = isinstance(value, str)
+            yield _Given(_known(key, named), value, named, text=text, folder=folder)
 
 
 def config_files() -> list[Path]:
@@ -280,7 +286,8 @@ def _from_file(path: Path, *, asked_for: bool) -> Iterator[_Given]:
                 f"{path}: {section} is a section: write [{section}] on a line of its own"
             )
         for name, value in part.items():
-            yield _Given(_known(f"{section}.{name}", str(path)), value, str(path), text=False)
+            key = _known(f"{section}.{name}", str(path))
+            yield _Given(key, value, str(path), text=False, folder=path.absolute().parent)
 
 
 def _read_toml(path: Path) -> dict[str, object]:
@@ -342,6 +349,8 @@ def _convert(given: _Given) -> object:
         value = str(value)  # a plain number of bytes in a file
     if given.key == "daemon.log_level" and isinstance(value, str):
         value = value.lower()
+    if given.key == "disk.path" and isinstance(value, str) and value:
+        value = str(given.folder / _expanded(value))  # the daemon works in /
     try:
         _check_finite(value)
         return msgspec.convert(value, field.type, strict=not given.text)

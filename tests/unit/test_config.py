@@ -131,6 +131,16 @@ def test_a_bad_variable_gets_one_sentence_that_says_what_to_do(
     assert "\n" not in str(caught.value)
 
 
+def test_a_relative_folder_of_the_disk_is_seen_from_whoever_names_it(home: Path) -> None:
+    """The daemon itself works in /."""
+    (home / "project/creel.toml").write_text('[disk]\npath = "nvme"\n')
+    assert load(home)[0].disk.path == str(home / "project/nvme")
+    assert load(home, CREEL_DISK__PATH="nvme")[0].disk.path == str(home / "project/deep/nvme")
+    assert load(home, {"disk.path": "nvme"})[0].disk.path == str(home / "project/deep/nvme")
+    assert load(home, HOME="/h", CREEL_DISK__PATH="~/nvme")[0].disk.path == "/h/nvme"
+    assert load(home, CREEL_DISK__PATH="/nvme")[0].disk.path == "/nvme"
+
+
 @pytest.mark.parametrize(
     "text, says",
     [
