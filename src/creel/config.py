@@ -353,7 +353,7 @@ def _convert(given: _Given) -> object:
         value = str(given.folder / _expanded(value))  # the daemon works in /
     try:
         _check_finite(value)
-        return msgspec.convert(value, field.type, strict=not given.text)
+        converted = msgspec.convert(value, field.type, strict=not given.text)
     except msgspec.ValidationError as e:
         meta = field.type.__metadata__[0]
         wanted = _EXPECTED[kind] + _bounds(meta)
@@ -362,6 +362,9 @@ def _convert(given: _Given) -> object:
         raise ConfigError(
             f"{given.origin}: {given.key} = {given.value!r} should be {wanted}: {field.about}"
         ) from e
+    if isinstance(converted, int) and converted >= 1 << 63:  # what messages can carry
+        raise ConfigError(f"{given.origin}: {given.key} = {given.value} should be less than 2**63")
+    return converted
 
 
 def _check_finite(value: object) -> None:

@@ -24,7 +24,7 @@ def parse_size(text: str) -> int:
     if not found or (found[3] and not found[2]):
         raise ConfigError(f"{text!r} is not a size: write it like 64GiB, 100GB or 4096")
     base = 1024.0 if found[3] else 1000.0
-    return int(float(found[1]) * base ** float(_POWERS[found[2].lower()]) + 0.5)
+    return _whole(text, float(found[1]) * base ** float(_POWERS[found[2].lower()]))
 
 
 def parse_count(text: str) -> int:
@@ -39,7 +39,13 @@ def parse_count(text: str) -> int:
     found = re.fullmatch(_NUMBER + r"([kmgt]?)\s*", text, re.IGNORECASE)
     if not found:
         raise ConfigError(f"{text!r} is not a count: write it like 14.2M or 1281167")
-    return int(float(found[1]) * 1000.0 ** _POWERS[found[2].lower()] + 0.5)
+    return _whole(text, float(found[1]) * 1000.0 ** _POWERS[found[2].lower()])
+
+
+def _whole(text: str, value: float) -> int:
+    if value >= 1 << 63:
+        raise ConfigError(f"{text!r} is too large: it should be less than 2**63")
+    return int(value + 0.5)
 
 
 def parse_seconds(text: str) -> float:

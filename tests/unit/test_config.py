@@ -243,6 +243,15 @@ def test_a_number_without_end_is_no_setting(home: Path) -> None:
             load(home, {"loader.wait_s": value})
 
 
+@pytest.mark.parametrize("value", [1 << 63, 10**30, "10000PB", "9" * 400, "9" * 400 + "GB"])
+def test_a_number_that_no_message_can_carry_is_no_setting(home: Path, value: object) -> None:
+    """A daemon could not tell its settings, and each client lost its connection."""
+    for key in ("window.bytes", "window.max_steps"):
+        with pytest.raises(ConfigError):
+            load(home, {key: value})
+    assert load(home, {"window.bytes": (1 << 63) - 1})[0].window.bytes == (1 << 63) - 1
+
+
 def test_unknown_flags_are_errors_and_none_means_not_given(home: Path) -> None:
     assert load(home, {"memory.budget": None})[1]["memory.budget"] == "default"
     with pytest.raises(ConfigError, match=r"flag memory\.bugdet: there is no setting"):
