@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -24,6 +25,8 @@ from creel.loader.datasets.base import CreelDataset, Ids, Indices, addresses
 from creel.loader.reading.opened import open_as_python
 from creel.loader.reading.storage import absolute
 
+_log = logging.getLogger("creel.loader")
+
 
 def cacheable(dataset: object) -> bool:
     """Whether this dataset's objects are known and read through creel; takes no time per sample."""
@@ -37,11 +40,22 @@ def cacheable(dataset: object) -> bool:
     return bool(folder.samples) and _loads_by_pillow(folder.loader)
 
 
-def leaf_of(dataset: object) -> CreelDataset:
-    """The objects of a dataset that is `cacheable`."""
+def leaf_of(dataset: object) -> CreelDataset | None:
+    """The objects of a dataset that is `cacheable`; None where a folder's cannot be named."""
     if isinstance(dataset, CreelDataset):
         return dataset
-    return Declared(dataset) if isinstance(dataset, Declares) else FolderLeaf(cast(Folder, dataset))
+    if isinstance(dataset, Declares):
+        return Declared(dataset)
+    try:
+        return FolderLeaf(cast(Folder, dataset))
+    except ConfigError as e:  # torchvision opens a file of any name
+        _warn_of_folder(str(e))
+        return None
+
+
+@cache
+def _warn_of_folder(why: str) -> None:
+    _log.warning("creel reads a torchvision folder directly, without a cache: %s", why)
 
 
 # --- files by address -------------------------------------------------------------------------

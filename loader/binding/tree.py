@@ -342,6 +342,8 @@ class Tree:
         if isinstance(dataset, IterableDataset) or not cacheable(dataset):
             return TreeNode(dataset)
         leaf = leaf_of(dataset)
+        if leaf is None:
+            return TreeNode(dataset)
         node = self._nodes[id(dataset)] = LeafNode(dataset, leaf, self.place(leaf))
         return node
 

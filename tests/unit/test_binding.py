@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -288,6 +290,26 @@ def test_a_torchvision_folder_is_served_and_left_alone(photos: Path, make: Any) 
     assert dataset.__dict__ == before
     dataset.transform = lambda picture: picture.size  # later changes are seen
     assert dataset[0] == ((4, 5), "0")
+
+
+def test_a_torchvision_folder_with_a_name_that_is_not_utf8_is_read_as_by_torch(
+    photos: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd, good = tmp_path / "odd", folder.ImageFolder(photos)
+    picture = next(photos.rglob("*.png"))
+    (odd / "class").mkdir(parents=True)
+    shutil.copy(picture, odd / "class" / os.fsdecode(b"caf\xe9.png"))
+    dataset = folder.ImageFolder(odd)
+    assert bind(dataset) is None
+    assert bind(dataset) is None
+    assert caplog.text.count("not UTF-8") == 1, "told once"
+    both: Any = ConcatDataset([dataset, good])
+    binding = bound(both)
+    assert binding.manifest == bound(good).manifest, "the other one is cached"
+    arena, plain = Arena(binding.manifest), [dataset[0], good[0]]
+    with lent(binding, arena):
+        assert same([both[0], both[1]], plain)
+    assert len(arena.taken) == 1
 
 
 def test_changed_samples_of_torchvision_never_give_another_files_bytes(photos: Path) -> None:
