@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch.utils.data
 from torch.utils.data import IterableDataset, MapDataPipe
 
+from creel.cache.memory.memfd import memfd
 from creel.config import switched_off
 from creel.errors import ConfigError
 from creel.loader.iterators.meter import Meter
@@ -278,10 +281,25 @@ def _may_take(loader: DataLoader[Any]) -> bool:
             f"this torch lacks what creel needs ({MISSING}): this DataLoader behaves as torch's"
         )
         return False
+    alone = loader.remap is None and loader.replicate is None  # others count on the same batches
+    if loader.num_workers and alone and (why := _refused_memfds()):
+        _warn_once(f"this system gives no memfd ({why}): this DataLoader behaves as torch's")
+        return False
     is_map = loader._dataset_kind == DatasetKind.Map  # noqa: SLF001  torch's
     if not is_map or isinstance(loader.dataset, MapDataPipe):
         return False
     return not loader._loader_state().config.loader.disable  # noqa: SLF001  ours
+
+
+@cache
+def _refused_memfds() -> str:
+    """Why the system never gives a memfd, which workers need; "" where it does."""
+    try:
+        os.close(memfd("creel-probe"))
+    except OSError as e:
+        if e.errno in {errno.ENOSYS, errno.EPERM, errno.EACCES}:
+            return os.strerror(e.errno)
+    return ""
 
 
 def _warn_once(text: str) -> None:

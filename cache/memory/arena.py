@@ -10,12 +10,12 @@ import stat
 import numpy as np
 from numpy.typing import NDArray
 
+from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK
 from creel.cache.memory.runs import pieces
 from creel.cache.memory.shared_words import sealed_memfd
 from creel.errors import MalformedError
 from creel.policies.arrays import Ints
 
-_F_SEAL_SHRINK = 0x2
 _PAGE_BITS = 12  # bits of an address within a page
 _PAGE = 1 << _PAGE_BITS
 #: Rows from this size on, in at most this many pages, are touched before they are copied.
@@ -124,7 +124,7 @@ class ArenaView:
         Raises:
             MalformedError: it is smaller than `nbytes`, or could shrink, so that a read could kill.
         """
-        if os.fstat(fd).st_size < nbytes or not _seals(fd) & _F_SEAL_SHRINK:
+        if os.fstat(fd).st_size < nbytes or not _seals(fd) & F_SEAL_SHRINK:
             raise MalformedError(f"the descriptor is not a sealed arena of {nbytes} bytes")
         return cls(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), nbytes)
 
@@ -183,6 +183,6 @@ def _seals(fd: int) -> int:
     import fcntl  # Windows has none; it imports this module but never has an arena
 
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        return fcntl.fcntl(fd, F_GET_SEALS)
     except OSError:  # not a memfd
         return 0

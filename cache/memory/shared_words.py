@@ -21,13 +21,21 @@ from typing import BinaryIO
 import numpy as np
 
 from creel.cache.memory.allocator import Lengths
+from creel.cache.memory.memfd import (
+    F_ADD_SEALS,
+    F_SEAL_GROW,
+    F_SEAL_SEAL,
+    F_SEAL_SHRINK,
+    F_SEAL_WRITE,
+    memfd,
+)
 from creel.cache.memory.offsets import Offsets
 from creel.counters import OF_RANKS
 from creel.policies.arrays import Ints
 
 WORDS_NBYTES = 4096
 _MAX_RECORDS = 2**31 - 1
-_ALL_SEALS = 0x0F  # F_SEAL_SEAL | SHRINK | GROW | WRITE
+_ALL_SEALS = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE
 
 # words the daemon writes
 HEARTBEAT = 0  # time.monotonic_ns() of the daemon's last turn; at least every 0.1 s
@@ -60,10 +68,10 @@ def sealed_memfd(name: str, nbytes: int) -> int:
     """A memfd of `nbytes` that can neither shrink nor grow (so a mapping can never fault)."""
     import fcntl
 
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = memfd(name, sealable=True)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
     except BaseException:
         os.close(fd)
         raise
@@ -78,11 +86,11 @@ def sealed_file(name: str, write: Callable[[BinaryIO], object]) -> int:
     """
     import fcntl
 
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = memfd(name, sealable=True)
     try:
         with open(fd, "wb", closefd=False) as file:
             write(file)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _ALL_SEALS)
+        fcntl.fcntl(fd, F_ADD_SEALS, _ALL_SEALS)
     except BaseException:
         os.close(fd)
         raise

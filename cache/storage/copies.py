@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from creel.cache.memory.memfd import memfd
 from creel.cache.storage import version
 from creel.errors import MalformedError
 from creel.policies.arrays import Ints
@@ -123,7 +124,7 @@ def locked(fd: int) -> Iterator[None]:
 
 def new_copies(suffix: str = "") -> int:
     """The descriptor of a memfd for copies; there is none so far. `suffix`: of its name."""
-    fd = os.memfd_create(f"{COPIES}{suffix}", os.MFD_CLOEXEC)
+    fd = memfd(f"{COPIES}{suffix}")
     os.ftruncate(fd, PAGE_NBYTES)
     os.pwrite(fd, os.urandom(_SALT_NBYTES), _SALT_AT)
     return fd

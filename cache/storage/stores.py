@@ -111,7 +111,7 @@ _TRIES = 3  # of a copy during which the file changed
 #: has room in memory is soon there, in fewer reads.
 _AROUND_NBYTES = 128 << 10
 
-#: Says "only what is in the page cache", on Linux.
+#: Says "only what is in the page cache", on Linux; 0 where Python was built without it.
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 #: Most files that a thread opens before it reads the first, so that a disk works on all of them at
@@ -177,6 +177,8 @@ def read_ahead(fd: int, nbytes: int, device: int) -> None:
 
 
 def _knows_nowait(fd: int) -> bool:
+    if not _NOWAIT:
+        return False
     try:
         os.preadv(fd, [bytearray(1)], 0, _NOWAIT)
     except BlockingIOError:
@@ -213,6 +215,8 @@ def read_pieces(fd: int, pieces: Sequence[Piece]) -> int:
 def _not_cached(fd: int, pieces: Sequence[Piece]) -> Sequence[Piece]:
     """Read those pieces that lie in the page cache; return the others, which are read ahead."""
     missing = []
+    if not _NOWAIT:
+        return pieces
     try:
         for offset, length, buffers in pieces:
             try:

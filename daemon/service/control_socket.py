@@ -19,6 +19,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
+from creel.cache.memory.memfd import F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_WRITE
 from creel.cache.storage.manifest import Manifest
 from creel.daemon.listener import Listener
 from creel.daemon.service.keepalive import KeepAlive
@@ -362,9 +363,9 @@ def read_manifest(fd: int, nbytes: int, copies: int | None = None) -> Manifest:
 
 
 def _is_sealed(fd: int) -> bool:
-    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
+    wanted = F_SEAL_SHRINK | F_SEAL_WRITE
     try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
+        return fcntl.fcntl(fd, F_GET_SEALS) & wanted == wanted
     except OSError:
         return False
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from creel.cache.memory.memfd import F_ADD_SEALS, F_SEAL_FUTURE_WRITE
 from creel.cache.memory.shared_words import (
     DONE,
     FAILED,
@@ -36,8 +37,6 @@ from creel.errors import MalformedError, UnavailableError
 from creel.messages import Open
 
 DRAINING, CLOSED = 1, 2
-#: Linux 5.1: later mappings of the descriptor are read-only. `fcntl` has no name for it.
-_F_SEAL_FUTURE_WRITE = 0x0010
 _MAX_WAITERS = 4096  # of one session; workers x threads stays far below
 _MAX_NAME = 4096  # characters of a job
 #: Memory per object: in the table (less where all objects have one length), in the core's columns
@@ -85,7 +84,7 @@ class DatasetRecord:
             table = LocationTable(fd, n, record, write=True)
             if not record:
                 manifest.fill_lengths(table.length)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
         except BaseException:
             os.close(fd)
             raise

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from creel.cache.memory.memfd import memfd
 from creel.cache.storage.version import UNKNOWN
 from creel.errors import MalformedError
 
@@ -205,7 +206,7 @@ def _decoded(body: bytes, digest: int) -> Record:
 
 def new_journal(suffix: str = "") -> int:
     """The descriptor of a journal. `suffix`: of the name of its memfd."""
-    memory = os.memfd_create(f"{JOURNAL}{suffix}", os.MFD_CLOEXEC)
+    memory = memfd(f"{JOURNAL}{suffix}")
     # reopened: only open() makes O_APPEND atomic on every kernel
     journal = os.open(f"/proc/self/fd/{memory}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
     os.close(memory)

@@ -21,6 +21,7 @@ from contextlib import suppress
 import msgspec
 
 from creel.addresses import first_address, held_by_another, runtime_folder, startable, taken
+from creel.cache.memory.memfd import memfd
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
 from creel.limits import few_descriptors
@@ -157,9 +158,7 @@ class DaemonStart:
             OSError: it cannot be started.
         """
         self._turn = turn
-        self._log_fd = (
-            os.memfd_create("creel-log", os.MFD_CLOEXEC) if log_fd is None else os.dup(log_fd)
-        )
+        self._log_fd = memfd("creel-log") if log_fd is None else os.dup(log_fd)
         try:
             self._process, self._ready_fd = _spawn(config, self._log_fd)
         except BaseException:
@@ -217,7 +216,7 @@ def start_early(config: Config) -> DaemonStart | None:
 
 def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
     """Start the process; returns it and a pipe on which it reports "1", or "0" and a reason."""
-    config_fd = os.memfd_create("creel-config", os.MFD_CLOEXEC)
+    config_fd = memfd("creel-config")
     ready, write = os.pipe2(os.O_CLOEXEC)
     try:
         os.write(config_fd, msgspec.json.encode(config))

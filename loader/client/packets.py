@@ -90,10 +90,10 @@ def check_owner(control_socket: socket.socket, where: str) -> None:
 
 @contextmanager
 def pidfd_of(pid: int) -> Iterator[tuple[int, ...]]:
-    """Yield (pidfd,) of process `pid`; () if `pid` is 0 or gone, or before Linux 5.3."""
+    """Yield (pidfd,) of process `pid`; () if `pid` is 0 or gone, or there are none."""
     fds: list[int] = []
     if pid:
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):
             fds.append(os.pidfd_open(pid))
     try:
         yield tuple(fds)

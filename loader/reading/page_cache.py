@@ -58,7 +58,7 @@ def _cached(path: str, mounts: list[_Mount]) -> bool:
             return mount.kind in _IN_MEMORY or _readable_now(name, status.st_size)
         finally:
             os.close(name)
-    except (OSError, ValueError):  # ValueError: no name of a file
+    except (OSError, ValueError, AttributeError):  # no name of a file; Python has no RWF_NOWAIT
         return False
 
 

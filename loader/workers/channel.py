@@ -26,6 +26,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from creel.cache.memory.memfd import memfd
 from creel.loader.client.packets import close_all
 
 #: Longest packet in bytes; longer messages use a memfd. A socket's buffer is 208 KiB by default.
@@ -267,7 +268,7 @@ def _packed(message: tuple[object, ...]) -> tuple[bytes, list[int]]:
     if len(body) <= _INLINE:
         return body, []
     try:
-        fd = os.memfd_create("creel-message", os.MFD_CLOEXEC)
+        fd = memfd("creel-message")
     except OSError:  # no free descriptor
         return body, []
     try:

@@ -21,6 +21,7 @@ from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
+from creel.cache.memory.memfd import memfd
 from creel.forks import at_fork
 from creel.limits import may_keep
 from creel.loader.reading.bad_samples import BadSample
@@ -117,7 +118,7 @@ class WorkerPool(BatchPool):
         self._events: deque[WorkerEvent] = deque()
         self._poll = select.poll()
         self._watched: dict[int, tuple[WorkerProcess, int, bool]] = {}
-        self._words_fd = os.memfd_create("creel-workers", os.MFD_CLOEXEC)
+        self._words_fd = memfd("creel-workers")
         weakref.finalize(self, os.close, self._words_fd).atexit = False
         os.ftruncate(self._words_fd, 8 * (FIRST + WORDS * workers))
         self.words = memoryview(mmap.mmap(self._words_fd, 0)).cast("q")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import click
 
 from creel import addresses, limits
+from creel.cache.memory.memfd import memfd
 from creel.config import KEY_VARIABLE, Config, config_files, memory_budget
 from creel.errors import ConfigError, CreelError, NoDaemonError, UnavailableError
 from creel.units import format_size
@@ -86,7 +87,7 @@ def _version(package: str) -> str:
 def _memfd() -> Finding:
     """Check sealed anonymous memory: every kernel since 3.17 has it, some sandboxes forbid it."""
     try:
-        fd = os.memfd_create("creel-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = memfd("creel-doctor", sealable=True)
     except (AttributeError, OSError) as e:
         return Finding(
             "memfd", "bad", str(e), "creel needs memfd_create: Linux 3.17+, not filtered"

@@ -1,0 +1,39 @@
+"""memfds and their seals, also below a Python that has no names for them.
+
+A Python that was built against a glibc older than 2.27 (conda's; uv's before July 2026) has no
+`os.memfd_create`, and no seals in `fcntl`, whatever the system has. The numbers are Linux's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034
+F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE = 1, 2, 4, 8
+#: Linux 5.1: later mappings of the descriptor are read-only.
+F_SEAL_FUTURE_WRITE = 16
+_CLOEXEC, _ALLOW_SEALING = 1, 2
+
+
+def memfd(name: str, *, sealable: bool = False) -> int:
+    """Descriptor of new, empty memory, which goes with the last process that has it.
+
+    Raises:
+        OSError: the system gives none.
+    """
+    flags = _CLOEXEC | (_ALLOW_SEALING if sealable else 0)
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    return _of_libc(name.encode(), flags)
+
+
+def _of_libc(name: bytes, flags: int) -> int:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.memfd_create(name, flags) if hasattr(libc, "memfd_create") else -1
+    if fd < 0:
+        number = ctypes.get_errno() or errno.ENOSYS
+        raise OSError(number, os.strerror(number))
+    return int(fd)
