@@ -155,7 +155,7 @@ class DaemonStart:
         `log_fd`: where it logs to; None: to where `last_log` finds it.
 
         Raises:
-            OSError: it cannot be started.
+            OSError, UnavailableError: it cannot be started.
         """
         self._turn = turn
         self._log_fd = memfd("creel-log") if log_fd is None else os.dup(log_fd)
@@ -216,6 +216,9 @@ def start_early(config: Config) -> DaemonStart | None:
 
 def _spawn(config: Config, log_fd: int) -> tuple[subprocess.Popen[bytes], int]:
     """Start the process; returns it and a pipe on which it reports "1", or "0" and a reason."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        # In a frozen program it is that program, which would start itself again and again.
+        raise UnavailableError("this program knows no Python to start a daemon with: start creeld")
     config_fd = memfd("creel-config")
     ready, write = os.pipe2(os.O_CLOEXEC)
     try:

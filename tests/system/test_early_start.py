@@ -56,6 +56,27 @@ def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
     until(lambda: gone(pid), what="the daemon ends")
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_program_that_is_no_python_starts_nothing_and_reads_directly(
+    daemon_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    frozen: bool,
+) -> None:
+    """Python below another program may know no executable; a frozen one would start itself."""
+    if frozen:
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        monkeypatch.setattr(sys, "executable", None)
+    assert start_early(config(daemon_name)) is None
+    assert connect_or_start(config(daemon_name)) is None
+    assert "start creeld" in caplog.text
+    assert not started_elsewhere(daemon_name)
+    with pytest.raises(NoDaemonError):
+        Client.connect(daemon_name)
+
+
 def test_a_working_directory_that_is_gone_is_no_obstacle(
     daemon_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
