@@ -36,6 +36,22 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CREEL_SOCKET", raising=False)
 
 
+@pytest.mark.parametrize("command", ["config show", "config show --json", "--help"])
+def test_who_reads_no_further_ends_it_well(command: str) -> None:
+    """`creel stats | head`, in a script with `set -o pipefail`."""
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        told = subprocess.run(
+            [sys.executable, "-m", "creel", *command.split()],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    assert (told.returncode, told.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("command", ["status", "stats", "stop", "warm ."])
 @pytest.mark.usefixtures("nobody")
 def test_without_a_daemon_the_exit_code_is_3_and_the_sentence_helps(

@@ -28,6 +28,7 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (docs/cli.md)."""
     color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
     state: dict[str, Any] = {}
+    out = sys.stdout
     try:
         code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=state)
     except click.ClickException as e:
@@ -38,7 +39,9 @@ def main(args: list[str] | None = None) -> int:
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):
         return _INTERRUPTED
-    except BrokenPipeError:  # `creel stats | head`
+    except (BrokenPipeError, SystemExit) as e:  # `creel stats | head`: click ends with 1
+        if isinstance(e, SystemExit) and sys.stdout is out:  # click had no reason to replace it
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except CreelError as e:
