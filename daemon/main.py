@@ -318,6 +318,9 @@ class Daemon:
         signal.signal(signal.SIGINT, signal.SIG_IGN if self._embedded else drain)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if self._embedded else reload)
         faulthandler.register(signal.SIGUSR2, all_threads=True)
+        # The training that started this daemon may have blocked them, to wait for them itself.
+        ours = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
 
     def _read_settings_again(self) -> None:
         self._notify.reloading()

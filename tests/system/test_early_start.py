@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,20 @@ def test_it_stays_without_a_client_until_it_is_let_go(daemon_name: str) -> None:
         until(lambda: gone(pid), 1.0)
     start.close()
     until(lambda: gone(pid), what="the daemon ends")
+
+
+def test_a_daemon_hears_signals_that_the_training_has_blocked(daemon_name: str) -> None:
+    """A job that is requeued gets SIGTERM; the daemon is then to write what its disk lacks."""
+    blocked = {signal.SIGTERM, signal.SIGUSR2}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        client = connect_or_start(config(daemon_name))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert client is not None
+    with client:
+        os.kill(client.daemon_pid, signal.SIGTERM)
+        until(lambda: gone(client.daemon_pid), what="it ends")
 
 
 @pytest.mark.parametrize("frozen", [False, True])
