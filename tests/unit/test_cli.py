@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
@@ -34,6 +35,19 @@ def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Client, "connect", connect)
     monkeypatch.delenv("CREEL_SOCKET", raising=False)
+
+
+def test_a_terminal_without_utf8_shows_what_it_can() -> None:
+    ours, terminal = pty.openpty()
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    scenario = "--nodes 1 --samples 9 --sample-size 1kB --memory 1MB --batch 3 --epochs 1"
+    command = [sys.executable, "-m", "creel", "simulate", *scenario.split()]
+    with os.fdopen(ours, "rb", 0) as shown, os.fdopen(terminal, "wb") as out:
+        told = subprocess.run(
+            command, stdout=out, stderr=subprocess.PIPE, env=env, timeout=60, check=False
+        )
+        assert (told.returncode, told.stderr) == (0, b"")
+        assert b"epoch" in shown.read(1000)
 
 
 @pytest.mark.parametrize("command", ["config show", "config show --json", "--help"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import sys
@@ -28,6 +29,9 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line and return its exit code (docs/cli.md)."""
     color = False if os.environ.get("NO_COLOR") else None  # no-color.org; None: on a terminal
     state: dict[str, Any] = {}
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name, or a line, that this terminal lacks
+            stream.reconfigure(errors="replace")
     out = sys.stdout
     try:
         code = creel.main(args, prog_name="creel", standalone_mode=False, color=color, obj=state)
