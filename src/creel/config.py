@@ -362,9 +362,15 @@ def _convert(given: _Given) -> object:
         raise ConfigError(
             f"{given.origin}: {given.key} = {given.value!r} should be {wanted}: {field.about}"
         ) from e
+    if isinstance(converted, str) and not _is_utf8(converted):
+        raise ConfigError(f"{given.origin}: {given.key} = {given.value!r} should be UTF-8")
     if isinstance(converted, int) and converted >= 1 << 63:  # what messages can carry
         raise ConfigError(f"{given.origin}: {given.key} = {given.value} should be less than 2**63")
     return converted
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)  # surrogates
 
 
 def _check_finite(value: object) -> None:

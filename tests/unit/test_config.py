@@ -252,6 +252,13 @@ def test_a_number_that_no_message_can_carry_is_no_setting(home: Path, value: obj
     assert load(home, {"window.bytes": (1 << 63) - 1})[0].window.bytes == (1 << 63) - 1
 
 
+@pytest.mark.parametrize("key", ["CREEL_DISK__PATH", "CREEL_CLUSTER__HOSTS"])
+def test_a_text_that_no_message_can_carry_is_no_setting(home: Path, key: str) -> None:
+    """It could not be handed to the daemon."""
+    with pytest.raises(ConfigError, match=f"{key}: .* should be UTF-8"):
+        load(home, **{key: os.fsdecode(b"/caf\xe9")})
+
+
 def test_unknown_flags_are_errors_and_none_means_not_given(home: Path) -> None:
     assert load(home, {"memory.budget": None})[1]["memory.budget"] == "default"
     with pytest.raises(ConfigError, match=r"flag memory\.bugdet: there is no setting"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from creel.errors import ConfigError
+from creel.loader.cluster import join
 from creel.loader.cluster.listed import (
     own_place,
     ranks_in_blocks,
@@ -50,6 +52,15 @@ def test_an_earlier_job_of_the_same_nodes_has_another_key(monkeypatch: pytest.Mo
         monkeypatch.setenv("SLURM_JOB_ID", job)
         keys.add(request_of(["a", "b"], 0, [0, 1], 7, SECRET).key)
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize("hosts", ["a..b,c", "a" * 80 + ",c"])
+def test_a_list_of_names_that_cannot_be_is_told_in_a_sentence(
+    hosts: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CREEL_CLUSTER_KEY", SECRET.decode() * 2)
+    join._attempt(mock.Mock(), ClusterSettings(hosts=hosts), None, 0, 2)
+    assert "this node shares no cache with the job's others" in caplog.text
 
 
 def test_a_node_finds_itself_by_name_or_address() -> None:
