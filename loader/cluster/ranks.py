@@ -73,10 +73,11 @@ def job_name(env: Mapping[str, str] | None = None) -> str:
     ('7.0', '7')
     """
     env = os.environ if env is None else env
-    if run := env.get("TORCHELASTIC_RUN_ID"):
-        return run
-    job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
-    return f"{job}.{step}" if job and step else job or env.get("PMIX_NAMESPACE", "")
+    name = env.get("TORCHELASTIC_RUN_ID", "")
+    if not name:
+        job, step = env.get("SLURM_JOB_ID", ""), env.get("SLURM_STEP_ID", "")
+        name = f"{job}.{step}" if job and step else job or env.get("PMIX_NAMESPACE", "")
+    return name.encode(errors="backslashreplace").decode()  # no message carries what is not UTF-8
 
 
 def _slurm(env: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from creel.loader.cluster.ranks import job_name, launched, on_one_node
+from creel.messages import Open, encode
 
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}
 STEP = {**ALLOCATED, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
@@ -58,6 +61,12 @@ def test_a_jobs_name_is_torchruns_or_slurms_or_pmixs() -> None:
     assert job_name({**STEP, "PMIX_NAMESPACE": "slurm.pmix.7.0"}) == "7.0"
     assert job_name({"PMIX_NAMESPACE": "3462725633"}) == "3462725633"
     assert job_name({}) == ""
+
+
+def test_a_jobs_name_is_text_whatever_its_bytes() -> None:
+    name = job_name({"TORCHELASTIC_RUN_ID": os.fsdecode(b"caf\xe9")})
+    assert name == "caf\\udce9"
+    encode(Open("dataset", name))
 
 
 def test_ranks_are_on_one_node_where_the_launcher_says_so() -> None:
