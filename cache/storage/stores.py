@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 import weakref
 from collections import OrderedDict
@@ -239,11 +240,14 @@ def read_unchanged(uri: str, opened: OpenFile | None = None) -> tuple[bytes, int
     """All bytes of a file and their version; `opened` is the file, and is closed.
 
     Raises:
-        OSError: it cannot be read, or is repeatedly written to.
+        OSError: it cannot be read, is repeatedly written to, or is no regular file (a device has
+            no end).
     """
     for _ in range(_TRIES):
         file, opened = opened or _open(path_of(uri)), None
         try:
+            if not stat.S_ISREG(file.status.st_mode):
+                raise SourceError(errno.EINVAL, "is no regular file", uri)
             data = _rest(file.fd, file.status.st_size)
             if not version.torn(file.status, os.fstat(file.fd)):
                 return data, version.of_stat(file.status, file.since)

@@ -60,10 +60,8 @@ def join_cluster(client: Client, settings: ClusterSettings, rank: int, world: in
 
 
 #: ValueError: a name that no node can have, or a key that is not UTF-8.
-_FAILURES = (
-    *(ConfigError, UnavailableError, OSError, RuntimeError),
-    *(msgspec.MsgspecError, ValueError),
-)
+_FAILURES: tuple[type[Exception], ...] = (ConfigError, UnavailableError, OSError, RuntimeError)
+_FAILURES += (msgspec.MsgspecError, ValueError)
 
 
 def _attempt(client: Client, settings: ClusterSettings, store: Any, rank: int, world: int) -> None:

@@ -240,6 +240,12 @@ def test_objects_of_unknown_length_are_read_whole(tmp_path: Path) -> None:
     ]
 
 
+def test_a_device_has_no_end_and_is_not_read(tmp_path: Path) -> None:
+    """A link to one below a dataset's folder would fill the memory of a daemon that serves all."""
+    (tmp_path / "link").symlink_to("/dev/zero")
+    assert whole(Source(Manifest.of_files(["link"], root=str(tmp_path)), QUICK), 0) == [None]
+
+
 def test_a_missing_file_says_which_and_why(tmp_path: Path) -> None:
     source = Source(Manifest.of_files(["gone"], root=str(tmp_path)))
     with pytest.raises(SourceError) as caught:
