@@ -9,6 +9,7 @@ directly. What a thread may read from the cache just now is covered by its *leas
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import os
 import stat
@@ -70,6 +71,12 @@ class _FileOver(io.BufferedIOBase):
     def seekable(self) -> bool:
         return self._file.seekable()
 
+    @property
+    def raw(self) -> Any:
+        """The file without Python's buffer."""
+        self.fileno()  # one in memory has a descriptor from now on
+        return cast("io.BufferedReader", self._file).raw
+
     def close(self) -> None:
         self._file.close()
         super().close()
@@ -96,6 +103,16 @@ class CachedFile(_FileOver):
             real.seek(self._file.tell())
             self._file, self._data = real, b""  # from now on, both have one position
         return self._file.fileno()
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """As a file does: BytesIO stops at the beginning, and knows nothing of holes."""
+        memory = self._file
+        if isinstance(memory, io.BytesIO):
+            if whence > os.SEEK_END:
+                self.fileno()
+            elif offset < 0 and offset + (0, memory.tell(), len(self._data))[whence] < 0:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().seek(offset, whence)
 
     def _in_memory(self) -> io.BufferedReader:
         try:

@@ -313,6 +313,41 @@ def test_arguments_and_refusals_are_pythons(tmp_path: Path) -> None:
                 assert [x for x, y in zip(found, wanted, strict=True) if x != y] == []
 
 
+def sought(path: str) -> list[Any]:
+    """Where seeks lead, also those before the beginning and to holes; and the file below."""
+    found: list[Any] = []
+    for buffering in (-1, 0):
+        for offset, whence in [
+            (-1 << 20, os.SEEK_END),  # as for a tag at the end, which a short file does not have
+            (-1, os.SEEK_SET),
+            (-41, os.SEEK_CUR),
+            (-40, os.SEEK_CUR),
+            (1 << 20, os.SEEK_CUR),
+            (0, os.SEEK_DATA),
+            (3, os.SEEK_HOLE),
+            (1 << 20, os.SEEK_DATA),
+        ]:
+            with open(path, "rb", buffering) as f:  # noqa: PTH123
+                f.seek(40)
+                try:
+                    found.append(f.seek(offset, whence))
+                except OSError as e:
+                    found.append(e.errno)
+                found += [f.tell(), f.read(7)]
+    with open(path, "rb") as f:  # noqa: PTH123
+        raw: Any = f.raw
+        found += [raw.read(3), raw.seek(9), f.read(3)]
+    return found
+
+
+@pytest.mark.usefixtures("daemon")
+def test_seeks_lead_where_those_of_a_file_lead(tmp_path: Path) -> None:
+    bare = Plain(tmp_path, sought)
+    ours, theirs = loader(creel.wrap(bare)), loader(bare, DataLoader)
+    for _ in range(3):
+        assert list(ours) == list(theirs)
+
+
 def descriptors(path: str) -> list[Any]:
     """What may be done with descriptors that are for reading, of `os.open` and of a file object."""
     found: list[Any] = []
