@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import operator
 import os
@@ -10,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeGuard, cast
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +33,7 @@ def cacheable(dataset: object) -> bool:
     """Whether this dataset's objects are known and read through creel; takes no time per sample."""
     if isinstance(dataset, CreelDataset):
         return dataset.cacheable
-    if isinstance(dataset, Declares):
+    if _declares(dataset):
         return True
     if not _is_folder(dataset):
         return False
@@ -44,7 +45,7 @@ def leaf_of(dataset: object) -> CreelDataset | None:
     """The objects of a dataset that is `cacheable`; None where a folder's cannot be named."""
     if isinstance(dataset, CreelDataset):
         return dataset
-    if isinstance(dataset, Declares):
+    if _declares(dataset):
         return Declared(dataset)
     try:
         return FolderLeaf(cast(Folder, dataset))
@@ -203,7 +204,6 @@ def serve_torchvision() -> None:
 # --- declared reads ---------------------------------------------------------------------------
 
 
-@runtime_checkable
 class Declares(Protocol):
     """A dataset that declares what it reads."""
 
@@ -212,6 +212,12 @@ class Declares(Protocol):
     def objects(self, index: int, /) -> int | str | Iterable[int | str]:
         """Positions in `creel_uris` (or addresses from it) that sample `index` reads."""
         ...
+
+
+def _declares(dataset: object) -> TypeGuard[Declares]:
+    """Whether it has both by itself: a `__getattr__` may answer to any name, or fail."""
+    names = "creel_uris", "objects"
+    return all(inspect.getattr_static(dataset, name, None) is not None for name in names)
 
 
 class Declared(Addressed):

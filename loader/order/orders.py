@@ -25,7 +25,7 @@ from creel.loader.order.drain import drain, gather
 from creel.loader.order.generators import GeneratorCopies, RandomSource, encode_state, state_of
 from creel.loader.order.prediction import Division, EpochPlan, PredictedEpoch, drained_epoch
 from creel.loader.order.replay import is_sequence, open_stream
-from creel.loader.order.sampler_state import OwnState, own_states
+from creel.loader.order.sampler_state import OwnState, attribute, own_states
 from creel.loader.order.streams import Items, SamplerStream, Shuffled, StreamState, WithReplacement
 from creel.policies.cluster.remap import Exchange
 
@@ -414,9 +414,7 @@ def kind_of(sampler: object) -> str:
 
 
 def _epochs_of(sampler: object) -> tuple[object, object]:
-    return getattr(sampler, "epoch", None), getattr(
-        getattr(sampler, "sampler", None), "epoch", None
-    )
+    return attribute(sampler, "epoch"), attribute(attribute(sampler, "sampler"), "epoch")
 
 
 def foreseeable(sampler: object) -> bool:
@@ -426,4 +424,4 @@ def foreseeable(sampler: object) -> bool:
     will yield, without side effects. (The dataset is not copied; the global generators of torch,
     numpy and `random` are restored.)
     """
-    return getattr(inner_of(sampler), "foreseeable", False) is True
+    return attribute(inner_of(sampler), "foreseeable") is True

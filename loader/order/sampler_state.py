@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from typing import TypedDict
+from typing import Any, TypedDict
 
 _log = logging.getLogger("creel.loader")
 
@@ -15,6 +15,14 @@ class OwnState(TypedDict, total=False):
 
     state: object  # its own `state_dict()`
     epoch: int  # for its own `set_epoch`
+
+
+def attribute(sampler: object, name: str) -> Any:
+    """An attribute that torch does not ask for; None if there is none, or a `__getattr__` fails."""
+    try:
+        return getattr(sampler, name, None)
+    except Exception:  # noqa: BLE001  the user's code, which torch does not run
+        return None
 
 
 def own_states(sampler: object) -> list[OwnState]:
@@ -48,18 +56,18 @@ def load_own(sampler: object, states: list[OwnState]) -> None:
 
 def _own_samplers(sampler: object) -> list[object]:
     """Return the sampler and the one it wraps, without torch's own."""
-    both = (sampler, getattr(sampler, "sampler", None))
+    both = (sampler, attribute(sampler, "sampler"))
     return [s for s in both if s is not None and type(s).__module__.partition(".")[0] != "torch"]
 
 
 def _state_of(sampler: object) -> OwnState:
-    if all(callable(getattr(sampler, name, None)) for name in ("state_dict", "load_state_dict")):
+    if all(callable(attribute(sampler, name)) for name in ("state_dict", "load_state_dict")):
         try:
             return {"state": copy.deepcopy(sampler.state_dict())}  # type: ignore[attr-defined]  # so
         except Exception:  # noqa: BLE001  must not keep an epoch from beginning, as in torch
             _log.warning("%s.state_dict() fails", type(sampler).__name__, exc_info=True)
             return {}
-    epoch = getattr(sampler, "epoch", None)
-    if isinstance(epoch, int) and callable(getattr(sampler, "set_epoch", None)):
+    epoch = attribute(sampler, "epoch")
+    if isinstance(epoch, int) and callable(attribute(sampler, "set_epoch")):
         return {"epoch": epoch}
     return {}

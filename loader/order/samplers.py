@@ -56,7 +56,7 @@ from creel.loader.order.orders import (
     kind_of,
 )
 from creel.loader.order.replay import is_sequence, open_stream, trusted
-from creel.loader.order.sampler_state import load_own, own_states
+from creel.loader.order.sampler_state import attribute, load_own, own_states
 from creel.loader.order.streams import StreamState
 from creel.policies.cluster.remap import Exchange
 
@@ -255,7 +255,7 @@ def _is_torchs(sampler: object) -> bool:
 
 def _raises(loader: DataLoader[object]) -> bool:
     """Whether it is a DistributedSampler that torch itself will refuse to iterate."""
-    inner = getattr(index_sampler(loader), "sampler", None)
+    inner = attribute(index_sampler(loader), "sampler")
     return type(inner) is DistributedSampler and not _is_sound(inner)
 
 

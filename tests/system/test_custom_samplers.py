@@ -54,6 +54,19 @@ class Batches(Drawing):
         return N // BATCH + 2 * (N // 40)
 
 
+class OfATable:
+    """Looks up its attributes in a table, which has none of creel's."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.table = {"items": items}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.table[name]
+
+
 class Mining:
     """Reads anew what the training loop found hard, as soon as it says so."""
 
@@ -185,6 +198,24 @@ def test_an_index_that_is_no_group_is_refused_as_by_torch(data: Dataset[Any], wo
     for index in (3, np.array(3), torch.tensor(3), torch.tensor(-1)):
         for sampler in ([index] * 3, Lone(index, foreseen=True), Lone(index, foreseen=False)):
             assert words(creel.DataLoader, sampler) == words(DataLoader, sampler)
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_without_an_attribute_may_raise_any_error(
+    data: Dataset[Any], workers: int
+) -> None:
+    uses: list[dict[str, Any]] = [
+        {"sampler": OfATable([3, 1, 2])},
+        {"sampler": OfATable([3, 1, 2]), "batch_size": 2},
+        {"batch_sampler": OfATable([[3, 1], [2]])},
+    ]
+    for how in uses:
+        ours: Any = creel.DataLoader(data, num_workers=workers, **how)
+        theirs: Any = DataLoader(data, **how)
+        for _ in range(2):
+            assert same(list(ours), list(theirs))
+        ours.state_dict()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -419,6 +420,21 @@ def test_a_wrong_declaration_is_one_sentence(tmp_path: Path) -> None:
     dataset.creel_uris = [3]  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="sequence of strings"):
         bind(dataset)
+
+
+class Answers(Opaque):
+    """Answers to any name, as classes that stand for a table or another object do."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def __getattr__(self, name: str) -> Any:
+        return self.answer[name]
+
+
+@pytest.mark.parametrize("answer", [defaultdict(lambda: len), {}], ids=["something", "fails"])
+def test_only_attributes_of_its_own_are_a_declaration(answer: Any) -> None:
+    assert bind(Answers(answer)) is None
 
 
 # --- gather -----------------------------------------------------------------------------------
