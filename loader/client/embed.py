@@ -24,6 +24,7 @@ from creel.addresses import first_address, held_by_another, runtime_folder, star
 from creel.cache.memory.memfd import memfd
 from creel.config import Config
 from creel.errors import NoDaemonError, UnavailableError
+from creel.forks import no_fork
 from creel.limits import few_descriptors
 from creel.loader.client.client import Client
 from creel.peers import holder
@@ -160,7 +161,8 @@ class DaemonStart:
         self._turn = turn
         self._log_fd = memfd("creel-log") if log_fd is None else os.dup(log_fd)
         try:
-            self._process, self._ready_fd = _spawn(config, self._log_fd)
+            with no_fork():
+                self._process, self._ready_fd = _spawn(config, self._log_fd)
         except BaseException:
             os.close(self._log_fd)
             raise

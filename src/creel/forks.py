@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 
@@ -37,3 +39,33 @@ def _forget_all() -> None:
 
 
 at_fork(after_in_child=_forget_all)
+
+_held = threading.RLock()
+
+
+@contextmanager
+def no_fork() -> Iterator[None]:
+    """Inside the `with`, forks by other threads wait, so that no child inherits a pipe made here.
+
+    It would keep the pipe open, and `subprocess`, say, waits until the other end is closed: without
+    end where the child, a worker, waits for this process.
+    """
+    with _held:
+        yield
+
+
+def _hold() -> None:
+    _held.acquire()
+
+
+def _release() -> None:
+    with suppress(RuntimeError):  # Ctrl-C, when the fork was to wait
+        _held.release()
+
+
+def _renew() -> None:
+    global _held  # noqa: PLW0603  one for each process
+    _held = threading.RLock()
+
+
+at_fork(before=_hold, after_in_parent=_release, after_in_child=_renew)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import creel
 from creel.addresses import startable
 from creel.config import Config
 from creel.errors import NoDaemonError
+from creel.forks import no_fork
 from creel.loader.client import connections
 from creel.loader.client.client import Client
 from creel.loader.client.embed import connect_or_start, start_early, started_elsewhere
@@ -90,6 +92,36 @@ def test_a_program_that_is_no_python_starts_nothing_and_reads_directly(
     assert not started_elsewhere(daemon_name)
     with pytest.raises(NoDaemonError):
         Client.connect(daemon_name)
+
+
+def test_no_worker_is_forked_that_would_keep_open_what_a_start_waits_for(
+    daemon_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    events: list[str] = []
+
+    def started(*_: object, **__: object) -> Any:
+        begun.set()
+        with pytest.raises(AssertionError):
+            until(lambda: bool(events), 0.3)
+        events.append("started")
+        raise OSError
+
+    def fork() -> None:
+        begun.wait()
+        child = os.fork()
+        if child == 0:
+            with no_fork():
+                os._exit(0)
+        events.append("forked")
+        assert os.waitpid(child, 0)[1] == 0
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    other = threading.Thread(target=fork)
+    other.start()
+    assert start_early(config(daemon_name)) is None
+    other.join()
+    assert events == ["started", "forked"]
 
 
 def test_a_working_directory_that_is_gone_is_no_obstacle(

@@ -349,6 +349,35 @@ def test_an_interpreter_with_live_workers_exits_quietly() -> None:
     assert Program(code).communicate() == ("end\n", "")
 
 
+def test_a_module_that_another_thread_is_importing_holds_up_no_worker() -> None:
+    code = (
+        IMPORTS
+        + """
+import importlib, sys, threading, time
+import numpy
+
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "numpy.ma":
+            begun.set()
+            time.sleep(1)
+
+for name in [name for name in sys.modules if name.startswith("numpy.ma.")] + ["numpy.ma"]:
+    sys.modules.pop(name, None)
+vars(numpy).pop("ma", None)
+sys.meta_path.insert(0, Slow())
+begun = threading.Event()
+threading.Thread(target=importlib.import_module, args=("numpy.ma",)).start()
+begun.wait()
+options = {"loader.direct": "never", "loader.embed": False}  # what is read is recorded
+loader = creel.DataLoader(creel.wrap(Squares()), 4, num_workers=1, timeout=30, creel=options)
+print(len(list(loader)))
+"""
+    )
+    out, _ = Program(code).communicate()
+    assert out == "10\n"
+
+
 def test_a_forked_child_may_drop_or_use_the_loader() -> None:
     loader = creel.DataLoader(Squares(), 4, num_workers=1)
     iterator = iter(loader)
